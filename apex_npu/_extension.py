@@ -1,0 +1,43 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Loads the C++ extension, or says once why pure torch takes over.
+
+``extension`` is the module ``apex_npu._C``, or None where it was not built, or was built for another torch: loading
+such a one could crash, so the version is read from the text file that the build leaves beside it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+_BUILT_FOR = Path(__file__).with_name("_C.torch_version")
+_WAY_OUT = "pure torch takes over (slower, same results); rebuild with `pip install --no-build-isolation apex_npu`"
+
+
+def _load(built_for: Path = _BUILT_FOR) -> ModuleType | None:
+    if os.environ.get("APEX_NPU_NO_EXT") == "1":
+        return None
+    if not built_for.exists():
+        return None
+    version = built_for.read_text(encoding="utf-8").strip()
+    if version != torch.__version__:
+        warnings.warn(
+            f"apex_npu: the C++ extension was built for torch {version}, this is torch {torch.__version__}: {_WAY_OUT}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    try:
+        return importlib.import_module("apex_npu._C")
+    except ImportError as error:
+        warnings.warn(f"apex_npu: the C++ extension does not load ({error}): {_WAY_OUT}", RuntimeWarning, stacklevel=2)
+        return None
+
+
+extension: ModuleType | None = _load()

@@ -1,0 +1,8 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Devices behind one small protocol."""
+
+from apex_npu.backends.base import Backend
+from apex_npu.backends.registry import for_device
+
+__all__ = ["Backend", "for_device"]

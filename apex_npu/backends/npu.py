@@ -1,0 +1,41 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ascend NPUs, through torch_npu. Importing this module needs no torch_npu; asking it something does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, device
+
+# Undefined, NCHW, ND and NHWC: torch's own strides describe the memory. All others (NC1HWC0, FRACTAL_NZ, ...) tile it.
+_BASE_FORMATS = frozenset({-1, 0, 1, 2})
+
+
+class NpuBackend:
+    """Private formats, and on chips before the 910B saturating arithmetic with a sticky overflow flag."""
+
+    device_type = "npu"
+    comm_backend = "hccl"
+
+    def _torch_npu(self) -> Any:
+        import torch_npu
+
+        return torch_npu
+
+    def storage_numel(self, tensor: Tensor) -> int:
+        return int(self._torch_npu().get_storage_size(tensor))
+
+    def has_private_format(self, tensor: Tensor) -> bool:
+        return self._torch_npu().get_npu_format(tensor) not in _BASE_FORMATS
+
+    def saturates(self) -> bool:
+        return not self._torch_npu().npu.utils.is_support_inf_nan()
+
+    def clear_overflow_flag(self, device: device) -> None:
+        with self._torch_npu().npu.device(device):
+            self._torch_npu().npu.clear_npu_overflow_flag()
+
+    def overflow_flag(self, device: device) -> bool:
+        with self._torch_npu().npu.device(device):
+            return bool(self._torch_npu().npu.get_npu_overflow_flag())

@@ -1,0 +1,24 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Flat buffers that many tensors lie in: layout (integers), memory, gradients, and what steps together."""
+
+from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, owns_storage, plan
+from apex_npu.fusion.flat_grads import FlatGrads
+from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups, Run, fuse, step_in_place
+from apex_npu.fusion.storage import change_data_ptr, is_slot, storage_view
+
+__all__ = [
+    "FlatBuffer",
+    "FlatGrads",
+    "FusedGroup",
+    "HasFusedGroups",
+    "Plan",
+    "Run",
+    "change_data_ptr",
+    "fuse",
+    "is_slot",
+    "owns_storage",
+    "plan",
+    "step_in_place",
+    "storage_view",
+]

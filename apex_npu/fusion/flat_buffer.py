@@ -1,0 +1,146 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One piece of memory for many tensors: planned with integers, allocated once, then looked at through views."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from apex_npu.backends import for_device
+from apex_npu.fusion.layout import ALIGN_NUMEL, PAD_NUMEL, Layout, Slot, extent_numel, plan_slots
+from apex_npu.fusion.storage import check_change_data_ptr, move_storage, storage_view
+
+logger = logging.getLogger("apex_npu")
+
+
+def mib(nbytes: int) -> str:
+    """``nbytes`` as text."""
+    return f"{nbytes / 2**20:.1f} MiB"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where each tensor of a list would lie in one flat buffer. Made by ``plan``; nothing has moved yet.
+
+    Attributes:
+        layout: The slots, one per distinct storage.
+        offsets: For each tensor, the elements before its first one.
+        dtype: Of all tensors.
+        device: Of all tensors.
+    """
+
+    layout: Layout
+    offsets: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one such buffer takes."""
+        return self.layout.total_numel * self.dtype.itemsize
+
+
+def plan(tensors: Sequence[Tensor]) -> Plan:
+    """Lay out ``tensors``, which must share dtype and device, in one buffer. Pure: no memory is touched.
+
+    Tensors that share a storage share a slot.
+
+    Raises:
+        ValueError: The list is empty, or its tensors differ in device.
+        TypeError: They differ in dtype.
+    """
+    if not tensors:
+        raise ValueError("tensors must not be empty")
+    dtype, device = tensors[0].dtype, tensors[0].device
+    for i, t in enumerate(tensors):
+        if t.dtype != dtype:
+            raise TypeError(f"all fused tensors must have one dtype: tensors[0] is {dtype}, tensors[{i}] is {t.dtype}")
+        if t.device != device:
+            raise ValueError(
+                f"all fused tensors must be on one device: tensors[0] on {device}, tensors[{i}] on {t.device}"
+            )
+    backend = for_device(device)
+    layout = plan_slots([backend.storage_numel(t) for t in tensors], [t.untyped_storage()._cdata for t in tensors])
+    offsets = tuple(
+        layout.slots[slot].offset_numel + int(t.storage_offset())
+        for slot, t in zip(layout.slot_of, tensors, strict=True)
+    )
+    return Plan(layout, offsets, dtype, device)
+
+
+def owns_storage(tensors: Sequence[Tensor]) -> bool:
+    """True where ``tensors``, which share one storage, make up that storage but for alignment gaps.
+
+    False for a small view of a large storage: that is another owner's buffer (a DDP bucket, a slice of a data set), and
+    moving it would copy and keep all of it.
+    """
+    backend = for_device(tensors[0].device)
+    if any(backend.has_private_format(t) for t in tensors):
+        return True
+    ranges = {(t.storage_offset(), extent_numel(t.size(), t.stride())) for t in tensors}
+    gaps = backend.storage_numel(tensors[0]) - sum(extent for _, extent in ranges)
+    return gaps <= (ALIGN_NUMEL + PAD_NUMEL) * len(tensors)
+
+
+class FlatBuffer:
+    """Owns one flat tensor and hands out views with storages of their own.
+
+    Attributes:
+        flat: 1-D, zero-initialised; padding stays finite and is never part of a view.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate ``numel`` zeros.
+
+        Raises:
+            torch.OutOfMemoryError: There is not enough memory; the message says how much was needed.
+        """
+        nbytes = numel * dtype.itemsize
+        try:
+            self.flat = torch.zeros(numel, dtype=dtype, device=device)
+        except RuntimeError as error:
+            raise torch.OutOfMemoryError(
+                f"a fused buffer of {numel} x {dtype} needs {mib(nbytes)} on {device}, which is not free; nothing has "
+                f"been moved. Free memory, or use the unfused optimizer or combine_grad=False. ({error})"
+            ) from error
+        logger.debug("fused buffer: %s on %s, %s", mib(nbytes), device, dtype)
+
+    def view(self, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+        """The elements from ``offset`` on, shaped ``size`` with ``stride``."""
+        return storage_view(self.flat, offset, size, stride)
+
+    def views_like(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
+        """One view per tensor, with its size and stride (so that transposed tensors match element by element)."""
+        return [self.view(offset, t.size(), t.stride()) for t, offset in zip(tensors, offsets, strict=True)]
+
+    def adopt(self, tensors: Sequence[Tensor], layout: Layout, *, copy_values: bool = True) -> None:
+        """Move the storages of ``tensors`` into this buffer, values included: all of them, or none.
+
+        Raises:
+            TypeError, ValueError: A tensor cannot be re-pointed (see ``change_data_ptr``); nothing has moved then.
+        """
+        members: list[list[Tensor]] = [[] for _ in layout.slots]
+        for index, t in zip(layout.slot_of, tensors, strict=True):
+            members[index].append(t)
+        for slot, sharing in zip(layout.slots, members, strict=True):
+            check_change_data_ptr(sharing[0], self.flat, slot.offset_numel)
+        backend = for_device(self.flat.device)
+        with torch.no_grad():
+            # A private format cannot be read as a flat row: such values go out before the move and back in after it.
+            tiled = [(t, t.clone()) for t in tensors if copy_values and backend.has_private_format(t)]
+            for slot, sharing in zip(layout.slots, members, strict=True):
+                if copy_values and not backend.has_private_format(sharing[0]):
+                    self._copy_storage(sharing[0], slot)
+            for slot, sharing in zip(layout.slots, members, strict=True):
+                move_storage(sharing, self.flat, slot.offset_numel)
+            for t, value in tiled:
+                t.copy_(value)
+
+    def _copy_storage(self, tensor: Tensor, slot: Slot) -> None:
+        whole = tensor.detach().as_strided((slot.numel,), (1,), 0)
+        self.flat.narrow(0, slot.offset_numel, slot.numel).copy_(whole)

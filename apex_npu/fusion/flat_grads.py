@@ -1,0 +1,100 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The gradients of some parameters in one flat buffer.
+
+A slot is ABSENT while ``param.grad is None``, as ``zero_grad()`` leaves it, and PRESENT while ``param.grad`` is the
+slot's view. Autograd, or the user, may put any other tensor there: ``gather`` copies it into the slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from apex_npu.fusion.flat_buffer import FlatBuffer
+from apex_npu.fusion.storage import slot_table
+
+ABSENT, PRESENT, FOREIGN = 0, 1, 2
+
+
+class FlatGrads:
+    """Gradient slots of ``params``, laid out like the parameters themselves; memory is taken at first use.
+
+    Attributes:
+        params: Each has a slot, whether or not it ever gets a gradient.
+        offsets: For each parameter, the elements before its slot's first.
+    """
+
+    def __init__(self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int) -> None:
+        """Plan only; ``params`` share dtype and device."""
+        self.params = list(params)
+        self.offsets = list(offsets)
+        self._total_numel = total_numel
+        self._buffer: FlatBuffer | None = None
+        self._views: list[Tensor] = []
+        self._table = slot_table(self.params)
+
+    def _allocate(self) -> FlatBuffer:
+        if self._buffer is None:
+            self._buffer = FlatBuffer(self._total_numel, self.params[0].dtype, self.params[0].device)
+            # Shaped like what autograd makes: a parameter's strides where they are dense, else contiguous.
+            shapes = [torch.empty_like(p, device="meta") for p in self.params]
+            self._views = self._buffer.views_like(shapes, self.offsets)
+        return self._buffer
+
+    @property
+    def flat(self) -> Tensor:
+        """All slots and their padding, which is zero. Slots that are ABSENT hold whatever was there last."""
+        return self._allocate().flat
+
+    @property
+    def views(self) -> list[Tensor]:
+        """One per parameter, shaped like it."""
+        self._allocate()
+        return self._views
+
+    def states(self) -> bytes:
+        """One byte per parameter: ABSENT, PRESENT or FOREIGN."""
+        return self._table.grad_states(self._views or self.params)
+
+    def broken(self) -> list[int]:
+        """Indices of the parameters that no longer have the address, shape, dtype or device they were planned with."""
+        return self._table.broken()
+
+    def gather(self) -> bytes:
+        """Bring every gradient into its slot: afterwards ``param.grad`` is None or the slot's view.
+
+        Returns:
+            One byte per parameter, ABSENT or PRESENT.
+
+        Raises:
+            RuntimeError: A gradient is sparse; nothing has been copied then.
+        """
+        states = self.states()
+        if FOREIGN not in states:
+            return states
+        foreign = [i for i, state in enumerate(states) if state == FOREIGN]
+        grads = [self.grad_of(i) for i in foreign]
+        views = self.views
+        with torch.no_grad():
+            torch._foreach_copy_([views[i] for i in foreign], grads)
+        for i in foreign:
+            self.params[i].grad = views[i]
+        return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
+
+    def grad_of(self, index: int) -> Tensor:
+        """The gradient of parameter ``index``, which must have one.
+
+        Raises:
+            RuntimeError: It is sparse.
+        """
+        grad = self.params[index].grad
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"parameter {index} of shape {tuple(self.params[index].shape)} has a sparse gradient ({grad.layout}), "
+                "which cannot be fused; use a layer with sparse=False, or torch.optim.SparseAdam or SGD for it"
+            )
+        return grad.detach()

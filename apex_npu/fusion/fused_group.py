@@ -1,0 +1,219 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Parameters, gradients and state of one (param_group, device, dtype), flat, and which parts step together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from apex_npu.fusion.flat_buffer import FlatBuffer, owns_storage, plan
+from apex_npu.fusion.flat_grads import PRESENT, FlatGrads
+from apex_npu.fusion.layout import extent_numel, is_dense
+from apex_npu.fusion.storage import slot_table
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class HasFusedGroups(Protocol):
+    """What amp needs to know of an optimizer that fuses by itself."""
+
+    def flat_grads(self) -> list[FlatGrads]:
+        """The gradient buffers of all parameters, fused now if they were not."""
+        ...
+
+
+class Run:
+    """Consecutive slots that take part in a step and share a step count; usually the whole buffer.
+
+    Attributes:
+        param: 1-D, dtype of the parameters; padding between slots included.
+        grad: Likewise.
+        step: How many times these slots have been updated, this time included.
+    """
+
+    def __init__(self, group: FusedGroup, first: int, last: int, step: int) -> None:
+        """The slots ``first`` to ``last`` of ``group``, both included."""
+        self._group = group
+        self.first, self.last = first, last
+        self._begin, self._end = group.span(first, last)
+        self.step = step
+        self.param = group.param_flat[self._begin : self._end]
+        self.grad = group.grads.flat[self._begin : self._end]
+        self._states: dict[str, Tensor] = {}
+
+    def state(self, name: str) -> Tensor:
+        """The flat state ``name``: float32 for low-precision parameters, else of their dtype; zeros at first."""
+        state = self._states.get(name)
+        if state is None:
+            state = self._states[name] = self._group.state_flat(name)[self._begin : self._end]
+        return state
+
+
+class FusedGroup:
+    """The flat buffers of some parameters.
+
+    Attributes:
+        params: Of one dtype and device, dense, not overlapping.
+        param_flat: 1-D over the memory of all of them.
+        grads: Their gradients, laid out alike.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], param_flat: Tensor, offsets: Sequence[int], ends: Sequence[int]
+    ) -> None:
+        """Over memory that ``params`` already lie in; see ``fuse`` for how they get there."""
+        self.params = list(params)
+        self.param_flat = param_flat
+        self._offsets = list(offsets)
+        self._ends = list(ends)
+        self._table = slot_table(self.params)
+        self.grads = FlatGrads(self.params, self._offsets, param_flat.numel())
+        self._states: dict[str, FlatBuffer] = {}
+        self._state_views: dict[str, list[Tensor]] = {}
+        # Float, on the host: torch.optim's `step` entries are such tensors, and here they are views of this one.
+        self._steps = FlatBuffer(len(params), torch.float32, torch.device("cpu"))
+        self._runs: list[Run] = []
+        self._runs_states: bytes | None = None
+
+    def span(self, first: int, last: int) -> tuple[int, int]:
+        """Elements [begin, end) of the slots ``first`` to ``last``, their padding included."""
+        return self._offsets[first], self._ends[last]
+
+    def broken(self) -> list[int]:
+        """Indices of the parameters that no longer lie in their slot (``p.data = …``, ``.to()``, another fusion)."""
+        return self._table.broken()
+
+    # State
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """float32 for float16 and bfloat16 parameters: their updates are computed in it; else their own dtype."""
+        dtype = self.param_flat.dtype
+        return torch.float32 if dtype in LOW_PRECISION else dtype
+
+    def state_flat(self, name: str) -> Tensor:
+        """The buffer of state ``name``, allocated with zeros at first use."""
+        buffer = self._states.get(name)
+        if buffer is None:
+            buffer = self._states[name] = FlatBuffer(self.param_flat.numel(), self.state_dtype, self.param_flat.device)
+            self._state_views[name] = buffer.views_like(self.params, self._offsets)
+        return buffer.flat
+
+    def state_view(self, name: str, index: int) -> Tensor:
+        """State ``name`` of one parameter, shaped like it."""
+        self.state_flat(name)
+        return self._state_views[name][index]
+
+    def step_view(self, index: int) -> Tensor:
+        """The step count of one parameter: float32, 0-dim, on the host."""
+        return self._steps.view(index, (), ())
+
+    def set_step(self, index: int, step: float) -> None:
+        """Set the step count of one parameter."""
+        self._steps.flat[index] = step
+        self._runs_states = None
+
+    def step_of(self, index: int) -> int:
+        """The step count of one parameter."""
+        return int(self._steps.flat[index])
+
+    # Steps
+
+    def advance(self, states: bytes, on_join: Callable[[int], None], *, counted: bool = True) -> list[Run]:
+        """Cut the slots that are PRESENT in ``states`` into runs, and count one step for each of them.
+
+        Args:
+            states: What ``grads.gather()`` returned.
+            on_join: Called with the index of every such slot whenever the runs are cut anew, before counting.
+            counted: False leaves the step counts as they are: the rule keeps no state.
+        """
+        if states != self._runs_states:
+            self._partition(states, on_join)
+        for run in self._runs:
+            # The tensor is the truth: a user may have set it, and it is what a checkpoint shows.
+            counts = self._steps.flat[run.first : run.last + 1]
+            if counted:
+                counts.add_(1)
+            run.step = int(counts[0])
+        return self._runs
+
+    def _partition(self, states: bytes, on_join: Callable[[int], None]) -> None:
+        steps: list[float] = self._steps.flat.tolist()
+        keys: list[Hashable] = [step if state == PRESENT else None for step, state in zip(steps, states, strict=True)]
+        self._runs = [Run(self, first, last, int(steps[first])) for first, last in _equal_neighbours(keys)]
+        for run in self._runs:
+            for index in range(run.first, run.last + 1):
+                on_join(index)
+        self._runs_states = states
+
+
+def _equal_neighbours(keys: Sequence[Hashable]) -> Iterable[tuple[int, int]]:
+    """Maximal (first, last) index pairs over which ``keys`` are equal and not None."""
+    first = 0
+    for i in range(1, len(keys) + 1):
+        if i == len(keys) or keys[i] != keys[first]:
+            if keys[first] is not None:
+                yield first, i - 1
+            first = i
+
+
+def step_in_place(param: Tensor) -> FusedGroup:
+    """A group of one parameter that stays where it lies, because its memory belongs to someone else."""
+    flat = param.detach().as_strided((param.numel(),), (1,), param.storage_offset())
+    return FusedGroup([param], flat, [0], [param.numel()])
+
+
+def fuse(params: Sequence[Tensor]) -> list[FusedGroup]:
+    """Fuse ``params`` into as few groups as possible: one per device and dtype.
+
+    A parameter that is a view of another owner's buffer, or overlaps an earlier one (tied through ``.data``), does not
+    move: it gets a group of its own, over the memory it lies in.
+
+    Raises:
+        ValueError: A parameter has gaps or overlaps itself; nothing has moved.
+        torch.OutOfMemoryError: A buffer does not fit; nothing has moved.
+    """
+    for i, p in enumerate(params):
+        if not is_dense(p.size(), p.stride()):
+            raise ValueError(
+                f"parameter {i} of size {tuple(p.size())} and stride {p.stride()} does not fill its memory without gap "
+                "or overlap, so it cannot be fused; make it dense first: p.data = p.data.contiguous()"
+            )
+    movable, in_place = _sort_out(params)
+    plans = [(members, plan(members)) for members in movable]
+    buffers = [FlatBuffer(p.layout.total_numel, p.dtype, p.device) for _, p in plans]
+    groups = []
+    for (members, planned), buffer in zip(plans, buffers, strict=True):
+        buffer.adopt(members, planned.layout)
+        order = sorted(range(len(members)), key=planned.offsets.__getitem__)
+        offsets = [planned.offsets[i] for i in order]
+        ends = [*offsets[1:], planned.layout.total_numel]
+        groups.append(FusedGroup([members[i] for i in order], buffer.flat, offsets, ends))
+    return groups + [step_in_place(p) for p in in_place]
+
+
+def _sort_out(params: Sequence[Tensor]) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Movable parameters by device and dtype, and those to be left in place."""
+    by_storage: dict[int, list[Tensor]] = {}
+    for p in params:
+        by_storage.setdefault(p.untyped_storage()._cdata, []).append(p)
+    movable: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    in_place: list[Tensor] = []
+    for sharing in by_storage.values():
+        if not owns_storage(sharing) or len({p.dtype for p in sharing}) > 1:
+            in_place.extend(sharing)
+            continue
+        taken: list[tuple[int, int]] = []
+        for p in sharing:
+            begin = int(p.storage_offset())
+            end = begin + extent_numel(p.size(), p.stride())
+            if any(begin < other_end and other_begin < end for other_begin, other_end in taken):
+                in_place.append(p)
+            else:
+                taken.append((begin, end))
+                movable.setdefault((p.device, p.dtype), []).append(p)
+    return list(movable.values()), in_place

@@ -1,0 +1,110 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Where everything lies in a flat buffer: integers only, no tensor is seen here."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+ALIGN_NUMEL = 16
+PAD_NUMEL = 32
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one storage in a flat buffer.
+
+    Attributes:
+        offset_numel: Elements before the slot.
+        numel: Elements of the storage.
+        padded_numel: Elements the slot takes up; the next slot begins ``padded_numel`` behind this one.
+    """
+
+    offset_numel: int
+    numel: int
+    padded_numel: int
+
+    @property
+    def end_numel(self) -> int:
+        """The first element behind the slot and its padding."""
+        return self.offset_numel + self.padded_numel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Slots in order, and which of them each tensor lies in.
+
+    Attributes:
+        slots: One per distinct storage, in order of first appearance.
+        slot_of: For each tensor the index of its slot; tensors that share a storage share a slot.
+        total_numel: Elements of the whole buffer.
+    """
+
+    slots: tuple[Slot, ...]
+    slot_of: tuple[int, ...]
+    total_numel: int
+
+
+def padded_numel(numel: int, align_numel: int = ALIGN_NUMEL, pad_numel: int = PAD_NUMEL) -> int:
+    """Elements that a storage of ``numel`` takes up: rounded up to ``align_numel``, plus ``pad_numel``.
+
+    The defaults are what Ascend's vector kernels expect: they may read a whole block behind the last element.
+    """
+    return -(-numel // align_numel) * align_numel + pad_numel
+
+
+def plan_slots(
+    storage_numels: Sequence[int],
+    storage_ids: Sequence[Hashable] | None = None,
+    *,
+    align_numel: int = ALIGN_NUMEL,
+    pad_numel: int = PAD_NUMEL,
+) -> Layout:
+    """Give every distinct storage a slot, one behind the other.
+
+    Args:
+        storage_numels: For each tensor, the elements of the storage behind it.
+        storage_ids: For each tensor, what identifies that storage; None: all are distinct.
+        align_numel: Slots are rounded up to a multiple of this.
+        pad_numel: Elements added behind every slot.
+
+    Raises:
+        ValueError: A size is negative, or one storage is given two sizes.
+    """
+    ids = range(len(storage_numels)) if storage_ids is None else storage_ids
+    slots: list[Slot] = []
+    index_of: dict[Hashable, int] = {}
+    slot_of: list[int] = []
+    total_numel = 0
+    for i, (numel, storage_id) in enumerate(zip(storage_numels, ids, strict=True)):
+        if numel < 0:
+            raise ValueError(f"storage_numels[{i}] must be >= 0, got {numel}")
+        index = index_of.get(storage_id)
+        if index is None:
+            index = index_of[storage_id] = len(slots)
+            slots.append(Slot(total_numel, numel, padded_numel(numel, align_numel, pad_numel)))
+            total_numel = slots[-1].end_numel
+        elif slots[index].numel != numel:
+            raise ValueError(f"storage {storage_id!r} was given two sizes: {slots[index].numel} and {numel} elements")
+        slot_of.append(index)
+    return Layout(tuple(slots), tuple(slot_of), total_numel)
+
+
+def extent_numel(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from a tensor's first to its last, both included; 0 for an empty tensor."""
+    if 0 in size:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+
+
+def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """True where the elements fill their extent without gap or overlap, in any order (transposed, channels_last)."""
+    expected = 1
+    for n, s in sorted(((n, s) for n, s in zip(size, stride, strict=True) if n != 1), key=lambda dim: dim[1]):
+        if n == 0:
+            return True
+        if s != expected:
+            return False
+        expected *= n
+    return True

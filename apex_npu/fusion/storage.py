@@ -1,0 +1,175 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Memory under tensors: re-point a storage, look at a buffer through a storage of its own, notice what has moved.
+
+The C++ extension does it where it is loaded; pure torch does it elsewhere. Pure torch cannot re-point a storage, so
+there only the tensors that are named follow, not their other aliases: ``move_storage`` says so when there are any.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.utils.dlpack
+from torch import Tensor
+
+from apex_npu._extension import extension
+from apex_npu.fusion.layout import extent_numel
+
+
+class SlotTable(Protocol):
+    """Where tensors lay when they were fused."""
+
+    def broken(self) -> list[int]:
+        """Indices of the tensors whose address, size, stride, dtype or device is no longer what it was."""
+        ...
+
+    def grad_states(self, views: Sequence[Tensor]) -> bytes:
+        """One byte per tensor: 0 its ``.grad`` is None, 1 its ``.grad`` is ``views[i]``, 2 it is another tensor."""
+        ...
+
+
+def storage_numel(tensor: Tensor) -> int:
+    """Elements in the storage behind ``tensor``."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def check_change_data_ptr(dst: Tensor, src: Tensor, offset: int) -> None:
+    """Raise what ``change_data_ptr(dst, src, offset)`` would raise; move nothing."""
+    if extension is not None:
+        extension.check_change_data_ptr(dst, src, offset)
+        return
+    for name, t in (("dst", dst), ("src", src)):
+        if t.layout != torch.strided:
+            raise TypeError(f"change_data_ptr: {name} must be dense (strided), got layout {t.layout}")
+        if type(t) not in (Tensor, torch.nn.Parameter):
+            raise TypeError(
+                f"change_data_ptr: {name} must be a plain tensor with memory of its own, got {type(t).__name__}; "
+                "pass its local tensor"
+            )
+        if t.is_conj() or t.is_neg():
+            raise TypeError(
+                f"change_data_ptr: {name} must not be a lazy conjugate or negative; call resolve_conj() first"
+            )
+    if dst.dtype != src.dtype:
+        raise TypeError(f"change_data_ptr: dst and src must have one dtype, got {dst.dtype} and {src.dtype}")
+    if dst.device != src.device:
+        raise ValueError(f"change_data_ptr: dst and src must be on one device, got {dst.device} and {src.device}")
+    reach = dst.storage_offset() + extent_numel(dst.size(), dst.stride())
+    if reach > storage_numel(dst):
+        raise ValueError(
+            f"change_data_ptr: dst reaches over the end of its storage: {reach} > {storage_numel(dst)} elements"
+        )
+    _check_range(offset, storage_numel(dst), src)
+    if dst.untyped_storage()._cdata == src.untyped_storage()._cdata:
+        raise ValueError(
+            "change_data_ptr: dst and src are views of one storage, which cannot be pointed into itself; "
+            "pass src.clone() or a new buffer"
+        )
+
+
+def _check_range(offset: int, need_numel: int, src: Tensor) -> None:
+    room_numel = extent_numel(src.size(), src.stride())
+    if offset < 0:
+        raise ValueError(f"change_data_ptr: offset must be >= 0 elements, got {offset}")
+    if offset + need_numel > room_numel:
+        raise ValueError(
+            f"change_data_ptr: elements [{offset}, {offset + need_numel}) are outside src, which has {room_numel} "
+            "(offset and extent count elements)"
+        )
+
+
+def change_data_ptr(dst: Tensor, src: Tensor, offset: int) -> None:
+    """Make the storage of ``dst`` begin ``offset`` elements behind the first element of ``src``.
+
+    ``dst`` and every alias of it see ``src``'s memory from then on; values are not copied, sizes and strides stay, and
+    so does the identity of a Parameter. The memory is owned jointly and outlives ``src``.
+
+    Args:
+        dst: Any dense tensor; its whole storage moves.
+        src: The buffer, of the same dtype and device.
+        offset: Elements, counted from where ``src`` itself begins.
+
+    Raises:
+        TypeError: Other dtype; sparse, quantised, lazily conjugated tensors or tensor subclasses.
+        ValueError: Other device; a range outside ``src``; two views of one storage; memory that ``src`` does not own.
+    """
+    if extension is not None:
+        extension.change_data_ptr(dst, src, offset)
+        return
+    check_change_data_ptr(dst, src, offset)
+    if src.is_meta:
+        return  # nothing to point at
+    _point_at_view([dst], storage_view(src, offset, (storage_numel(dst),), (1,)))
+
+
+def move_storage(tensors: Sequence[Tensor], buffer: Tensor, offset: int) -> None:
+    """Like ``change_data_ptr`` for the one storage that all ``tensors`` share."""
+    if extension is not None:
+        extension.change_data_ptr(tensors[0], buffer, offset)
+        return
+    storage = tensors[0].untyped_storage()
+    # Each tensor holds the storage once, and so does the Python object asked here.
+    if torch._C._storage_Use_Count(storage._cdata) > len(tensors) + 1:
+        warnings.warn(
+            f"a fused tensor of shape {tuple(tensors[0].shape)} has other views, which will not follow it into the "
+            "fused buffer: without the C++ extension only the tensors that are passed can; build the extension, or "
+            "take such views after fusing",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    _point_at_view(tensors, storage_view(buffer, offset, (storage_numel(tensors[0]),), (1,)))
+
+
+def _point_at_view(tensors: Sequence[Tensor], view: Tensor) -> None:
+    for t in tensors:
+        t.data = view.as_strided(t.size(), t.stride(), t.storage_offset())
+
+
+def storage_view(src: Tensor, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """A tensor over ``src``'s memory, ``offset`` elements behind its first, with a storage of its own size.
+
+    Unlike ``src.as_strided(...)`` it is saved, deep-copied and shared alone, not with the whole buffer.
+    """
+    if extension is not None:
+        view: Tensor = extension.storage_view(src, offset, size, stride)
+        return view
+    need_numel = extent_numel(size, stride)
+    _check_range(offset, need_numel, src)
+    part = src.detach().as_strided((need_numel,), (1,), src.storage_offset() + offset)
+    if src.device.type in ("cpu", "cuda"):
+        part = torch.utils.dlpack.from_dlpack(part)  # a storage of its own size over the same memory
+    return part.as_strided(size, stride, part.storage_offset())
+
+
+def is_slot(tensor: Tensor) -> bool:
+    """True where the memory of ``tensor`` is known to be part of a fused buffer."""
+    return extension is not None and bool(extension.is_slot(tensor))
+
+
+def slot_table(tensors: Sequence[Tensor]) -> SlotTable:
+    """Remember where ``tensors`` lie now."""
+    if extension is not None:
+        table: SlotTable = extension.SlotTable(tensors)
+        return table
+    return _PythonSlotTable(tensors)
+
+
+def _place(t: Tensor) -> tuple[object, ...]:
+    return t.data_ptr(), t.size(), t.stride(), t.dtype, t.device
+
+
+class _PythonSlotTable:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._places = [_place(t) for t in tensors]
+
+    def broken(self) -> list[int]:
+        return [i for i, (t, place) in enumerate(zip(self._tensors, self._places, strict=True)) if _place(t) != place]
+
+    def grad_states(self, views: Sequence[Tensor]) -> bytes:
+        grads = [t.grad for t in self._tensors]
+        return bytes(0 if g is None else 1 if g is v else 2 for g, v in zip(grads, views, strict=True))

@@ -1,0 +1,101 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Adam with L2 penalty, as torch.optim.Adam has it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch.optim.optimizer import ParamsT
+
+from apex_npu.fusion import Run
+from apex_npu.ops import adam_
+from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.checks import check_betas, check_bool, check_non_negative
+
+
+class NpuFusedAdam(FusedOptimizer):
+    """Adam on flat buffers, with the rule and the results of torch.optim.Adam.
+
+    ::
+
+        g ← g + weight_decay · p
+        m ← β₁ · m + (1 − β₁) · g
+        v ← β₂ · v + (1 − β₂) · g²
+        p ← p − lr / (1 − β₁ᵗ) · m / (sqrt(v̂) / sqrt(1 − β₂ᵗ) + eps)
+
+    where t counts a parameter's own steps and v̂ is v, or with ``amsgrad`` its running maximum.
+    Kingma & Ba 2014, https://arxiv.org/abs/1412.6980; AMSGrad: Reddi et al. 2018, https://arxiv.org/abs/1904.09237.
+
+    State: ``step`` (float32, 0-dim, on the host), ``exp_avg`` m, ``exp_avg_sq`` v, with amsgrad ``max_exp_avg_sq``
+    (shape and dtype of the parameter, float32 for float16 and bfloat16).
+
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        lr: Learning rate.
+        betas: β₁ and β₂, each in [0, 1).
+        eps: Added to the denominator.
+        weight_decay: L2 penalty.
+        amsgrad: Use the maximum of all v so far.
+        maximize: Ascend the gradient instead.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value is no number.
+    """
+
+    decoupled: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "maximize": maximize,
+            },
+        )
+
+    def validate(self, group: ParamGroup) -> None:
+        """Check ``group``."""
+        check_non_negative("learning rate", "lr", group["lr"])
+        check_betas(group["betas"])
+        check_non_negative("epsilon value", "eps", group["eps"])
+        check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
+        check_bool("amsgrad", group["amsgrad"])
+
+    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
+        """First and second moment, and the latter's maximum."""
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def update(self, run: Run, group: ParamGroup) -> None:
+        """Apply the rule."""
+        beta1, beta2 = group["betas"]
+        adam_(
+            run.param,
+            run.grad,
+            run.state("exp_avg"),
+            run.state("exp_avg_sq"),
+            run.state("max_exp_avg_sq") if group["amsgrad"] else None,
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=self.decoupled,
+            maximize=group["maximize"],
+            step=run.step,
+        )

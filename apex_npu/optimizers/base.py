@@ -1,0 +1,356 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The loop that all fused optimizers share. A subclass adds hyper-parameters, their checks and one ``update``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import is_
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from apex_npu.fusion import FlatGrads, FusedGroup, Run, fuse, is_slot, step_in_place
+from apex_npu.fusion.flat_grads import PRESENT
+
+logger = logging.getLogger("apex_npu")
+
+ParamGroup = dict[str, Any]
+
+_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+
+
+@dataclass
+class _FusedParamGroup:
+    """What one entry of ``param_groups`` has been fused into.
+
+    Attributes:
+        params: The entry's list as it was then; another list means that it has to be fused anew.
+        unfused: Those of them that have been frozen so far.
+        groups: The buffers of the others.
+        state_names: The states the rule keeps for them.
+    """
+
+    params: list[Tensor]
+    unfused: list[Tensor]
+    groups: list[FusedGroup] = field(default_factory=list)
+    state_names: tuple[str, ...] = ()
+
+
+class FusedOptimizer(Optimizer):
+    """Steps flat buffers instead of tensors; in all else a ``torch.optim.Optimizer``.
+
+    Parameters, gradients and state of each (param_group, device, dtype) lie in flat buffers, so a step is one pass of
+    one kernel over each. Fusing happens at the first step and keeps every Parameter's identity. What the user does to
+    tensors in between (``p.data = …``, ``.to()``, ``load_state_dict``, ``add_param_group``, unfreezing) is noticed at
+    the next step and followed from the values found then.
+
+    float16 and bfloat16 parameters are updated in float32 arithmetic and rounded once; their state is float32.
+    Parameters without a gradient are left alone, their step count included, as torch.optim does.
+    """
+
+    is_npu_fused_optimizer = True
+    # True where state_dict() shows a `step` per parameter, as torch.optim's optimizer of the same rule does.
+    has_step_state: ClassVar[bool] = True
+    # True: print when parameters had to be fused again, and why; "error": raise instead.
+    check_combined_tensors: bool | Literal["error"] = False
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        self._forget_fusion()
+        self.validate(defaults)
+        super().__init__(params, defaults)
+
+    # What a rule provides
+
+    def validate(self, group: ParamGroup) -> None:
+        """Check the hyper-parameters of ``group``, each with an error that names it, its rule and its value."""
+        raise NotImplementedError(f"{type(self).__name__} must define validate(group)")
+
+    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
+        """The per-element states that the rule keeps for ``group``, in the order of torch's state dict."""
+        raise NotImplementedError(f"{type(self).__name__} must define state_names(group)")
+
+    def update(self, run: Run, group: ParamGroup) -> None:
+        """Apply the rule to ``run``: flat ``param``, ``grad``, ``state(name)``, and ``step``, counted from 1."""
+        raise NotImplementedError(f"{type(self).__name__} must define update(run, group)")
+
+    # What users call
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss anew; called with gradients enabled, before the update.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            RuntimeError: A gradient is sparse; nothing has been updated then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._fuse()
+        work = [
+            (group, fused, fused.grads.gather())
+            for group, record in zip(self.param_groups, self._fused, strict=True)
+            for fused in record.groups
+        ]
+        for group, fused, states in work:
+            if PRESENT in states:
+                self._step_group(group, fused, states)
+        if self._joined:
+            self._remember_state()
+        return loss
+
+    def _step_group(self, group: ParamGroup, fused: FusedGroup, states: bytes) -> None:
+        counted = self.has_step_state or bool(self.state_names(group))
+        for run in fused.advance(states, lambda index: self._join(group, fused, index), counted=counted):
+            self.update(run, group)
+            # Writes to the flat buffer are invisible to autograd: without this it could not notice that a parameter
+            # changed between forward and backward.
+            torch.autograd.graph.increment_version(fused.params[run.first : run.last + 1])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, or with ``set_to_none=False`` write zeros into those that exist."""
+        if set_to_none or not self._fused:
+            super().zero_grad(set_to_none)
+            return
+        for grads in self.flat_grads():
+            states = grads.gather()
+            if states.count(PRESENT) == len(states):
+                grads.flat.zero_()
+            elif PRESENT in states:
+                torch._foreach_zero_([v for v, state in zip(grads.views, states, strict=True) if state == PRESENT])
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Add parameters, at any time; they are fused at the next step and move nothing that is already fused.
+
+        Raises:
+            ValueError: A hyper-parameter is out of range, or a parameter is listed twice.
+            TypeError: A hyper-parameter or a parameter has the wrong type. The optimizer is unchanged in either case.
+        """
+        if isinstance(param_group, dict):
+            self.validate({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        try:
+            _check_params(self.param_groups[-1]["params"])
+        except (TypeError, ValueError):
+            del self.param_groups[-1]
+            raise
+
+    def flat_grads(self) -> list[FlatGrads]:
+        """The gradient buffers of all parameters, in order; fuses them if they are not."""
+        with torch.no_grad():
+            self._fuse()
+        return [fused.grads for record in self._fused for fused in record.groups]
+
+    # State dicts, copies
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` of this optimizer, or of torch.optim's with the same rule, has returned.
+
+        State is copied, in the precision it was saved with: torch's own method would round it to a float16 parameter's.
+
+        Raises:
+            ValueError: Groups, parameters, shapes or hyper-parameters do not fit; the optimizer is unchanged.
+        """
+        loaded: dict[str, Any] = {}
+
+        def check_and_capture(_: Optimizer, final: dict[str, Any]) -> None:
+            self._check_state_dict(final)
+            loaded.update(final)
+
+        # The last of the pre-hooks, so that it sees what a user's own hooks have made of the state dict.
+        handle = self.register_load_state_dict_pre_hook(check_and_capture)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for index, param in self._indexed_params(loaded):
+            for name, value in loaded["state"].get(index, {}).items():
+                if isinstance(value, Tensor):
+                    # A copy of what was saved: torch rounds to the parameter's dtype, or keeps sharing its memory.
+                    target = param.device if value.dim() else value.device
+                    self.state[param][name] = value.detach().to(target, copy=True)
+        for group in self.param_groups:
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+
+    def _indexed_params(self, state_dict: dict[str, Any]) -> list[tuple[int, Tensor]]:
+        indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        return list(zip(indices, params, strict=False))
+
+    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for group in state_dict["param_groups"]:
+            self.validate({**self.defaults, **group})
+        for index, param in self._indexed_params(state_dict):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor) and value.dim() and value.shape != param.shape:
+                    raise ValueError(
+                        f"state {name!r} of parameter {index} has shape {tuple(value.shape)}, the parameter has "
+                        f"{tuple(param.shape)}: this state dict belongs to another model. Nothing has been loaded"
+                    )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over ``state``. Buffers are never part of it: a copy fuses its own at its first step."""
+        super().__setstate__(state)
+        if "_fused" not in self.__dict__:
+            self._forget_fusion()
+
+    # Fusion
+
+    def _forget_fusion(self) -> None:
+        self._fused: list[_FusedParamGroup] = []
+        self._joined = False
+        # What `state` was when last seen, to notice what a user has replaced: its dicts, and then for each view shown
+        # in one of them the dict, the name and the view. Columns, since all are compared on every step, by map().
+        self._known_entries: list[dict[str, Any]] = []
+        self._known_views: tuple[list[dict[str, Any]], list[str], list[Tensor]] = ([], [], [])
+
+    def _fuse(self) -> None:
+        """Make every buffer match what the user now has; cheap where nothing has changed."""
+        del self._fused[len(self.param_groups) :]
+        for group in self.param_groups[len(self._fused) :]:
+            self._fused.append(_FusedParamGroup(list(group["params"]), list(group["params"])))
+        changed = [
+            self._follow(i, group, record)
+            for i, (group, record) in enumerate(zip(self.param_groups, self._fused, strict=True))
+        ]
+        if any(changed) or not self._state_is_known():
+            self._adopt_state()
+
+    def _follow(self, index: int, group: ParamGroup, record: _FusedParamGroup) -> bool:
+        """Bring ``record`` up to date with its entry of ``param_groups``; True where buffers have been replaced."""
+        params = group["params"]
+        changed = False
+        if len(params) != len(record.params) or not all(map(is_, params, record.params)):
+            kept = {id(p) for p in params}
+            self._take_apart(record, [g for g in record.groups if not all(id(p) in kept for p in g.params)])
+            held = {id(p) for g in record.groups for p in g.params}
+            record.params = list(params)
+            record.unfused = [p for p in params if id(p) not in held]
+            changed = True
+        broken = [g for g in record.groups if g.broken()]
+        if broken:
+            self._report(index, broken)
+            self._take_apart(record, broken)
+            changed = True
+        ready = [p for p in record.unfused if p.requires_grad or p.grad is not None]
+        if ready:
+            record.groups.extend(fuse(ready))
+            held = {id(p) for p in ready}
+            record.unfused = [p for p in record.unfused if id(p) not in held]
+            changed = True
+        names = self.state_names(group)
+        if names != record.state_names:
+            record.state_names = names
+            changed = True
+        return changed
+
+    def _report(self, index: int, broken: list[FusedGroup]) -> None:
+        shapes = [tuple(g.params[i].shape) for g in broken for i in g.broken()]
+        message = (
+            f"{len(shapes)} parameter(s) of group {index}, the first of shape {shapes[0]}, have left the fused buffer "
+            f"of {type(self).__name__}: their data_ptr, size, stride, dtype or device has been changed"
+        )
+        if self.check_combined_tensors == "error":
+            raise RuntimeError(f"{message}. Assign in place (p.copy_(...)), or drop check_combined_tensors='error'")
+        if self.check_combined_tensors:
+            print(f"Combined param has been destroyed and will be recombined afterwards: {message}.", flush=True)
+        logger.info("%s; fusing again", message)
+
+    def _take_apart(self, record: _FusedParamGroup, outdated: list[FusedGroup]) -> None:
+        """Drop ``outdated`` groups; their parameters are fused again with those that await it."""
+        for group in outdated:
+            # What another fusion has taken stays there: taking it back would only start a tug-of-war.
+            taken = {i for i in group.broken() if is_slot(group.params[i])}
+            record.groups.remove(group)
+            record.groups.extend(step_in_place(group.params[i]) for i in sorted(taken))
+            record.unfused.extend(p for i, p in enumerate(group.params) if i not in taken)
+
+    def _adopt_state(self) -> None:
+        """Copy ``state``, whoever put it there, into the buffers, and leave views of them in its place."""
+        for group, fused, index, param in self._slots():
+            entry = self.state.get(param, {})
+            count = self._count_of(entry, group)
+            fused.set_step(index, count)
+            if not count:
+                continue
+            for name in self.state_names(group):
+                value = entry.get(name)
+                view = fused.state_view(name, index)
+                if value is None:
+                    view.zero_()
+                elif value is not view:
+                    view.copy_(value)
+            self._show_state(group, fused, index)
+        self._remember_state()
+
+    def _slots(self) -> Iterator[tuple[ParamGroup, FusedGroup, int, Tensor]]:
+        for group, record in zip(self.param_groups, self._fused, strict=True):
+            for fused in record.groups:
+                for index, param in enumerate(fused.params):
+                    yield group, fused, index, param
+
+    def _count_of(self, entry: dict[str, Any], group: ParamGroup) -> float:
+        """Steps that the state ``entry`` stands for; a rule without a count only tells the first from later ones."""
+        if self.has_step_state:
+            return float(entry.get("step", 0))
+        return 1.0 if any(entry.get(name) is not None for name in self.state_names(group)) else 0.0
+
+    def _join(self, group: ParamGroup, fused: FusedGroup, index: int) -> None:
+        """A slot is about to step: from now on its state is visible."""
+        if fused.step_of(index) == 0:
+            for name in self.state_names(group):
+                fused.state_view(name, index).zero_()
+        self._show_state(group, fused, index)
+        self._joined = True
+
+    def _show_state(self, group: ParamGroup, fused: FusedGroup, index: int) -> None:
+        """Let the parameter's entry of ``state`` show the buffers' views, beside whatever else a user put there."""
+        views = {name: fused.state_view(name, index) for name in self.state_names(group)}
+        if self.has_step_state:
+            views = {"step": fused.step_view(index), **views}
+        if views:
+            self.state[fused.params[index]].update(views)
+
+    def _remember_state(self) -> None:
+        self._joined = False
+        self._known_entries = list(self.state.values())
+        shown = [
+            (entry, name, value)
+            for group, _, _, param in self._slots()
+            if (entry := self.state.get(param))
+            for name in ("step", *self.state_names(group))
+            if (value := entry.get(name)) is not None
+        ]
+        self._known_views = ([e for e, _, _ in shown], [n for _, n, _ in shown], [v for _, _, v in shown])
+
+    def _state_is_known(self) -> bool:
+        """True while ``state`` consists of the very dicts and views that were there when last seen."""
+        values = self.state.values()
+        if len(values) != len(self._known_entries) or not all(map(is_, values, self._known_entries)):
+            return False
+        entries, names, views = self._known_views
+        return all(map(is_, map(dict.get, entries, names), views))
+
+
+def _check_params(params: list[Tensor]) -> None:
+    for i, p in enumerate(params):
+        if p.dtype not in _DTYPES:
+            raise TypeError(
+                f"parameter {i} of shape {tuple(p.shape)} is {p.dtype}; fused optimizers take float32, float16, "
+                "bfloat16 and float64. Use torch.optim for it"
+            )
+    if len({id(p) for p in params}) != len(params):
+        raise ValueError("a parameter is listed twice in one group; pass each parameter once")

@@ -1,0 +1,96 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Stochastic gradient descent with momentum, as torch.optim.SGD has it."""
+
+from __future__ import annotations
+
+from torch.optim.optimizer import ParamsT
+
+from apex_npu.fusion import Run
+from apex_npu.ops import sgd_
+from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.checks import as_number, check_bool, check_non_negative
+
+
+class NpuFusedSGD(FusedOptimizer):
+    """SGD on flat buffers, with the rule and the results of torch.optim.SGD.
+
+    ::
+
+        g ← g + weight_decay · p
+        b ← g                                   at a parameter's first step
+        b ← momentum · b + (1 − dampening) · g  later
+        p ← p − lr · (g + momentum · b  if nesterov else  b)
+
+    State: ``momentum_buffer`` (shape and dtype of the parameter, float32 for float16 and bfloat16), only with momentum.
+    Nesterov momentum after Sutskever et al. 2013, http://proceedings.mlr.press/v28/sutskever13.html.
+
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        lr: Learning rate; required.
+        momentum: Momentum factor.
+        dampening: Dampening of the momentum.
+        weight_decay: L2 penalty.
+        nesterov: Nesterov momentum; needs a momentum and no dampening.
+        maximize: Ascend the gradient instead.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value is no number, or ``lr`` is missing.
+    """
+
+    has_step_state = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | None = None,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "dampening": dampening,
+                "weight_decay": weight_decay,
+                "nesterov": nesterov,
+                "maximize": maximize,
+            },
+        )
+
+    def validate(self, group: ParamGroup) -> None:
+        """Check ``group``."""
+        if group["lr"] is None:
+            raise TypeError("NpuFusedSGD has no default learning rate: pass lr, for example lr=0.1")
+        check_non_negative("learning rate", "lr", group["lr"])
+        check_non_negative("momentum value", "momentum", group["momentum"])
+        as_number("dampening", group["dampening"])
+        check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
+        check_bool("nesterov", group["nesterov"])
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+
+    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
+        """A momentum buffer, if there is momentum."""
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def update(self, run: Run, group: ParamGroup) -> None:
+        """Apply the rule."""
+        sgd_(
+            run.param,
+            run.grad,
+            run.state("momentum_buffer") if group["momentum"] else None,
+            lr=float(group["lr"]),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            first=run.step == 1,
+        )

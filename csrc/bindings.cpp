@@ -1,0 +1,32 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Python names for csrc; no logic.
+#include <torch/csrc/utils/pybind.h>
+
+#include "combine_tensors/change_data_ptr.h"
+#include "combine_tensors/slot_table.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"));
+  m.def("check_change_data_ptr", &apex_npu::check_change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"));
+  m.def(
+      "storage_view",
+      [](const at::Tensor& src, int64_t offset, const std::vector<int64_t>& size, const std::vector<int64_t>& stride) {
+        return apex_npu::storage_view(src, offset, size, stride);
+      },
+      py::arg("src"), py::arg("offset"), py::arg("size"), py::arg("stride"));
+  m.def("is_slot", &apex_npu::is_slot, py::arg("tensor"));
+
+  py::class_<apex_npu::SlotTable>(m, "SlotTable")
+      .def(py::init<std::vector<at::Tensor>>(), py::arg("tensors"))
+      .def("broken", &apex_npu::SlotTable::broken)
+      .def(
+          "grad_states",
+          [](const apex_npu::SlotTable& table, const std::vector<at::Tensor>& views) {
+            return py::bytes(table.grad_states(views));
+          },
+          py::arg("views"));
+}

@@ -1,0 +1,133 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+#include "combine_tensors/change_data_ptr.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/Storage.h>
+#include <c10/util/Exception.h>
+
+#include <memory>
+#include <utility>
+
+namespace apex_npu {
+namespace {
+
+// The memory behind a buffer and all its slots: the DataPtr that the allocator gave, held by whoever points into it.
+// Owning the memory rather than the source's StorageImpl keeps slots valid when the source is resized or re-pointed.
+using SharedMemory = std::shared_ptr<c10::DataPtr>;
+
+void release_memory(void* context) { delete static_cast<SharedMemory*>(context); }
+
+c10::DataPtr point_at(void* start, const SharedMemory& memory, c10::Device device) {
+  return c10::DataPtr(start, new SharedMemory(memory), &release_memory, device);
+}
+
+const SharedMemory* shared_memory_of(const c10::DataPtr& data_ptr) {
+  if (data_ptr.get_deleter() != &release_memory) return nullptr;
+  return static_cast<const SharedMemory*>(data_ptr.get_context());
+}
+
+// Turns sole ownership into joint ownership, once per source; the address stays.
+SharedMemory share_memory_of(const at::Tensor& src) {
+  c10::StorageImpl* storage = src.storage().unsafeGetStorageImpl();
+  void* start = storage->mutable_data();  // materialises a copy-on-write storage
+  if (const SharedMemory* memory = shared_memory_of(storage->data_ptr())) return *memory;
+  auto memory = std::make_shared<c10::DataPtr>();
+  *memory = storage->set_data_ptr(point_at(start, memory, src.device()));
+  return memory;
+}
+
+int64_t extent_numel(at::IntArrayRef sizes, at::IntArrayRef strides) {
+  int64_t extent = 1;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 0) return 0;
+    extent += (sizes[d] - 1) * strides[d];
+  }
+  return extent;
+}
+
+int64_t storage_numel(const at::Tensor& t) {
+  return static_cast<int64_t>(t.storage().nbytes() / t.dtype().itemsize());
+}
+
+void check_plain(const at::Tensor& t, const char* name) {
+  TORCH_CHECK_TYPE(t.defined(), "change_data_ptr: ", name, " must be a tensor, got None");
+  TORCH_CHECK_TYPE(t.layout() == c10::kStrided, "change_data_ptr: ", name, " must be dense (strided), got layout ",
+                   t.layout());
+  TORCH_CHECK_TYPE(t.has_storage() && !t.unsafeGetTensorImpl()->is_python_dispatch(), "change_data_ptr: ", name,
+                   " must be a plain tensor with memory of its own, got a tensor subclass (DTensor, FakeTensor, ...);",
+                   " pass its local tensor");
+  TORCH_CHECK_TYPE(!t.is_conj() && !t.is_neg(), "change_data_ptr: ", name,
+                   " must not be a lazy conjugate or negative; call resolve_conj() or resolve_neg() first");
+}
+
+void check_source(const at::Tensor& src) {
+  check_plain(src, "src");
+  const c10::DataPtr& data_ptr = src.storage().data_ptr();
+  TORCH_CHECK_VALUE(src.is_meta() || src.storage().nbytes() == 0 || data_ptr.get_context() != nullptr,
+                    "change_data_ptr: src must own its memory, got memory that is only borrowed; pass src.clone()");
+}
+
+void check_range(int64_t offset_numel, int64_t need_numel, const at::Tensor& src) {
+  const int64_t room_numel = extent_numel(src.sizes(), src.strides());
+  TORCH_CHECK_VALUE(offset_numel >= 0, "change_data_ptr: offset must be >= 0 elements, got ", offset_numel);
+  TORCH_CHECK_VALUE(offset_numel <= room_numel && need_numel <= room_numel - offset_numel,
+                    "change_data_ptr: elements [", offset_numel, ", ", offset_numel + need_numel,
+                    ") are outside src, which has ", room_numel, " (offset and extent count elements)");
+}
+
+void* start_of(const at::Tensor& src, int64_t offset_numel) {
+  const int64_t numel = src.storage_offset() + offset_numel;
+  return static_cast<char*>(src.storage().mutable_data()) + numel * static_cast<int64_t>(src.dtype().itemsize());
+}
+
+}  // namespace
+
+void check_change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t offset_numel) {
+  check_plain(dst, "dst");
+  check_source(src);
+  TORCH_CHECK_TYPE(dst.scalar_type() == src.scalar_type(), "change_data_ptr: dst and src must have one dtype, got ",
+                   dst.scalar_type(), " and ", src.scalar_type());
+  TORCH_CHECK_VALUE(dst.device() == src.device(), "change_data_ptr: dst and src must be on one device, got ",
+                    dst.device(), " and ", src.device());
+  TORCH_CHECK_VALUE(dst.storage_offset() + extent_numel(dst.sizes(), dst.strides()) <= storage_numel(dst),
+                    "change_data_ptr: dst reaches over the end of its storage: offset ", dst.storage_offset(),
+                    " + extent ", extent_numel(dst.sizes(), dst.strides()), " > ", storage_numel(dst), " elements");
+  check_range(offset_numel, storage_numel(dst), src);
+  TORCH_CHECK_VALUE(dst.storage().unsafeGetStorageImpl() != src.storage().unsafeGetStorageImpl(),
+                    "change_data_ptr: dst and src are views of one storage, which cannot be pointed into itself;"
+                    " pass src.clone() or a new buffer");
+  // No check for longer cycles: slots own memory, never each other's storages, so none can form.
+}
+
+void change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t offset_numel) {
+  check_change_data_ptr(dst, src, offset_numel);
+  if (src.is_meta()) return;  // nothing to point at
+  const SharedMemory memory = share_memory_of(src);
+  dst.storage().set_data_ptr(point_at(start_of(src, offset_numel), memory, dst.device()));
+}
+
+at::Tensor storage_view(const at::Tensor& src, int64_t offset_numel, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  check_source(src);
+  TORCH_CHECK_VALUE(sizes.size() == strides.size(), "storage_view: sizes and strides must have one length, got ",
+                    sizes.size(), " and ", strides.size());
+  const int64_t need_numel = extent_numel(sizes, strides);
+  check_range(offset_numel, need_numel, src);
+  // An NPU keeps the shape in its storage's format description, so there the storage is made with the right one.
+  const at::TensorOptions options = src.options().requires_grad(false);
+  at::Tensor view = src.is_privateuseone() ? at::empty_strided(sizes, strides, options) : at::empty({0}, options);
+  if (!src.is_meta()) {
+    const SharedMemory memory = share_memory_of(src);
+    view.storage().set_data_ptr(point_at(start_of(src, offset_numel), memory, src.device()));
+  }
+  view.storage().set_nbytes(static_cast<size_t>(need_numel) * src.dtype().itemsize());
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  return view;
+}
+
+bool is_slot(const at::Tensor& t) {
+  return t.defined() && t.has_storage() && shared_memory_of(t.storage().data_ptr()) != nullptr;
+}
+
+}  // namespace apex_npu

@@ -1,0 +1,30 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Re-points the storage of one tensor into the memory of another. Nothing else lives here: which tensor goes where is
+// decided in apex_npu/fusion, with integers.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace apex_npu {
+
+// Refuses, with a typed error that names the rule and the values, what change_data_ptr(dst, src, offset) must not do.
+// Moves nothing. Works on meta tensors, too, so that a layout can be checked without its memory.
+void check_change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t offset_numel);
+
+// Makes dst's *storage* begin `offset_numel` elements behind the first element of src, so that dst and every alias of it
+// see src's memory from then on. Sizes, strides and the storage's own nbytes stay. The memory is owned jointly: it lives
+// until src and the last tensor pointed into it are gone. Values are not copied.
+void change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t offset_numel);
+
+// A new tensor over src's memory, `offset_numel` elements behind src's first, with a storage of its own size.
+at::Tensor storage_view(const at::Tensor& src, int64_t offset_numel, at::IntArrayRef sizes, at::IntArrayRef strides);
+
+// True where t's memory was handed out by change_data_ptr or storage_view.
+bool is_slot(const at::Tensor& t);
+
+}  // namespace apex_npu

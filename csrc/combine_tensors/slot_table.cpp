@@ -1,0 +1,48 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+#include "combine_tensors/slot_table.h"
+
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+namespace apex_npu {
+
+// storage().data() is the const accessor: it does not materialise a copy-on-write storage, as data_ptr() would.
+const void* SlotTable::address_of(const at::Tensor& t) {
+  return static_cast<const char*>(t.storage().data()) +
+         t.storage_offset() * static_cast<int64_t>(t.dtype().itemsize());
+}
+
+SlotTable::SlotTable(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {
+  places_.reserve(tensors_.size());
+  for (const at::Tensor& t : tensors_) {
+    places_.push_back({address_of(t), c10::DimVector(t.sizes()), c10::DimVector(t.strides()), t.scalar_type(),
+                       t.device()});
+  }
+}
+
+std::vector<int64_t> SlotTable::broken() const {
+  std::vector<int64_t> indices;
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const at::Tensor& t = tensors_[i];
+    const Place& place = places_[i];
+    const bool intact = t.layout() == c10::kStrided && t.scalar_type() == place.dtype && t.device() == place.device &&
+                        t.sizes() == place.sizes && t.strides() == place.strides && address_of(t) == place.address;
+    if (!intact) indices.push_back(static_cast<int64_t>(i));
+  }
+  return indices;
+}
+
+std::string SlotTable::grad_states(const std::vector<at::Tensor>& views) const {
+  TORCH_CHECK_VALUE(views.size() == tensors_.size(), "grad_states: expected one view per tensor (", tensors_.size(),
+                    "), got ", views.size());
+  std::string states(tensors_.size(), '\0');
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const at::Tensor& grad = tensors_[i].grad();
+    if (grad.defined()) states[i] = grad.is_same(views[i]) ? '\1' : '\2';
+  }
+  return states;
+}
+
+}  // namespace apex_npu

@@ -1,0 +1,40 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Remembers where tensors lay when they were fused, and says in one call which of them are still there.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/DimVector.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace apex_npu {
+
+class SlotTable {
+ public:
+  explicit SlotTable(std::vector<at::Tensor> tensors);
+
+  // Indices of the tensors that have another address, size, stride, dtype or device than when the table was made.
+  std::vector<int64_t> broken() const;
+
+  // One byte per tensor: 0 its .grad is None, 1 its .grad is views[i] itself, 2 its .grad is some other tensor.
+  std::string grad_states(const std::vector<at::Tensor>& views) const;
+
+ private:
+  struct Place {
+    const void* address;
+    c10::DimVector sizes;
+    c10::DimVector strides;
+    c10::ScalarType dtype;
+    c10::Device device;
+  };
+  static const void* address_of(const at::Tensor& t);
+
+  std::vector<at::Tensor> tensors_;
+  std::vector<Place> places_;
+};
+
+}  // namespace apex_npu

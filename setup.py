@@ -1,0 +1,113 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Builds the C++ extension ``apex_npu._C``; everything else about the package is in pyproject.toml.
+
+The extension is optional. It is skipped, with one line that says why, when ``APEX_NPU_NO_EXT=1`` or when there is
+nothing to compile it with; the package then runs in pure torch. Variables: ``APEX_NPU_NO_EXT``, ``CXX``,
+``MAX_JOBS`` (parallel compilations), ``DEBUG=1`` (``-O0 -g``).
+"""
+
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import setup
+
+EXTENSION = "apex_npu._C"
+# Commands that only describe the package: they must work, in pip's isolated builds too, where there is no torch.
+METADATA_COMMANDS = {"clean", "dist_info", "egg_info", "sdist", "--help", "--name", "--version"}
+WAY_OUT = "To install apex_npu without its C++ extension, in pure torch, set APEX_NPU_NO_EXT=1."
+
+
+def flag(name: str) -> bool:
+    """Whether the environment variable ``name`` is switched on."""
+    return os.environ.get(name, "").strip().lower() not in {"", "0", "false", "no", "off"}
+
+
+def sources() -> list[str]:
+    """The C++ files, relative to this one's folder: absolute paths may hold spaces, which compilers' flags do not."""
+    return sorted(path.as_posix() for path in Path("csrc").glob("**/*.cpp"))
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: ``$CXX`` where it is set, else the first usual name that is on PATH."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    names = chosen[:1] or (["cl"] if os.name == "nt" else ["c++", "g++", "clang++"])
+    return next((name for name in names if shutil.which(name)), None)
+
+
+def skip_reason() -> str | None:
+    """Why no extension will be built, or None when one will be."""
+    if flag("APEX_NPU_NO_EXT"):
+        return "APEX_NPU_NO_EXT is set"
+    if not sources():
+        return "csrc/ holds no C++ source"
+    if find_compiler() is None:
+        wanted = f"CXX={os.environ['CXX']} is not there" if os.environ.get("CXX") else "install g++ or clang++"
+        return f"no C++ compiler found ({wanted})"
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        return f"Python.h is not in {headers} (Debian and Ubuntu: install python3-dev)"
+    return None
+
+
+def build_options() -> dict:
+    """The arguments of ``setup`` that build the extension."""
+    try:
+        import torch
+        from torch.utils import cpp_extension
+    except ImportError as error:
+        sys.exit(
+            f"apex_npu: torch cannot be imported while building ({error}), and the C++ extension is compiled against "
+            f"the torch it will run with. Install torch first, then use: pip install --no-build-isolation . {WAY_OUT}"
+        )
+
+    class BuildExtension(cpp_extension.BuildExtension):
+        """torch's, which leaves a note of the torch it built for and names the way out when compilation fails."""
+
+        def run(self) -> None:
+            try:
+                super().run()
+            except (Exception, SystemExit) as error:
+                sys.exit(f"apex_npu: the C++ extension did not compile, see above ({error}). {WAY_OUT}")
+            # The note goes wherever the extension went: beside the sources (in place, editable) or into the wheel.
+            built = Path(self.get_ext_fullpath(EXTENSION))
+            built.with_name("_C.torch_version").write_text(f"{torch.__version__}\n", encoding="utf-8")
+
+    if "CXX" not in os.environ and os.name != "nt":
+        os.environ["CXX"] = find_compiler() or "c++"
+    optimize = ["-O0", "-g"] if flag("DEBUG") else ["-O2", "-g0"]
+    extension = cpp_extension.CppExtension(
+        EXTENSION,
+        sources(),
+        include_dirs=[str(Path("csrc").resolve())],  # absolute: ninja compiles in another folder
+        # -fopenmp lets at::parallel_for use threads. Only the compiler gets it: linked in, it could bring a second
+        # OpenMP run time, and a second pool of threads, beside the one that torch ships.
+        extra_compile_args=[*optimize, "-DAT_PER_OPERATOR_HEADERS", "-fvisibility=hidden", *openmp_flags()],
+    )
+    ninja = cpp_extension.is_ninja_available()
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension.with_options(use_ninja=ninja)}}
+
+
+def openmp_flags() -> list[str]:
+    """Compiler flags for OpenMP where torch's own build uses it through them (Linux)."""
+    return ["-fopenmp"] if sys.platform.startswith("linux") else []
+
+
+def options() -> dict:
+    """What ``setup`` gets for the command on the command line."""
+    if not sys.argv[1:] or METADATA_COMMANDS & set(sys.argv[1:]):
+        return {}
+    reason = skip_reason()
+    if reason is None:
+        return build_options()
+    print(f"apex_npu: no C++ extension, pure torch instead: {reason}.", flush=True)
+    return {}
+
+
+if __name__ == "__main__":
+    os.chdir(Path(__file__).resolve().parent)
+    setup(**options())

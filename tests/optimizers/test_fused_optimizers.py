@@ -1,0 +1,598 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every fused optimizer against the one it must equal, through everything that users do to parameters and gradients.
+
+Two models run side by side, one with each optimizer, on the same gradients, and are compared tensor by tensor.
+"""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from optimizer_specs import CASE_IDS, CASES, SPECS
+from torch import nn
+
+from apex_npu.optimizers import FusedOptimizer, NpuFusedAdam, NpuFusedSGD
+
+SHAPES = [(41, 123), (17,), (16, 1), (1,), (), (3, 2, 2), (15,), (0,)]
+
+
+def make_params(seed=0, shapes=SHAPES, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)) for shape in shapes]
+
+
+def set_grads(params, step, skip=()):
+    generator = torch.Generator().manual_seed(1000 + step)
+    for i, p in enumerate(params):
+        grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+        p.grad = None if i in skip else grad
+
+
+def assert_equal_params(ours, theirs, tolerance=1e-6):
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert a.shape == b.shape
+        if b.numel():
+            difference = (a.detach().double() - b.detach().double()).abs().max() / b.detach().double().abs().max()
+            assert difference <= tolerance, f"parameter {i}: {difference}"
+
+
+class Pair:
+    """Our optimizer and its reference on equal parameters."""
+
+    def __init__(self, spec, kwargs, groups=None):
+        self.params = [make_params(), make_params()]
+        groups = groups or (lambda params: params)
+        self.optimizers = [
+            cls(groups(p), **kwargs) for cls, p in zip((spec.cls, spec.reference), self.params, strict=True)
+        ]
+
+    def each(self):
+        return zip(self.params, self.optimizers, strict=True)
+
+    def step(self, number, skip=()):
+        for params, optimizer in self.each():
+            set_grads(params, number, skip)
+            optimizer.step()
+
+    def check(self, tolerance=1e-6):
+        assert_equal_params(*self.params, tolerance)
+
+
+@pytest.fixture(params=CASES, ids=CASE_IDS)
+def pair(request):
+    return Pair(*request.param)
+
+
+def test_100_steps(pair):
+    for i in range(100):
+        pair.step(i)
+    pair.check()
+
+
+@pytest.mark.parametrize(("spec", "kwargs"), CASES, ids=CASE_IDS)
+def test_groups(spec, kwargs):
+    pair = Pair(spec, kwargs, lambda p: [{"params": p[:3], "weight_decay": 0.2}, {"params": p[3:], "lr": 0.03}])
+    for i in range(30):
+        pair.step(i)
+        for optimizer in pair.optimizers:
+            optimizer.param_groups[0]["lr"] *= 0.97  # as scripts do
+    pair.check()
+
+
+def test_late_gradients(pair):
+    for i in range(30):
+        pair.step(i, skip=() if i > 12 else (0, 4) if i > 5 else (0, 1, 4))
+    pair.check()
+
+
+def test_gradients_that_come_and_go(pair):
+    for i in range(30):
+        pair.step(i, skip=(i % 3, 5))
+    pair.check()
+
+
+def test_no_gradients_at_all(pair):
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    pair.step(0)
+    for params, optimizer in pair.each():
+        for p in params:
+            p.grad = None
+        optimizer.step()
+    pair.check()
+
+
+def test_zero_gradients_still_decay_and_count(pair):
+    pair.step(0)
+    for params, optimizer in pair.each():
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    pair.step(1)
+    pair.check()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("through", ["optimizer", "model"])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_zero_grad(spec, through, set_to_none):
+    models, optimizers = [], []
+    for cls in (spec.cls, spec.reference):
+        torch.manual_seed(3)
+        models.append(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)))
+        optimizers.append(cls(models[-1].parameters(), lr=0.05))
+    x = torch.randn(30, 8, 5)
+    for i in range(30):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            target = optimizer if through == "optimizer" else model
+            target.zero_grad(set_to_none=set_to_none)
+            for p in model.parameters():
+                if i and not set_to_none:
+                    assert p.grad is not None
+                    assert not p.grad.any()
+            model(x[i]).square().mean().backward()
+            model(x[i] + 1).square().mean().backward()  # accumulated
+            optimizer.step()
+    assert_equal_params(list(models[0].parameters()), list(models[1].parameters()))
+
+
+def test_frozen_then_unfrozen(pair):
+    for params in pair.params:
+        params[0].requires_grad_(False)
+        params[3].requires_grad_(False)
+    for i in range(5):
+        pair.step(i, skip=(0, 3))
+    for params in pair.params:
+        params[0].requires_grad_(True)
+        params[3].requires_grad_(True)
+        params[1].requires_grad_(False)
+    for i in range(5, 20):
+        pair.step(i, skip=(1,))
+    pair.check()
+
+
+def test_add_param_group_after_steps(pair):
+    for i in range(5):
+        pair.step(i)
+    for params, optimizer in pair.each():
+        params.extend(make_params(seed=7, shapes=[(9, 3), (4,)]))
+        optimizer.add_param_group({"params": params[-2:], "lr": 0.03})
+    for i in range(5, 20):
+        pair.step(i)
+    pair.check()
+
+
+@pytest.mark.parametrize("what", ["data", "to and back", "contiguous again"])
+def test_parameters_moved_by_hand(pair, what):
+    for i in range(3):
+        pair.step(i)
+    for params in pair.params:
+        if what == "data":
+            params[0].data = torch.full_like(params[0], 0.5)
+        elif what == "to and back":
+            for p in params:
+                p.data = p.data.double().float()
+        else:
+            params[0].data = params[0].data.t().contiguous().t()
+    for i in range(3, 10):
+        pair.step(i)
+    pair.check()
+
+
+def test_parameter_objects_replaced(pair):
+    """What scripts that prune or densify do: other Parameters in the group, with the old state moved over."""
+    for i in range(3):
+        pair.step(i)
+    for params, optimizer in pair.each():
+        old = params[0]
+        new = nn.Parameter(old.detach()[:20].clone())
+        state = optimizer.state.pop(old, None)
+        if state:
+            optimizer.state[new] = {
+                k: v[:20].clone() if isinstance(v, torch.Tensor) and v.dim() else v for k, v in state.items()
+            }
+        params[0] = optimizer.param_groups[0]["params"][0] = new
+    for i in range(3, 10):
+        pair.step(i)
+    pair.check()
+
+
+def test_state_replaced_by_hand(pair):
+    for i in range(3):
+        pair.step(i)
+    for params, optimizer in pair.each():
+        for p in params[:3]:
+            for key, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    optimizer.state[p][key] = torch.full_like(value, 0.25)
+    for i in range(3, 10):
+        pair.step(i)
+    for _, optimizer in pair.each():
+        optimizer.state.clear()
+    for i in range(10, 15):
+        pair.step(i)
+    pair.check()
+
+
+def test_state_dict_looks_like_the_references(pair):
+    for i in range(3):
+        pair.step(i, skip=(2,))
+    ours, theirs = (optimizer.state_dict()["state"] for optimizer in pair.optimizers)
+    with_state = {index for index, entry in theirs.items() if any(v is not None for v in entry.values())}
+    assert set(ours) == with_state
+    for index in with_state:
+        assert list(ours[index]) == list(theirs[index])
+        for key, value in theirs[index].items():
+            torch.testing.assert_close(ours[index][key], value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("direction", ["ours to ours", "ours to theirs", "theirs to ours"])
+def test_state_dict_moves_in_mid_run(pair, direction):
+    """Rewind: load a state dict of step 5 at step 9, through a file, and replay."""
+    source, target = {"ours to ours": (0, 0), "ours to theirs": (0, 1), "theirs to ours": (1, 0)}[direction]
+    for i in range(5):
+        pair.step(i)
+    file = io.BytesIO()
+    torch.save(pair.optimizers[source].state_dict(), file)
+    values = [p.detach().clone() for p in pair.params[source]]
+    for i in range(5, 9):
+        pair.step(i)
+    expected = [p.detach().clone() for p in pair.params[source]]
+    file.seek(0)
+    pair.optimizers[target].load_state_dict(torch.load(file, weights_only=True))
+    for p, value in zip(pair.params[target], values, strict=True):
+        p.data.copy_(value)
+    for i in range(5, 9):
+        set_grads(pair.params[target], i)
+        pair.optimizers[target].step()
+    # Replaying our own steps is exact; the other rule rounds in another order.
+    assert_equal_params(pair.params[target], expected, 0.0 if direction == "ours to ours" else 1e-6)
+
+
+def test_loading_copies():
+    params = make_params()
+    source, target = NpuFusedAdam(params), NpuFusedAdam(make_params())
+    set_grads(params, 0)
+    source.step()
+    expected = copy.deepcopy(source.state_dict()["state"][0])
+    target.load_state_dict(source.state_dict())
+    set_grads(params, 1)
+    source.step()  # must not reach into the loaded state
+    loaded = target.state_dict()["state"][0]
+    assert all(torch.equal(loaded[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+def test_copies_go_on_alone(pair, how):
+    for i in range(4):
+        pair.step(i)
+    original = pair.optimizers[0]
+    twin = how(original)
+    twin_params = [p for group in twin.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in pair.params[0]]
+    for i in range(4, 8):
+        set_grads(twin_params, i)
+        twin.step()
+    assert_equal_params(pair.params[0], before, 0.0)
+    for i in range(4, 8):
+        pair.step(i)
+    pair.check()
+    assert_equal_params(twin_params, pair.params[0], 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_low_precision_is_updated_in_float32_and_rounded_once(spec, dtype):
+    ours = make_params(dtype=dtype)
+    optimizer = spec.cls(ours, lr=0.01)
+    for i in range(10):
+        # The reference starts each step from the rounded parameter, in float32, with its own float32 state.
+        reference_params = [nn.Parameter(p.detach().float()) for p in ours]
+        reference = spec.reference(reference_params, lr=0.01)
+        reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        set_grads(ours, i)
+        for p, q in zip(ours, reference_params, strict=True):
+            q.grad = p.grad.float()
+        optimizer.step()
+        reference.step()
+        for p, q in zip(ours, reference_params, strict=True):
+            ulp = torch.finfo(dtype).eps * q.abs().clamp_min(torch.finfo(dtype).tiny)
+            # Half a unit for rounding, a little more where the float32 results differ in their last bit.
+            assert ((p.float() - q).abs() <= 0.51 * ulp).all()
+    for entry in optimizer.state_dict()["state"].values():
+        assert all(v.dtype == torch.float32 for v in entry.values())
+
+
+def test_low_precision_state_survives_saving():
+    params = make_params(dtype=torch.float16)
+    optimizer = NpuFusedAdam(params, lr=1e-3)
+    for p in params:
+        p.grad = torch.full_like(p, 1e-3)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert 0 < saved["state"][0]["exp_avg_sq"].max() < 1e-8  # would be zero in float16
+    twin = NpuFusedAdam(make_params(dtype=torch.float16), lr=1e-3)
+    twin.load_state_dict(saved)
+    assert torch.equal(twin.state_dict()["state"][0]["exp_avg_sq"], saved["state"][0]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_mixed_dtypes_in_one_group(spec):
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float16]
+    params = [nn.Parameter(torch.full((5,), 2.0, dtype=dtype)) for dtype in dtypes]
+    twins = [nn.Parameter(p.detach().clone()) for p in params]
+    ours, theirs = spec.cls(params, lr=0.01), spec.reference(twins, lr=0.01)
+    for i in range(3):
+        set_grads(params, i)
+        set_grads(twins, i)
+        ours.step()
+        theirs.step()
+    for p, q in zip(params, twins, strict=True):
+        tolerance = 1e-6 if p.dtype in (torch.float32, torch.float64) else 2 * torch.finfo(p.dtype).eps
+        assert_equal_params([p], [q], tolerance)
+
+
+def test_channels_last_and_transposed_parameters(pair):
+    for params in pair.params:
+        params.append(nn.Parameter(torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(5))))
+        params[-1].data = params[-1].data.to(memory_format=torch.channels_last)
+        params.append(nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(6)).t()))
+    for params, optimizer in pair.each():
+        optimizer.add_param_group({"params": params[-2:]})
+    for i in range(10):
+        pair.step(i)
+    pair.check()
+    assert pair.params[0][-2].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_parameters_that_overlap_are_each_stepped():
+    """Tied through .data: torch.optim updates the shared memory once for either Parameter."""
+    results = []
+    for cls in (NpuFusedSGD, torch.optim.SGD):
+        a = nn.Parameter(torch.ones(6))
+        b = nn.Parameter(a.data)
+        optimizer = cls([a, b], lr=0.1, momentum=0.9)
+        for i in range(3):
+            a.grad = torch.full((6,), 1.0 + i)
+            b.grad = torch.full((6,), 2.0)
+            optimizer.step()
+        assert a.data_ptr() == b.data_ptr()
+        results.append(a.detach().clone())
+    assert_equal_params([results[0]], [results[1]])
+
+
+def test_a_view_of_a_larger_buffer_stays_there():
+    base = torch.ones(1000)
+    param = nn.Parameter(base[10:20])
+    optimizer = NpuFusedSGD([param, nn.Parameter(torch.ones(3))], lr=0.5)
+    param.grad = torch.ones(10)
+    optimizer.step()
+    assert base[9:21].tolist() == [1.0] + [0.5] * 10 + [1.0]
+
+
+def test_a_parameter_in_two_optimizers():
+    """The later fusion keeps it; both go on stepping the same memory, as torch's do."""
+    results = []
+    for cls in (NpuFusedSGD, torch.optim.SGD):
+        shared, own = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(4))
+        first, second = cls([shared, own], lr=0.1), cls([shared], lr=0.01)
+        for _ in range(4):
+            for optimizer in (first, second):
+                shared.grad, own.grad = torch.ones(5), torch.ones(4)
+                optimizer.step()
+        results.append([shared, own])
+    assert_equal_params(*results)
+
+
+def test_gradients_are_not_written_by_step(pair):
+    params, optimizer = pair.params[0], pair.optimizers[0]
+    set_grads(params, 0)
+    before = [p.grad.clone() for p in params]
+    optimizer.step()
+    for p, grad in zip(params, before, strict=True):
+        assert torch.equal(p.grad, grad)
+
+
+def test_sparse_gradient_is_refused_before_anything_moves():
+    table = nn.Embedding(10, 4, sparse=True)
+    other = nn.Parameter(torch.ones(3))
+    optimizer = NpuFusedAdam([other, table.weight])
+    other.grad = torch.ones(3)
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match=r"parameter 1 of shape \(10, 4\) has a sparse gradient .*SparseAdam"):
+        optimizer.step()
+    assert other.tolist() == [1, 1, 1]
+    assert not optimizer.state
+
+
+def test_closure_is_called_with_gradients_enabled(pair):
+    params, optimizer = pair.params[0], pair.optimizers[0]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum((p**2).sum() for p in params)
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    assert first.requires_grad
+    if not optimizer.defaults["maximize"]:
+        assert optimizer.step(closure) < first
+
+
+def test_create_graph(pair):
+    for params, optimizer in pair.each():
+        for i in range(3):
+            optimizer.zero_grad()
+            loss = sum(((p * (i + 1)) ** 2).sum() for p in params)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of the reference cycle that the test is about
+                loss.backward(create_graph=True)
+            optimizer.step()
+    pair.check()
+
+
+def test_a_write_between_forward_and_backward_is_noticed():
+    weight = nn.Parameter(torch.ones(3, 3))
+    optimizer = NpuFusedSGD([weight], lr=0.1)
+    out = weight @ weight
+    weight.grad = torch.ones(3, 3)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_hooks_and_schedulers(pair):
+    calls = []
+    for _, optimizer in pair.each():
+        optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 3, 0.5) for o in pair.optimizers]
+    for i in range(9):
+        pair.step(i)
+        for scheduler in schedulers:
+            scheduler.step()
+    pair.check()
+    assert calls == ["pre", "post"] * 18
+
+
+@pytest.mark.parametrize(
+    ("spec", "kwargs", "error", "message"),
+    [(spec, *bad) for spec in SPECS for bad in spec.bad],
+    ids=[f"{spec}-{bad[0]}" for spec in SPECS for bad in spec.bad],
+)
+def test_bad_arguments(spec, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        spec.cls(make_params(), **kwargs)
+    good = {"lr": 0.1}
+    optimizer = spec.cls(make_params(), **good)
+    if "lr" in kwargs or spec.cls is not NpuFusedSGD:
+        with pytest.raises(error, match=message):
+            optimizer.add_param_group({"params": make_params(), **kwargs})
+        assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
+def test_dtypes_that_cannot_be_fused(dtype):
+    param = nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=dtype.is_complex)
+    with pytest.raises(TypeError, match=f"parameter 0 of shape .* is {dtype}"):
+        NpuFusedAdam([param])
+
+
+def test_a_parameter_listed_twice():
+    param = nn.Parameter(torch.zeros(3))
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match="listed twice"):
+        NpuFusedAdam([param, param])
+
+
+def test_a_parameter_with_gaps_is_refused_at_the_first_step():
+    param = nn.Parameter(torch.ones(4, 8)[:, ::2])
+    optimizer = NpuFusedAdam([param])
+    param.grad = torch.ones(4, 4)
+    with pytest.raises(ValueError, match=r"make it dense first: p.data = p.data.contiguous\(\)"):
+        optimizer.step()
+
+
+def test_state_dict_of_another_model_is_refused_whole():
+    optimizer = NpuFusedAdam([nn.Parameter(torch.ones(3))], lr=0.1)
+    other = NpuFusedAdam([nn.Parameter(torch.ones(4))], lr=0.2)
+    other.param_groups[0]["params"][0].grad = torch.ones(4)
+    other.step()
+    with pytest.raises(ValueError, match=r"has shape \(4,\), the parameter has \(3,\).*Nothing has been loaded"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    broken = optimizer.state_dict()
+    broken["param_groups"][0]["lr"] = float("nan")
+    with pytest.raises(ValueError, match="Invalid learning rate: nan"):
+        optimizer.load_state_dict(broken)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_momentum_switched_on_in_mid_run():
+    results = []
+    for cls in (NpuFusedSGD, torch.optim.SGD):
+        params = make_params()
+        optimizer = cls(params, lr=0.05)
+        for i in range(10):
+            optimizer.param_groups[0]["momentum"] = 0.0 if i in (0, 1, 6) else 0.9
+            set_grads(params, i)
+            optimizer.step()
+        results.append(params)
+    assert_equal_params(*results)
+
+
+def test_out_of_memory_while_fusing_changes_nothing(monkeypatch):
+    from apex_npu.fusion import flat_buffer
+
+    params = make_params()
+    optimizer = NpuFusedAdam(params)
+    set_grads(params, 0)
+    addresses = [p.data_ptr() for p in params]
+
+    def no_memory(*args, **kwargs):
+        raise RuntimeError("not enough memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(flat_buffer.torch, "zeros", no_memory)
+        with pytest.raises(torch.OutOfMemoryError, match=r"needs 0.0 MiB on cpu.*nothing has been moved"):
+            optimizer.step()
+    assert [p.data_ptr() for p in params] == addresses
+    twins = make_params()
+    reference = torch.optim.Adam(twins)
+    set_grads(twins, 0)
+    optimizer.step()
+    reference.step()
+    assert_equal_params(params, twins)
+
+
+@pytest.mark.parametrize("answer", [True, "error"])
+def test_check_combined_tensors(answer, capsys):
+    params = make_params()
+    optimizer = NpuFusedAdam(params)
+    optimizer.check_combined_tensors = answer
+    set_grads(params, 0)
+    optimizer.step()
+    params[0].data = params[0].data.clone()
+    if answer == "error":
+        with pytest.raises(RuntimeError, match=r"1 parameter\(s\) of group 0, the first of shape \(41, 123\)"):
+            optimizer.step()
+    else:
+        optimizer.step()
+        assert "Combined param has been destroyed and will be recombined" in capsys.readouterr().out
+
+
+def test_a_rule_must_be_complete():
+    with pytest.raises(NotImplementedError, match="FusedOptimizer must define validate"):
+        FusedOptimizer([nn.Parameter(torch.ones(1))], {})
+
+
+def test_without_the_extension(pair, monkeypatch):
+    from apex_npu.fusion import storage
+
+    monkeypatch.setattr(storage, "extension", None)
+    for i in range(10):
+        pair.step(i, skip=(i % 4,))
+    pair.params[0][0].data = pair.params[0][0].data.clone()
+    for i in range(10, 15):
+        pair.step(i)
+    pair.check()
+
+
+def test_compiled_model_with_fused_parameters():
+    models = []
+    for cls in (NpuFusedSGD, torch.optim.SGD):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        optimizer = cls(model.parameters(), lr=0.1)
+        for i in range(6):
+            x = torch.full((3, 4), float(i))
+            optimizer.zero_grad()
+            (compiled if cls is NpuFusedSGD else model)(x).square().mean().backward()
+            optimizer.step()
+        models.append(model)
+    assert_equal_params(list(models[0].parameters()), list(models[1].parameters()))
