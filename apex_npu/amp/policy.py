@@ -7,7 +7,9 @@ No model, no optimizer, no device is touched here: a policy is decided completel
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -62,3 +64,118 @@ OPT_LEVELS = {
         cast_model_type=torch.float16, keep_batchnorm_fp32=False, master_weights=False, loss_scale=1.0,
     ),
 }  # fmt: skip
+
+# The order in which scripts see them printed.
+PRINTED_OPTIONS = (
+    "enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights",
+    "loss_scale", "combine_grad", "combine_ddp", "ddp_replica_count", "user_cast_preferred", "check_combined_tensors",
+)  # fmt: skip
+
+
+def resolve(opt_level: str, **overrides: Any) -> Policy:
+    """The policy of ``opt_level`` with every override that is not None.
+
+    Args:
+        opt_level: "O0", "O1", "O2" or "O3".
+        **overrides: Fields of ``Policy``; None means "as the level has it".
+
+    Raises:
+        RuntimeError: There is no such level, or an override contradicts it.
+        ValueError: ``loss_scale`` is neither "dynamic" nor a positive number, ``ddp_replica_count`` is below 1.
+        TypeError: A flag is not True or False, a dtype is none.
+    """
+    if opt_level not in OPT_LEVELS:
+        raise RuntimeError(
+            f"Unexpected optimization level {opt_level!r}. Options are {', '.join(map(repr, OPT_LEVELS))}. "
+            "Note that in `O0`, `O1`, etc., the prefix O is the letter O, not the number zero."
+        )
+    checked = {name: _CHECKS[name](name, value) for name, value in overrides.items() if value is not None}
+    level = OPT_LEVELS[opt_level]
+    _check_against_level(level, checked)
+    return replace(level, **checked)
+
+
+def _check_against_level(level: Policy, given: dict[str, Any]) -> None:
+    if level.patch_torch_functions:
+        if given.get("cast_model_type", False) not in (False, torch.float32):
+            raise RuntimeError(
+                f"{level.opt_level} inserts casts around functions rather than casting the model; with it, leave "
+                f"cast_model_type unspecified, got {given['cast_model_type']}"
+            )
+        for name, reason in (
+            ("keep_batchnorm_fp32", "batchnorm functions run in fp32 anyway"),
+            ("master_weights", "the model's weights are fp32 themselves"),
+        ):
+            if name in given:
+                raise RuntimeError(
+                    f"With opt_level {level.opt_level}, {reason}, so leave {name} unspecified, got {given[name]}"
+                )
+    elif given.get("patch_torch_functions"):
+        raise RuntimeError(f"patch_torch_functions=True goes with opt_level O1 only, got {level.opt_level}")
+    elif given.get("user_cast_preferred"):
+        raise RuntimeError(
+            f"user_cast_preferred=True should only be set by selecting opt_level='O1', got {level.opt_level}"
+        )
+    if given.get("combine_ddp"):
+        if not given.get("combine_grad"):
+            raise RuntimeError("combine_ddp=True needs combine_grad=True: it reduces the combined gradients")
+        raise NotImplementedError(
+            "combine_ddp=True is not available in this version; wrap the model in "
+            "torch.nn.parallel.DistributedDataParallel after amp.initialize instead"
+        )
+
+
+def _flag(name: str, value: Any) -> bool:
+    # Scripts pass what argparse gave them.
+    if isinstance(value, str) and value in ("True", "False"):
+        return value == "True"
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True, False or None, got {value!r}")
+    return value
+
+
+def _flag_or_error(name: str, value: Any) -> bool | Literal["error"]:
+    return "error" if value == "error" else _flag(name, value)
+
+
+def _dtype(name: str, value: Any) -> torch.dtype:
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise TypeError(f"{name} must be a floating-point torch.dtype such as torch.float16, got {value!r}")
+    return value
+
+
+def _dtype_or_false(name: str, value: Any) -> torch.dtype | Literal[False]:
+    return False if value is False else _dtype(name, value)
+
+
+def _loss_scale(name: str, value: Any) -> LossScale:
+    if value == "dynamic":
+        return "dynamic"
+    try:
+        scale = float(value)
+    except (TypeError, ValueError):
+        scale = math.nan
+    if isinstance(value, bool) or not 0.0 < scale < math.inf:
+        raise ValueError(f'{name} must be "dynamic" or a positive number such as 128.0, got {value!r}')
+    return scale
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    return value
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "cast_model_type": _dtype_or_false,
+    "patch_torch_functions": _flag,
+    "keep_batchnorm_fp32": _flag,
+    "master_weights": _flag,
+    "loss_scale": _loss_scale,
+    "cast_model_outputs": _dtype,
+    "combine_grad": _flag,
+    "combine_ddp": _flag,
+    "ddp_replica_count": _count,
+    "user_cast_preferred": _flag,
+    "check_combined_tensors": _flag_or_error,
+}

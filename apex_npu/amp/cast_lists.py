@@ -1,0 +1,166 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which function runs in which precision at O1: data only.
+
+Names without a dot are aten operators with a single (default) overload, ``name.overload`` the others. A table says what
+Apex promises; what a device's autocast already does is subtracted when the overlay is built (``overlay.py``), so a name
+that torch learns to cast later costs nothing here.
+
+Left out on purpose, because torch does the promised thing without help:
+
+* ``add``, ``mul``, ``div``, the comparisons, ``addcmul``, ``addcdiv``, ``atan2``, ``equal``, ``cat`` and ``stack``
+  promote half and float to float. (A 0-dim float does not promote a half tensor, in torch as here.)
+* ``normalize``, ``softmin``, ``cross_entropy`` and ``einsum`` are made of operators that are listed.
+* ``half += float`` stays half and stays in place; a wrapper that rebinds the name would break every alias of it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# What a "float" function widens, and what an in-place "float" function refuses.
+LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
+# What a "half" function narrows. float64 was asked for by name and stays.
+AUTOCAST_FLOATS = LOW_PRECISION | {torch.float32}
+# What a whole-model cast (O0, O2, O3) converts. 8-bit floats are storage formats with scales of their own, and stay.
+MODEL_FLOATS = AUTOCAST_FLOATS | {torch.float64}
+
+HALF_OPS = (
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d.input",
+    "conv_transpose3d.input",
+    "conv_tbc",
+    "linear",
+    "prelu",
+    "addmm",
+    "addmv",
+    "addr",
+    "matmul",
+    "mm",
+    "mv",
+    "addbmm",
+    "baddbmm",
+    "bmm",
+    "lstm_cell",
+    "gru_cell",
+    "rnn_tanh_cell",
+    "rnn_relu_cell",
+)
+
+# Sequence RNNs on cpu only: accelerators cast them inside their own kernels, with the weights in one flat buffer.
+CPU_HALF_OPS = (
+    "lstm.input",
+    "lstm.data",
+    "gru.input",
+    "gru.data",
+    "rnn_tanh.input",
+    "rnn_tanh.data",
+    "rnn_relu.input",
+    "rnn_relu.data",
+)
+
+FLOAT_OPS = (
+    # pointwise
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "pow.Scalar",
+    "gelu",
+    "softplus",
+    # reductions; torch.norm and Tensor.norm arrive as one of the linalg and *_norm operators
+    "cumprod",
+    "cumsum",
+    "dist",
+    "norm.Scalar",
+    "norm.ScalarOpt_dim",
+    "linalg_vector_norm",
+    "linalg_matrix_norm",
+    "linalg_matrix_norm.str_ord",
+    "nuclear_norm",
+    "nuclear_norm.dim",
+    "frobenius_norm.dim",
+    "prod",
+    "prod.dim_int",
+    "sum",
+    "sum.dim_IntList",
+    "std",
+    "std.dim",
+    "std.correction",
+    "var",
+    "var.dim",
+    "var.correction",
+    "renorm",
+    # torch.nn.functional
+    "softmax.int",
+    "log_softmax.int",
+    "layer_norm",
+    "group_norm",
+    "cosine_similarity",
+    "grid_sampler",
+    "poisson_nll_loss",
+    "cosine_embedding_loss",
+    "hinge_embedding_loss",
+    "kl_div",
+    "l1_loss",
+    "mse_loss",
+    "margin_ranking_loss",
+    "multilabel_margin_loss",
+    "multi_margin_loss",
+    "nll_loss",
+    "nll_loss2d",
+    "binary_cross_entropy_with_logits",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+    "ctc_loss.IntList",
+    "ctc_loss.Tensor",
+)
+
+# Registered by every accelerator's autocast with another policy (promote) than Apex's: ours goes on top.
+# On cpu torch runs it in float already.
+ACCELERATOR_FORCED_OPS = ("grid_sampler",)
+
+# Not Apex's: made of listed operators inside, and unable to take it that these widen. Run without autocast.
+UNCAST_OPS = ("linalg_matrix_exp",)
+
+# The widest type wins; torch itself refuses mixed arguments.
+PROMOTE_OPS = ("bilinear", "cross", "dot")
+
+# In place: the other arguments take the type of self; torch itself refuses mixed arguments.
+MATCH_SELF_OPS = ("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_")
+
+# torch.nn.functional names made of several operators of which autocast knows only some, or none.
+FLOAT_FUNCTIONS = ("interpolate", "local_response_norm", "multilabel_soft_margin_loss")
+
+# The in-place forms of "float" functions cannot widen their argument. Attributes, not operators: torch's own kernels
+# call the operators on half temporaries (logsumexp calls log_), and must not be refused.
+INPLACE_ERROR_FUNCTIONS = (
+    "acos_",
+    "asin_",
+    "cosh_",
+    "exp_",
+    "expm1_",
+    "log_",
+    "log10_",
+    "log2_",
+    "reciprocal_",
+    "rsqrt_",
+    "sinh_",
+    "tan_",
+)
+INPLACE_ERROR_METHODS = (*INPLACE_ERROR_FUNCTIONS, "erfinv_", "pow_", "cumprod_", "cumsum_", "renorm_")

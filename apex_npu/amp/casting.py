@@ -1,0 +1,162 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The two casts that a policy asks for: ``convert_model`` (the model itself) and ``enable_casts`` (O1's functions).
+
+O1 is torch's autocast, switched on for good rather than for a block, and completed by the overlay. Four rules make it
+safe, all of them kept here and in ``forward_cast.py``:
+
+* Outside a model's forward autocast keeps no copies of weights, so that a weight changed by hand is never stale;
+  inside, an ordinary autocast region keeps them and drops them at its end.
+* The ambient part does not count as an autocast block, so that the end of a user's own block still clears the cache.
+* Backward runs with autocast off: each operator's derivative runs in the dtype of its forward.
+* The backward of a Python ``autograd.Function`` is a user's formula, and runs with autocast on, like the forward.
+
+Autocast is a property of a thread. A bare module called in another thread is not cast; a converted model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.autograd
+from torch.autograd.function import BackwardCFunction
+
+from .forward_cast import ModelCast, convert_model
+from .overlay import install_attribute_overlay, install_dispatch_overlay, patch_attribute
+from .policy import Policy
+
+__all__ = ["CastHandle", "ModelCast", "convert_model", "enable_casts"]
+
+
+def enable_casts(policy: Policy, device_types: Sequence[str]) -> CastHandle:
+    """Switch O1's casts on in this thread, or do nothing for a policy that has none.
+
+    Call it outside of autocast blocks: the end of a block puts back the autocast state of its beginning. Several
+    handles may be alive at once if they are undone last one first. A forked process, such as a DataLoader's worker,
+    inherits the casts.
+
+    Args:
+        policy: Its ``patch_torch_functions`` and ``autocast_dtype`` count.
+        device_types: Device types whose tensors are cast, for example ``("npu",)``.
+
+    Returns:
+        The handle that undoes it.
+    """
+    handle = CastHandle(tuple(dict.fromkeys(device_types)), policy.autocast_dtype)
+    if policy.enabled and policy.patch_torch_functions:
+        handle._enable()
+    return handle
+
+
+class CastHandle:
+    """O1's casts, once enabled: switch them off for a while with ``disabled()``, or for ever with ``undo()``.
+
+    Attributes:
+        device_types: Device types whose tensors are cast.
+        dtype: The low-precision dtype.
+        active: True from ``enable_casts`` to ``undo``.
+    """
+
+    def __init__(self, device_types: tuple[str, ...], dtype: torch.dtype) -> None:
+        """Nothing is enabled here; use ``enable_casts``."""
+        self.device_types = device_types
+        self.dtype = dtype
+        self.active = False
+        self._undo = ExitStack()
+        # An entry per open disabled() block: Python Functions look at it from the engine's threads, which have an
+        # autocast state of their own. A list, for append and pop are atomic, and a lock would stop torch.compile.
+        self._open_blocks: list[None] = []
+
+    def _enable(self) -> None:
+        # Closed in reverse order: at the end, or here if one of the steps fails.
+        with ExitStack() as undo:
+            for device_type in self.device_types:
+                install_dispatch_overlay(undo, device_type)
+            install_attribute_overlay(undo, self.device_types)
+            self._patch_backward(undo)
+            self._enable_autocast(undo)
+            self._undo = undo.pop_all()
+        self.active = True
+
+    def undo(self) -> None:
+        """Put back everything that enabling changed, last change first. May be called again.
+
+        Call it in the thread that enabled the casts: autocast's state belongs to that thread.
+        """
+        self.active = False
+        self._undo.close()
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Casts are off inside the block, in this thread; afterwards they are as they were before it."""
+        if not self.active:
+            yield
+            return
+        self._open_blocks.append(None)
+        previous = self._switch_off()
+        try:
+            yield
+        finally:
+            self._open_blocks.pop()
+            # After an undo() inside the block there is nothing of ours left to switch on again.
+            if self.active:
+                self._switch_back(previous)
+
+    def _switch_off(self) -> list[bool]:
+        """Switch autocast off, and return what ``_switch_back`` needs."""
+        previous = [torch.is_autocast_enabled(device_type) for device_type in self.device_types]
+        for device_type in self.device_types:
+            torch.set_autocast_enabled(device_type, False)
+        return previous
+
+    def _switch_back(self, previous: list[bool]) -> None:
+        for device_type, enabled in zip(self.device_types, previous, strict=True):
+            torch.set_autocast_enabled(device_type, enabled)
+
+    def _enable_autocast(self, undo: ExitStack) -> None:
+        undo.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+        for device_type in self.device_types:
+            undo.callback(torch.set_autocast_dtype, device_type, torch.get_autocast_dtype(device_type))
+            undo.callback(torch.set_autocast_enabled, device_type, torch.is_autocast_enabled(device_type))
+            torch.set_autocast_dtype(device_type, self.dtype)
+            torch.set_autocast_enabled(device_type, True)
+
+    # ---------------------------------------------------------------------------------------------------- backward
+
+    def _patch_backward(self, undo: ExitStack) -> None:
+        # The one way into the engine from Tensor.backward, autograd.backward and autograd.grad.
+        patch_attribute(undo, torch.autograd, "_engine_run_backward", self._without_autocast)
+        for name in ("apply", "apply_boxed"):
+            if hasattr(BackwardCFunction, name):  # apply_boxed: newer torch
+                patch_attribute(undo, BackwardCFunction, name, self._with_autocast)
+
+    def _without_autocast(self, run_backward: Callable[..., Any]) -> Callable[..., Any]:
+        def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+            previous = self._switch_off()
+            try:
+                return run_backward(*args, **kwargs)
+            finally:
+                self._switch_back(previous)
+
+        return engine_run_backward
+
+    def _with_autocast(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        def apply_with_autocast(function: Any, *args: Any) -> Any:
+            if self._open_blocks or not _is_users_formula(type(function)._forward_cls):
+                return apply(function, *args)
+            with ExitStack() as restore:
+                self._enable_autocast(restore)
+                return apply(function, *args)
+
+        return apply_with_autocast
+
+
+def _is_users_formula(function: type) -> bool:
+    """False for torch's own Functions (checkpoint, compiled graphs, collectives), which manage autocast themselves."""
+    module = function.__module__
+    # What torch.compile and torch.func make of a user's Function lives in that one module of torch.
+    return module.partition(".")[0] != "torch" or module == "torch._functorch.autograd_function"

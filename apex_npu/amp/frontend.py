@@ -1,0 +1,297 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``initialize`` and what belongs to it. Start reading here."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from apex_npu.amp.casting import convert_model, enable_casts
+from apex_npu.amp.master_params import give_fp32_state_dict
+from apex_npu.amp.optimizer_adapter import adopt, check_adoptable, record_of, release
+from apex_npu.amp.policy import PRINTED_OPTIONS, Policy, resolve
+from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
+from apex_npu.amp.session import Session, install, is_first_rank, require, shutdown
+
+Models = nn.Module | list[nn.Module]
+Optimizers = Optimizer | list[Optimizer] | None
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | Literal[False] | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    *,
+    dynamic_init_scale: float = 2.0**16,
+    scale_growth_factor: float = 2.0,
+    scale_backoff_factor: float = 0.5,
+    scale_window: int = 2000,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    combine_grad: bool | None = None,
+    combine_ddp: bool | None = None,
+    ddp_replica_count: int = 4,
+    user_cast_preferred: bool | None = None,
+    check_combined_tensors: bool | Literal["error"] | None = None,
+) -> Any:
+    """Set up mixed precision for models and optimizers, in place, and return them.
+
+    ======  =================  ===========================  ============  ==========
+    level   model              casts                        masters       loss scale
+    ======  =================  ===========================  ============  ==========
+    O0      float32            none                         no            1.0
+    O1      as it is           per function, by autocast    no            dynamic
+    O2      float16, BN fp32   inputs to float16            fp32          dynamic
+    O3      float16            inputs to float16            no            1.0
+    ======  =================  ===========================  ============  ==========
+
+    Everything is checked before anything is changed; if it fails half way all models are put back.
+
+    Args:
+        models: A module, or a list of them, on its device, with float32 parameters.
+        optimizers: An optimizer, a list of them, or None for inference.
+        enabled: False returns everything as it is, and makes all of amp pass-through.
+        opt_level: "O0", "O1", "O2" or "O3". The following arguments override what it says; None leaves it as it is.
+        cast_model_type: Dtype of the model's parameters and inputs; False: no cast.
+        patch_torch_functions: Cast around functions (O1 only).
+        keep_batchnorm_fp32: Leave affine batch norms in float32. The strings "True" and "False" count as bools.
+        master_weights: Keep fp32 masters of low-precision parameters, and step those.
+        loss_scale: "dynamic", or a positive number, also as a string.
+        cast_model_outputs: Cast what the models' forward returns to this dtype; by default float32 if inputs are cast.
+        num_losses: How many losses, each with a scale of its own, ``scale_loss(..., loss_id=)`` will be used with.
+        verbosity: 0 silent, 1 prints the options and every skipped step.
+        dynamic_init_scale: First dynamic loss scale.
+        scale_growth_factor: Its growth after ``scale_window`` steps without overflow; >= 1.
+        scale_backoff_factor: Its factor after an overflow; in (0, 1).
+        scale_window: Steps without overflow before it grows.
+        min_loss_scale: It never gets smaller; None: no floor.
+        max_loss_scale: It never gets larger.
+        combine_grad: Keep the gradients of each optimizer in flat buffers, and unscale and check those in one pass.
+            Fused optimizers do so anyway.
+        combine_ddp: Not available yet.
+        ddp_replica_count: Number of buckets for ``combine_ddp``.
+        user_cast_preferred: O1: user-registered casts win over the built-in lists.
+        check_combined_tensors: Fused optimizers follow parameters that leave their buffer; True also prints it, "error"
+            raises instead.
+
+    Returns:
+        ``models``, or ``(models, optimizers)`` where optimizers were given: each a list where a list was given.
+
+    Raises:
+        RuntimeError: An unknown level, an override that contradicts it, a model that is already in half precision or
+            wrapped for parallel training, an optimizer that has been initialized before.
+        TypeError: An argument has the wrong type.
+        ValueError: A number is out of range.
+    """
+    policy = resolve(
+        opt_level,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+        cast_model_outputs=cast_model_outputs,
+        combine_grad=combine_grad,
+        combine_ddp=combine_ddp,
+        ddp_replica_count=ddp_replica_count,
+        user_cast_preferred=user_cast_preferred,
+        check_combined_tensors=check_combined_tensors,
+    )
+    options = DynamicScaleOptions(
+        dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window, min_loss_scale, max_loss_scale
+    )
+    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+        raise ValueError(f"num_losses must be an integer >= 1, got {num_losses!r}")
+    model_list, optimizer_list = _listed(models, optimizers)
+    scalers = [make_scaler(policy.loss_scale, options) for _ in range(num_losses)]
+    session = Session(policy, scalers, verbosity if is_first_rank() else min(verbosity, 0))
+    if enabled:
+        _check(model_list, optimizer_list)
+        _print_options(session)
+        _set_up(session, model_list, optimizer_list)
+        session.verbosity = verbosity  # skipped steps are announced on every rank
+    else:
+        session.disable()
+        install(session)
+    return models if optimizers is None else (models, optimizers)
+
+
+def _listed(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimizer]]:
+    model_list = models if isinstance(models, list) else [models]
+    if not all(isinstance(m, nn.Module) for m in model_list):
+        raise TypeError(f"models must be either a single model or a list of models, got {_types(model_list)}.")
+    optimizer_list = [] if optimizers is None else optimizers if isinstance(optimizers, list) else [optimizers]
+    if not all(isinstance(o, Optimizer) for o in optimizer_list):
+        raise TypeError(
+            f"optimizers must be either a single optimizer or a list of optimizers, got {_types(optimizer_list)}."
+        )
+    return model_list, optimizer_list
+
+
+def _types(values: Sequence[Any]) -> str:
+    return ", ".join(type(v).__name__ for v in values)
+
+
+def _check(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+    for model in models:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise RuntimeError(
+                f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be applied "
+                "AFTER the model has been returned from amp.initialize"
+            )
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.dtype in (torch.float16, torch.bfloat16):
+                raise RuntimeError(
+                    f"Found param {name} with type {tensor.dtype}, expected torch.float32. When using amp.initialize, "
+                    "you do not need to call .half() or .bfloat16() on your model before passing it, no matter what "
+                    "optimization level you choose; drop that call"
+                )
+    if len({id(o) for o in optimizers}) != len(optimizers):
+        raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
+    for optimizer in optimizers:
+        check_adoptable(optimizer)
+
+
+def _print_options(session: Session) -> None:
+    policy = session.policy
+
+    def lines(of: Policy) -> str:
+        return "\n".join(f"{name:22} : {getattr(of, name)}" for name in PRINTED_OPTIONS)
+
+    session.say(f"Selected optimization level {policy.brief}\n")
+    session.say(f"Defaults for this optimization level are:\n{lines(resolve(policy.opt_level))}")
+    session.say("Processing user overrides (additional kwargs that are not None)...")
+    session.say(f"After processing overrides, optimization options are:\n{lines(policy)}")
+
+
+def _set_up(session: Session, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+    """Convert, adopt, patch, install: all of it, or nothing."""
+    policy = session.policy
+    device_types = _device_types(models, optimizers)
+    as_they_were = [(o, type(o), [list(group["params"]) for group in o.param_groups]) for o in optimizers]
+    # The memory of the values before any cast: masters take it over, and a failure puts it back.
+    values = {id(t): (t, t.detach()) for m in models for t in [*m.parameters(), *m.buffers()]}
+    with ExitStack() as undo:
+        undo.callback(_put_back, list(values.values()))
+        for model in models:
+            converted = convert_model(model, policy, device_types)
+            undo.callback(converted.undo)
+            session.undo_models.append(converted.undo)
+            if policy.model_dtype is not None:
+                for handle in give_fp32_state_dict(model):
+                    undo.callback(handle.remove)
+                    session.undo_models.append(handle.remove)
+        undo.callback(_release, as_they_were)
+        for optimizer in optimizers:
+            adopt(optimizer, session, {key: value for key, (_, value) in values.items()})
+        install(session)
+        undo.callback(shutdown)
+        # Behind install, which has taken back a former session's casts: they nest like brackets.
+        casts = enable_casts(policy, device_types)
+        session.casts_disabled = casts.disabled
+        session.undo_casts = casts.undo
+        undo.pop_all()
+
+
+def _release(optimizers: list[tuple[Optimizer, Any, list[list[Tensor]]]]) -> None:
+    for optimizer, cls, params in optimizers:
+        release(optimizer, cls)
+        for group, listed in zip(optimizer.param_groups, params, strict=True):
+            group["params"][:] = listed
+
+
+def _put_back(values: list[tuple[Tensor, Tensor]]) -> None:
+    for tensor, value in values:
+        if tensor.dtype != value.dtype:
+            tensor.data = value
+
+
+def _device_types(models: list[nn.Module], optimizers: list[Optimizer]) -> list[str]:
+    tensors = [t for m in models for t in [*m.parameters(), *m.buffers()]]
+    tensors += [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    return list(dict.fromkeys(t.device.type for t in tensors)) or ["cpu"]
+
+
+def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Every parameter that ``optimizer`` steps: the fp32 masters where there are any; what to clip."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def last_step(optimizer: Optimizer) -> Literal["applied", "skipped"] | None:
+    """How the last ``optimizer.step()`` under amp ended; None before the first.
+
+    Raises:
+        RuntimeError: ``optimizer`` was not passed to ``initialize``.
+    """
+    record = record_of(optimizer)
+    if record is None:
+        raise RuntimeError(f"{type(optimizer).__name__} was not passed to amp.initialize")
+    return record.last_step
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The loss scalers, in Apex's format: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``.
+
+    Args:
+        destination: Filled and returned where given. With ``enabled=False`` it stays as it is.
+
+    Raises:
+        RuntimeError: amp has not been initialized.
+    """
+    session = require("amp.state_dict")
+    destination = OrderedDict() if destination is None else destination
+    for i, scaler in enumerate(session.scalers):
+        destination[f"loss_scaler{i}"] = scaler.state_dict()
+    return destination
+
+
+def load_state_dict(state_dict: dict[str, Any]) -> None:
+    """Continue with the loss scales of a former run; entries are taken in order.
+
+    Raises:
+        RuntimeError: amp has not been initialized, or there is a key that is not a loss scaler's.
+        TypeError: ``state_dict`` is no dict.
+        ValueError: A loss scale is not a positive number. Nothing has been loaded in any of these cases.
+    """
+    session = require("amp.load_state_dict")
+    if not session.policy.enabled:
+        return
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"state_dict must be a dict as amp.state_dict() returns it, got {type(state_dict).__name__}")
+    unexpected = [key for key in state_dict if "loss_scaler" not in key]
+    if unexpected:
+        listed = ", ".join(f'"{key}"' for key in unexpected)
+        raise RuntimeError(f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {listed}. ")
+    if len(state_dict) != len(session.scalers):
+        warnings.warn(
+            f"state_dict contains {len(state_dict)} entries, while {len(session.scalers)} loss_scalers are used; they "
+            "are taken in order",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    before = [scaler.state_dict() for scaler in session.scalers]
+    try:
+        for scaler, state in zip(session.scalers, state_dict.values(), strict=False):
+            scaler.load_state_dict(state)
+    except (KeyError, TypeError, ValueError) as error:
+        for scaler, state in zip(session.scalers, before, strict=True):
+            scaler.load_state_dict(state)
+        raise ValueError(f"state_dict holds no valid loss scaler: {error}. Nothing has been loaded") from error

@@ -1,0 +1,123 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients on their way from backward to the optimizer: scaled up, copied to masters, unscaled, checked.
+
+Between two ``scale_loss`` blocks all gradients are unscaled. Inside one they are scaled: those that are there from an
+earlier backward are scaled up on entry, so that autograd can simply add to them, and whoever clears gradients inside
+the block does what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from apex_npu.fusion import FlatGrads
+from apex_npu.fusion.flat_grads import PRESENT
+
+
+class GradUnit:
+    """Gradients of one device and dtype that are unscaled together.
+
+    Attributes:
+        params: What the optimizer steps: masters, or the model's own parameters.
+        sources: Where autograd leaves their gradients: for a master its model parameter, else the parameter itself.
+        flat: The buffer that the gradients of ``params`` lie in, or None where each has memory of its own.
+    """
+
+    def __init__(self, params: Sequence[Tensor], sources: Sequence[Tensor], flat: FlatGrads | None = None) -> None:
+        """``sources`` run in parallel to ``params``."""
+        self.params = list(params)
+        self.sources = list(sources)
+        self.flat = flat
+        pairs = [i for i, (p, s) in enumerate(zip(params, sources, strict=True)) if p is not s]
+        self._masters = pairs
+        self._direct = sorted(set(range(len(self.params))) - set(pairs))
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of them are."""
+        return self.params[0].device
+
+    @torch.no_grad()
+    def scale_(self, factor: float) -> None:
+        """Multiply the gradients that backward is about to add to by ``factor``."""
+        if factor == 1.0:
+            return
+        if self.flat is not None and not self._masters and self._all_present(self.flat):
+            self.flat.flat.mul_(factor)
+            return
+        grads = [_dense(s.grad, s) for s in self.sources if s.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    def drop_source_grads(self) -> None:
+        """Forget the gradients of model parameters that have masters: what they held is in the masters'."""
+        for i in self._masters:
+            self.sources[i].grad = None
+
+    @torch.no_grad()
+    def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
+        """Bring all gradients to ``params``, multiplied by ``inv_scale``.
+
+        Args:
+            inv_scale: 1 / loss scale.
+            found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
+
+        Raises:
+            RuntimeError: A gradient is sparse.
+        """
+        if self.flat is not None and self._all_present(self.flat) and not self._masters:
+            _unscale([self.flat.flat], inv_scale, found_inf)
+            return
+        fresh = [i for i in self._masters if self.sources[i].grad is not None]
+        later = [i for i in fresh if self.params[i].grad is not None]
+        first = [i for i in fresh if self.params[i].grad is None]
+        if first:
+            grads = [self._new_grad(i) for i in first]
+            torch._foreach_copy_(grads, [_dense(self.sources[i].grad, self.sources[i]) for i in first])
+            for i, grad in zip(first, grads, strict=True):
+                self.params[i].grad = grad
+        ready = first + [i for i in self._direct if self.params[i].grad is not None]
+        if self.flat is not None and len(ready) == len(self.params):
+            _unscale([self.flat.flat], inv_scale, found_inf)
+        else:
+            _unscale([_dense(self.params[i].grad, self.params[i]) for i in ready], inv_scale, found_inf)
+        if later:
+            # Widened before unscaling: dividing in float16 would lose the small values that the loss scale has saved.
+            new = [_dense(self.sources[i].grad, self.sources[i]).to(self.params[i].dtype) for i in later]
+            _unscale(new, inv_scale, found_inf)
+            torch._foreach_add_([_dense(self.params[i].grad, self.params[i]) for i in later], new)
+
+    @staticmethod
+    def _all_present(flat: FlatGrads) -> bool:
+        states = flat.gather()
+        return states.count(PRESENT) == len(states)
+
+    def _new_grad(self, index: int) -> Tensor:
+        if self.flat is not None:
+            return self.flat.views[index]
+        return torch.empty_like(self.params[index], requires_grad=False)
+
+
+def _dense(grad: Tensor | None, param: Tensor) -> Tensor:
+    assert grad is not None
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(param.shape)} has a sparse gradient ({grad.layout}), which amp cannot "
+            "unscale; use a layer with sparse=False, or leave it to an optimizer that amp does not know"
+        )
+    return grad.detach()
+
+
+def _unscale(grads: list[Tensor], inv_scale: float, found_inf: Tensor | None) -> None:
+    if not grads:
+        return
+    if found_inf is not None:
+        # One pass that multiplies and looks at every element.
+        factor = torch.full((1,), inv_scale, dtype=torch.float32, device=found_inf.device)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+    elif inv_scale != 1.0:
+        torch._foreach_mul_(grads, inv_scale)

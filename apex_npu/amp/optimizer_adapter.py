@@ -1,0 +1,268 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""An optimizer under amp: ``adopt`` gives it amp's behaviour by class, and a record of what amp knows of it.
+
+The class is swapped for one with ``AmpOptimizerMixin`` leftmost, so ``step``, ``zero_grad`` and ``add_param_group`` are
+ordinary methods, deepcopy and pickle carry the record along, and nothing on the instance has to be put back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from apex_npu.amp.gradients import GradUnit
+from apex_npu.amp.master_params import MasterPair, copy_masters_to_model, make_masters
+from apex_npu.amp.policy import Policy
+from apex_npu.amp.session import Session, current
+from apex_npu.fusion import FlatGrads, plan
+
+
+@dataclass(eq=False)
+class OptimizerRecord:
+    """What amp knows of one optimizer.
+
+    Attributes:
+        policy: Of the ``initialize`` that adopted it.
+        pairs: Model parameters and the masters that stand in ``param_groups`` in their stead.
+        grad_scale: What the gradients are multiplied with now: 1 but inside scale_loss, and after ``delay_unscale``.
+        skip: What to say in place of the next step, which will be skipped; None: it will not.
+        last_step: How the last call of ``step`` ended.
+    """
+
+    policy: Policy
+    pairs: list[MasterPair] = field(default_factory=list)
+    grad_scale: float = 1.0
+    skip: str | None = None
+    last_step: Literal["applied", "skipped"] | None = None
+    _units: list[GradUnit] = field(default_factory=list)
+    _fitted_to: list[object] = field(default_factory=list)
+    _own_flat: list[FlatGrads] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without buffers: a copy makes its own."""
+        return {**self.__dict__, "_units": [], "_fitted_to": [], "_own_flat": []}
+
+    def units(self, optimizer: Optimizer) -> list[GradUnit]:
+        """How the gradients of ``optimizer`` travel; made anew when its parameters, or their buffers, have changed."""
+        flats = self._flats(optimizer)
+        fitted_to: list[object] = [*flats, *(p for group in optimizer.param_groups for p in group["params"])]
+        if len(fitted_to) != len(self._fitted_to) or any(
+            a is not b for a, b in zip(fitted_to, self._fitted_to, strict=True)
+        ):
+            self._units = self._make_units(optimizer, flats)
+            self._fitted_to = fitted_to
+        return self._units
+
+    def _flats(self, optimizer: Optimizer) -> list[FlatGrads]:
+        if getattr(optimizer, "is_npu_fused_optimizer", False):
+            fused: list[FlatGrads] = optimizer.flat_grads()  # type: ignore[attr-defined]
+            return fused
+        if not self.policy.combine_grad:
+            return []
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        held = [p for flat in self._own_flat for p in flat.params]
+        trainable = [p for p in params if p.requires_grad or p.grad is not None]
+        if (
+            len(held) != len(trainable)
+            or {id(p) for p in held} != {id(p) for p in trainable}
+            or any(flat.broken() for flat in self._own_flat)
+        ):
+            self._own_flat = _combine_grads(optimizer)
+        return self._own_flat
+
+    def _make_units(self, optimizer: Optimizer, flats: list[FlatGrads]) -> list[GradUnit]:
+        model_param_of = {id(pair.master_param): pair.model_param for pair in self.pairs}
+
+        def sources(params: list[Tensor]) -> list[Tensor]:
+            return [model_param_of.get(id(p), p) for p in params]
+
+        units = [GradUnit(flat.params, sources(flat.params), flat) for flat in flats]
+        held = {id(p) for flat in flats for p in flat.params}
+        loose: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in held:
+                    loose.setdefault((p.device, p.dtype), []).append(p)
+        return units + [GradUnit(params, sources(params)) for params in loose.values()]
+
+
+def _combine_grads(optimizer: Optimizer) -> list[FlatGrads]:
+    """One gradient buffer per (param_group, device, dtype) of an optimizer that has none of its own."""
+    flats = []
+    for group in optimizer.param_groups:
+        members: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for p in group["params"]:
+            if p.requires_grad or p.grad is not None:
+                members.setdefault((p.device, p.dtype), []).append(p)
+        for params in members.values():
+            # Planned for tensors of the same shapes: where the parameters themselves lie does not matter here.
+            planned = plan([torch.empty_like(p, device="meta") for p in params])
+            flats.append(FlatGrads(params, planned.offsets, planned.layout.total_numel))
+    return flats
+
+
+def record_of(optimizer: Any) -> OptimizerRecord | None:
+    """What amp knows of ``optimizer``, or None where it was never passed to ``initialize``."""
+    record: OptimizerRecord | None = getattr(optimizer, "_amp_record", None)
+    return record
+
+
+class AmpOptimizerMixin(Optimizer):
+    """What amp adds to an optimizer: skipped steps, masters, and clearing the gradients of both of a pair."""
+
+    _amp_record: OptimizerRecord
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the optimizer, or none if the gradients have overflowed; then masters go back to the model.
+
+        Raises:
+            RuntimeError: A closure where amp cannot honour it.
+        """
+        # What torch's learning rate schedulers record, and the marks by which they see that they need not wrap this.
+        self._opt_called = True
+        record = self._amp_record
+        loss = None
+        if closure is not None:
+            if record.pairs or isinstance(self, LBFGS):
+                raise RuntimeError(
+                    "Currently, Amp does not support closure use with optimizers. Compute the loss, call scale_loss "
+                    "and backward, then step() without arguments"
+                )
+            # Here rather than inside the optimizer, so that an overflow in it still skips the step.
+            with torch.enable_grad():
+                loss = closure()
+        if record.skip is not None:
+            self._skip_step(record)
+            return loss
+        session = current()
+        if session is None:
+            super().step()
+        else:
+            with session.casts_disabled():
+                super().step()
+        copy_masters_to_model(record.pairs)
+        self._drop_master_grads(record)
+        record.last_step = "applied"
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _skip_step(self, record: OptimizerRecord) -> None:
+        session = current()
+        if session is not None and record.skip is not None:
+            session.say(record.skip)
+        record.skip = None
+        self._drop_master_grads(record)
+        record.last_step = "skipped"
+
+    def _drop_master_grads(self, record: OptimizerRecord) -> None:
+        for pair in record.pairs:
+            pair.master_param.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters, and of the model parameters behind masters."""
+        super().zero_grad(set_to_none)
+        record = self._amp_record
+        for pair in record.pairs:
+            if set_to_none:
+                pair.model_param.grad = None
+            elif pair.model_param.grad is not None:
+                with torch.no_grad():
+                    pair.model_param.grad.zero_()
+        record.grad_scale = 1.0
+        record.skip = None  # it was about gradients that are gone
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; those in low precision get masters where the level has any."""
+        super().add_param_group(param_group)
+        pair_masters(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Classes made by ``adopt`` are found again through the class they were made from."""
+        state = {**Optimizer.__getstate__(self), "_amp_record": self._amp_record}
+        return _new_adopted, (type(self).__mro__[2],), state
+
+
+@functools.cache
+def _adopted_class(cls: Any) -> Any:
+    return type(
+        cls.__name__, (AmpOptimizerMixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    )
+
+
+def _new_adopted(cls: Any) -> Optimizer:
+    adopted: type[Optimizer] = _adopted_class(cls)
+    return adopted.__new__(adopted)
+
+
+def check_adoptable(optimizer: Optimizer) -> None:
+    """Raise what ``adopt`` would raise.
+
+    Raises:
+        RuntimeError: It has been adopted before, or something else replaced ``step`` on the instance.
+    """
+    if record_of(optimizer) is not None:
+        raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
+    step = vars(optimizer).get("step")
+    if step is not None and not _is_scheduler_wrapper(step):
+        raise RuntimeError(
+            f"Incoming optimizer already has step defined on the instance ({step!r}), which would hide amp's; pass the "
+            "optimizer to amp.initialize before whatever wraps it"
+        )
+
+
+def _is_scheduler_wrapper(step: Any) -> bool:
+    # torch's schedulers put a counting wrapper on the instance; older ones mark it _with_counter.
+    return hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_with_counter")
+
+
+def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tensor]) -> None:
+    """Give ``optimizer`` amp's behaviour, and masters where the policy asks for them.
+
+    Args:
+        optimizer: Has passed ``check_adoptable``.
+        session: Whose policy it shall follow, and who is to know its masters.
+        fp32_values: ``id(param)`` → the value before the model was cast.
+    """
+    vars(optimizer).pop("step", None)
+    policy = session.policy
+    optimizer._amp_record = OptimizerRecord(policy)  # type: ignore[attr-defined]
+    cls: Any = type(optimizer)
+    optimizer.__class__ = _adopted_class(cls)
+    if policy.check_combined_tensors is not None and getattr(optimizer, "is_npu_fused_optimizer", False):
+        optimizer.check_combined_tensors = policy.check_combined_tensors  # type: ignore[attr-defined]
+    pair_masters(optimizer, session, fp32_values)
+
+
+def release(optimizer: Optimizer, cls: Any) -> None:
+    """Take ``adopt`` back, as far as it got: ``cls`` is the class that the optimizer had."""
+    record = record_of(optimizer)
+    for pair in [] if record is None else record.pairs:
+        if pair.master_param in optimizer.state:
+            optimizer.state[pair.model_param] = optimizer.state.pop(pair.master_param)
+    optimizer.__class__ = cls
+    vars(optimizer).pop("_amp_record", None)
+
+
+def pair_masters(
+    optimizer: Optimizer, session: Session | None = None, fp32_values: Mapping[int, Tensor] = MappingProxyType({})
+) -> None:
+    """Make the masters that ``optimizer`` still lacks: for new groups, and for parameters that were frozen."""
+    record = record_of(optimizer)
+    if record is None or not record.policy.master_weights:
+        return
+    pairs = make_masters(optimizer, fp32_values)
+    record.pairs.extend(pairs)
+    session = session or current()
+    if session is not None:
+        for pair in pairs:
+            session.masters[pair.model_param] = pair.master_param

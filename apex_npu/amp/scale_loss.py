@@ -1,0 +1,160 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``with scale_loss(loss, optimizer) as scaled_loss``: the one place that orders scale, backward, unscale and skip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from apex_npu.amp.gradients import GradUnit
+from apex_npu.amp.master_params import LOW_PRECISION
+from apex_npu.amp.optimizer_adapter import OptimizerRecord, pair_masters, record_of
+from apex_npu.amp.scaler import LossScaler
+from apex_npu.amp.session import Session, require
+from apex_npu.backends import for_device
+
+Work = list[tuple[OptimizerRecord, list[GradUnit]]]
+
+
+@contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Optimizer | Sequence[Optimizer],
+    loss_id: int = 0,
+    model: nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Yield ``loss`` times the loss scale; then unscale the gradients and decide whether the step is to be skipped.
+
+    Behind the block ``param.grad`` of every optimizer parameter, the fp32 masters' at O2, is the true gradient,
+    accumulated over all blocks since it was last cleared; clip it, or look at it, then call ``optimizer.step()``. If a
+    gradient was inf or nan, the scale shrinks and that ``step()`` does nothing. At most one wait for the device happens
+    here, with a dynamic scale, and none with a static one.
+
+    An exception inside the block leaves gradients unscaled and everything usable.
+
+    Args:
+        loss: The loss, computed under the policy of ``initialize``.
+        optimizers: Those whose parameters this loss's backward gives gradients to.
+        loss_id: Which of the ``num_losses`` scalers to use.
+        model: Not used; accepted as in Apex.
+        delay_unscale: Leave the gradients scaled, for a following block that unscales their sum. Saves a pass when
+            accumulating.
+        delay_overflow_check: Unscale, but neither move the scale nor skip a step.
+
+    Raises:
+        RuntimeError: amp, or one of ``optimizers``, has not been initialized; a gradient is sparse.
+        TypeError: ``loss`` is no tensor, ``optimizers`` no optimizer.
+        IndexError: ``loss_id`` is not below ``num_losses``.
+    """
+    session = require("amp.scale_loss")
+    if not session.policy.enabled:
+        yield loss
+        return
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss must be a tensor, got {type(loss).__name__}")
+    scaler = _scaler(session, loss_id)
+    work = _prepare(optimizers)
+    _scale_up(session, work, scaler.scale)
+    try:
+        yield (loss.float() if loss.dtype in LOW_PRECISION else loss) * scaler.scale
+    except BaseException:
+        _scale_down(work)
+        raise
+    if delay_unscale:
+        return
+    try:
+        found_inf = _unscale(work, scaler.scale, check=scaler.dynamic)
+    except BaseException:
+        _drop_all(work)  # some are unscaled by now and some are not
+        raise
+    if not delay_overflow_check:
+        _decide(session, work, loss_id, scaler, found_inf)
+
+
+def _scaler(session: Session, loss_id: int) -> LossScaler:
+    if not isinstance(loss_id, int) or not 0 <= loss_id < len(session.scalers):
+        raise IndexError(
+            f"loss_id must be in [0, {len(session.scalers)}), got {loss_id!r}; raise num_losses in amp.initialize"
+        )
+    return session.scalers[loss_id]
+
+
+def _prepare(optimizers: Any) -> Work:
+    listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    if not isinstance(listed, (list, tuple)):
+        raise TypeError(f"optimizers must be an optimizer or a list of them, got {type(optimizers).__name__}")
+    work: Work = []
+    for optimizer in listed:
+        record = record_of(optimizer)
+        if record is None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was not passed to amp.initialize; pass it there, and use what that returns"
+            )
+        pair_masters(optimizer)  # for parameters that have been unfrozen
+        work.append((record, record.units(optimizer)))
+    return work
+
+
+def _scale_up(session: Session, work: Work, scale: float) -> None:
+    """Bring the gradients that are there to ``scale``, so that backward adds like to like."""
+    waiting = any(record.grad_scale != 1.0 for record, _ in work)
+    for device in {unit.device for _, units in work for unit in units}:
+        backend = for_device(device)
+        # Not while gradients of an earlier backward wait to be checked: the flag may be about them.
+        if backend.saturates() and not waiting:
+            backend.clear_overflow_flag(device)
+    for record, units in work:
+        for unit in units:
+            if record.grad_scale == 1.0:
+                unit.drop_source_grads()
+            unit.scale_(scale / record.grad_scale)
+        record.grad_scale = scale
+
+
+def _scale_down(work: Work) -> None:
+    for record, units in work:
+        for unit in units:
+            unit.drop_source_grads()
+            unit.scale_(1.0 / record.grad_scale)
+        record.grad_scale = 1.0
+
+
+def _drop_all(work: Work) -> None:
+    for record, units in work:
+        for unit in units:
+            for tensor in (*unit.params, *unit.sources):
+                tensor.grad = None
+        record.grad_scale = 1.0
+
+
+def _unscale(work: Work, scale: float, *, check: bool) -> bool:
+    flags: dict[torch.device, Tensor] = {}
+    for record, units in work:
+        for unit in units:
+            if check and unit.device not in flags:
+                flags[unit.device] = torch.zeros(1, dtype=torch.float32, device=unit.device)
+            unit.unscale_(1.0 / scale, flags.get(unit.device))
+        record.grad_scale = 1.0
+    found_inf = False
+    for device, flag in flags.items():
+        backend = for_device(device)
+        overflowed = backend.overflow_flag(device) if backend.saturates() else False
+        found_inf |= overflowed or bool(flag)
+    return found_inf
+
+
+def _decide(session: Session, work: Work, loss_id: int, scaler: LossScaler, found_inf: bool) -> None:
+    scaler.update(found_inf)
+    if found_inf:
+        for record, _ in work:
+            record.skip = (
+                f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.scale}"
+            )

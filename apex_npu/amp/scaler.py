@@ -1,0 +1,155 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Loss scales: arithmetic on two numbers. A scaler is told whether gradients overflowed; it never looks for it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from apex_npu.amp.policy import LossScale
+
+# Below this, 1 / scale is no longer finite in float32: gradients could not be unscaled.
+_SMALLEST_SCALE = 2.0**-126
+
+
+@dataclass(frozen=True)
+class DynamicScaleOptions:
+    """How a dynamic loss scale moves.
+
+    Attributes:
+        init_scale: The first scale; ``max_scale`` caps it.
+        growth_factor: Multiplies the scale after ``growth_interval`` steps without overflow.
+        backoff_factor: Multiplies it after an overflow.
+        growth_interval: Steps without overflow before the scale grows.
+        min_scale: The scale never gets smaller; None: it may shrink as far as float32 allows.
+        max_scale: It never gets larger.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float | None = None
+    max_scale: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        """Check every value.
+
+        Raises:
+            ValueError: One is out of range; the message uses the argument names of ``amp.initialize``.
+            TypeError: One is no number.
+        """
+        for name, value in (
+            ("dynamic_init_scale", self.init_scale),
+            ("scale_growth_factor", self.growth_factor),
+            ("scale_backoff_factor", self.backoff_factor),
+            ("scale_window", self.growth_interval),
+            ("min_loss_scale", 1.0 if self.min_scale is None else self.min_scale),
+            ("max_loss_scale", self.max_scale),
+        ):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+            if not 0.0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value!r}")
+        if self.growth_factor < 1.0:
+            raise ValueError(f"scale_growth_factor must be >= 1, got {self.growth_factor!r}")
+        if self.backoff_factor >= 1.0:
+            raise ValueError(f"scale_backoff_factor must be in (0, 1), got {self.backoff_factor!r}")
+        if self.growth_interval != int(self.growth_interval) or self.growth_interval < 1:
+            raise ValueError(f"scale_window must be an integer >= 1, got {self.growth_interval!r}")
+        if self.max_scale > 2.0**126:
+            raise ValueError(f"max_loss_scale must be at most 2**126, got {self.max_scale!r}")
+        if self.min_scale is not None and self.min_scale > self.max_scale:
+            raise ValueError(f"min_loss_scale {self.min_scale!r} must not exceed max_loss_scale {self.max_scale!r}")
+
+
+class LossScaler(Protocol):
+    """What scale_loss asks of a scaler."""
+
+    scale: float
+    # Steps since the last overflow, or since the scale last grew; what checkpoints call "unskipped".
+    good_steps: int
+    # False: gradients need not be checked, so no step waits for the device.
+    dynamic: bool
+
+    def update(self, found_inf: bool) -> None:
+        """Take note of one step's outcome and choose the scale of the next."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"loss_scale": float, "unskipped": int}``, Apex's format."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from such a dict."""
+        ...
+
+
+class StaticLossScaler:
+    """A scale that stays; overflow is not looked for."""
+
+    dynamic = False
+
+    def __init__(self, scale: float) -> None:
+        """Args: scale: positive."""
+        self.scale = scale
+        self.good_steps = 0
+
+    def update(self, found_inf: bool) -> None:
+        """Count; nothing else moves."""
+        self.good_steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``LossScaler``."""
+        return {"loss_scale": self.scale, "unskipped": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``LossScaler``."""
+        self.scale, self.good_steps = _checked(state)
+
+
+class DynamicLossScaler(StaticLossScaler):
+    """Shrinks at once when gradients overflow, grows after a long enough run without."""
+
+    dynamic = True
+
+    def __init__(self, options: DynamicScaleOptions) -> None:
+        """Start at ``options.init_scale``, within its bounds."""
+        super().__init__(max(min(options.init_scale, options.max_scale), options.min_scale or _SMALLEST_SCALE))
+        self.options = options
+
+    def update(self, found_inf: bool) -> None:
+        """Move the scale."""
+        options = self.options
+        if found_inf:
+            before, self.good_steps = self.scale, 0
+            self.scale = max(self.scale * options.backoff_factor, options.min_scale or _SMALLEST_SCALE)
+            if before >= 1.0 > self.scale:
+                warnings.warn(
+                    f"the loss scale has fallen to {self.scale}: gradients hold inf or nan even without scaling. Look "
+                    "for it in the loss or the data; min_loss_scale=1.0 would keep the scale from falling further",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return
+        self.good_steps += 1
+        # >= rather than ==: a count resumed from a run with a longer window must still grow.
+        if self.good_steps >= options.growth_interval:
+            self.scale, self.good_steps = min(self.scale * options.growth_factor, options.max_scale), 0
+
+
+def _checked(state: dict[str, Any]) -> tuple[float, int]:
+    scale, good_steps = float(state["loss_scale"]), int(state["unskipped"])
+    if not 0.0 < scale < math.inf:
+        raise ValueError(f"loss_scale in the state dict must be positive and finite, got {scale!r}")
+    if good_steps < 0:
+        raise ValueError(f"unskipped in the state dict must be >= 0, got {good_steps!r}")
+    return scale, good_steps
+
+
+def make_scaler(loss_scale: LossScale, options: DynamicScaleOptions) -> LossScaler:
+    """The scaler for a policy's ``loss_scale``."""
+    return DynamicLossScaler(options) if loss_scale == "dynamic" else StaticLossScaler(float(loss_scale))

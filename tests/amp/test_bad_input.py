@@ -1,0 +1,208 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every mistake gets an error that names the argument, the rule, the value and the way out, and changes nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+from apex_npu import amp, optimizers
+
+
+def pair():
+    model = nn.Linear(3, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"opt_level": "02"}, RuntimeError, "the letter O, not the number zero"),
+        ({"loss_scale": "banana"}, ValueError, "loss_scale must be .*'banana'"),
+        ({"scale_growth_factor": 0.5}, ValueError, "scale_growth_factor must be >= 1, got 0.5"),
+        ({"scale_window": 0}, ValueError, "scale_window must be positive and finite, got 0"),
+        ({"scale_backoff_factor": 2}, ValueError, "scale_backoff_factor must be in"),
+        ({"dynamic_init_scale": -1}, ValueError, "dynamic_init_scale must be positive"),
+        ({"num_losses": 0}, ValueError, "num_losses must be an integer >= 1, got 0"),
+        ({"combine_grad": "yes"}, TypeError, "combine_grad must be True, False or None, got 'yes'"),
+        ({"cast_model_outputs": "half"}, TypeError, "cast_model_outputs must be a floating-point torch.dtype"),
+    ],
+)
+def test_arguments(options, error, message):
+    model, optimizer = pair()
+    with pytest.raises(error, match=message):
+        amp.initialize(model, optimizer, **{"opt_level": "O2", "verbosity": 0, **options})
+    assert model.weight.dtype == torch.float32
+    assert type(optimizer) is torch.optim.SGD
+    with pytest.raises(RuntimeError, match="amp has not been initialized"):
+        amp.state_dict()
+
+
+def test_scale_arguments_are_keywords_only():
+    """Upstream and Ascend's patch disagree about their order."""
+    with pytest.raises(TypeError, match="positional"):
+        amp.initialize(*pair(), True, "O1", None, None, None, None, None, None, 1, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (3, "models must be either a single model or a list of models, got int"),
+        ([nn.Linear(1, 1), "x"], "got Linear, str"),
+        ((nn.Linear(1, 1),), "got tuple"),
+    ],
+)
+def test_models(models, message):
+    with pytest.raises(TypeError, match=message):
+        amp.initialize(models, opt_level="O1")
+
+
+def test_optimizers():
+    model, _ = pair()
+    with pytest.raises(TypeError, match=r"optimizers must be either a single optimizer or a list.*got dict"):
+        amp.initialize(model, {}, opt_level="O1")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_already_in_half(dtype):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).to(dtype))
+    with pytest.raises(RuntimeError, match=rf"Found param 1.weight with type {dtype}.*drop that call"):
+        amp.initialize(model, opt_level="O2", verbosity=0)
+    assert model[0].weight.dtype == torch.float32
+
+
+def test_wrapped_too_early():
+    with pytest.raises(RuntimeError, match=r"instance of DataParallel. Parallel wrappers should only be applied AFTER"):
+        amp.initialize(nn.DataParallel(nn.Linear(3, 2)), opt_level="O1")
+
+
+def test_an_optimizer_initialised_twice():
+    model, optimizer = pair()
+    with pytest.raises(RuntimeError, match=r"only be passed through amp.initialize once"):
+        amp.initialize(model, [optimizer, optimizer], opt_level="O1", verbosity=0)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with pytest.raises(RuntimeError, match=r"only be passed through amp.initialize once"):
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    assert torch.is_autocast_enabled("cpu")  # the first one still holds
+
+
+def test_step_replaced_on_the_instance():
+    model, optimizer = pair()
+    optimizer.step = lambda: None
+    with pytest.raises(RuntimeError, match="already has step defined on the instance"):
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+
+
+def test_scale_loss_before_initialize():
+    _, optimizer = pair()
+    with (
+        pytest.raises(RuntimeError, match=r"amp.scale_loss was called, but amp has not been initialized: call"),
+        amp.scale_loss(torch.ones(()), optimizer),
+    ):
+        pass
+
+
+def test_scale_loss_arguments():
+    model, optimizer = amp.initialize(*pair(), opt_level="O1", verbosity=0)
+    stranger = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.ones(1, 3)).sum()
+    for arguments, error, message in [
+        ((3.0, optimizer), TypeError, "loss must be a tensor, got float"),
+        ((loss, stranger), RuntimeError, "SGD was not passed to amp.initialize"),
+        ((loss, {optimizer}), TypeError, "optimizers must be an optimizer or a list of them, got set"),
+        ((loss, optimizer, 1), IndexError, r"loss_id must be in \[0, 1\), got 1"),
+    ]:
+        with pytest.raises(error, match=message), amp.scale_loss(*arguments):
+            pass
+
+
+@pytest.mark.parametrize("combine_grad", [None, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_sparse_gradients(level, combine_grad):
+    model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale=8.0, combine_grad=combine_grad, verbosity=0
+    )
+    before = [p.detach().clone() for p in model.parameters()]
+    with (
+        pytest.raises(RuntimeError, match=r"of shape \(10, 3\) has a sparse gradient.*sparse=False"),
+        amp.scale_loss(model(torch.tensor([1, 2])).sum(), optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_failure_half_way_puts_everything_back(monkeypatch):
+    """The second model cannot be converted: the first is as it was, and so are optimizers and amp."""
+    from apex_npu.amp import frontend
+
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    pairs = [optimizers.NpuFusedSGD(m.parameters(), lr=0.1) for m in models]
+    convert = frontend.convert_model
+
+    def failing(model, *arguments):
+        if model is models[1]:
+            raise MemoryError("no memory")
+        return convert(model, *arguments)
+
+    monkeypatch.setattr(frontend, "convert_model", failing)
+    with pytest.raises(MemoryError):
+        amp.initialize(models, pairs, opt_level="O2", verbosity=0)
+    assert models[0].weight.dtype == torch.float32
+    assert "forward" not in vars(models[0])
+    assert not models[0]._state_dict_hooks
+    assert all(type(o) is optimizers.NpuFusedSGD for o in pairs)
+    assert amp.session.current() is None
+
+
+def test_failure_while_adopting_puts_everything_back(monkeypatch):
+    from apex_npu.amp import optimizer_adapter
+
+    kept = amp.initialize(*pair(), opt_level="O1", verbosity=0)
+    session = amp.session.current()
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    pairs = [optimizers.NpuFusedSGD(m.parameters(), lr=0.1) for m in models]
+    make_masters = optimizer_adapter.make_masters
+    calls = []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise MemoryError("no memory")
+        return make_masters(*arguments)
+
+    monkeypatch.setattr(optimizer_adapter, "make_masters", failing)
+    with pytest.raises(MemoryError):
+        amp.initialize(models, pairs, opt_level="O2", verbosity=0)
+    for model, optimizer in zip(models, pairs, strict=True):
+        assert type(optimizer) is optimizers.NpuFusedSGD
+        assert optimizer.param_groups[0]["params"] == list(model.parameters())
+        assert model.weight.dtype == torch.float32
+    assert amp.session.current() is session
+    assert kept[0](torch.ones(1, 3)).dtype == torch.float16  # O1 goes on
+
+
+def test_load_state_dict():
+    amp.initialize(*pair(), opt_level="O1", verbosity=0)
+    before = amp.state_dict()
+    for state, error, message in [
+        ([], TypeError, "state_dict must be a dict"),
+        ({"model": 1}, RuntimeError, r'Unexpected key\(s\) in state_dict: "model"'),
+        ({"loss_scaler0": {"loss_scale": -1.0, "unskipped": 0}}, ValueError, "must be positive and finite, got -1.0"),
+        ({"loss_scaler0": {}}, ValueError, "Nothing has been loaded"),
+    ]:
+        with pytest.raises(error, match=message):
+            amp.load_state_dict(state)
+        assert amp.state_dict() == before
+    two = {f"loss_scaler{i}": {"loss_scale": 2.0 + i, "unskipped": i} for i in range(2)}
+    with pytest.warns(RuntimeWarning, match="contains 2 entries, while 1 loss_scalers are used"):
+        amp.load_state_dict(two)
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}}
+
+
+def test_last_step_of_a_stranger():
+    _, optimizer = pair()
+    with pytest.raises(RuntimeError, match=r"SGD was not passed to amp.initialize"):
+        amp.last_step(optimizer)

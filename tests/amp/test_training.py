@@ -1,0 +1,618 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""amp from the outside: training loops as users write them, against plain float32 torch."""
+
+import copy
+import io
+import pickle
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from apex_npu import amp, optimizers
+
+LEVELS = ["O0", "O1", "O2", "O3"]
+MAKERS = {
+    "torch SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "torch Adam": lambda params: torch.optim.Adam(params, lr=1e-2),
+    "NpuFusedSGD": lambda params: optimizers.NpuFusedSGD(params, lr=0.05, momentum=0.9),
+    "NpuFusedAdam": lambda params: optimizers.NpuFusedAdam(params, lr=1e-2),
+    "NpuFusedAdamW": lambda params: optimizers.NpuFusedAdamW(params, lr=1e-2),
+}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8 * 36, 4)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.norm(self.conv(x))).flatten(1))
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(16, 1, 6, 6, generator=generator)
+    return x, x.mean((1, 2, 3)).mul(12).add(2).clamp(0, 3.9).long()
+
+
+def make(level, maker="NpuFusedAdam", **options):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = MAKERS[maker](model.parameters())
+    if level is None:
+        return model, optimizer
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+def loss_of(model, step):
+    x, y = batch(step)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def train(model, optimizer, steps, scaled=True):
+    losses = []
+    for step in steps:
+        loss = loss_of(model, step)
+        optimizer.zero_grad()
+        if scaled:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def skip_what_float16_cannot(level, maker):
+    if level == "O3" and maker == "torch Adam":
+        pytest.skip("torch's Adam keeps its state in the parameter's dtype; in float16 its eps is zero")
+
+
+def scale():
+    return amp.state_dict()["loss_scaler0"]["loss_scale"]
+
+
+def values(model, optimizer):
+    """Everything that a skipped step must not touch."""
+    state = [
+        v.clone() if isinstance(v, torch.Tensor) else v for entry in optimizer.state.values() for v in entry.values()
+    ]
+    return [t.detach().clone() for t in [*model.parameters(), *amp.master_params(optimizer)]] + state
+
+
+def same(a, b):
+    return len(a) == len(b) and all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("combine_grad", [None, True])
+@pytest.mark.parametrize("loss_scale", [None, "dynamic", 128.0, 1.0])
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_trains_like_float32(level, maker, loss_scale, combine_grad):
+    skip_what_float16_cannot(level, maker)
+    expected = train(*make(None, maker), range(25), scaled=False)
+    losses = train(*make(level, maker, loss_scale=loss_scale, combine_grad=combine_grad), range(25))
+    if level == "O0":
+        # Powers of two scale without rounding.
+        assert losses == pytest.approx(expected, rel=1e-6)
+    else:
+        # float16 keeps 11 bits; 25 steps at these rates let that grow to a few percent of the first loss.
+        assert losses == pytest.approx(expected, abs=0.06)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_combine_grad_changes_no_bit(maker):
+    for level in LEVELS[:3] if maker == "torch Adam" else LEVELS:
+        assert train(*make(level, maker), range(8)) == train(*make(level, maker, combine_grad=True), range(8))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("maker", ["torch SGD", "NpuFusedAdam"])
+def test_dynamic_scale_comes_down_from_2_to_the_32(level, maker):
+    model, optimizer = make(level, maker, loss_scale="dynamic", dynamic_init_scale=2.0**32, max_loss_scale=2.0**32)
+    skipped = 0
+    before = values(model, optimizer)
+    losses = []
+    for step in range(60):
+        losses += train(model, optimizer, [step])
+        if amp.last_step(optimizer) == "skipped":
+            skipped += 1
+            if len(losses) == skipped:
+                assert same(values(model, optimizer), before)
+    if level == "O0":
+        assert skipped == 0
+        assert scale() == 2.0**32
+    else:
+        assert skipped >= 5
+        assert scale() == 2.0 ** (32 - skipped)
+    assert losses[-1] < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("combine_grad", [None, True])
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_one_bad_gradient_skips_exactly_one_step(level, maker, combine_grad, bad, capsys):
+    model, optimizer = make(level, maker, combine_grad=combine_grad, dynamic_init_scale=2.0**8)
+    amp.session.current().verbosity = 1
+    train(model, optimizer, range(3))
+    before = values(model, optimizer)
+    for number, param in enumerate((model.conv.bias, model.head.weight)):
+        loss = loss_of(model, 3)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            param.grad.view(-1)[-1] = bad
+        optimizer.step()
+        assert amp.last_step(optimizer) == "skipped"
+        assert same(values(model, optimizer), before)
+        assert scale() == 2.0 ** (7 - number)
+    assert capsys.readouterr().out.splitlines() == [
+        f"Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to {s}" for s in (128.0, 64.0)
+    ]
+    train(model, optimizer, [3])
+    assert amp.last_step(optimizer) == "applied"
+    assert not same(values(model, optimizer), before)
+
+
+def test_scale_grows_after_the_window():
+    model, optimizer = make("O2", dynamic_init_scale=4.0, scale_window=3, scale_growth_factor=8.0, max_loss_scale=100.0)
+    scales = []
+    for step in range(7):
+        train(model, optimizer, [step])
+        scales.append(scale())
+    assert scales == [4, 4, 32, 32, 32, 100, 100]
+
+
+@pytest.mark.parametrize("combine_grad", [None, True])
+@pytest.mark.parametrize("maker", ["torch SGD", "NpuFusedSGD"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_are_unscaled_behind_the_block(level, maker, combine_grad):
+    model, optimizer = make(level, maker, loss_scale=256.0, combine_grad=combine_grad)
+    reference, _ = make(None, maker)
+    for accumulated in range(1, 4):
+        with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        loss_of(reference, 0).backward()
+        # BatchNorm's weight gradient and all others: float16 leaves about three digits.
+        for ours, theirs in zip(amp.master_params(optimizer), reference.parameters(), strict=True):
+            # A batch norm in float16, as at O3, loses another one.
+            atol = (2e-2 if level == "O3" else 3e-3) * accumulated
+            torch.testing.assert_close(ours.grad.float(), theirs.grad, rtol=2e-2, atol=atol)
+            assert ours.grad.dtype == ours.dtype
+
+
+@pytest.mark.parametrize("how", ["model", "optimizer"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_clearing_gradients_anywhere(level, inside, set_to_none, how):
+    """Inside the block as well as outside, on model or optimizer: old gradients never come back."""
+    model, optimizer = make(level, "torch SGD", loss_scale=64.0)
+    expected, reference = [], make(level, "torch SGD", loss_scale=64.0)
+    expected = train(*reference, range(6))
+    losses = []
+    for step in range(6):
+        loss = loss_of(model, step)
+        target = model if how == "model" else optimizer
+        if not inside:
+            target.zero_grad(set_to_none=set_to_none)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            if inside:
+                target.zero_grad(set_to_none=set_to_none)
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == expected
+
+
+@pytest.mark.parametrize("combine_grad", [None, True])
+@pytest.mark.parametrize("maker", ["torch SGD", "NpuFusedSGD"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("delay", [False, True])
+def test_accumulation(level, maker, combine_grad, delay):
+    """Four micro-batches per step, unscaled each time or only at the last one."""
+    model, optimizer = make(level, maker, loss_scale=64.0, combine_grad=combine_grad)
+    reference, reference_optimizer = make(None, maker)
+    for step in range(5):
+        optimizer.zero_grad()
+        reference_optimizer.zero_grad()
+        for micro in range(4):
+            with amp.scale_loss(
+                loss_of(model, 10 * step + micro) / 4, optimizer, delay_unscale=delay and micro < 3
+            ) as scaled_loss:
+                scaled_loss.backward()
+            (loss_of(reference, 10 * step + micro) / 4).backward()
+        optimizer.step()
+        reference_optimizer.step()
+    tolerance = 1e-6 if level == "O0" else 2e-2
+    for ours, theirs in zip(amp.master_params(optimizer), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("combine_grad", [None, True])
+def test_tiny_gradients_survive_at_o2(combine_grad):
+    """Unscaled in float32: in float16 they would vanish."""
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level="O2", loss_scale=2.0**16, combine_grad=combine_grad, verbosity=0
+    )
+    for accumulated in (1, 2):
+        with amp.scale_loss((model.weight.float() * 1e-8).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        (master,) = amp.master_params(optimizer)
+        torch.testing.assert_close(master.grad, torch.full((1, 4), accumulated * 1e-8), rtol=1e-3, atol=0)
+
+
+def test_delayed_overflow_is_not_forgotten():
+    model, optimizer = make("O1", "NpuFusedSGD", dynamic_init_scale=2.0**8)
+    before = [p.detach().clone() for p in model.parameters()]
+    with amp.scale_loss(loss_of(model, 0), optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+        model.head.bias.grad[0] = float("inf")
+    with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert amp.last_step(optimizer) == "skipped"
+    assert same(before, list(model.parameters()))
+
+
+def test_delay_overflow_check_decides_nothing():
+    model, optimizer = make("O1", "torch SGD", dynamic_init_scale=2.0**8)
+    with amp.scale_loss(loss_of(model, 0), optimizer, delay_overflow_check=True) as scaled_loss:
+        scaled_loss.backward()
+        model.head.bias.grad[0] = float("inf")
+    assert scale() == 2.0**8
+    with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert amp.last_step(optimizer) == "skipped"
+
+
+def test_a_skip_goes_with_its_gradients():
+    """Who throws the overflowed gradients away instead of stepping gets the next step in full."""
+    model, optimizer = make("O2", dynamic_init_scale=2.0**8)
+    with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        model.head.bias.grad[0] = float("inf")
+    optimizer.zero_grad()
+    train(model, optimizer, [1])
+    assert amp.last_step(optimizer) == "applied"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_exception_in_the_block_leaves_everything_usable(level):
+    expected = train(*make(level, "NpuFusedSGD", loss_scale=64.0), [0, 1])
+    model, optimizer = make(level, "NpuFusedSGD", loss_scale=64.0)
+    losses = train(model, optimizer, [0])
+    optimizer.zero_grad()
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(copy.deepcopy(model), 1), optimizer):
+        raise ZeroDivisionError
+    losses += train(model, optimizer, [1])
+    assert losses == expected
+
+
+def test_an_exception_keeps_what_was_accumulated():
+    model, optimizer = make("O1", "torch SGD", loss_scale=64.0)
+    with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(torch.ones(()), optimizer):
+        raise ZeroDivisionError
+    assert same(before, [p.grad for p in model.parameters()])
+
+
+def test_clipping_masters_like_in_plain_torch():
+    model, optimizer = make("O2", "NpuFusedSGD", loss_scale=128.0)
+    reference, reference_optimizer = make(None, "NpuFusedSGD")
+    for step in range(5):
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, step), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
+        optimizer.step()
+        reference_optimizer.zero_grad()
+        loss_of(reference, step).backward()
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        reference_optimizer.step()
+        assert norm.item() == pytest.approx(expected.item(), rel=2e-2)
+
+
+def test_parameters_that_belong_to_no_model_stay_float32():
+    """A criterion's weights, learned loss weights: legal, and never cast."""
+    for level in LEVELS:
+        torch.manual_seed(0)
+        model, extra = Net(), nn.Parameter(torch.ones(3))
+        optimizer = optimizers.NpuFusedSGD([*model.parameters(), extra], lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=16.0, verbosity=0)
+        with amp.scale_loss(loss_of(model, 0) + (extra**2).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert extra.dtype == torch.float32
+        assert extra.grad.tolist() == [2, 2, 2]
+        optimizer.step()
+        assert extra.tolist() == pytest.approx([0.8] * 3)
+
+
+def test_dtypes_at_o2():
+    model, optimizer = make("O2")
+    assert model.conv.weight.dtype == torch.float16
+    assert model.norm.weight.dtype == torch.float32
+    assert model.norm.running_mean.dtype == torch.float32
+    assert all(p.dtype == torch.float32 for p in amp.master_params(optimizer))
+    assert model(batch(0)[0]).dtype == torch.float32
+    assert all(v.dtype == torch.float32 for v in model.state_dict().values() if v.is_floating_point())
+
+
+def test_masters_hold_what_casting_would_lose():
+    torch.manual_seed(0)
+    exact = [p.detach().clone() for p in Net().parameters()]
+    model, optimizer = make("O2")
+    assert same(exact, list(amp.master_params(optimizer)))
+    assert same(exact, [model.state_dict()[name] for name, _ in model.named_parameters()])
+    fresh = [torch.randn_like(p) for p in exact]
+    model.load_state_dict({**model.state_dict(), **dict(zip(dict(model.named_parameters()), fresh, strict=True))})
+    assert same(fresh, list(amp.master_params(optimizer)))
+    for param, value in zip(model.parameters(), fresh, strict=True):
+        assert torch.equal(param, value.to(param.dtype))
+
+
+@pytest.mark.parametrize("maker", ["torch Adam", "NpuFusedAdam", "NpuFusedSGD"])
+@pytest.mark.parametrize("combine_grad", [None, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_resumed_run_is_the_same_bit_for_bit(level, combine_grad, maker):
+    skip_what_float16_cannot(level, maker)
+    options = {"combine_grad": combine_grad, "loss_scale": "dynamic", "scale_window": 3}
+    expected = train(*make(level, maker, **options), range(12))
+
+    model, optimizer = make(level, maker, **options)
+    losses = train(model, optimizer, range(5))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, file)
+    train(model, optimizer, [99])  # must not reach into what was saved
+    amp.shutdown()
+
+    file.seek(0)
+    checkpoint = torch.load(file, weights_only=True)
+    model, optimizer = make(level, maker, **options)
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    amp.load_state_dict(checkpoint["amp"])
+    assert losses + train(model, optimizer, range(5, 12)) == expected
+
+
+def test_optimizer_state_from_before_initialize_follows_the_masters():
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-2)
+    train(model, optimizer, range(3), scaled=False)
+    moments = [optimizer.state[p]["exp_avg_sq"].clone() for p in model.parameters()]
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert same(moments, [optimizer.state[p]["exp_avg_sq"] for p in amp.master_params(optimizer)])
+    train(model, optimizer, [3])
+    assert all(optimizer.state[p]["step"].item() == 4 for p in amp.master_params(optimizer))
+
+
+def test_frozen_then_unfrozen_at_o2():
+    torch.manual_seed(0)
+    model = Net()
+    model.head.weight.requires_grad_(False)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0)
+    before = model.head.weight.detach().clone()
+    train(model, optimizer, range(2))
+    assert torch.equal(model.head.weight, before)
+    model.head.weight.requires_grad_(True)
+    train(model, optimizer, range(2))
+    assert not torch.equal(model.head.weight, before)
+    assert all(p.dtype == torch.float32 for p in amp.master_params(optimizer))
+
+
+@pytest.mark.parametrize("maker", ["torch SGD", "NpuFusedSGD"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_add_param_group_in_mid_run(level, maker):
+    results = []
+    for amp_level in (None, level):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = MAKERS[maker]([*model.conv.parameters(), *model.norm.parameters()])
+        if amp_level:
+            model, optimizer = amp.initialize(
+                model, optimizer, opt_level=amp_level, loss_scale=64.0, combine_grad=True, verbosity=0
+            )
+        train(model, optimizer, range(2), scaled=bool(amp_level))
+        optimizer.add_param_group({"params": list(model.head.parameters())})
+        results.append(train(model, optimizer, range(10), scaled=bool(amp_level)))
+    assert results[1] == pytest.approx(results[0], abs=0.03)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_schedulers_made_before_or_after(before):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if before else None
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dynamic_init_scale=2.0**8, verbosity=0)
+    scheduler = scheduler or torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            loss = loss_of(model, step)
+            optimizer.zero_grad()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+                if step == 0:
+                    model.head.bias.grad.fill_(float("inf"))
+            optimizer.step()
+            assert amp.last_step(optimizer) == ("skipped" if step == 0 else "applied")
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_several_losses_have_scales_of_their_own():
+    model, optimizer = make("O1", num_losses=2, dynamic_init_scale=2.0**8)
+    for loss_id in range(2):
+        with amp.scale_loss(loss_of(model, 0), optimizer, loss_id=loss_id) as scaled_loss:
+            scaled_loss.backward()
+            if loss_id == 1:
+                model.head.bias.grad.fill_(float("nan"))
+    optimizer.step()
+    assert amp.last_step(optimizer) == "skipped"
+    assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [2.0**8, 2.0**7]
+
+
+def test_several_models_and_optimizers():
+    torch.manual_seed(0)
+    models = [Net(), Net()]
+    pair = [optimizers.NpuFusedSGD(models[0].parameters(), lr=0.1), torch.optim.SGD(models[1].parameters(), lr=0.1)]
+    models, pair = amp.initialize(models, pair, opt_level="O2", dynamic_init_scale=2.0**8, verbosity=0)
+    assert isinstance(models, list)
+    assert isinstance(pair, list)
+    with amp.scale_loss(loss_of(models[0], 0) + loss_of(models[1], 0), pair) as scaled_loss:
+        scaled_loss.backward()
+        models[1].head.bias.grad.fill_(float("inf"))
+    for optimizer in pair:
+        optimizer.step()
+        assert amp.last_step(optimizer) == "skipped"
+
+
+def test_model_only():
+    model = amp.initialize(Net(), opt_level="O3", verbosity=0)
+    assert model(batch(0)[0]).dtype == torch.float32
+    assert model.norm.weight.dtype == torch.float16
+
+
+def test_disabled_is_pass_through():
+    expected = train(*make(None), range(3), scaled=False)
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-2)
+    result = amp.initialize(model, optimizer, enabled=False, opt_level="O2", loss_scale=128.0)
+    assert result == (model, optimizer)
+    assert train(model, optimizer, range(3)) == expected
+    assert amp.state_dict() == {}
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 1}})
+    with amp.disable_casts():
+        pass
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_copies_of_an_initialised_pair_train_alone(level, how):
+    model, optimizer = make(level, combine_grad=True)
+    train(model, optimizer, range(2))
+    twin_model, twin_optimizer = how((model, optimizer))
+    assert type(twin_optimizer) is type(optimizer)
+    expected = train(model, optimizer, range(2, 5))
+    assert train(twin_model, twin_optimizer, range(2, 5)) == expected
+
+
+def test_initialize_twice_leaves_nothing_behind():
+    first = make("O1", "torch SGD")
+    train(*first, range(2))
+    expected = train(*make("O2", "NpuFusedSGD", loss_scale=64.0), range(4))
+    assert not torch.is_autocast_enabled("cpu")
+    amp.shutdown()
+    assert train(*make("O2", "NpuFusedSGD", loss_scale=64.0), range(4)) == expected
+    amp.shutdown()
+    amp.shutdown()  # nothing left to do
+    plain = Net()
+    assert plain(batch(0)[0]).dtype == torch.float32
+
+
+def test_the_optimizer_steps_outside_the_casts():
+    seen = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().step(closure)
+
+    model = Net()
+    model, optimizer = amp.initialize(model, Watching(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    assert torch.is_autocast_enabled("cpu")
+    train(model, optimizer, [0])
+    assert seen == [False]
+    assert torch.is_autocast_enabled("cpu")
+    with amp.disable_casts(), amp.disable_casts():
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_closure():
+    model, optimizer = make("O1", "NpuFusedSGD", dynamic_init_scale=2.0**8)
+    bad = [False]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if bad[0]:
+                model.head.bias.grad.fill_(float("inf"))
+        return loss
+
+    first = optimizer.step(closure)
+    assert optimizer.step(closure) < first
+    bad[0] = True
+    before = values(model, optimizer)
+    optimizer.step(closure)
+    assert amp.last_step(optimizer) == "skipped"
+    assert same(values(model, optimizer), before)
+    model, optimizer = make("O2")
+    with pytest.raises(RuntimeError, match="Currently, Amp does not support closure use with optimizers"):
+        optimizer.step(closure)
+
+
+def test_what_initialize_prints(capsys):
+    model = Net()
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", loss_scale="128.0")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master weights."
+    assert "Defaults for this optimization level are:" in lines
+    assert "loss_scale             : dynamic" in lines
+    assert "Processing user overrides (additional kwargs that are not None)..." in lines
+    assert "loss_scale             : 128.0" in lines
+
+
+def test_saturating_devices_are_asked_for_their_flag(monkeypatch):
+    """A device that clamps instead of giving inf: overflow is known by its sticky flag alone."""
+    from apex_npu.backends.ieee import IeeeBackend
+
+    class Saturating(IeeeBackend):
+        flag = False
+
+        def saturates(self):
+            return True
+
+        def clear_overflow_flag(self, device):
+            self.log.append("clear")
+            self.flag = False
+
+        def overflow_flag(self, device):
+            return self.flag
+
+    backend = Saturating("cpu", "gloo")
+    backend.log = []
+    # By its path: the package exports a function of the module's name.
+    monkeypatch.setattr(sys.modules["apex_npu.amp.scale_loss"], "for_device", lambda device: backend)
+    model, optimizer = make("O2", dynamic_init_scale=2.0**8)
+    with amp.scale_loss(loss_of(model, 0), optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+        backend.flag = True
+    with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:  # must not clear what the first has raised
+        scaled_loss.backward()
+    optimizer.step()
+    assert amp.last_step(optimizer) == "skipped"
+    assert backend.log == ["clear"]
+    train(model, optimizer, [2])
+    assert amp.last_step(optimizer) == "applied"
