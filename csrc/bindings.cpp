@@ -6,6 +6,7 @@
 
 #include "combine_tensors/change_data_ptr.h"
 #include "combine_tensors/slot_table.h"
+#include "fused_optim/segments_cpu.h"
 
 namespace py = pybind11;
 
@@ -19,6 +20,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       py::arg("src"), py::arg("offset"), py::arg("size"), py::arg("stride"));
   m.def("is_slot", &apex_npu::is_slot, py::arg("tensor"));
+
+  m.def("segment_dot_cpu", &apex_npu::segment_dot_cpu, py::arg("a"), py::arg("b"), py::arg("starts"),
+        py::arg("lengths"));
+  m.def("segment_add_cpu", &apex_npu::segment_add_cpu, py::arg("x"), py::arg("y"), py::arg("factors"),
+        py::arg("starts"), py::arg("lengths"));
 
   py::class_<apex_npu::SlotTable>(m, "SlotTable")
       .def(py::init<std::vector<at::Tensor>>(), py::arg("tensors"))

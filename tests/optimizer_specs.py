@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import reference_optimizers as reference
 import torch
 
 from apex_npu import optimizers
@@ -22,16 +23,23 @@ class OptimizerSpec:
         reference: One with the same rule that is known to be right.
         variants: Hyper-parameters; each is tested.
         bad: Hyper-parameters, the error and what it must name.
+        in_torch: The reference is torch.optim's: state dicts are compared, and exchanged with it.
+        tolerance: Largest difference after 100 steps, relative to the largest element of a tensor.
     """
 
     cls: type[optimizers.FusedOptimizer]
     reference: Callable[..., torch.optim.Optimizer]
     variants: tuple[dict[str, Any], ...]
     bad: tuple[tuple[dict[str, Any], type[Exception], str], ...] = field(default=())
+    in_torch: bool = True
+    tolerance: float = 1e-6
 
     def __str__(self) -> str:
         return self.cls.__name__
 
+
+# The references of our own compute in float64 what the fused ones compute in float32: rounding differs at every step.
+_AGAINST_FLOAT64 = 5e-6
 
 _BAD_ADAM = (
     ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
@@ -45,6 +53,15 @@ _BAD_ADAM = (
     ({"weight_decay": float("inf")}, ValueError, "Invalid weight_decay value: inf"),
     ({"amsgrad": "no"}, TypeError, "amsgrad must be True or False, got 'no'"),
     ({"lr": torch.ones(2)}, TypeError, r"tensor of one element, got shape \(2,\)"),
+)
+
+_BAD_RMSPROP = (
+    ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
+    ({"alpha": -0.5}, ValueError, "Invalid alpha value: -0.5"),
+    ({"eps": -1.0}, ValueError, "Invalid epsilon value: -1.0"),
+    ({"momentum": float("nan")}, ValueError, "Invalid momentum value: nan"),
+    ({"weight_decay": "x"}, TypeError, "weight_decay must be a number, got 'x'"),
+    ({"centered": 1}, TypeError, "centered must be True or False, got 1"),
 )
 
 SPECS = [
@@ -84,6 +101,102 @@ SPECS = [
         torch.optim.AdamW,
         ({}, {"lr": 1e-2, "weight_decay": 0.3}, {"lr": 1e-2, "amsgrad": True, "weight_decay": 0.0}),
         _BAD_ADAM,
+    ),
+    OptimizerSpec(
+        optimizers.NpuFusedAdadelta,
+        torch.optim.Adadelta,
+        ({}, {"lr": 0.5, "rho": 0.8, "weight_decay": 0.1, "eps": 1e-5}, {"maximize": True}),
+        (
+            ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
+            ({"rho": 1.5}, ValueError, "Invalid rho value: 1.5"),
+            ({"rho": None}, TypeError, "rho must be a number, got None"),
+            ({"eps": float("nan")}, ValueError, "Invalid epsilon value: nan"),
+            ({"weight_decay": -0.1}, ValueError, "Invalid weight_decay value: -0.1"),
+        ),
+    ),
+    OptimizerSpec(
+        optimizers.NpuFusedRMSprop,
+        torch.optim.RMSprop,
+        (
+            {},
+            {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1},
+            {"lr": 1e-3, "alpha": 0.9, "centered": True, "eps": 1e-6},
+            {"lr": 1e-3, "momentum": 0.5, "centered": True, "maximize": True},
+        ),
+        _BAD_RMSPROP,
+    ),
+    OptimizerSpec(
+        optimizers.NpuFusedRMSpropTF,
+        reference.RMSpropTF,
+        (
+            {},
+            {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1},
+            {"lr": 1e-3, "momentum": 0.9, "lr_in_momentum": False, "init_square_avg": 0.0},
+            {"lr": 1e-3, "centered": True, "decoupled_decay": True, "weight_decay": 1e-3, "alpha": 0.8},
+        ),
+        (
+            *_BAD_RMSPROP,
+            ({"decoupled_decay": "yes"}, TypeError, "decoupled_decay must be True or False"),
+            ({"init_square_avg": -1.0}, ValueError, "Invalid init_square_avg: -1.0"),
+        ),
+        in_torch=False,
+        tolerance=_AGAINST_FLOAT64,
+    ),
+    OptimizerSpec(
+        optimizers.NpuFusedLamb,
+        reference.Lamb,
+        (
+            {},
+            {"lr": 1e-2, "weight_decay": 0.1},
+            {"lr": 1e-2, "betas": (0.8, 0.99), "use_global_grad_norm": True},
+            {"lr": 1e-3, "adam": True, "maximize": True},
+        ),
+        (*_BAD_ADAM[:8], ({"adam": 1}, TypeError, "adam must be True or False, got 1")),
+        in_torch=False,
+        tolerance=_AGAINST_FLOAT64,
+    ),
+    OptimizerSpec(
+        optimizers.NpuFusedAdamP,
+        reference.AdamP,
+        (
+            {},
+            {"lr": 1e-2, "weight_decay": 0.1, "delta": 0.5},
+            {"lr": 1e-2, "nesterov": True, "weight_decay": 0.1, "wd_ratio": 0.3},
+            {"lr": 1e-2, "delta": 5.0, "maximize": True},
+        ),
+        (
+            *_BAD_ADAM[:8],
+            ({"delta": -0.1}, ValueError, "Invalid delta value: -0.1"),
+            ({"wd_ratio": float("nan")}, ValueError, "Invalid wd_ratio value: nan"),
+            ({"nesterov": 0}, TypeError, "nesterov must be True or False, got 0"),
+        ),
+        in_torch=False,
+        tolerance=_AGAINST_FLOAT64,
+    ),
+    OptimizerSpec(
+        optimizers.NpuFusedBertAdam,
+        reference.BertAdam,
+        (
+            {"lr": 1e-2},
+            {"lr": 1e-2, "t_total": 80, "warmup": 0.1},
+            {"lr": 1e-2, "t_total": 80, "schedule": "warmup_cosine", "max_grad_norm": 1.0},
+            {"lr": 1e-2, "t_total": 120, "schedule": "warmup_poly", "warmup": 0.05, "weight_decay": 0.0},
+            {"lr": 1e-2, "t_total": 50, "schedule": "warmup_constant", "warmup": 0.5, "b2": 0.999},
+        ),
+        (
+            ({}, TypeError, "no default learning rate"),
+            ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
+            ({"lr": 0.1, "warmup": 1.0}, ValueError, "Invalid warmup: 1.0"),
+            ({"lr": 0.1, "warmup": -0.5}, ValueError, "Invalid warmup: -0.5"),
+            ({"lr": 0.1, "schedule": "linear"}, ValueError, "Invalid schedule parameter: 'linear'"),
+            ({"lr": 0.1, "t_total": 0}, ValueError, "Invalid t_total: 0"),
+            ({"lr": 0.1, "b1": 1.0}, ValueError, "Invalid b1 parameter: 1.0"),
+            ({"lr": 0.1, "b2": -1}, ValueError, "Invalid b2 parameter: -1"),
+            ({"lr": 0.1, "e": -1e-9}, ValueError, "Invalid epsilon value: -1e-09"),
+            ({"lr": 0.1, "max_grad_norm": "one"}, TypeError, "max_grad_norm must be a number, got 'one'"),
+        ),
+        in_torch=False,
+        tolerance=_AGAINST_FLOAT64,
     ),
 ]
 

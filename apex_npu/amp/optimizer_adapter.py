@@ -188,7 +188,7 @@ class AmpOptimizerMixin(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Classes made by ``adopt`` are found again through the class they were made from."""
-        state = {**Optimizer.__getstate__(self), "_amp_record": self._amp_record}
+        state = {**self.__getstate__(), "_amp_record": self._amp_record}
         return _new_adopted, (type(self).__mro__[2],), state
 
 

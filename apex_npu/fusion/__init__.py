@@ -4,7 +4,7 @@
 
 from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, owns_storage, plan
 from apex_npu.fusion.flat_grads import FlatGrads
-from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups, Run, fuse, step_in_place
+from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups, Run, fuse, row_count, step_in_place
 from apex_npu.fusion.storage import change_data_ptr, is_slot, storage_view
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "is_slot",
     "owns_storage",
     "plan",
+    "row_count",
     "step_in_place",
     "storage_view",
 ]

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -14,6 +15,8 @@ from apex_npu.fusion.flat_buffer import FlatBuffer, owns_storage, plan
 from apex_npu.fusion.flat_grads import PRESENT, FlatGrads
 from apex_npu.fusion.layout import extent_numel, is_dense
 from apex_npu.fusion.storage import slot_table
+from apex_npu.ops import Segments
+from apex_npu.ops.reference import segment_ids
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -30,6 +33,7 @@ class Run:
     """Consecutive slots that take part in a step and share a step count; usually the whole buffer.
 
     Attributes:
+        params: The parameters themselves.
         param: 1-D, dtype of the parameters; padding between slots included.
         grad: Likewise.
         step: How many times these slots have been updated, this time included.
@@ -39,18 +43,81 @@ class Run:
         """The slots ``first`` to ``last`` of ``group``, both included."""
         self._group = group
         self.first, self.last = first, last
+        self.params = group.params[first : last + 1]
         self._begin, self._end = group.span(first, last)
         self.step = step
         self.param = group.param_flat[self._begin : self._end]
         self.grad = group.grads.flat[self._begin : self._end]
-        self._states: dict[str, Tensor] = {}
+        self._slices: dict[tuple[str, str], Tensor] = {}
+        self._segments: dict[bool, Segments] = {}
 
     def state(self, name: str) -> Tensor:
         """The flat state ``name``: float32 for low-precision parameters, else of their dtype; zeros at first."""
-        state = self._states.get(name)
-        if state is None:
-            state = self._states[name] = self._group.state_flat(name)[self._begin : self._end]
-        return state
+        return self._slice("state", name, self._group.state_flat)
+
+    def scratch(self, name: str) -> Tensor:
+        """Flat memory for this step's intermediate values, of the state's dtype; what it holds is arbitrary."""
+        return self._slice("scratch", name, self._group.scratch_flat)
+
+    def per_param(self, name: str) -> Tensor:
+        """The state ``name`` of one number for each parameter: 1-D, of the state's dtype."""
+        return self._group.scalar_flat(name)[self.first : self.last + 1]
+
+    def _slice(self, kind: str, name: str, flat: Callable[[str], Tensor]) -> Tensor:
+        found = self._slices.get((kind, name))
+        if found is None:
+            found = self._slices[kind, name] = flat(name)[self._begin : self._end]
+        return found
+
+    def wide_param(self) -> Tensor:
+        """``param`` in the state's dtype: itself, or a copy that ``write_back`` rounds into it."""
+        if self.param.dtype == self._group.state_dtype:
+            return self.param
+        return self.scratch("param").copy_(self.param)
+
+    def write_back(self, param: Tensor) -> None:
+        """Round what ``wide_param`` gave, and a rule has changed, into ``param``."""
+        if param is not self.param:
+            self.param.copy_(param)
+
+    def segments(self, *, rows: bool = False) -> Segments:
+        """Where each parameter lies in the flat tensors, or with ``rows`` each of its rows along the first dimension.
+
+        Padding belongs to none.
+        """
+        found = self._segments.get(rows)
+        if found is None:
+            found = self._segments[rows] = self._find_segments(rows)
+        return found
+
+    def _find_segments(self, rows: bool) -> Segments:
+        starts: list[int] = []
+        lengths: list[int] = []
+        scattered: list[tuple[Tensor, int, int]] = []
+        for p, offset in self.members():
+            count = row_count(p) if rows else 1
+            length = p.numel() // count
+            if count > 1 and p.stride(0) != length:
+                scattered.append((p, offset, len(starts)))  # a transposed matrix: its rows are no ranges of memory
+            starts += [offset + i * length for i in range(count)]
+            lengths += [length] * count
+        segments = Segments.of(starts, lengths, self.param.numel(), self.param.device)
+        if not scattered:
+            return segments
+        ids = segment_ids(segments.starts, segments.lengths, self.param.numel(), self.param.device)
+        for p, offset, first in scattered:
+            row = torch.arange(first, first + p.size(0), device=p.device).view(-1, *[1] * (p.dim() - 1))
+            ids[offset : offset + p.numel()].as_strided(p.size(), p.stride(), ids.storage_offset() + offset).copy_(row)
+        return replace(segments, ids=ids)
+
+    def members(self) -> list[tuple[Tensor, int]]:
+        """The run's parameters, each with the elements before its first one in the flat tensors."""
+        return [(p, offset - self._begin) for p, offset in self._group.placed(self.first, self.last)]
+
+
+def row_count(param: Tensor) -> int:
+    """How many rows along its first dimension a parameter has; vectors and numbers count as one row."""
+    return int(param.size(0)) if param.dim() > 1 and param.numel() else 1
 
 
 class FusedGroup:
@@ -74,6 +141,7 @@ class FusedGroup:
         self.grads = FlatGrads(self.params, self._offsets, param_flat.numel())
         self._states: dict[str, FlatBuffer] = {}
         self._state_views: dict[str, list[Tensor]] = {}
+        self._scratch: dict[str, FlatBuffer] = {}
         # Float, on the host: torch.optim's `step` entries are such tensors, and here they are views of this one.
         self._steps = FlatBuffer(len(params), torch.float32, torch.device("cpu"))
         self._runs: list[Run] = []
@@ -103,9 +171,31 @@ class FusedGroup:
             self._state_views[name] = buffer.views_like(self.params, self._offsets)
         return buffer.flat
 
-    def state_view(self, name: str, index: int) -> Tensor:
-        """State ``name`` of one parameter, shaped like it."""
-        self.state_flat(name)
+    def scratch_flat(self, name: str) -> Tensor:
+        """Memory like a state's, but for intermediate values only: it is never shown, saved or zeroed."""
+        buffer = self._scratch.get(name)
+        if buffer is None:
+            buffer = self._scratch[name] = FlatBuffer(self.param_flat.numel(), self.state_dtype, self.param_flat.device)
+        return buffer.flat
+
+    def scalar_flat(self, name: str) -> Tensor:
+        """A state of one number for each parameter, allocated with zeros at first use."""
+        buffer = self._states.get(name)
+        if buffer is None:
+            buffer = self._states[name] = FlatBuffer(len(self.params), self.state_dtype, self.param_flat.device)
+            self._state_views[name] = [buffer.view(i, (), ()) for i in range(len(self.params))]
+        return buffer.flat
+
+    def placed(self, first: int, last: int) -> list[tuple[Tensor, int]]:
+        """The parameters ``first`` to ``last``, each with its offset in the group's flat tensors."""
+        return list(zip(self.params[first : last + 1], self._offsets[first : last + 1], strict=True))
+
+    def state_view(self, name: str, index: int, *, scalar: bool = False) -> Tensor:
+        """State ``name`` of one parameter: shaped like it, or 0-dim for a state of one number."""
+        if scalar:
+            self.scalar_flat(name)
+        else:
+            self.state_flat(name)
         return self._state_views[name][index]
 
     def step_view(self, index: int) -> Tensor:

@@ -2,6 +2,26 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Update rules on flat buffers: one schema per op, a kernel per device, the reference where there is none."""
 
-from apex_npu.ops.schemas import adam_, sgd_
+from apex_npu.ops.schemas import (
+    adadelta_,
+    adagrad_,
+    adam_,
+    adam_direction_,
+    rmsprop_,
+    segment_add_,
+    segment_dot,
+    sgd_,
+)
+from apex_npu.ops.segments import Segments
 
-__all__ = ["adam_", "sgd_"]
+__all__ = [
+    "Segments",
+    "adadelta_",
+    "adagrad_",
+    "adam_",
+    "adam_direction_",
+    "rmsprop_",
+    "segment_add_",
+    "segment_dot",
+    "sgd_",
+]

@@ -1,10 +1,30 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fused optimizers: torch.optim's rules on flat buffers, with or without amp."""
+"""Fused optimizers: rules of torch.optim, papers and NVIDIA's Apex on flat buffers, with or without amp."""
 
+from apex_npu.optimizers.adadelta import NpuFusedAdadelta
 from apex_npu.optimizers.adam import NpuFusedAdam
+from apex_npu.optimizers.adamp import NpuFusedAdamP
 from apex_npu.optimizers.adamw import NpuFusedAdamW
 from apex_npu.optimizers.base import FusedOptimizer
+from apex_npu.optimizers.bert_adam import NpuFusedBertAdam
+from apex_npu.optimizers.lamb import Lamb, NpuFusedLamb
+from apex_npu.optimizers.rmsprop import NpuFusedRMSprop
+from apex_npu.optimizers.rmsprop_tf import NpuFusedRMSpropTF
+from apex_npu.optimizers.schedules import WarmupLR
 from apex_npu.optimizers.sgd import NpuFusedSGD
 
-__all__ = ["FusedOptimizer", "NpuFusedAdam", "NpuFusedAdamW", "NpuFusedSGD"]
+__all__ = [
+    "FusedOptimizer",
+    "Lamb",
+    "NpuFusedAdadelta",
+    "NpuFusedAdam",
+    "NpuFusedAdamP",
+    "NpuFusedAdamW",
+    "NpuFusedBertAdam",
+    "NpuFusedLamb",
+    "NpuFusedRMSprop",
+    "NpuFusedRMSpropTF",
+    "NpuFusedSGD",
+    "WarmupLR",
+]

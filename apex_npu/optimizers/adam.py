@@ -38,6 +38,7 @@ class NpuFusedAdam(FusedOptimizer):
         weight_decay: L2 penalty.
         amsgrad: Use the maximum of all v so far.
         maximize: Ascend the gradient instead.
+        fuse_grad_scaler: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
@@ -56,6 +57,7 @@ class NpuFusedAdam(FusedOptimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        fuse_grad_scaler: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -67,6 +69,7 @@ class NpuFusedAdam(FusedOptimizer):
                 "amsgrad": amsgrad,
                 "maximize": maximize,
             },
+            fuse_grad_scaler=fuse_grad_scaler,
         )
 
     def validate(self, group: ParamGroup) -> None:

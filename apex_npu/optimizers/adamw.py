@@ -28,6 +28,7 @@ class NpuFusedAdamW(NpuFusedAdam):
         weight_decay: Decay rate per unit of ``lr``.
         amsgrad: Use the maximum of all v so far.
         maximize: Ascend the gradient instead.
+        fuse_grad_scaler: See ``FusedOptimizer``.
     """
 
     decoupled: ClassVar[bool] = True
@@ -42,5 +43,8 @@ class NpuFusedAdamW(NpuFusedAdam):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        fuse_grad_scaler: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fuse_grad_scaler=fuse_grad_scaler
+        )

@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu.fusion import FlatGrads, FusedGroup, Run, fuse, is_slot, step_in_place
 from apex_npu.fusion.flat_grads import PRESENT
+from apex_npu.optimizers.checks import check_bool
 
 logger = logging.getLogger("apex_npu")
 
@@ -52,15 +53,23 @@ class FusedOptimizer(Optimizer):
 
     float16 and bfloat16 parameters are updated in float32 arithmetic and rounded once; their state is float32.
     Parameters without a gradient are left alone, their step count included, as torch.optim does.
+
+    Every fused optimizer takes ``fuse_grad_scaler``: True lets ``torch.amp.GradScaler.step`` hand over its scale and
+    its overflow flag, so that unscaling is part of the step. Then ``.grad`` is still scaled until ``step`` has run, and
+    tools that clip in between must be told (``scaler.unscale_``), as with torch's own fused optimizers.
     """
 
     is_npu_fused_optimizer = True
     # True where state_dict() shows a `step` per parameter, as torch.optim's optimizer of the same rule does.
     has_step_state: ClassVar[bool] = True
+    # States of one number for each parameter, rather than one for each element.
+    scalar_states: ClassVar[tuple[str, ...]] = ()
     # True: print when parameters had to be fused again, and why; "error": raise instead.
     check_combined_tensors: bool | Literal["error"] = False
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, fuse_grad_scaler: bool = False) -> None:
+        check_bool("fuse_grad_scaler", fuse_grad_scaler)
+        self._step_supports_amp_scaling = fuse_grad_scaler  # the name by which torch.amp.GradScaler asks
         self._forget_fusion()
         self.validate(defaults)
         super().__init__(params, defaults)
@@ -74,6 +83,13 @@ class FusedOptimizer(Optimizer):
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
         """The per-element states that the rule keeps for ``group``, in the order of torch's state dict."""
         raise NotImplementedError(f"{type(self).__name__} must define state_names(group)")
+
+    def initial_state(self, name: str, group: ParamGroup) -> float:
+        """What the elements of state ``name`` are before a parameter's first step."""
+        return 0.0
+
+    def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
+        """Called once a step with all runs, before the first ``update``: for what spans all parameters."""
 
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule to ``run``: flat ``param``, ``grad``, ``state(name)``, and ``step``, counted from 1."""
@@ -98,26 +114,48 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._overflowed():
+            return loss
         self._fuse()
         work = [
             (group, fused, fused.grads.gather())
             for group, record in zip(self.param_groups, self._fused, strict=True)
             for fused in record.groups
         ]
-        for group, fused, states in work:
-            if PRESENT in states:
-                self._step_group(group, fused, states)
+        self._unscale([fused.grads for _, fused, _ in work])
+        runs = [(run, group) for group, fused, states in work for run in self._advance(group, fused, states)]
+        self.before_updates(runs)
+        for run, group in runs:
+            self.update(run, group)
+            # Writes to the flat buffer are invisible to autograd: without this it could not notice that a parameter
+            # changed between forward and backward.
+            torch.autograd.graph.increment_version(run.params)
         if self._joined:
             self._remember_state()
         return loss
 
-    def _step_group(self, group: ParamGroup, fused: FusedGroup, states: bytes) -> None:
+    def _overflowed(self) -> bool:
+        """What a GradScaler has found, where it handed that over: such a step is skipped whole."""
+        found_inf = getattr(self, "found_inf", None) if self._step_supports_amp_scaling else None
+        return found_inf is not None and bool(found_inf)
+
+    def _unscale(self, grads: list[FlatGrads]) -> None:
+        """Divide gradients by what a GradScaler has multiplied them with, where it handed that over."""
+        scale = getattr(self, "grad_scale", None) if self._step_supports_amp_scaling else None
+        if scale is None:
+            return
+        inv_scale = scale.double().reciprocal().float()
+        for flat in grads:
+            factor = inv_scale.to(flat.flat.device)
+            views = [v for v, state in zip(flat.views, flat.states(), strict=True) if state == PRESENT]
+            for part in [flat.flat] if len(views) == len(flat.views) else views:
+                part.mul_(factor)
+
+    def _advance(self, group: ParamGroup, fused: FusedGroup, states: bytes) -> list[Run]:
+        if PRESENT not in states:
+            return []
         counted = self.has_step_state or bool(self.state_names(group))
-        for run in fused.advance(states, lambda index: self._join(group, fused, index), counted=counted):
-            self.update(run, group)
-            # Writes to the flat buffer are invisible to autograd: without this it could not notice that a parameter
-            # changed between forward and backward.
-            torch.autograd.graph.increment_version(fused.params[run.first : run.last + 1])
+        return fused.advance(states, lambda index: self._join(group, fused, index), counted=counted)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or with ``set_to_none=False`` write zeros into those that exist."""
@@ -201,11 +239,16 @@ class FusedOptimizer(Optimizer):
                         f"{tuple(param.shape)}: this state dict belongs to another model. Nothing has been loaded"
                     )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What torch's optimizers pickle, and the one flag that is not in ``defaults``."""
+        return {**super().__getstate__(), "_step_supports_amp_scaling": self._step_supports_amp_scaling}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over ``state``. Buffers are never part of it: a copy fuses its own at its first step."""
         super().__setstate__(state)
         if "_fused" not in self.__dict__:
             self._forget_fusion()
+            self._step_supports_amp_scaling = state.get("_step_supports_amp_scaling", False)
 
     # Fusion
 
@@ -288,9 +331,9 @@ class FusedOptimizer(Optimizer):
                 continue
             for name in self.state_names(group):
                 value = entry.get(name)
-                view = fused.state_view(name, index)
+                view = fused.state_view(name, index, scalar=name in self.scalar_states)
                 if value is None:
-                    view.zero_()
+                    view.fill_(self.initial_state(name, group))
                 elif value is not view:
                     view.copy_(value)
             self._show_state(group, fused, index)
@@ -305,20 +348,25 @@ class FusedOptimizer(Optimizer):
     def _count_of(self, entry: dict[str, Any], group: ParamGroup) -> float:
         """Steps that the state ``entry`` stands for; a rule without a count only tells the first from later ones."""
         if self.has_step_state:
-            return float(entry.get("step", 0))
+            # NVIDIA's optimizers keep one count for the whole group.
+            count: Any = entry.get("step", group.get("step", 0) if entry else 0)
+            return float(count)
         return 1.0 if any(entry.get(name) is not None for name in self.state_names(group)) else 0.0
 
     def _join(self, group: ParamGroup, fused: FusedGroup, index: int) -> None:
         """A slot is about to step: from now on its state is visible."""
         if fused.step_of(index) == 0:
             for name in self.state_names(group):
-                fused.state_view(name, index).zero_()
+                view = fused.state_view(name, index, scalar=name in self.scalar_states)
+                view.fill_(self.initial_state(name, group))
         self._show_state(group, fused, index)
         self._joined = True
 
     def _show_state(self, group: ParamGroup, fused: FusedGroup, index: int) -> None:
         """Let the parameter's entry of ``state`` show the buffers' views, beside whatever else a user put there."""
-        views = {name: fused.state_view(name, index) for name in self.state_names(group)}
+        views = {
+            name: fused.state_view(name, index, scalar=name in self.scalar_states) for name in self.state_names(group)
+        }
         if self.has_step_state:
             views = {"step": fused.step_view(index), **views}
         if views:

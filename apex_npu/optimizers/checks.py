@@ -36,6 +36,28 @@ def check_non_negative(label: str, name: str, value: Any) -> None:
         raise ValueError(f"Invalid {label}: {value} ({name} must be finite and >= 0)")
 
 
+def check_unit_interval(label: str, name: str, value: Any) -> None:
+    """Require a number in [0, 1].
+
+    Raises:
+        ValueError: It is outside, or NaN.
+        TypeError: It is no number.
+    """
+    if not 0.0 <= as_number(name, value) <= 1.0:
+        raise ValueError(f"Invalid {label}: {value} ({name} must be in [0, 1])")
+
+
+def check_half_open_interval(label: str, name: str, value: Any) -> None:
+    """Require a number in [0, 1).
+
+    Raises:
+        ValueError: It is outside, or NaN.
+        TypeError: It is no number.
+    """
+    if not 0.0 <= as_number(name, value) < 1.0:
+        raise ValueError(f"Invalid {label}: {value} ({name} must be in [0, 1))")
+
+
 def check_betas(betas: Any) -> None:
     """Require two numbers in [0, 1).
 
@@ -46,8 +68,7 @@ def check_betas(betas: Any) -> None:
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise TypeError(f"betas must be two numbers, got {betas!r}")
     for i, beta in enumerate(betas):
-        if not 0.0 <= as_number(f"betas[{i}]", beta) < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {beta} (betas[{i}] must be in [0, 1))")
+        check_half_open_interval(f"beta parameter at index {i}", f"betas[{i}]", beta)
 
 
 def check_bool(name: str, value: Any) -> None:

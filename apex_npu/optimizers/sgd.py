@@ -33,6 +33,7 @@ class NpuFusedSGD(FusedOptimizer):
         weight_decay: L2 penalty.
         nesterov: Nesterov momentum; needs a momentum and no dampening.
         maximize: Ascend the gradient instead.
+        fuse_grad_scaler: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
@@ -51,6 +52,7 @@ class NpuFusedSGD(FusedOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        fuse_grad_scaler: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -62,6 +64,7 @@ class NpuFusedSGD(FusedOptimizer):
                 "nesterov": nesterov,
                 "maximize": maximize,
             },
+            fuse_grad_scaler=fuse_grad_scaler,
         )
 
     def validate(self, group: ParamGroup) -> None:

@@ -44,6 +44,7 @@ class Pair:
     """Our optimizer and its reference on equal parameters."""
 
     def __init__(self, spec, kwargs, groups=None):
+        self.spec = spec
         self.params = [make_params(), make_params()]
         groups = groups or (lambda params: params)
         self.optimizers = [
@@ -58,8 +59,8 @@ class Pair:
             set_grads(params, number, skip)
             optimizer.step()
 
-    def check(self, tolerance=1e-6):
-        assert_equal_params(*self.params, tolerance)
+    def check(self):
+        assert_equal_params(*self.params, self.spec.tolerance)
 
 
 @pytest.fixture(params=CASES, ids=CASE_IDS)
@@ -137,7 +138,7 @@ def test_zero_grad(spec, through, set_to_none):
             model(x[i]).square().mean().backward()
             model(x[i] + 1).square().mean().backward()  # accumulated
             optimizer.step()
-    assert_equal_params(list(models[0].parameters()), list(models[1].parameters()))
+    assert_equal_params(list(models[0].parameters()), list(models[1].parameters()), spec.tolerance)
 
 
 def test_frozen_then_unfrozen(pair):
@@ -218,7 +219,9 @@ def test_state_replaced_by_hand(pair):
     pair.check()
 
 
-def test_state_dict_looks_like_the_references(pair):
+def test_state_dict_looks_like_torchs(pair):
+    if not pair.spec.in_torch:
+        pytest.skip("torch.optim has no such rule")
     for i in range(3):
         pair.step(i, skip=(2,))
     ours, theirs = (optimizer.state_dict()["state"] for optimizer in pair.optimizers)
@@ -250,7 +253,7 @@ def test_state_dict_moves_in_mid_run(pair, direction):
         set_grads(pair.params[target], i)
         pair.optimizers[target].step()
     # Replaying our own steps is exact; the other rule rounds in another order.
-    assert_equal_params(pair.params[target], expected, 0.0 if direction == "ours to ours" else 1e-6)
+    assert_equal_params(pair.params[target], expected, 0.0 if direction == "ours to ours" else pair.spec.tolerance)
 
 
 def test_loading_copies():
@@ -420,8 +423,11 @@ def test_closure_is_called_with_gradients_enabled(pair):
 
     first = optimizer.step(closure)
     assert first.requires_grad
+    before = [p.detach().clone() for p in params]
+    again = optimizer.step(closure)
     if not optimizer.defaults["maximize"]:
-        assert optimizer.step(closure) < first
+        assert again <= first
+    assert any(not torch.equal(p, q) for p, q in zip(params, before, strict=True))
 
 
 def test_create_graph(pair):
@@ -470,7 +476,7 @@ def test_bad_arguments(spec, kwargs, error, message):
         spec.cls(make_params(), **kwargs)
     good = {"lr": 0.1}
     optimizer = spec.cls(make_params(), **good)
-    if "lr" in kwargs or spec.cls is not NpuFusedSGD:
+    if kwargs:
         with pytest.raises(error, match=message):
             optimizer.add_param_group({"params": make_params(), **kwargs})
         assert len(optimizer.param_groups) == 1

@@ -1,0 +1,36 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Stretches of a flat buffer: one per parameter, or one per row of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from apex_npu.ops import cpu, reference
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Where segments lie, in the forms that kernels want.
+
+    Attributes:
+        starts: int64 on the host: the first element of each.
+        lengths: int64 on the host: how many elements each has.
+        ids: int64 on the device: for each element of the buffer the index of its segment, ``len(starts)`` for padding.
+            None where the kernel for the device does without.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    ids: Tensor | None
+
+    @staticmethod
+    def of(starts: Sequence[int], lengths: Sequence[int], numel: int, device: torch.device) -> Segments:
+        """Segments of a buffer of ``numel`` elements on ``device``."""
+        start, length = torch.tensor(starts, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)
+        without_ids = device.type == "cpu" and cpu.available
+        return Segments(start, length, None if without_ids else reference.segment_ids(start, length, numel, device))

@@ -1,0 +1,80 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Adadelta, as torch.optim.Adadelta has it."""
+
+from __future__ import annotations
+
+from torch.optim.optimizer import ParamsT
+
+from apex_npu.fusion import Run
+from apex_npu.ops import adadelta_
+from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.checks import check_non_negative, check_unit_interval
+
+
+class NpuFusedAdadelta(FusedOptimizer):
+    """Adadelta on flat buffers, with the rule and the results of torch.optim.Adadelta.
+
+    ::
+
+        g ← g + weight_decay · p
+        s ← ρ · s + (1 − ρ) · g²
+        δ ← sqrt(a + eps) / sqrt(s + eps) · g
+        a ← ρ · a + (1 − ρ) · δ²
+        p ← p − lr · δ
+
+    Zeiler 2012, https://arxiv.org/abs/1212.5701. State: ``step``, ``square_avg`` s, ``acc_delta`` a (shape and dtype of
+    the parameter, float32 for float16 and bfloat16).
+
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        lr: Factor of the step.
+        rho: ρ, in [0, 1].
+        eps: Added under both roots.
+        weight_decay: L2 penalty.
+        maximize: Ascend the gradient instead.
+        fuse_grad_scaler: See ``FusedOptimizer``.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value is no number.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1.0,
+        rho: float = 0.9,
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        fuse_grad_scaler: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler)
+
+    def validate(self, group: ParamGroup) -> None:
+        """Check ``group``."""
+        check_non_negative("learning rate", "lr", group["lr"])
+        check_unit_interval("rho value", "rho", group["rho"])
+        check_non_negative("epsilon value", "eps", group["eps"])
+        check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
+
+    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
+        """Averages of squared gradients and of squared steps."""
+        return ("square_avg", "acc_delta")
+
+    def update(self, run: Run, group: ParamGroup) -> None:
+        """Apply the rule."""
+        adadelta_(
+            run.param,
+            run.grad,
+            run.state("square_avg"),
+            run.state("acc_delta"),
+            lr=float(group["lr"]),
+            rho=group["rho"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            maximize=group["maximize"],
+        )

@@ -1,0 +1,145 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""BertAdam: Adam without bias correction, with its learning rate schedule built in."""
+
+from __future__ import annotations
+
+from torch.optim.optimizer import ParamsT
+
+from apex_npu.fusion import Run
+from apex_npu.ops import adam_direction_, segment_add_, segment_dot
+from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.checks import as_number, check_half_open_interval, check_non_negative
+from apex_npu.optimizers.schedules import SCHEDULES, warmup_constant, warmup_cosine, warmup_linear, warmup_poly
+
+__all__ = ["SCHEDULES", "NpuFusedBertAdam", "warmup_constant", "warmup_cosine", "warmup_linear", "warmup_poly"]
+
+
+class NpuFusedBertAdam(FusedOptimizer):
+    """BertAdam on flat buffers.
+
+    ::
+
+        g ← g · min(1, max_grad_norm / (‖g‖ + 1e-6))   for each parameter, if max_grad_norm > 0
+        m ← b1 · m + (1 − b1) · g
+        v ← b2 · v + (1 − b2) · g²
+        p ← p − lrₜ · (m / (sqrt(v) + e) + weight_decay · p)
+
+    with lrₜ = lr · schedule(t / t_total, warmup), t counting a parameter's own finished steps, or lr if t_total is -1.
+    https://github.com/huggingface/pytorch-pretrained-BERT, optimization.py. Gradients are not written. Defaults are
+    Ascend's: ``b2`` = 0.99 and no clipping, where the original has 0.999 and 1.0.
+    State: ``step``, ``exp_avg`` m, ``exp_avg_sq`` v (of the parameter's shape and dtype, but float32 for float16 and
+    bfloat16).
+
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        lr: Learning rate; required.
+        warmup: Share of ``t_total`` to warm up in, in [0, 1), or -1: none.
+        t_total: Steps in all, or -1: no schedule.
+        schedule: A name in ``SCHEDULES``.
+        b1: Decay of m, in [0, 1).
+        b2: Decay of v, in [0, 1).
+        e: Added to the denominator.
+        weight_decay: Decay added to the direction.
+        max_grad_norm: Norm to which each parameter's gradient is clipped; not positive: no clipping.
+        maximize: Ascend the gradient instead.
+        fuse_grad_scaler: See ``FusedOptimizer``.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value is no number, or ``lr`` is missing.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | None = None,
+        warmup: float = -1,
+        t_total: int = -1,
+        schedule: str = "warmup_linear",
+        b1: float = 0.9,
+        b2: float = 0.99,
+        e: float = 1e-6,
+        weight_decay: float = 0.01,
+        max_grad_norm: float = -1,
+        *,
+        maximize: bool = False,
+        fuse_grad_scaler: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "schedule": schedule,
+            "warmup": warmup,
+            "t_total": t_total,
+            "b1": b1,
+            "b2": b2,
+            "e": e,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler)
+
+    def validate(self, group: ParamGroup) -> None:
+        """Check ``group``."""
+        if group["lr"] is None:
+            raise TypeError("NpuFusedBertAdam has no default learning rate: pass lr, for example lr=5e-5")
+        check_non_negative("learning rate", "lr", group["lr"])
+        if group["schedule"] not in SCHEDULES:
+            raise ValueError(f"Invalid schedule parameter: {group['schedule']!r} (one of {', '.join(SCHEDULES)})")
+        warmup = as_number("warmup", group["warmup"])
+        if warmup != -1 and not 0.0 <= warmup < 1.0:
+            raise ValueError(f"Invalid warmup: {warmup} (warmup must be in [0, 1), or -1)")
+        total = as_number("t_total", group["t_total"])
+        if total != -1 and not 0 < total < float("inf"):
+            raise ValueError(f"Invalid t_total: {group['t_total']} (t_total must be > 0, or -1)")
+        check_half_open_interval("b1 parameter", "b1", group["b1"])
+        check_half_open_interval("b2 parameter", "b2", group["b2"])
+        check_non_negative("epsilon value", "e", group["e"])
+        check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
+        as_number("max_grad_norm", group["max_grad_norm"])
+
+    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
+        """First and second moment."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def get_lr(self) -> list[float]:
+        """The learning rate that the next step of each parameter with state will use; 0 for those without, as ever."""
+        return [
+            _scheduled_lr(group, float(self.state[p]["step"])) if p in self.state else 0.0
+            for group in self.param_groups
+            for p in group["params"]
+        ]
+
+    def update(self, run: Run, group: ParamGroup) -> None:
+        """Apply the rule."""
+        grad = run.grad
+        if group["max_grad_norm"] > 0:
+            segments = run.segments()
+            grad = run.scratch("grad").copy_(grad)
+            norm = segment_dot(grad, grad, segments).sqrt_()
+            # (factor − 1) · g is added to g.
+            segment_add_(grad, grad, (group["max_grad_norm"] / (norm + 1e-6)).clamp_max_(1.0).sub_(1.0), segments)
+        direction, param = run.scratch("direction"), run.wide_param()
+        adam_direction_(
+            direction,
+            param,
+            grad,
+            run.state("exp_avg"),
+            run.state("exp_avg_sq"),
+            beta1=group["b1"],
+            beta2=group["b2"],
+            beta3=1 - group["b1"],
+            eps=group["e"],
+            decay=group["weight_decay"],
+            maximize=group["maximize"],
+        )
+        param.add_(direction, alpha=-_scheduled_lr(group, run.step - 1))
+        run.write_back(param)
+
+
+def _scheduled_lr(group: ParamGroup, steps_done: float) -> float:
+    lr = float(group["lr"])
+    if group["t_total"] == -1:
+        return lr
+    return lr * SCHEDULES[group["schedule"]](steps_done / group["t_total"], group["warmup"])

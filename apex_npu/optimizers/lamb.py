@@ -1,0 +1,233 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""LAMB: Adam's direction, and for each parameter a step in proportion to its norm. Fused, and one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from apex_npu.fusion import Run
+from apex_npu.ops import adam_direction_, segment_add_, segment_dot
+from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.checks import check_betas, check_bool, check_non_negative
+
+# Norms of parameters count up to this: You et al. clip them, and the common implementations have settled on 10.
+MAX_WEIGHT_NORM = 10.0
+
+
+class NpuFusedLamb(FusedOptimizer):
+    """LAMB on flat buffers, without bias correction.
+
+    ::
+
+        g ← g / max(1, ‖g of all parameters‖)      if use_global_grad_norm
+        m ← β₁ · m + (1 − β₁) · g
+        v ← β₂ · v + (1 − β₂) · g²
+        u ← m / (sqrt(v) + eps) + weight_decay · p
+        r ← min(‖p‖, 10) / ‖u‖                     1 where either norm is 0, or with adam
+        p ← p − lr · r · u
+
+    with norms of each parameter. You et al. 2019, https://arxiv.org/abs/1904.00962, Algorithm 2 with φ(z) = min(z, 10).
+    State: ``step``, ``exp_avg`` m, ``exp_avg_sq`` v (of the parameter's shape and dtype, but float32 for float16 and
+    bfloat16).
+
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        lr: Learning rate.
+        betas: β₁ and β₂, each in [0, 1).
+        eps: Added to the denominator.
+        weight_decay: Decay added to the direction.
+        adam: Keep r at 1.
+        use_global_grad_norm: Scale gradients down where their common norm exceeds 1; gradients themselves are not
+            written.
+        maximize: Ascend the gradient instead.
+        fuse_grad_scaler: See ``FusedOptimizer``.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value is no number.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        adam: bool = False,
+        use_global_grad_norm: bool = False,
+        *,
+        maximize: bool = False,
+        fuse_grad_scaler: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adam": adam,
+            "use_global_grad_norm": use_global_grad_norm,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler)
+
+    def validate(self, group: ParamGroup) -> None:
+        """Check ``group``."""
+        check_lamb(group)
+        check_bool("use_global_grad_norm", group["use_global_grad_norm"])
+
+    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
+        """First and second moment."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
+        """Take the norm of all gradients, if a group asks for it."""
+        wanted = any(group["use_global_grad_norm"] for _, group in runs)
+        self._grad_divisor = global_grad_norm(runs).clamp_min(1.0) if wanted else None
+
+    def update(self, run: Run, group: ParamGroup) -> None:
+        """Apply the rule."""
+        beta1, beta2 = group["betas"]
+        divisor = self._grad_divisor if group["use_global_grad_norm"] else None
+        direction, param = run.scratch("direction"), run.wide_param()
+        adam_direction_(
+            direction,
+            param,
+            run.grad,
+            run.state("exp_avg"),
+            run.state("exp_avg_sq"),
+            beta1=beta1,
+            beta2=beta2,
+            beta3=1 - beta1,
+            eps=group["eps"],
+            decay=group["weight_decay"],
+            grad_divisor=None if divisor is None else divisor.to(param.device),
+            maximize=group["maximize"],
+        )
+        if group["adam"]:
+            param.add_(direction, alpha=-float(group["lr"]))
+        else:
+            step_by_trust_ratio(run, param, direction, float(group["lr"]), MAX_WEIGHT_NORM)
+        run.write_back(param)
+
+
+def check_lamb(group: ParamGroup) -> None:
+    """Check what both LAMBs have."""
+    check_non_negative("learning rate", "lr", group["lr"])
+    check_betas(group["betas"])
+    check_non_negative("epsilon value", "eps", group["eps"])
+    check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
+    check_bool("adam", group["adam"])
+
+
+def global_grad_norm(runs: list[tuple[Run, ParamGroup]]) -> Tensor:
+    """The 2-norm of the gradients of all runs together; float32, 0-dim, without a host sync on one device."""
+    norms = [torch.linalg.vector_norm(run.grad, dtype=torch.float32) for run, _ in runs]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total
+
+
+def step_by_trust_ratio(
+    run: Run, param: Tensor, direction: Tensor, lr: float, max_weight_norm: float | None = None
+) -> None:
+    """Do p ← p − lr · ‖p‖ / ‖u‖ · u for each parameter p of ``run``, or p − lr · u where either norm is 0.
+
+    Args:
+        run: Says where each parameter lies.
+        param: Flat, updated in place.
+        direction: u, flat.
+        lr: Learning rate.
+        max_weight_norm: ‖p‖ counts no more than this; None: in full.
+    """
+    segments = run.segments()
+    weight_norm = segment_dot(param, param, segments).sqrt_()
+    if max_weight_norm is not None:
+        weight_norm.clamp_max_(max_weight_norm)
+    direction_norm = segment_dot(direction, direction, segments).sqrt_()
+    usable = (weight_norm > 0) & (direction_norm > 0)
+    ratio = torch.where(usable, weight_norm / direction_norm, torch.ones_like(weight_norm))
+    segment_add_(param, direction, ratio.mul_(-lr), segments)
+
+
+class Lamb(Optimizer):
+    """LAMB one tensor at a time: the rule of ``NpuFusedLamb``, for comparison and for tensors that cannot be fused.
+
+    State: as of ``NpuFusedLamb``, and of the last step ``weight_norm`` min(‖p‖, 10), ``adam_norm`` ‖u‖ and
+    ``trust_ratio`` r, each 0-dim, to look at.
+
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        lr: Learning rate.
+        betas: β₁ and β₂, each in [0, 1).
+        eps: Added to the denominator.
+        weight_decay: Decay added to the direction.
+        adam: Keep r at 1.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value is no number.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        adam: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adam": adam}
+        check_lamb(defaults)
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Raises:
+            RuntimeError: A gradient is sparse; nothing has been updated then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        pairs = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p, _ in pairs:
+            if p.grad.is_sparse:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(p.shape)} has a sparse gradient, which Lamb does not support; use "
+                    "torch.optim.SparseAdam for it"
+                )
+        for p, group in pairs:
+            self._step(p, group)
+        return loss
+
+    def _step(self, p: Tensor, group: ParamGroup) -> None:
+        beta1, beta2 = group["betas"]
+        state = self.state[p]
+        wide = torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
+        param = p.to(wide)
+        assert p.grad is not None
+        grad = p.grad.to(wide)
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"] = torch.zeros_like(param)
+            state["exp_avg_sq"] = torch.zeros_like(param)
+        state["step"] += 1
+        exp_avg = state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
+        exp_avg_sq = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        direction = exp_avg / exp_avg_sq.sqrt().add_(group["eps"])
+        direction.add_(param, alpha=group["weight_decay"])
+        weight_norm = torch.linalg.vector_norm(param).clamp_max(MAX_WEIGHT_NORM)
+        adam_norm = torch.linalg.vector_norm(direction)
+        usable = (weight_norm > 0) & (adam_norm > 0) & (not group["adam"])
+        ratio = torch.where(usable, weight_norm / adam_norm, torch.ones_like(adam_norm))
+        state["weight_norm"], state["adam_norm"], state["trust_ratio"] = weight_norm, adam_norm, ratio
+        p.copy_(param - direction * (ratio * float(group["lr"])))

@@ -1,0 +1,108 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""RMSprop, as torch.optim.RMSprop has it."""
+
+from __future__ import annotations
+
+from torch.optim.optimizer import ParamsT
+
+from apex_npu.fusion import Run
+from apex_npu.ops import rmsprop_
+from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.checks import check_bool, check_non_negative
+
+
+class NpuFusedRMSprop(FusedOptimizer):
+    """RMSprop on flat buffers, with the rule and the results of torch.optim.RMSprop.
+
+    ::
+
+        g ← g + weight_decay · p
+        s ← α · s + (1 − α) · g²
+        a ← α · a + (1 − α) · g                    if centered
+        d ← sqrt(s) + eps,  or  sqrt(s − a²) + eps  if centered
+        b ← momentum · b + g / d;  p ← p − lr · b   with momentum,  else  p ← p − lr · g / d
+
+    Tieleman & Hinton 2012, lecture 6.5; centered: Graves 2013, https://arxiv.org/abs/1308.0850.
+    State: ``step``, ``square_avg`` s, with momentum ``momentum_buffer`` b, centered ``grad_avg`` a (shape and dtype of
+    the parameter, float32 for float16 and bfloat16).
+
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        lr: Learning rate.
+        alpha: Smoothing constant α.
+        eps: Added to the denominator.
+        weight_decay: L2 penalty.
+        momentum: Momentum factor.
+        centered: Normalise by the variance rather than the second moment.
+        maximize: Ascend the gradient instead.
+        fuse_grad_scaler: See ``FusedOptimizer``.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value is no number.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        centered: bool = False,
+        *,
+        maximize: bool = False,
+        fuse_grad_scaler: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "alpha": alpha,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "centered": centered,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler)
+
+    def validate(self, group: ParamGroup) -> None:
+        """Check ``group``."""
+        check_rmsprop(group)
+
+    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
+        """Second moment, and what momentum and centering need."""
+        return rmsprop_states(group)
+
+    def update(self, run: Run, group: ParamGroup) -> None:
+        """Apply the rule."""
+        rmsprop_(
+            run.param,
+            run.grad,
+            run.state("square_avg"),
+            run.state("grad_avg") if group["centered"] else None,
+            run.state("momentum_buffer") if group["momentum"] else None,
+            lr=float(group["lr"]),
+            alpha=group["alpha"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            maximize=group["maximize"],
+        )
+
+
+def check_rmsprop(group: ParamGroup) -> None:
+    """Check what both RMSprops have."""
+    check_non_negative("learning rate", "lr", group["lr"])
+    check_non_negative("alpha value", "alpha", group["alpha"])
+    check_non_negative("epsilon value", "eps", group["eps"])
+    check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
+    check_non_negative("momentum value", "momentum", group["momentum"])
+    check_bool("centered", group["centered"])
+
+
+def rmsprop_states(group: ParamGroup) -> tuple[str, ...]:
+    """The states of both RMSprops, in torch's order."""
+    momentum = ("momentum_buffer",) if group["momentum"] else ()
+    return ("square_avg", *momentum, *(("grad_avg",) if group["centered"] else ()))

@@ -1,0 +1,113 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""RMSprop as TensorFlow has it."""
+
+from __future__ import annotations
+
+from torch.optim.optimizer import ParamsT
+
+from apex_npu.fusion import Run
+from apex_npu.ops import rmsprop_
+from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.checks import check_bool, check_non_negative
+from apex_npu.optimizers.rmsprop import check_rmsprop, rmsprop_states
+
+
+class NpuFusedRMSpropTF(FusedOptimizer):
+    """RMSprop on flat buffers as TensorFlow, and timm after it, have it: eps under the root, s starting at one.
+
+    ::
+
+        p ← p − weight_decay · p  if decoupled_decay,   else  g ← g + weight_decay · p
+        s ← s + (1 − α) · (g² − s)
+        a ← a + (1 − α) · (g − a)                    if centered
+        d ← sqrt(s + eps),  or  sqrt(s − a² + eps)    if centered
+        b ← momentum · b + lr · g / d;  p ← p − b     with momentum, if lr_in_momentum
+        b ← momentum · b + g / d;  p ← p − lr · b     with momentum, else
+        p ← p − lr · g / d                           without momentum
+
+    The decoupled decay is not multiplied with ``lr``, as in Ascend's optimizer of this name.
+    https://github.com/huggingface/pytorch-image-models, timm/optim/rmsprop_tf.py. State as of ``NpuFusedRMSprop``.
+
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        lr: Learning rate.
+        alpha: Smoothing constant α.
+        eps: Added under the root.
+        weight_decay: L2 penalty, or decoupled decay.
+        momentum: Momentum factor.
+        centered: Normalise by the variance rather than the second moment.
+        decoupled_decay: Decay the parameter itself.
+        lr_in_momentum: Multiply with ``lr`` on the way into the momentum buffer.
+        init_square_avg: What s starts at; Ascend's patch had 0.
+        maximize: Ascend the gradient instead.
+        fuse_grad_scaler: See ``FusedOptimizer``.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value is no number.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-2,
+        alpha: float = 0.9,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        centered: bool = False,
+        decoupled_decay: bool = False,
+        lr_in_momentum: bool = True,
+        *,
+        init_square_avg: float = 1.0,
+        maximize: bool = False,
+        fuse_grad_scaler: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "alpha": alpha,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "centered": centered,
+            "decoupled_decay": decoupled_decay,
+            "lr_in_momentum": lr_in_momentum,
+            "init_square_avg": init_square_avg,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler)
+
+    def validate(self, group: ParamGroup) -> None:
+        """Check ``group``."""
+        check_rmsprop(group)
+        check_bool("decoupled_decay", group["decoupled_decay"])
+        check_bool("lr_in_momentum", group["lr_in_momentum"])
+        check_non_negative("init_square_avg", "init_square_avg", group["init_square_avg"])
+
+    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
+        """Second moment, and what momentum and centering need."""
+        return rmsprop_states(group)
+
+    def initial_state(self, name: str, group: ParamGroup) -> float:
+        """The second moment starts at ``init_square_avg``."""
+        return float(group["init_square_avg"]) if name == "square_avg" else 0.0
+
+    def update(self, run: Run, group: ParamGroup) -> None:
+        """Apply the rule."""
+        rmsprop_(
+            run.param,
+            run.grad,
+            run.state("square_avg"),
+            run.state("grad_avg") if group["centered"] else None,
+            run.state("momentum_buffer") if group["momentum"] else None,
+            lr=float(group["lr"]),
+            alpha=group["alpha"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            eps_inside_sqrt=True,
+            decoupled=group["decoupled_decay"],
+            lr_in_momentum=group["lr_in_momentum"],
+            maximize=group["maximize"],
+        )

@@ -1,0 +1,20 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Sums and updates over segments of flat buffers, for the rules that look at one parameter, or one row of it, at a time.
+// `starts` and `lengths` (int64, host) say where the segments lie; elements outside all of them are left alone.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace apex_npu {
+
+// sum_j a[j] * b[j] over each segment, accumulated in double; of a's dtype.
+at::Tensor segment_dot_cpu(const at::Tensor& a, const at::Tensor& b, const at::Tensor& starts,
+                           const at::Tensor& lengths);
+
+// x[j] += factors[i] * y[j] for every element j of every segment i. x and y may be the same tensor.
+void segment_add_cpu(const at::Tensor& x, const at::Tensor& y, const at::Tensor& factors, const at::Tensor& starts,
+                     const at::Tensor& lengths);
+
+}  // namespace apex_npu

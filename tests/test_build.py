@@ -1,0 +1,135 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""setup.py builds the extension, or says in one line why it does not."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+pytest.importorskip("setuptools")
+
+
+@pytest.fixture
+def setup_py(monkeypatch):
+    """setup.py as a module, with an environment that asks for nothing special."""
+    spec = importlib.util.spec_from_file_location("apex_npu_setup", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in ("APEX_NPU_NO_EXT", "CXX", "DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(ROOT)
+    return module
+
+
+def run_setup(*args: str, **variables: str) -> str:
+    """What ``python setup.py`` prints, stderr included, with status 0."""
+    command = [sys.executable, "setup.py", *args]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_sources_are_relative(setup_py):
+    assert "csrc/bindings.cpp" in setup_py.sources()
+
+
+@pytest.mark.parametrize("value", ["1", "true", "yes"])
+def test_skipped_on_request(setup_py, monkeypatch, capsys, value):
+    monkeypatch.setenv("APEX_NPU_NO_EXT", value)
+    monkeypatch.setattr(sys, "argv", ["setup.py", "bdist_wheel"])
+    assert setup_py.options() == {}
+    assert capsys.readouterr().out == "apex_npu: no C++ extension, pure torch instead: APEX_NPU_NO_EXT is set.\n"
+
+
+@pytest.mark.parametrize("value", ["", "0", "false"])
+def test_not_skipped_on_request(setup_py, monkeypatch, value):
+    monkeypatch.setenv("APEX_NPU_NO_EXT", value)
+    assert setup_py.skip_reason() != "APEX_NPU_NO_EXT is set"
+
+
+def test_skipped_without_a_compiler(setup_py, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no C++ compiler found" in setup_py.skip_reason()
+
+
+def test_skipped_when_the_chosen_compiler_is_missing(setup_py, monkeypatch):
+    monkeypatch.setenv("CXX", "/nonexistent/g++ -m64")
+    assert "CXX=/nonexistent/g++ -m64 is not there" in setup_py.skip_reason()
+
+
+def test_skipped_without_sources(setup_py, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert "no C++ source" in setup_py.skip_reason()
+
+
+def test_skipped_without_python_headers(setup_py, monkeypatch, tmp_path):
+    monkeypatch.setattr(setup_py, "find_compiler", lambda: "c++")
+    monkeypatch.setattr(setup_py.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert "python3-dev" in setup_py.skip_reason()
+
+
+@pytest.mark.parametrize("command", ["egg_info", "dist_info", "sdist", "--version"])
+def test_metadata_needs_neither_torch_nor_a_compiler(setup_py, monkeypatch, command):
+    monkeypatch.setattr(sys, "argv", ["setup.py", command])
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert setup_py.options() == {}
+
+
+def test_missing_torch_is_said_with_the_way_out(setup_py, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SystemExit, match=r"--no-build-isolation.*APEX_NPU_NO_EXT=1"):
+        setup_py.build_options()
+
+
+def test_build_without_extension(tmp_path):
+    printed = run_setup("build", "--build-base", str(tmp_path), APEX_NPU_NO_EXT="1")
+    assert "APEX_NPU_NO_EXT is set" in printed
+    built = {path.name for path in (tmp_path / "lib" / "apex_npu").iterdir()}
+    assert {"__init__.py", "py.typed", "_C.pyi"} <= built
+    assert not any(name.endswith((".so", ".pyd", ".torch_version")) for name in built)
+
+
+def test_sdist_holds_the_sources(tmp_path):
+    run_setup("egg_info", "--egg-base", str(tmp_path), "sdist", "--dist-dir", str(tmp_path))
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    assert {"csrc/bindings.cpp", "setup.py", "apex_npu/py.typed", "LICENSE"} <= names
+    assert all(path.relative_to(ROOT).as_posix() in names for path in ROOT.glob("csrc/**/*.h"))
+    assert not any(name.endswith((".so", ".torch_version")) for name in names)
+
+
+@pytest.mark.slow
+def test_build_with_extension_in_a_folder_with_a_space(setup_py, tmp_path):
+    if setup_py.skip_reason():
+        pytest.skip(setup_py.skip_reason())
+    base = tmp_path / "a folder"
+    run_setup("build", "--build-base", str(base))
+    (extension,) = base.glob("lib*/apex_npu/_C.*.so")
+    assert extension.with_name("_C.torch_version").read_text(encoding="utf-8").strip() == torch.__version__
+
+
+@pytest.mark.slow
+def test_a_failed_compilation_names_the_way_out(setup_py, tmp_path):
+    if setup_py.skip_reason():
+        pytest.skip(setup_py.skip_reason())
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho 'broken compiler' >&2\nexit 1\n", encoding="utf-8")
+    broken.chmod(0o755)
+    command = [sys.executable, "setup.py", "build", "--build-base", str(tmp_path / "build")]
+    environment = {**os.environ, "CXX": str(broken), "CC": str(broken)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "APEX_NPU_NO_EXT=1" in done.stderr.splitlines()[-1]

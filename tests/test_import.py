@@ -1,0 +1,42 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Importing the library brings nothing that it does not need."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = """
+import sys
+import torch
+before = set(sys.modules)
+import apex_npu
+print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+"""
+
+
+def python(program: str, **variables: str) -> str:
+    """What ``program`` prints, in an interpreter of its own that turns every warning into an error."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-W", "error", "-c", program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+def test_import_brings_no_optional_package():
+    new = set(python(PROGRAM.replace("import torch\n", "import warnings, torch\n")).split())
+    assert "apex_npu" in new
+    assert not new & {"triton", "matplotlib", "sklearn", "scipy", "tqdm", "pytest", "setuptools"}
+
+
+def test_import_without_the_extension():
+    program = "import apex_npu, sys; print('apex_npu._C' in sys.modules, apex_npu.__version__)"
+    assert python(program, APEX_NPU_NO_EXT="1").split() == ["False", "0.1.0"]
+
+
+@pytest.mark.parametrize("name", ["amp", "optimizers"])
+def test_the_two_names_that_scripts_import(name):
+    assert python(f"from apex_npu import {name}; print({name}.__name__)").strip() == f"apex_npu.{name}"
