@@ -21,7 +21,8 @@ _WAY_OUT = "pure torch takes over (slower, same results); rebuild with `pip inst
 
 
 def _load(built_for: Path = _BUILT_FOR) -> ModuleType | None:
-    if os.environ.get("APEX_NPU_NO_EXT") == "1":
+    # The same words as for setup.py.
+    if os.environ.get("APEX_NPU_NO_EXT", "").strip().lower() not in {"", "0", "false", "no", "off"}:
         return None
     if not built_for.exists():
         return None

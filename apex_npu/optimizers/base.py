@@ -221,7 +221,8 @@ class FusedOptimizer(Optimizer):
                     self.state[param][name] = value.detach().to(target, copy=True)
         for group in self.param_groups:
             for name, default in self.defaults.items():
-                group.setdefault(name, default)
+                if name != "differentiable":  # torch's own, which no rule here has
+                    group.setdefault(name, default)
 
     def _indexed_params(self, state_dict: dict[str, Any]) -> list[tuple[int, Tensor]]:
         indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])

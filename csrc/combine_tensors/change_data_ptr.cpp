@@ -47,9 +47,7 @@ int64_t extent_numel(at::IntArrayRef sizes, at::IntArrayRef strides) {
   return extent;
 }
 
-int64_t storage_numel(const at::Tensor& t) {
-  return static_cast<int64_t>(t.storage().nbytes() / t.dtype().itemsize());
-}
+int64_t storage_numel(const at::Tensor& t) { return static_cast<int64_t>(t.storage().nbytes() / t.dtype().itemsize()); }
 
 void check_plain(const at::Tensor& t, const char* name) {
   TORCH_CHECK_TYPE(t.defined(), "change_data_ptr: ", name, " must be a tensor, got None");

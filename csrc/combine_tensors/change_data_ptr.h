@@ -16,9 +16,9 @@ namespace apex_npu {
 // Moves nothing. Works on meta tensors, too, so that a layout can be checked without its memory.
 void check_change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t offset_numel);
 
-// Makes dst's *storage* begin `offset_numel` elements behind the first element of src, so that dst and every alias of it
-// see src's memory from then on. Sizes, strides and the storage's own nbytes stay. The memory is owned jointly: it lives
-// until src and the last tensor pointed into it are gone. Values are not copied.
+// Makes dst's *storage* begin `offset_numel` elements behind the first element of src, so that dst and every alias of
+// it see src's memory from then on. Sizes, strides and the storage's own nbytes stay. The memory is owned jointly: it
+// lives until src and the last tensor pointed into it are gone. Values are not copied.
 void change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t offset_numel);
 
 // A new tensor over src's memory, `offset_numel` elements behind src's first, with a storage of its own size.

@@ -10,15 +10,14 @@ namespace apex_npu {
 
 // storage().data() is the const accessor: it does not materialise a copy-on-write storage, as data_ptr() would.
 const void* SlotTable::address_of(const at::Tensor& t) {
-  return static_cast<const char*>(t.storage().data()) +
-         t.storage_offset() * static_cast<int64_t>(t.dtype().itemsize());
+  return static_cast<const char*>(t.storage().data()) + t.storage_offset() * static_cast<int64_t>(t.dtype().itemsize());
 }
 
 SlotTable::SlotTable(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {
   places_.reserve(tensors_.size());
   for (const at::Tensor& t : tensors_) {
-    places_.push_back({address_of(t), c10::DimVector(t.sizes()), c10::DimVector(t.strides()), t.scalar_type(),
-                       t.device()});
+    places_.push_back(
+        {address_of(t), c10::DimVector(t.sizes()), c10::DimVector(t.strides()), t.scalar_type(), t.device()});
   }
 }
 

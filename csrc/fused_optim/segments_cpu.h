@@ -1,8 +1,8 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Sums and updates over segments of flat buffers, for the rules that look at one parameter, or one row of it, at a time.
-// `starts` and `lengths` (int64, host) say where the segments lie; elements outside all of them are left alone.
+// Sums and updates over segments of flat buffers, for the rules that look at one parameter, or one row of it, at a
+// time. `starts` and `lengths` (int64, host) say where the segments lie; elements outside all of them are left alone.
 #pragma once
 
 #include <ATen/core/Tensor.h>

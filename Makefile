@@ -1,0 +1,192 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+#
+# `make demo` and `make test` work from a fresh clone with nothing installed by hand; `make help` lists the rest.
+#
+# The set-up below keeps notes (stamps) of what it did inside the environment's own folder, so that a second run is
+# quick and deleting .venv is enough to start over. All paths are relative or quoted: the checkout's may hold spaces.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_DEFAULT := torch==2.13.0
+TORCH_SPEC ?=
+export PYTHON VENV TORCH_SPEC TORCH_DEFAULT
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+export PIP_ROOT_USER_ACTION := ignore
+export PYTHONUTF8 := 1
+
+PY := $(if $(filter system,$(VENV)),"$(PYTHON)","$(VENV)/bin/python")
+CHECKED := apex_npu examples tests setup.py
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-all dev lint types clean setup-demo setup-dev pytest-quick pytest-all
+
+help: ## this list
+	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
+	@echo 'make test       lint, types, import contracts and the quick tests (under 10 minutes on 2 cores)'
+	@echo 'make test-all   the same, with the tests marked slow'
+	@echo 'make dev        the environment for working on apex_npu, with the git hooks'
+	@echo 'make lint       ruff, clang-format, import-linter'
+	@echo 'make types      mypy --strict'
+	@echo 'make clean      remove what was built, and the caches; .venv stays (delete it to start over)'
+	@echo
+	@echo 'options:  TORCH_SPEC=torch==2.11.0   another torch (anything that pip understands; default $(TORCH_DEFAULT))'
+	@echo '          VENV=system                the interpreter that is there, no .venv; keeps the torch it has'
+	@echo '          PYTHON=python3.12          the interpreter to use (3.10 or newer)'
+	@echo '          APEX_NPU_NO_EXT=1          do not build the C++ extension'
+
+demo: setup-demo ## trains, shows the result
+	@echo '==> training (under 3 minutes on 2 cores)'
+	@$(PY) examples/digits.py
+
+test: lint types pytest-quick
+
+test-all: lint types pytest-all
+
+dev: setup-dev
+	@$(PY) -m pip install -qq pre-commit
+	@if [ -d .git ]; then $(PY) -m pre_commit install; else echo 'no git repository here: no hooks installed'; fi
+
+lint: setup-dev
+	@echo '==> lint'
+	@$(PY) -m ruff check $(CHECKED)
+	@$(PY) -m ruff format --check $(CHECKED)
+	@find csrc \( -name '*.cpp' -o -name '*.h' \) -exec $(PY) -c 'import clang_format; clang_format.clang_format()' \
+	    --dry-run -Werror {} +
+	@echo '==> import contracts'
+	@$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+
+types: setup-dev
+	@echo '==> types (the first time: about 1 minute)'
+	@$(PY) -m mypy
+
+pytest-quick: setup-dev
+	@echo '==> quick tests'
+	@$(PY) -m pytest -q -m 'not slow'
+
+pytest-all: setup-dev
+	@echo '==> all tests'
+	@$(PY) -m pytest -q
+
+clean:
+	rm -rf build dist apex_npu.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -f apex_npu/_C*.so apex_npu/_C.torch_version
+	find apex_npu examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+setup-demo:
+	@bash -c "$$SETUP" setup setuptools ninja numpy scikit-learn matplotlib tqdm
+
+setup-dev:
+	@bash -c "$$SETUP" setup -r requirements-dev.txt
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The set-up, a bash script ($$ is make's way to write $). Its arguments are what pip is to install beside torch.
+# A note holds what a step was done *for*; a step is done again when that changed. While a step runs there is a file
+# `running`: an environment that still has it was interrupted, and is made anew, since pip cannot tell half a package.
+define SETUP
+set -euo pipefail
+set -f  # TORCH_SPEC is split into words, never expanded to file names
+
+stop() { echo "apex_npu: $$*" >&2; exit 1; }
+say() { echo "==> $$*"; }
+done_for() { [ -f "$$notes/$$1" ] && [ "$$(cat "$$notes/$$1")" = "$$2" ]; }
+begin() { mkdir -p "$$notes"; : > "$$notes/running"; }
+finish() { printf '%s\n' "$$2" > "$$notes/$$1"; rm -f "$$notes/running"; }
+pip() { "$$py" -m pip install -qq "$$@"; }
+torch_version() { "$$py" -c 'from importlib.metadata import version; print(version("torch"))' 2> /dev/null || true; }
+
+check_python() {
+    "$$PYTHON" -c '' > /dev/null 2>&1 || stop "'$$PYTHON' does not run: install Python 3.10 or newer, or name one with PYTHON=..."
+    "$$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        stop "$$("$$PYTHON" --version 2>&1) is too old: Python 3.10 or newer is needed; name one with PYTHON=python3.12"
+}
+
+make_venv() {
+    notes="$$VENV/.apex_npu"
+    py="$$VENV/bin/python"
+    local identity
+    identity="$$("$$PYTHON" -c 'import sys; print(sys.version_info[:3], sys.base_prefix)') in $$PWD"
+    if done_for venv "$$identity" && [ ! -e "$$notes/running" ] && [ -x "$$py" ]; then return; fi
+    "$$PYTHON" -c 'import ensurepip, venv' 2> /dev/null ||
+        stop "$$PYTHON cannot make a virtual environment: install its venv module (Debian and Ubuntu: apt install python3-venv) or use VENV=system"
+    if [ -e "$$VENV" ]; then
+        [ -d "$$notes" ] || [ -z "$$(ls -A "$$VENV")" ] ||
+            stop "'$$VENV' was not made by this Makefile: remove it, choose another folder with VENV=..., or use VENV=system in an activated environment"
+        if [ -e "$$notes/running" ]; then say "$$VENV was left half-made: starting it over"
+        else say "$$VENV was made for another Python or folder: starting it over"; fi
+        rm -rf "$$VENV"
+    fi
+    say "making $$VENV with $$("$$PYTHON" --version)"
+    begin
+    "$$PYTHON" -m venv "$$VENV" || stop "'$$PYTHON -m venv $$VENV' failed, see above; VENV=system goes without"
+    finish venv "$$identity"
+}
+
+use_system() {
+    notes="build/.apex_npu-system"
+    py="$$PYTHON"
+    "$$py" -m pip --version > /dev/null 2>&1 || stop "$$PYTHON has no pip: install it (Debian and Ubuntu: apt install python3-pip)"
+    if "$$py" -c 'import os, sys, sysconfig; sys.exit(sys.prefix != sys.base_prefix or bool(os.environ.get("PIP_BREAK_SYSTEM_PACKAGES")) or not os.path.exists(sysconfig.get_path("stdlib") + "/EXTERNALLY-MANAGED"))'; then
+        stop "$$PYTHON belongs to the operating system, which wants nothing installed into it: leave VENV=system out, or set PIP_BREAK_SYSTEM_PACKAGES=1"
+    fi
+}
+
+install_torch() {
+    local there
+    there="$$(torch_version)"
+    if [ -n "$$there" ] && [ -z "$$TORCH_SPEC" ] && [ "$$VENV" = system ]; then :
+    elif [ -z "$$there" ] || ! done_for torch "$${TORCH_SPEC:-$$TORCH_DEFAULT}"; then
+        say "installing $${TORCH_SPEC:-$$TORCH_DEFAULT} (a large package: from 20 seconds to several minutes)"
+        begin
+        pip $${TORCH_SPEC:-$$TORCH_DEFAULT} || stop "pip could not install '$${TORCH_SPEC:-$$TORCH_DEFAULT}', see above; choose another with TORCH_SPEC=..."
+        finish torch "$${TORCH_SPEC:-$$TORCH_DEFAULT}"
+        there="$$(torch_version)"
+    fi
+    case "$$there" in
+        "") stop "no torch after installing '$$TORCH_SPEC': TORCH_SPEC has to name a torch, like torch==2.13.0" ;;
+        0.* | 1.* | 2.[0-5] | 2.[0-5].*) stop "torch $$there is too old: 2.6 or newer is needed; choose one with TORCH_SPEC=torch==2.13.0" ;;
+    esac
+    torch="$$there"
+}
+
+install_packages() {
+    local wanted
+    wanted="torch $$torch: $$* $$(cksum < requirements-dev.txt)"
+    # The development set holds the demo's.
+    if done_for packages "$$wanted" || done_for packages "torch $$torch: -r requirements-dev.txt $$(cksum < requirements-dev.txt)"; then return; fi
+    say "installing the packages that are needed beside torch (about half a minute)"
+    begin
+    pip -c requirements-dev.txt "$$@" || stop "pip could not install what requirements-dev.txt lists, see above"
+    finish packages "$$wanted"
+}
+
+source_sum() { find csrc setup.py pyproject.toml -type f -print0 | LC_ALL=C sort -z | xargs -0 cksum | cksum; }
+
+build() {
+    local reason wanted built
+    export PATH="$$("$$py" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH"  # for pip's ninja
+    reason="$$("$$py" -c 'import setup; print(setup.skip_reason() or "")')"
+    if [ -n "$$reason" ]; then say "no C++ extension, pure torch instead: $$reason"; fi
+    wanted="torch $$torch in $$PWD: $$(source_sum) $${CXX:-} $${DEBUG:-} $$reason"
+    built="$$(find apex_npu -maxdepth 1 -name '_C.*.so')"
+    if done_for build "$$wanted"; then
+        if [ -n "$$reason" ] || { [ -n "$$built" ] && [ "$$(cat apex_npu/_C.torch_version 2> /dev/null)" = "$$("$$py" -c 'import torch; print(torch.__version__)')" ]; }; then return; fi
+    fi
+    if [ -z "$$reason" ]; then say "building the C++ extension (about 1 minute)"; fi
+    begin
+    find apex_npu -maxdepth 1 \( -name '_C.*.so' -o -name _C.torch_version \) -delete
+    "$$py" -m pip uninstall -qq -y apex_npu > /dev/null 2>&1 || true
+    # An extension that does not compile leaves a good environment behind, which need not be made again.
+    pip --no-build-isolation --no-deps -e . || { rm -f "$$notes/running"; stop "apex_npu could not be built, see above"; }
+    finish build "$$wanted"
+}
+
+check_python
+if [ "$$VENV" = system ]; then use_system; else make_venv; fi
+install_torch
+install_packages "$$@"
+build
+endef
+export SETUP
