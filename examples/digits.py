@@ -147,6 +147,9 @@ class Run:
                 opt_level=recipe.opt_level,
                 loss_scale=recipe.loss_scale,
                 combine_grad=recipe.combine_grad,
+                # Far shorter than the usual 2000: so few steps would otherwise never see a dynamic scale move.
+                scale_window=12,
+                max_loss_scale=2.0**32,
                 verbosity=0,
             )
         self.model, self.optimizer = model, optimizer

@@ -91,7 +91,7 @@ class Progress:
 
     @staticmethod
     def summary(history: History) -> str:
-        scale = f", scale {history.scales[-1]:g}, skips {history.skipped}" if history.scales else ""
+        scale = f", scale {history.scales[-1]:.0f}, skips {history.skipped}" if history.scales else ""
         return f"loss {history.losses[-1]:.4f}{scale}"
 
 
@@ -106,7 +106,7 @@ def print_table(histories: dict[str, History]) -> None:
                 f"{history.test_accuracies[-1]:.2%}",
                 f"{history.epochs_per_second:.2f}",
                 str(history.skipped) if scaled else "-",
-                f"{history.scales[-1]:g}" if scaled else "-",
+                f"{history.scales[-1]:.0f}" if scaled else "-",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

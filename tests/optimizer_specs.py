@@ -198,6 +198,76 @@ SPECS = [
         in_torch=False,
         tolerance=_AGAINST_FLOAT64,
     ),
+    OptimizerSpec(
+        optimizers.FusedAdam,
+        reference.NvidiaAdam,
+        (
+            {},
+            {"lr": 1e-2, "weight_decay": 0.1},
+            {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False, "bias_correction": False},
+            {"lr": 1e-2, "weight_decay": 0.1, "bias_correction": False},
+        ),
+        (
+            *_BAD_ADAM[:8],
+            ({"amsgrad": True}, RuntimeError, "FusedAdam does not support the AMSGrad variant"),
+            ({"master_weights": True}, RuntimeError, r"amp.initialize\(model, optimizer, opt_level=\"O2\"\)"),
+            ({"adam_w_mode": 1}, TypeError, "adam_w_mode must be True or False, got 1"),
+        ),
+        in_torch=False,
+        tolerance=_AGAINST_FLOAT64,
+    ),
+    OptimizerSpec(
+        optimizers.FusedSGD,
+        reference.NvidiaSGD,
+        (
+            {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
+            {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, "wd_after_momentum": True, "nesterov": True},
+        ),
+        (
+            ({}, TypeError, "no default learning rate"),
+            ({"lr": 0.1, "wd_after_momentum": "x"}, TypeError, "wd_after_momentum must be True or False"),
+        ),
+        in_torch=False,
+        tolerance=_AGAINST_FLOAT64,
+    ),
+    OptimizerSpec(
+        optimizers.FusedLAMB,
+        reference.NvidiaLamb,
+        (
+            {},
+            {"lr": 1e-2, "weight_decay": 0.0, "max_grad_norm": 0.5},
+            {"lr": 1e-2, "weight_decay": 0.0, "use_nvlamb": True, "grad_averaging": False},
+            {"lr": 1e-2, "adam_w_mode": False, "bias_correction": False},
+        ),
+        (*_BAD_ADAM[:8], ({"max_grad_norm": -1.0}, ValueError, "Invalid max_grad_norm: -1.0")),
+        in_torch=False,
+        tolerance=_AGAINST_FLOAT64,
+    ),
+    OptimizerSpec(
+        optimizers.FusedNovoGrad,
+        reference.NvidiaNovoGrad,
+        (
+            {},
+            {"lr": 1e-2, "weight_decay": 0.01, "init_zero": True},
+            {"lr": 1e-2, "weight_decay": 0.01, "norm_type": 0, "bias_correction": False},
+            {"lr": 1e-2, "weight_decay": 0.01, "reg_inside_moment": True, "grad_averaging": False},
+        ),
+        (*_BAD_ADAM[:8], ({"norm_type": 1}, ValueError, "Invalid norm_type: 1")),
+        in_torch=False,
+        tolerance=_AGAINST_FLOAT64,
+    ),
+    OptimizerSpec(
+        optimizers.FusedAdagrad,
+        reference.NvidiaAdagrad,
+        ({}, {"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.1, "weight_decay": 0.1, "adagrad_w_mode": True}),
+        (
+            ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
+            ({"eps": float("nan")}, ValueError, "Invalid epsilon value: nan"),
+            ({"adagrad_w_mode": 2}, TypeError, "adagrad_w_mode must be True or False, got 2"),
+        ),
+        in_torch=False,
+        tolerance=_AGAINST_FLOAT64,
+    ),
 ]
 
 CASES = [(spec, kwargs) for spec in SPECS for kwargs in spec.variants]

@@ -34,7 +34,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
                     if isinstance(value, torch.Tensor):
                         state[name] = value.double()
                 grad = p.grad.double()
-                p.copy_(self.rule(p.double(), -grad if group["maximize"] else grad, state, group))
+                p.copy_(self.rule(p.double(), -grad if group.get("maximize") else grad, state, group))
 
     def prepare(self):
         pass
@@ -119,6 +119,109 @@ class BertAdam(ReferenceOptimizer):
                 }[group["schedule"]]
             )
         return p - lr * (m / (v.sqrt() + group["e"]) + group["weight_decay"] * p)
+
+
+class NvidiaAdam(ReferenceOptimizer):
+    defaults_: ClassVar = {
+        "lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "adam_w_mode": True,
+        "weight_decay": 0.0,
+    }  # fmt: skip
+
+    def rule(self, p, g, state, group):
+        beta1, beta2 = group["betas"]
+        if not group["adam_w_mode"]:
+            g = g + group["weight_decay"] * p
+        m, v = self.moments(g, state, beta1, beta2)
+        if group["bias_correction"]:
+            m, v = m / (1 - beta1 ** state["step"]), v / (1 - beta2 ** state["step"])
+        decay = group["weight_decay"] if group["adam_w_mode"] else 0.0
+        return p - group["lr"] * (m / (v.sqrt() + group["eps"]) + decay * p)
+
+
+class NvidiaSGD(ReferenceOptimizer):
+    defaults_: ClassVar = {
+        "lr": None, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False,
+        "wd_after_momentum": False,
+    }  # fmt: skip
+
+    def rule(self, p, g, state, group):
+        momentum = group["momentum"]
+        late = group["wd_after_momentum"]
+        step = g if late else g + group["weight_decay"] * p
+        if momentum:
+            if "momentum_buffer" in state:
+                state["momentum_buffer"] = momentum * state["momentum_buffer"] + (1 - group["dampening"]) * step
+            else:
+                state["momentum_buffer"] = step
+            step = step + momentum * state["momentum_buffer"] if group["nesterov"] else state["momentum_buffer"]
+        return p - group["lr"] * (step + group["weight_decay"] * p if late else step)
+
+
+class NvidiaLamb(ReferenceOptimizer):
+    defaults_: ClassVar = {
+        "lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01,
+        "adam_w_mode": True, "grad_averaging": True, "max_grad_norm": 1.0, "use_nvlamb": False,
+    }  # fmt: skip
+
+    def prepare(self):
+        grads = [
+            p.grad.double().flatten() for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
+        self.norm = torch.cat(grads).norm() if grads else torch.zeros(())
+
+    def rule(self, p, g, state, group):
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        g = g / max(1.0, (self.norm / self.defaults["max_grad_norm"]).item())
+        if not group["adam_w_mode"]:
+            g = g + decay * p
+        beta3 = 1 - beta1 if group["grad_averaging"] else 1.0
+        m = state["exp_avg"] = beta1 * state.get("exp_avg", torch.zeros_like(g)) + beta3 * g
+        v = state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", torch.zeros_like(g)) + (1 - beta2) * g * g
+        if group["bias_correction"]:
+            m, v = m / (1 - beta1 ** state["step"]), v / (1 - beta2 ** state["step"])
+        u = m / (v.sqrt() + group["eps"]) + (decay * p if group["adam_w_mode"] else 0.0)
+        ratio = 1.0
+        if (decay or group["use_nvlamb"]) and p.norm() > 0 and u.norm() > 0:
+            ratio = p.norm() / u.norm()
+        return p - group["lr"] * ratio * u
+
+
+class NvidiaNovoGrad(ReferenceOptimizer):
+    defaults_: ClassVar = {
+        "lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0,
+        "reg_inside_moment": False, "grad_averaging": True, "norm_type": 2, "init_zero": False,
+    }  # fmt: skip
+
+    def rule(self, p, g, state, group):
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        euclidean = group["norm_type"] == 2
+        norm = g.norm() if euclidean else (g.abs().max() if g.numel() else g.sum())
+        before = state.get("exp_avg_sq", torch.zeros(()).double() if group["init_zero"] else norm)
+        if euclidean:
+            state["exp_avg_sq"] = (beta2 * before**2 + (1 - beta2) * norm**2).sqrt()
+        else:
+            state["exp_avg_sq"] = beta2 * before + (1 - beta2) * norm
+        correction1, correction2 = 1.0, 1.0
+        if group["bias_correction"]:
+            correction1, correction2 = 1 - beta1 ** state["step"], math.sqrt(1 - beta2 ** state["step"])
+        denom = state["exp_avg_sq"] / correction2 + group["eps"]
+        if group["reg_inside_moment"]:
+            g = g / denom + decay * p
+        beta3 = 1 - beta1 if group["grad_averaging"] else 1.0
+        m = state["exp_avg"] = beta1 * state.get("exp_avg", torch.zeros_like(g)) + beta3 * g
+        if group["reg_inside_moment"]:
+            return p - group["lr"] * m / correction1
+        return p - group["lr"] * (m / correction1 / denom + decay * p)
+
+
+class NvidiaAdagrad(ReferenceOptimizer):
+    defaults_: ClassVar = {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0, "adagrad_w_mode": False}
+
+    def rule(self, p, g, state, group):
+        decay, late = group["weight_decay"], group["adagrad_w_mode"]
+        g = g if late else g + decay * p
+        state["sum"] = state.get("sum", torch.zeros_like(g)) + g * g
+        return p - group["lr"] * (g / (state["sum"].sqrt() + group["eps"]) + (decay * p if late else 0.0))
 
 
 class RMSpropTF(ReferenceOptimizer):

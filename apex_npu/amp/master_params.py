@@ -72,7 +72,9 @@ def _show_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local
         entry = state_dict.get(prefix + name)
         if isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION and tensor.dtype == entry.dtype:
             master = master_of(tensor)
-            state_dict[prefix + name] = entry.float() if master is None else master.detach()
+            # Weights that were changed by hand since the last step (a swapped-in moving average) are what is shown.
+            exact = master is not None and torch.equal(master.to(entry.dtype), entry)
+            state_dict[prefix + name] = master.detach() if master is not None and exact else entry.float()
 
 
 @torch.no_grad()

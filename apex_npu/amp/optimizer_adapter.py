@@ -22,7 +22,7 @@ from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.master_params import MasterPair, copy_masters_to_model, make_masters
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import Session, current
-from apex_npu.fusion import FlatGrads, plan
+from apex_npu.fusion import FlatGrads, clip_grad_norm_, plan
 
 
 @dataclass(eq=False)
@@ -168,8 +168,10 @@ class AmpOptimizerMixin(Optimizer):
         for pair in record.pairs:
             pair.master_param.grad = None
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients of all parameters, and of the model parameters behind masters."""
+        if set_to_none is None:
+            set_to_none = bool(getattr(self, "set_grad_none", True))
         super().zero_grad(set_to_none)
         record = self._amp_record
         for pair in record.pairs:
@@ -180,6 +182,63 @@ class AmpOptimizerMixin(Optimizer):
                     pair.model_param.grad.zero_()
         record.grad_scale = 1.0
         record.skip = None  # it was about gradients that are gone
+
+    def clip_optimizer_grad_norm_fused(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip what ``amp.master_params(optimizer)`` gives to a common norm; see ``FusedOptimizer``.
+
+        Call it behind scale_loss, before ``step``. Without combined gradients they are clipped one by one.
+        """
+        units = self._amp_record.units(self)
+        flats = [unit.flat for unit in units if unit.flat is not None]
+        loose = [p for unit in units if unit.flat is None for p in unit.params]
+        return clip_grad_norm_(flats, loose, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_model_grad_norm_fused(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Like ``clip_optimizer_grad_norm_fused`` where the model's parameters are the optimizer's.
+
+        Raises:
+            RuntimeError: The level has masters: clipping the model's own gradients would do nothing.
+        """
+        self._require_no_masters("clip_model_grad_norm_fused", "clip_optimizer_grad_norm_fused")
+        return self.clip_optimizer_grad_norm_fused(max_norm, norm_type, error_if_nonfinite)
+
+    def _require_no_masters(self, name: str, instead: str) -> None:
+        if self._amp_record.pairs:
+            raise RuntimeError(
+                f"{name} can only be used when opt_level='O1' (or without masters); at "
+                f"{self._amp_record.policy.opt_level} the gradients that count are the masters': use {instead}"
+            )
+
+    def get_optimizer_combined_grads(self) -> list[Tensor]:
+        """The flat buffers of the gradients of what the optimizer steps; empty without combined gradients."""
+        flats = [unit.flat for unit in self._amp_record.units(self) if unit.flat is not None]
+        for flat in flats:
+            flat.gather()
+        return [flat.flat for flat in flats]
+
+    def get_optimizer_combined_grad_masks(self) -> list[Tensor]:
+        """For each of these buffers float32 ones where there is a gradient now, and zeros elsewhere."""
+        return [unit.flat.mask() for unit in self._amp_record.units(self) if unit.flat is not None]
+
+    def get_model_combined_params(self) -> list[Tensor]:
+        """The flat buffers that the model's parameters lie in; of fused optimizers, without masters."""
+        self._require_no_masters("get_model_combined_params", "get_optimizer_combined_params")
+        found: list[Tensor] = self.get_optimizer_combined_params()  # type: ignore[attr-defined]
+        return found
+
+    def get_model_combined_grads(self) -> list[Tensor]:
+        """The flat buffers of the model's gradients, without masters."""
+        self._require_no_masters("get_model_combined_grads", "get_optimizer_combined_grads")
+        return self.get_optimizer_combined_grads()
+
+    def get_model_combined_grad_masks(self) -> list[Tensor]:
+        """Their masks, without masters."""
+        self._require_no_masters("get_model_combined_grad_masks", "get_optimizer_combined_grad_masks")
+        return self.get_optimizer_combined_grad_masks()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; those in low precision get masters where the level has any."""

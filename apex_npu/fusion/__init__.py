@@ -5,6 +5,7 @@
 from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, owns_storage, plan
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups, Run, fuse, row_count, step_in_place
+from apex_npu.fusion.grad_clip import clip_grad_norm_
 from apex_npu.fusion.storage import change_data_ptr, is_slot, storage_view
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Plan",
     "Run",
     "change_data_ptr",
+    "clip_grad_norm_",
     "fuse",
     "is_slot",
     "owns_storage",

@@ -84,6 +84,15 @@ class FlatGrads:
             self.params[i].grad = views[i]
         return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
 
+    def mask(self) -> Tensor:
+        """float32, 1-D: one where a gradient is PRESENT, zero in padding and in ABSENT slots."""
+        states = self.gather()
+        mask = torch.zeros_like(self.flat, dtype=torch.float32)
+        for view, offset, state in zip(self.views, self.offsets, states, strict=True):
+            if state == PRESENT:
+                mask[offset : offset + view.numel()] = 1.0
+        return mask
+
     def grad_of(self, index: int) -> Tensor:
         """The gradient of parameter ``index``, which must have one.
 

@@ -3,19 +3,29 @@
 """Fused optimizers: rules of torch.optim, papers and NVIDIA's Apex on flat buffers, with or without amp."""
 
 from apex_npu.optimizers.adadelta import NpuFusedAdadelta
+from apex_npu.optimizers.adagrad import FusedAdagrad
 from apex_npu.optimizers.adam import NpuFusedAdam
 from apex_npu.optimizers.adamp import NpuFusedAdamP
 from apex_npu.optimizers.adamw import NpuFusedAdamW
 from apex_npu.optimizers.base import FusedOptimizer
 from apex_npu.optimizers.bert_adam import NpuFusedBertAdam
+from apex_npu.optimizers.ema import FusedEMA
 from apex_npu.optimizers.lamb import Lamb, NpuFusedLamb
+from apex_npu.optimizers.novograd import FusedNovoGrad
+from apex_npu.optimizers.nvidia import FusedAdam, FusedLAMB, FusedSGD
 from apex_npu.optimizers.rmsprop import NpuFusedRMSprop
 from apex_npu.optimizers.rmsprop_tf import NpuFusedRMSpropTF
 from apex_npu.optimizers.schedules import WarmupLR
 from apex_npu.optimizers.sgd import NpuFusedSGD
 
 __all__ = [
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedEMA",
+    "FusedLAMB",
+    "FusedNovoGrad",
     "FusedOptimizer",
+    "FusedSGD",
     "Lamb",
     "NpuFusedAdadelta",
     "NpuFusedAdam",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from apex_npu.fusion import FlatGrads, FusedGroup, Run, fuse, is_slot, step_in_place
+from apex_npu.fusion import FlatGrads, FusedGroup, Run, clip_grad_norm_, fuse, is_slot, step_in_place
 from apex_npu.fusion.flat_grads import PRESENT
 from apex_npu.optimizers.checks import check_bool
 
@@ -67,8 +67,17 @@ class FusedOptimizer(Optimizer):
     # True: print when parameters had to be fused again, and why; "error": raise instead.
     check_combined_tensors: bool | Literal["error"] = False
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, fuse_grad_scaler: bool = False) -> None:
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        *,
+        fuse_grad_scaler: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
         check_bool("fuse_grad_scaler", fuse_grad_scaler)
+        check_bool("set_grad_none", set_grad_none)
+        self.set_grad_none = set_grad_none
         self._step_supports_amp_scaling = fuse_grad_scaler  # the name by which torch.amp.GradScaler asks
         self._forget_fusion()
         self.validate(defaults)
@@ -157,8 +166,12 @@ class FusedOptimizer(Optimizer):
         counted = self.has_step_state or bool(self.state_names(group))
         return fused.advance(states, lambda index: self._join(group, fused, index), counted=counted)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, or with ``set_to_none=False`` write zeros into those that exist."""
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop all gradients, or with ``set_to_none=False`` write zeros into those that exist.
+
+        Without an argument they are dropped, as torch does; NVIDIA's signatures have a ``set_grad_none`` for that.
+        """
+        set_to_none = self.set_grad_none if set_to_none is None else set_to_none
         if set_to_none or not self._fused:
             super().zero_grad(set_to_none)
             return
@@ -190,6 +203,46 @@ class FusedOptimizer(Optimizer):
         with torch.no_grad():
             self._fuse()
         return [fused.grads for record in self._fused for fused in record.groups]
+
+    def clip_optimizer_grad_norm_fused(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the gradients of all parameters to a common norm, in one pass over each buffer.
+
+        The same values as ``torch.nn.utils.clip_grad_norm_``, without a host sync. Before the first backward there is
+        nothing to clip, and the norm is 0.
+
+        Args:
+            max_norm: Largest norm.
+            norm_type: p of the p-norm.
+            error_if_nonfinite: Raise where the norm is inf or nan.
+
+        Returns:
+            The norm before clipping, 0-dim.
+        """
+        return clip_grad_norm_(self.flat_grads(), (), max_norm, norm_type, error_if_nonfinite)
+
+    def get_optimizer_combined_params(self) -> list[Tensor]:
+        """The flat buffers that the parameters lie in, one per (param_group, device, dtype)."""
+        self.flat_grads()
+        return [fused.param_flat for record in self._fused for fused in record.groups]
+
+    def get_optimizer_combined_grads(self) -> list[Tensor]:
+        """The flat buffers of the gradients, likewise. Parts whose gradient is None hold what was there last."""
+        grads = self.flat_grads()
+        for flat in grads:
+            flat.gather()
+        return [flat.flat for flat in grads]
+
+    def get_optimizer_combined_grad_masks(self) -> list[Tensor]:
+        """For each of these buffers float32 ones where there is a gradient now, and zeros elsewhere."""
+        return [flat.mask() for flat in self.flat_grads()]
+
+    # Without masters the model's parameters are the optimizer's; amp overrides these where they are not.
+    clip_model_grad_norm_fused = clip_optimizer_grad_norm_fused
+    get_model_combined_params = get_optimizer_combined_params
+    get_model_combined_grads = get_optimizer_combined_grads
+    get_model_combined_grad_masks = get_optimizer_combined_grad_masks
 
     # State dicts, copies
 
@@ -241,8 +294,9 @@ class FusedOptimizer(Optimizer):
                     )
 
     def __getstate__(self) -> dict[str, Any]:
-        """What torch's optimizers pickle, and the one flag that is not in ``defaults``."""
-        return {**super().__getstate__(), "_step_supports_amp_scaling": self._step_supports_amp_scaling}
+        """What torch's optimizers pickle, and the flags that are not in ``defaults``."""
+        flags = {name: getattr(self, name) for name in ("_step_supports_amp_scaling", "set_grad_none")}
+        return {**super().__getstate__(), **flags}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over ``state``. Buffers are never part of it: a copy fuses its own at its first step."""
@@ -250,6 +304,7 @@ class FusedOptimizer(Optimizer):
         if "_fused" not in self.__dict__:
             self._forget_fusion()
             self._step_supports_amp_scaling = state.get("_step_supports_amp_scaling", False)
+            self.set_grad_none = state.get("set_grad_none", True)
 
     # Fusion
 

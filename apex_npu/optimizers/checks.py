@@ -71,6 +71,16 @@ def check_betas(betas: Any) -> None:
         check_half_open_interval(f"beta parameter at index {i}", f"betas[{i}]", beta)
 
 
+def check_no_amsgrad(optimizer: str, amsgrad: Any) -> None:
+    """Refuse AMSGrad, as NVIDIA's optimizers do.
+
+    Raises:
+        RuntimeError: It is asked for.
+    """
+    if amsgrad:
+        raise RuntimeError(f"{optimizer} does not support the AMSGrad variant; use NpuFusedAdam(amsgrad=True)")
+
+
 def check_bool(name: str, value: Any) -> None:
     """Require True or False.
 

@@ -127,8 +127,10 @@ def check_lamb(group: ParamGroup) -> None:
 
 
 def global_grad_norm(runs: list[tuple[Run, ParamGroup]]) -> Tensor:
-    """The 2-norm of the gradients of all runs together; float32, 0-dim, without a host sync on one device."""
-    norms = [torch.linalg.vector_norm(run.grad, dtype=torch.float32) for run, _ in runs]
+    """The 2-norm of the gradients of all runs together: 0-dim, float32 or wider, without a host sync on one device."""
+    norms = [
+        torch.linalg.vector_norm(run.grad, dtype=torch.promote_types(run.grad.dtype, torch.float32)) for run, _ in runs
+    ]
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return total
 

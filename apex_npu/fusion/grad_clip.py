@@ -1,0 +1,74 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Norm and clipping of gradients in flat buffers: what torch.nn.utils.clip_grad_norm_ does, in one pass over each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from apex_npu.fusion.flat_grads import PRESENT, FlatGrads
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    flats: Sequence[FlatGrads],
+    loose: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients in place so that their common norm is at most ``max_norm``, without a host sync.
+
+    Args:
+        flats: Buffers of gradients.
+        loose: Parameters whose gradients lie elsewhere.
+        max_norm: As of ``torch.nn.utils.clip_grad_norm_``.
+        norm_type: p of the p-norm; inf, -inf and 0 mean what they mean there.
+        error_if_nonfinite: Raise where the norm is inf or nan (this syncs), instead of scaling with it as torch does.
+
+    Returns:
+        The norm before clipping: 0-dim, float32 or wider; 0 without gradients.
+
+    Raises:
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite``; nothing has been scaled.
+    """
+    norm_type = float(norm_type)
+    # Zeros in the padding add nothing to a p-norm with p > 0. Other "norms" count tensors or look for the smallest.
+    grads = _pieces(flats, loose, whole=norm_type > 0)
+    if not grads:
+        return torch.tensor(0.0)
+    total = _total_norm(grads, norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients is non-finite ({total.item()}), so it cannot be "
+            "clipped. To scale with it anyway, set error_if_nonfinite=False"
+        )
+    coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(coefficient.to(grad.device, grad.dtype))
+    return total
+
+
+def _pieces(flats: Sequence[FlatGrads], loose: Sequence[Tensor], *, whole: bool) -> list[Tensor]:
+    found: list[Tensor] = []
+    for flat in flats:
+        states = flat.gather()
+        if whole and states.count(PRESENT) == len(states):
+            found.append(flat.flat)
+        else:
+            found += [view for view, state in zip(flat.views, states, strict=True) if state == PRESENT]
+    return found + [p.grad.detach() for p in loose if p.grad is not None]
+
+
+def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    norms = [
+        torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
+        for grad in grads
+        if grad.numel() or norm_type >= 0
+    ]
+    device, dtype = norms[0].device, max((n.dtype for n in norms), key=lambda d: d.itemsize)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(device, dtype) for n in norms]), norm_type)
+    return total

@@ -1,0 +1,73 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Adagrad with the signature of NVIDIA Apex."""
+
+from __future__ import annotations
+
+from torch.optim.optimizer import ParamsT
+
+from apex_npu.fusion import Run
+from apex_npu.ops import adagrad_
+from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.checks import check_bool, check_non_negative
+
+
+class FusedAdagrad(FusedOptimizer):
+    """Adagrad on flat buffers, with NVIDIA Apex's arguments and rule.
+
+    ::
+
+        g ← g + weight_decay · p                       unless adagrad_w_mode
+        h ← h + g²
+        p ← p − lr · (g / (sqrt(h) + eps) [+ weight_decay · p  if adagrad_w_mode])
+
+    Duchi et al. 2011, https://jmlr.org/papers/v12/duchi11a.html. State: ``step``, ``sum`` h (shape and dtype of the
+    parameter, float32 for float16 and bfloat16).
+
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        lr: Learning rate.
+        eps: Added to the denominator.
+        weight_decay: L2 penalty, or decoupled decay.
+        set_grad_none: What ``zero_grad()`` does without an argument.
+        adagrad_w_mode: Decouple the decay.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value is no number.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "adagrad_w_mode": adagrad_w_mode}
+        super().__init__(params, defaults, set_grad_none=set_grad_none)
+
+    def validate(self, group: ParamGroup) -> None:
+        """Check ``group``."""
+        check_non_negative("learning rate", "lr", group["lr"])
+        check_non_negative("epsilon value", "eps", group["eps"])
+        check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
+        check_bool("adagrad_w_mode", group["adagrad_w_mode"])
+
+    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
+        """The sum of squared gradients."""
+        return ("sum",)
+
+    def update(self, run: Run, group: ParamGroup) -> None:
+        """Apply the rule."""
+        adagrad_(
+            run.param,
+            run.grad,
+            run.state("sum"),
+            lr=float(group["lr"]),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=group["adagrad_w_mode"],
+        )

@@ -1,0 +1,114 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Moving averages of a model's weights, in flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apex_npu.fusion import FlatBuffer, plan
+from apex_npu.optimizers.checks import check_unit_interval
+
+
+class FusedEMA:
+    """Exponential moving averages of a model's floating-point parameters and buffers.
+
+    ::
+
+        average ← decay · average + (1 − decay) · value
+
+    Averages are float32 for float16 and bfloat16 tensors, else of the tensor's dtype; those of one device and dtype lie
+    in one flat buffer, and are updated together. The model is not moved. Tensors without floating dtype (batch counts)
+    are copied. Polyak & Juditsky 1992, https://doi.org/10.1137/0330046.
+
+    Args:
+        model: Whose weights to follow; its averages start at what it has now.
+        decay: Share that an average keeps, in [0, 1].
+
+    Raises:
+        ValueError: ``decay`` is out of range.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+        check_unit_interval("decay value", "decay", decay)
+        self.model = model
+        self.decay = decay
+        self._averages: dict[str, Tensor] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        tensors = self._tensors()
+        for name, t in tensors.items():
+            dtype = torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else t.dtype
+            by_kind.setdefault((t.device, dtype), []).append(name)
+        for (device, dtype), names in by_kind.items():
+            shapes = [torch.empty_like(tensors[name], device="meta", dtype=dtype) for name in names]
+            planned = plan(shapes)
+            views = FlatBuffer(planned.layout.total_numel, dtype, device).views_like(shapes, planned.offsets)
+            self._averages.update(zip(names, views, strict=True))
+        self._copy(tensors, self._averages)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {name: t.detach() for name, t in named}
+
+    @staticmethod
+    @torch.no_grad()
+    def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
+        for name, t in target.items():
+            t.copy_(source[name])
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the model's present weights into the averages.
+
+        Raises:
+            RuntimeError: The model has lost or gained tensors, or one has changed its shape.
+        """
+        tensors = self._tensors()
+        self._check({name: t.shape for name, t in tensors.items()})
+        floating = [name for name, t in tensors.items() if t.is_floating_point()]
+        averages = [self._averages[name] for name in floating]
+        values = [tensors[name].to(a.dtype) for name, a in zip(floating, averages, strict=True)]
+        if averages:
+            torch._foreach_lerp_(averages, values, 1.0 - self.decay)
+        self._copy(tensors, {name: t for name, t in self._averages.items() if not t.is_floating_point()})
+
+    def _check(self, shapes: dict[str, Any]) -> None:
+        mine = {name: t.shape for name, t in self._averages.items()}
+        if shapes != mine:
+            odd = sorted(name for name in shapes.keys() | mine.keys() if shapes.get(name) != mine.get(name))
+            raise RuntimeError(f"these tensors do not fit the averages: {', '.join(odd)}; make a new FusedEMA")
+
+    @contextmanager
+    def swapped(self) -> Iterator[nn.Module]:
+        """The model has the averages as its weights inside the block, and its own again behind it.
+
+        Weights are written in place, so optimizers, fused or not, and masters notice nothing.
+        """
+        tensors = self._tensors()
+        own = {name: t.clone() for name, t in tensors.items()}
+        self._copy(self._averages, tensors)
+        try:
+            yield self.model
+        finally:
+            self._copy(own, tensors)
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"decay": float, "averages": {name: tensor}}``; names are those of the model."""
+        return {"decay": self.decay, "averages": dict(self._averages)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from such a dict.
+
+        Raises:
+            RuntimeError: Names or shapes do not fit; nothing has been loaded.
+            ValueError: ``decay`` is out of range; nothing has been loaded.
+        """
+        check_unit_interval("decay value", "decay", state_dict["decay"])
+        self._check({name: t.shape for name, t in state_dict["averages"].items()})
+        self.decay = state_dict["decay"]
+        self._copy(state_dict["averages"], self._averages)

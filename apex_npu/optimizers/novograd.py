@@ -1,0 +1,145 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""NovoGrad with the signature of NVIDIA Apex."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from apex_npu.fusion import Run
+from apex_npu.ops import segment_add_, segment_dot
+from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.checks import check_betas, check_bool, check_no_amsgrad, check_non_negative
+
+
+class FusedNovoGrad(FusedOptimizer):
+    """NovoGrad on flat buffers, with NVIDIA Apex's arguments and rule: one second moment for each parameter.
+
+    ::
+
+        v ← sqrt(β₂ · v² + (1 − β₂) · ‖g‖²)     norm_type 2
+        v ← β₂ · v + (1 − β₂) · max |g|          norm_type 0
+        d ← v / sqrt(1 − β₂ᵗ) + eps
+        m ← β₁ · m + β₃ · (g / d + weight_decay · p);  p ← p − lr · m / (1 − β₁ᵗ)             reg_inside_moment
+        m ← β₁ · m + β₃ · g;  p ← p − lr · (m / (1 − β₁ᵗ) / d + weight_decay · p)             else
+
+    with β₃ = 1 − β₁ if grad_averaging, else 1, and without bias_correction t → ∞. A parameter's v starts at its first
+    norm, or with init_zero at 0. Ginsburg et al. 2019, https://arxiv.org/abs/1905.11286; https://github.com/NVIDIA/apex.
+    State: ``step``, ``exp_avg`` m (of the parameter's shape and dtype, but float32 for float16 and bfloat16),
+    ``exp_avg_sq`` v (0-dim; a norm, not its square).
+
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        lr: Learning rate.
+        bias_correction: Correct both moments for their start.
+        betas: β₁ and β₂, each in [0, 1).
+        eps: Added to the denominator.
+        weight_decay: Decay.
+        amsgrad: Must be False.
+        reg_inside_moment: Normalise and decay on the way into m.
+        grad_averaging: Weigh gradients with 1 − β₁ on their way into m.
+        norm_type: 2, or 0 for the largest absolute value.
+        init_zero: Start v at 0.
+        set_grad_none: What ``zero_grad()`` does without an argument.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value is no number.
+        RuntimeError: ``amsgrad`` is asked for.
+    """
+
+    scalar_states: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        check_no_amsgrad("FusedNovoGrad", amsgrad)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "reg_inside_moment": reg_inside_moment,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+        }
+        super().__init__(params, defaults, set_grad_none=set_grad_none)
+
+    def validate(self, group: ParamGroup) -> None:
+        """Check ``group``."""
+        check_non_negative("learning rate", "lr", group["lr"])
+        check_betas(group["betas"])
+        check_non_negative("epsilon value", "eps", group["eps"])
+        check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
+        for name in ("bias_correction", "reg_inside_moment", "grad_averaging", "init_zero"):
+            check_bool(name, group[name])
+        if group["norm_type"] not in (0, 2):
+            raise ValueError(f"Invalid norm_type: {group['norm_type']!r} (2, or 0 for the largest absolute value)")
+
+    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
+        """First moment, and a norm for each parameter."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def update(self, run: Run, group: ParamGroup) -> None:
+        """Apply the rule."""
+        beta1, beta2 = group["betas"]
+        corrected = group["bias_correction"]
+        bias_correction1 = 1 - beta1**run.step if corrected else 1.0
+        bias_correction2 = 1 - beta2**run.step if corrected else 1.0
+        beta3 = 1 - beta1 if group["grad_averaging"] else 1.0
+        param, exp_avg, segments = run.wide_param(), run.state("exp_avg"), run.segments()
+        grad = run.scratch("grad").copy_(run.grad)
+        norm = _update_norm(run, group, grad, beta2)
+        # (1 / d − 1) · x is added to x.
+        factor = (norm / bias_correction2**0.5 + group["eps"]).reciprocal_().sub_(1.0)
+        if group["reg_inside_moment"]:
+            segment_add_(grad, grad, factor, segments)
+            grad.add_(param, alpha=group["weight_decay"])
+            exp_avg.mul_(beta1).add_(grad, alpha=beta3)
+            param.add_(exp_avg, alpha=-float(group["lr"]) / bias_correction1)
+        else:
+            exp_avg.mul_(beta1).add_(grad, alpha=beta3)
+            direction = torch.div(exp_avg, bias_correction1, out=grad)
+            segment_add_(direction, direction, factor, segments)
+            direction.add_(param, alpha=group["weight_decay"])
+            param.add_(direction, alpha=-float(group["lr"]))
+        run.write_back(param)
+
+
+def _update_norm(run: Run, group: ParamGroup, grad: Tensor, beta2: float) -> Tensor:
+    """Blend the norms of this step's gradients into v, in place, and return it."""
+    exp_avg_sq = run.per_param("exp_avg_sq")
+    if group["norm_type"] == 2:
+        norm = segment_dot(grad, grad, run.segments()).sqrt_()
+    else:
+        norm = torch.stack([run_max(grad, begin, p.numel()) for p, begin in run.members()])
+    if run.step == 1 and not group["init_zero"]:
+        exp_avg_sq.copy_(norm)
+    elif group["norm_type"] == 2:
+        exp_avg_sq.square_().mul_(beta2).add_(norm.square(), alpha=1 - beta2).sqrt_()
+    else:
+        exp_avg_sq.mul_(beta2).add_(norm, alpha=1 - beta2)
+    return exp_avg_sq
+
+
+def run_max(flat: Tensor, begin: int, numel: int) -> Tensor:
+    """The largest absolute value of a stretch; 0 for an empty one."""
+    return flat[begin : begin + numel].abs().amax() if numel else flat.new_zeros(())

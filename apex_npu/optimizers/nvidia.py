@@ -1,0 +1,322 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""NVIDIA Apex's FusedAdam, FusedSGD and FusedLAMB: its signatures over the rules of this package.
+
+``set_grad_none`` is what ``zero_grad()`` does without an argument; ``capturable`` is accepted and changes nothing.
+https://github.com/NVIDIA/apex, apex/optimizers.
+"""
+
+from __future__ import annotations
+
+from torch.optim.optimizer import ParamsT
+
+from apex_npu.fusion import Run
+from apex_npu.ops import adam_, adam_direction_, sgd_
+from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.checks import check_betas, check_bool, check_no_amsgrad, check_non_negative
+from apex_npu.optimizers.lamb import global_grad_norm, step_by_trust_ratio
+from apex_npu.optimizers.sgd import NpuFusedSGD
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam, or AdamW (``adam_w_mode``), on flat buffers, with NVIDIA Apex's arguments.
+
+    The rule is ``NpuFusedAdam``'s or ``NpuFusedAdamW``'s; without ``bias_correction`` both corrections are 1.
+    Parameters in float16 and bfloat16 have float32 state, but no masters; ``amp.initialize(opt_level="O2")`` has.
+    The step count is in each parameter group, too, where NVIDIA's optimizer looks for it.
+
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        lr: Learning rate.
+        bias_correction: Correct both moments for their start.
+        betas: β₁ and β₂, each in [0, 1).
+        eps: Added to the denominator.
+        adam_w_mode: Decouple the weight decay.
+        weight_decay: Decay.
+        amsgrad: Must be False.
+        set_grad_none: What ``zero_grad()`` does without an argument.
+        capturable: Accepted.
+        master_weights: Must be False.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value is no number.
+        RuntimeError: ``amsgrad`` or ``master_weights`` is asked for.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        check_no_amsgrad("FusedAdam", amsgrad)
+        check_bool("capturable", capturable)
+        if master_weights:
+            raise RuntimeError(
+                "FusedAdam keeps no masters of its own here, got master_weights=True; use "
+                'amp.initialize(model, optimizer, opt_level="O2"), which does'
+            )
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adam_w_mode": adam_w_mode,
+        }
+        super().__init__(params, defaults, set_grad_none=set_grad_none)
+
+    def validate(self, group: ParamGroup) -> None:
+        """Check ``group``."""
+        check_adam(group)
+        check_bool("adam_w_mode", group["adam_w_mode"])
+
+    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
+        """First and second moment."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
+        """Show the step count where NVIDIA's optimizer has it."""
+        for run, group in runs:
+            group["step"] = run.step
+
+    def update(self, run: Run, group: ParamGroup) -> None:
+        """Apply the rule."""
+        beta1, beta2 = group["betas"]
+        lr, weight_decay, decoupled = float(group["lr"]), group["weight_decay"], group["adam_w_mode"]
+        moments = run.state("exp_avg"), run.state("exp_avg_sq")
+        if group["bias_correction"]:
+            adam_(
+                run.param,
+                run.grad,
+                *moments,
+                None,
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+                weight_decay=weight_decay,
+                decoupled=decoupled,
+                maximize=False,
+                step=run.step,
+            )
+            return
+        direction, param = run.scratch("direction"), run.wide_param()
+        adam_direction_(
+            direction,
+            param,
+            run.grad,
+            *moments,
+            beta1=beta1,
+            beta2=beta2,
+            beta3=1 - beta1,
+            eps=group["eps"],
+            l2=0.0 if decoupled else weight_decay,
+            decay=weight_decay if decoupled else 0.0,
+        )
+        param.add_(direction, alpha=-lr)
+        run.write_back(param)
+
+
+class FusedSGD(NpuFusedSGD):
+    """SGD on flat buffers, with NVIDIA Apex's arguments; the rule is ``NpuFusedSGD``'s.
+
+    With ``wd_after_momentum`` weight decay is added to the step instead of to the gradient.
+
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        lr: Learning rate; required.
+        momentum: Momentum factor.
+        dampening: Dampening of the momentum.
+        weight_decay: L2 penalty.
+        nesterov: Nesterov momentum; needs a momentum and no dampening.
+        wd_after_momentum: Decay after the momentum.
+        materialize_master_grads: Accepted; masters always have gradients here.
+        set_grad_none: What ``zero_grad()`` does without an argument; False as in NVIDIA's.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value is no number, or ``lr`` is missing.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | None = None,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        check_bool("materialize_master_grads", materialize_master_grads)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": False,
+            "wd_after_momentum": wd_after_momentum,
+        }
+        # Not NpuFusedSGD's own, whose arguments are others.
+        FusedOptimizer.__init__(self, params, defaults, set_grad_none=set_grad_none)
+
+    def validate(self, group: ParamGroup) -> None:
+        """Check ``group``."""
+        super().validate(group)
+        check_bool("wd_after_momentum", group["wd_after_momentum"])
+
+    def update(self, run: Run, group: ParamGroup) -> None:
+        """Apply the rule."""
+        if not (group["wd_after_momentum"] and group["weight_decay"]):
+            super().update(run, group)
+            return
+        # The decay sees the parameter before the step: p (1 − lr · wd), then the step without decay.
+        param, lr = run.wide_param(), float(group["lr"])
+        grad = run.grad if run.grad.dtype == param.dtype else run.scratch("grad").copy_(run.grad)
+        param.mul_(1 - lr * group["weight_decay"])
+        sgd_(
+            param,
+            grad,
+            run.state("momentum_buffer") if group["momentum"] else None,
+            lr=lr,
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=0.0,
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            first=run.step == 1,
+        )
+        run.write_back(param)
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB on flat buffers, with NVIDIA Apex's arguments and rule.
+
+    ::
+
+        g ← g / max(1, ‖g of all parameters‖ / max_grad_norm)
+        g ← g + weight_decay · p                      unless adam_w_mode
+        m ← β₁ · m + β₃ · g                           β₃ = 1 − β₁ if grad_averaging, else 1
+        v ← β₂ · v + (1 − β₂) · g²
+        u ← m̂ / (sqrt(v̂) + eps) [+ weight_decay · p   if adam_w_mode]
+        p ← p − lr · ‖p‖ / ‖u‖ · u                    for each parameter; ratio 1 where either norm is 0, and, unless
+                                                      use_nvlamb, in groups without weight decay
+
+    You et al. 2019, https://arxiv.org/abs/1904.00962. State: ``step``, ``exp_avg`` m, ``exp_avg_sq`` v (of the
+    parameter's shape and dtype, but float32 for float16 and bfloat16).
+
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        lr: Learning rate.
+        bias_correction: Correct both moments for their start.
+        betas: β₁ and β₂, each in [0, 1).
+        eps: Added to the denominator.
+        weight_decay: Decay.
+        amsgrad: Must be False.
+        adam_w_mode: Add the decay to the direction instead of to the gradient.
+        grad_averaging: Weigh gradients with 1 − β₁ on their way into m.
+        set_grad_none: What ``zero_grad()`` does without an argument.
+        max_grad_norm: Norm of all gradients beyond which they are scaled down; gradients themselves are not written.
+        use_nvlamb: Adapt the steps of parameters without weight decay, too.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value is no number.
+        RuntimeError: ``amsgrad`` is asked for.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        check_no_amsgrad("FusedLAMB", amsgrad)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+            "adam_w_mode": adam_w_mode,
+            "use_nvlamb": use_nvlamb,
+        }
+        super().__init__(params, defaults, set_grad_none=set_grad_none)
+
+    def validate(self, group: ParamGroup) -> None:
+        """Check ``group``."""
+        check_adam(group)
+        check_non_negative("max_grad_norm", "max_grad_norm", group["max_grad_norm"])
+        for name in ("adam_w_mode", "grad_averaging", "use_nvlamb"):
+            check_bool(name, group[name])
+
+    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
+        """First and second moment."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
+        """Take the norm of all gradients."""
+        max_norm = self.defaults["max_grad_norm"]
+        self._grad_divisor = (global_grad_norm(runs) / max_norm).clamp_min_(1.0) if runs and max_norm > 0 else None
+
+    def update(self, run: Run, group: ParamGroup) -> None:
+        """Apply the rule."""
+        beta1, beta2 = group["betas"]
+        decay, decoupled, lr = group["weight_decay"], group["adam_w_mode"], float(group["lr"])
+        corrected = group["bias_correction"]
+        direction, param = run.scratch("direction"), run.wide_param()
+        divisor = self._grad_divisor
+        adam_direction_(
+            direction,
+            param,
+            run.grad,
+            run.state("exp_avg"),
+            run.state("exp_avg_sq"),
+            beta1=beta1,
+            beta2=beta2,
+            beta3=1 - beta1 if group["grad_averaging"] else 1.0,
+            eps=group["eps"],
+            bias_correction1=1 - beta1**run.step if corrected else 1.0,
+            bias_correction2=1 - beta2**run.step if corrected else 1.0,
+            l2=0.0 if decoupled else decay,
+            decay=decay if decoupled else 0.0,
+            grad_divisor=None if divisor is None else divisor.to(param.device),
+        )
+        if decay or group["use_nvlamb"]:
+            step_by_trust_ratio(run, param, direction, lr)
+        else:
+            param.add_(direction, alpha=-lr)
+        run.write_back(param)
+
+
+def check_adam(group: ParamGroup) -> None:
+    """Check what NVIDIA's Adam and LAMB have in common."""
+    check_non_negative("learning rate", "lr", group["lr"])
+    check_betas(group["betas"])
+    check_non_negative("epsilon value", "eps", group["eps"])
+    check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
+    check_bool("bias_correction", group["bias_correction"])
