@@ -52,7 +52,7 @@ _BAD_ADAM = (
     ({"weight_decay": -1}, ValueError, "Invalid weight_decay value: -1"),
     ({"weight_decay": float("inf")}, ValueError, "Invalid weight_decay value: inf"),
     ({"amsgrad": "no"}, TypeError, "amsgrad must be True or False, got 'no'"),
-    ({"lr": torch.ones(2)}, TypeError, r"tensor of one element, got shape \(2,\)"),
+    ({"lr": torch.ones(2)}, ValueError, r"Tensor lr must be 1-element, got shape \(2,\)"),
 )
 
 _BAD_RMSPROP = (

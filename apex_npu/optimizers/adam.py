@@ -46,6 +46,7 @@ class NpuFusedAdam(FusedOptimizer):
     """
 
     decoupled: ClassVar[bool] = False
+    optional_states: ClassVar[tuple[str, ...]] = ("max_exp_avg_sq",)
 
     def __init__(
         self,

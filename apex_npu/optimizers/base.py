@@ -62,6 +62,8 @@ class FusedOptimizer(Optimizer):
     is_npu_fused_optimizer = True
     # True where state_dict() shows a `step` per parameter, as torch.optim's optimizer of the same rule does.
     has_step_state: ClassVar[bool] = True
+    # States that only some hyper-parameters call for: a state dict may have them or lack them.
+    optional_states: ClassVar[tuple[str, ...]] = ()
     # States of one number for each parameter, rather than one for each element.
     scalar_states: ClassVar[tuple[str, ...]] = ()
     # True: print when parameters had to be fused again, and why; "error": raise instead.
@@ -283,15 +285,36 @@ class FusedOptimizer(Optimizer):
         return list(zip(indices, params, strict=False))
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        problems: list[str] = []
+        shapes = dict(self._indexed_params(state_dict))
         for group in state_dict["param_groups"]:
-            self.validate({**self.defaults, **group})
-        for index, param in self._indexed_params(state_dict):
-            for name, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor) and value.dim() and value.shape != param.shape:
-                    raise ValueError(
-                        f"state {name!r} of parameter {index} has shape {tuple(value.shape)}, the parameter has "
-                        f"{tuple(param.shape)}: this state dict belongs to another model. Nothing has been loaded"
-                    )
+            merged = {**self.defaults, **group}
+            self.validate(merged)
+            for index in group["params"]:
+                entry = state_dict["state"].get(index, {})
+                if index in shapes and any(value is not None for value in entry.values()):
+                    problems += self._problems(f"parameter {index}", entry, shapes[index].shape, merged)
+        if problems:
+            more = f", and {len(problems) - 10} more" if len(problems) > 10 else ""
+            raise ValueError(
+                f"this state dict is not one of {type(self).__name__} for these parameters: "
+                f"{'; '.join(problems[:10])}{more}. Nothing has been loaded"
+            )
+
+    def _problems(self, where: str, entry: dict[str, Any], shape: torch.Size, group: ParamGroup) -> Iterator[str]:
+        """What keeps ``entry``, the saved state of one parameter, from being this optimizer's."""
+        names = self.state_names(group)
+        step = ("step",) if self.has_step_state and "step" not in group else ()
+        for name in (*step, *names):
+            if entry.get(name) is None and name not in self.optional_states:
+                yield f"{where} lacks {name!r}"
+        for name, value in entry.items():
+            if not isinstance(value, Tensor) or not value.dim():
+                continue  # numbers beside the state (the unfused Lamb's norms) do no harm
+            if name not in names and name not in self.optional_states:
+                yield f"{where} has {name!r}, which is not known here"
+            elif value.shape != shape:
+                yield f"{name!r} of {where} has shape {tuple(value.shape)}, the parameter has {tuple(shape)}"
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch's optimizers pickle, and the flags that are not in ``defaults``."""
@@ -354,6 +377,10 @@ class FusedOptimizer(Optimizer):
         if names != record.state_names:
             record.state_names = names
             changed = True
+        if changed:
+            # Parameters that share memory are stepped one after the other: in the order of the list, as torch does.
+            place = {id(p): i for i, p in enumerate(record.params)}
+            record.groups.sort(key=lambda g: min(place[id(p)] for p in g.params))
         return changed
 
     def _report(self, index: int, broken: list[FusedGroup]) -> None:

@@ -14,11 +14,12 @@ def as_number(name: str, value: Any) -> float:
     """``value`` as a float.
 
     Raises:
-        TypeError: It is neither a real number nor a tensor of one element.
+        TypeError: It is neither a real number nor a tensor.
+        ValueError: It is a tensor of more than one element.
     """
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise TypeError(f"{name} must be a number or a tensor of one element, got shape {tuple(value.shape)}")
+            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}")
         return float(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
@@ -42,6 +44,8 @@ class NpuFusedRMSprop(FusedOptimizer):
         ValueError: A value is out of range.
         TypeError: A value is no number.
     """
+
+    optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer", "grad_avg")
 
     def __init__(
         self,

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
@@ -41,6 +43,7 @@ class NpuFusedSGD(FusedOptimizer):
     """
 
     has_step_state = False
+    optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
     def __init__(
         self,

@@ -101,7 +101,7 @@ def test_state_dict_round_trip():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="Invalid decay value: 1.5"):
+    with pytest.raises(ValueError, match=r"Invalid decay value: 1\.5"):
         FusedEMA(make_model(), decay=1.5)
     model = make_model()
     ema = FusedEMA(model)

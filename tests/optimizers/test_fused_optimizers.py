@@ -15,7 +15,7 @@ import torch
 from optimizer_specs import CASE_IDS, CASES, SPECS
 from torch import nn
 
-from apex_npu.optimizers import FusedOptimizer, NpuFusedAdam, NpuFusedSGD
+from apex_npu.optimizers import FusedOptimizer, NpuFusedAdam, NpuFusedAdamW, NpuFusedSGD
 
 SHAPES = [(41, 123), (17,), (16, 1), (1,), (), (3, 2, 2), (15,), (0,)]
 
@@ -503,19 +503,79 @@ def test_a_parameter_with_gaps_is_refused_at_the_first_step():
         optimizer.step()
 
 
-def test_state_dict_of_another_model_is_refused_whole():
+def stepped(optimizer):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make_other", "message"),
+    [
+        (
+            lambda: NpuFusedAdam([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))]),
+            r"'exp_avg' of parameter 0 has shape \(4,\), the parameter has \(3,\); 'exp_avg_sq' of parameter 0",
+        ),
+        (
+            lambda: torch.optim.RMSprop([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]),
+            r"parameter 0 lacks 'exp_avg'; parameter 0 lacks 'exp_avg_sq'; parameter 0 has 'square_avg', which",
+        ),
+        (
+            lambda: torch.optim.SGD([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))], momentum=0.9),
+            r"parameter 0 lacks 'step'.*parameter 1 has 'momentum_buffer'",
+        ),
+    ],
+    ids=["other shapes", "RMSprop", "SGD"],
+)
+def test_foreign_state_dicts_are_refused_whole(make_other, message):
+    optimizer = stepped(NpuFusedAdam([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))], lr=0.1))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=rf"is not one of NpuFusedAdam.*{message}.*Nothing has been loaded"):
+        optimizer.load_state_dict(stepped(make_other()).state_dict())
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for index, entry in before["state"].items():
+        assert all(torch.equal(after["state"][index][key], value) for key, value in entry.items())
+
+
+def test_a_state_dict_with_a_bad_hyper_parameter_is_refused():
     optimizer = NpuFusedAdam([nn.Parameter(torch.ones(3))], lr=0.1)
-    other = NpuFusedAdam([nn.Parameter(torch.ones(4))], lr=0.2)
-    other.param_groups[0]["params"][0].grad = torch.ones(4)
-    other.step()
-    with pytest.raises(ValueError, match=r"has shape \(4,\), the parameter has \(3,\).*Nothing has been loaded"):
-        optimizer.load_state_dict(other.state_dict())
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    broken = optimizer.state_dict()
+    broken = copy.deepcopy(optimizer.state_dict())
     broken["param_groups"][0]["lr"] = float("nan")
     with pytest.raises(ValueError, match="Invalid learning rate: nan"):
         optimizer.load_state_dict(broken)
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("step", [5, 5.0, torch.tensor(5.0)], ids=["int", "float", "tensor"])
+@pytest.mark.parametrize("where", ["state", "group"])
+def test_step_counts_of_other_libraries(where, step):
+    """Ascend's keep an int for each parameter, NVIDIA's one for the group, torch a tensor for each parameter."""
+    params = make_params()
+    source = torch.optim.AdamW(params)
+    for i in range(5):
+        set_grads(params, i)
+        source.step()
+    saved = copy.deepcopy(source.state_dict())
+    for entry in saved["state"].values():
+        if where == "group":
+            del entry["step"]
+        else:
+            entry["step"] = step
+    if where == "group":
+        saved["param_groups"][0]["step"] = step
+    ours = [nn.Parameter(p.detach().clone()) for p in params]
+    optimizer = NpuFusedAdamW(ours)
+    optimizer.load_state_dict(saved)
+    for i in range(5, 8):
+        set_grads(params, i)
+        set_grads(ours, i)
+        source.step()
+        optimizer.step()
+    assert_equal_params(ours, params)
+    assert all(entry["step"].item() == 8 for entry in optimizer.state.values())
 
 
 def test_momentum_switched_on_in_mid_run():

@@ -61,7 +61,7 @@ class Machine:
     accumulate = backward
 
     def step(self, skip):
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=True)  # NVIDIA's SGD has another default
         self.backward(skip)
         self.optimizer.step()
 

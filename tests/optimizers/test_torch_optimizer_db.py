@@ -1,0 +1,92 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The inputs and error inputs with which torch tests its own optimizers, put to ours of the same rule."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from apex_npu import optimizers
+
+common_optimizers = pytest.importorskip("torch.testing._internal.common_optimizers", reason="not in this torch")
+
+OURS = {
+    torch.optim.SGD: optimizers.NpuFusedSGD,
+    torch.optim.Adam: optimizers.NpuFusedAdam,
+    torch.optim.AdamW: optimizers.NpuFusedAdamW,
+    torch.optim.Adadelta: optimizers.NpuFusedAdadelta,
+    torch.optim.RMSprop: optimizers.NpuFusedRMSprop,
+}
+INFOS = [info for info in common_optimizers.optim_db if info.optim_cls in OURS]
+# Ways to run torch's own implementations: ours has one.
+IMPLEMENTATION_ARGUMENTS = {"foreach", "fused", "capturable", "differentiable"}
+
+
+def make_params():
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(4, 5), (3,), ()]]
+
+
+@pytest.mark.parametrize("info", INFOS, ids=lambda info: info.optim_cls.__name__)
+def test_inputs(info):
+    for config in info.optim_inputs_func(device="cpu"):
+        if IMPLEMENTATION_ARGUMENTS & config.kwargs.keys():
+            continue
+        sets = make_params(), make_params()
+        kwargs = {"lr": 0.01, **config.kwargs}
+        pair = OURS[info.optim_cls](sets[0], **kwargs), info.optim_cls(sets[1], **kwargs)
+        for step in range(5):
+            for params, optimizer in zip(sets, pair, strict=True):
+                for p in params:
+                    p.grad = torch.full_like(p, 0.1 + step) * p.detach().sign()
+                optimizer.step()
+        for p, q in zip(*sets, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6, msg=f"{config.desc}: {config.kwargs}")
+
+
+@pytest.mark.parametrize("info", INFOS, ids=lambda info: info.optim_cls.__name__)
+def test_error_inputs(info):
+    for error in info.optim_error_inputs_func(device="cpu", dtype=torch.float32):
+        config = error.optimizer_error_input
+        mixed_betas = any(isinstance(beta, torch.Tensor) for beta in config.kwargs.get("betas", ()))
+        if IMPLEMENTATION_ARGUMENTS & config.kwargs.keys() or mixed_betas:
+            continue
+        if error.error_on != common_optimizers.OptimizerErrorEnum.CONSTRUCTION_ERROR:
+            continue
+        kwargs = {"lr": 0.01, **config.kwargs}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if error.error_type is UserWarning:
+                # torch warns that duplicates will be an error; here they are one.
+                with pytest.raises(ValueError, match="listed twice"):
+                    OURS[info.optim_cls](config.params, **kwargs)
+            else:
+                with pytest.raises(error.error_type, match=error.error_regex):
+                    OURS[info.optim_cls](config.params, **kwargs)
+
+
+def test_tensor_lr():
+    for cls, reference in ((ours, theirs) for theirs, ours in OURS.items()):
+        sets = make_params(), make_params()
+        rates = torch.tensor(0.01), torch.tensor(0.01)
+        pair = [make(params, lr=lr) for make, params, lr in zip((cls, reference), sets, rates, strict=True)]
+        for step in range(3):
+            for params, optimizer, lr in zip(sets, pair, rates, strict=True):
+                for p in params:
+                    p.grad = torch.ones_like(p)
+                optimizer.step()
+                lr.mul_(0.5 + step)
+        for p, q in zip(*sets, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+def test_named_parameters():
+    model = nn.Linear(3, 2)
+    optimizer = optimizers.NpuFusedAdam(model.named_parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    if "param_names" in optimizer.param_groups[0]:  # torch 2.7 and newer
+        assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
+    optimizer.load_state_dict(optimizer.state_dict())
