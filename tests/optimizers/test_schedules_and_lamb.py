@@ -1,0 +1,109 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+import math
+
+import pytest
+import reference_optimizers as reference
+import torch
+from torch import nn
+
+from apex_npu.optimizers import Lamb, NpuFusedBertAdam, NpuFusedLamb, WarmupLR
+from apex_npu.optimizers.bert_adam import SCHEDULES
+
+
+# Worked by hand.
+@pytest.mark.parametrize(
+    ("name", "x", "warmup", "expected"),
+    [
+        ("warmup_linear", 0.0, 0.1, 0.0),
+        ("warmup_linear", 0.05, 0.1, 0.5),
+        ("warmup_linear", 0.1, 0.1, 1.0),
+        ("warmup_linear", 0.55, 0.1, 0.5),
+        ("warmup_linear", 1.0, 0.1, 0.0),
+        ("warmup_linear", 2.0, 0.1, 0.0),
+        ("warmup_linear", 0.0, -1, 1.0),
+        ("warmup_linear", 0.5, -1, 0.5),
+        ("warmup_constant", 0.3, 0.1, 1.0),
+        ("warmup_constant", 0.05, 0.1, 0.5),
+        ("warmup_cosine", 0.5, 0.1, 0.5),
+        ("warmup_cosine", 0.0, -1, 1.0),
+        ("warmup_cosine", 1.7, 0.1, 0.0),
+        ("warmup_poly", 0.75, 0.1, 0.5),
+        ("warmup_poly", 1.5, 0.1, 0.0),
+    ],
+)
+def test_schedules(name, x, warmup, expected):
+    assert SCHEDULES[name](x, warmup) == pytest.approx(expected, abs=1e-12)
+
+
+def test_warmup_lr_is_the_schedule_inside_bert_adam():
+    results = []
+    for inside in (True, False):
+        param = nn.Parameter(torch.ones(3))
+        schedule = {"schedule": "warmup_cosine", "t_total": 10, "warmup": 0.2}
+        optimizer = NpuFusedBertAdam([param], lr=0.1, **(schedule if inside else {}))
+        scheduler = None if inside else WarmupLR(optimizer, **schedule)
+        for _ in range(12):
+            param.grad = torch.tensor([1.0, -2.0, 0.5])
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+        results.append(param.detach().clone())
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_warmup_lr_arguments():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(ValueError, match=r"schedule must be one of warmup_cosine, .*, got 'linear'"):
+        WarmupLR(optimizer, "linear", 10)
+    with pytest.raises(ValueError, match="t_total must be > 0, got 0"):
+        WarmupLR(optimizer, "warmup_linear", 0)
+
+
+def test_bert_adam_tells_its_learning_rates():
+    params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    optimizer = NpuFusedBertAdam(params, lr=0.1, t_total=10, schedule="warmup_linear")
+    params[0].grad = torch.ones(2)
+    optimizer.step()
+    assert optimizer.get_lr() == pytest.approx([0.09, 0.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "lr": 1e-2}, {"adam": True, "betas": (0.5, 0.9)}])
+def test_unfused_lamb(options, dtype):
+    sets = []
+    for cls in (Lamb, NpuFusedLamb, reference.Lamb):
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in [(30, 20), (5,), ()]]
+        params.append(nn.Parameter(torch.zeros(4, dtype=dtype)))  # a norm of 0
+        optimizer = cls(params, **options)
+        for step in range(20):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(dtype)
+            optimizer.step()
+        sets.append(params)
+    tolerance = {torch.float32: 5e-6, torch.float64: 1e-12}.get(dtype, 3e-2)
+    for unfused, fused, expected in zip(*sets, strict=True):
+        torch.testing.assert_close(unfused, expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(fused, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_unfused_lamb_shows_its_norms():
+    param = nn.Parameter(torch.full((400,), 1.0))
+    optimizer = Lamb([param])
+    param.grad = torch.ones(400)
+    optimizer.step()
+    state = optimizer.state[param]
+    assert state["weight_norm"].item() == 10.0  # 20, clipped
+    assert state["trust_ratio"].item() == pytest.approx(10.0 / state["adam_norm"].item())
+    assert math.isfinite(state["adam_norm"].item())
+
+
+def test_unfused_lamb_refuses():
+    with pytest.raises(ValueError, match="Invalid weight_decay value: -1"):
+        Lamb([nn.Parameter(torch.ones(1))], weight_decay=-1)
+    table = nn.Embedding(4, 2, sparse=True)
+    optimizer = Lamb(table.parameters())
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match=r"sparse gradient, which Lamb does not support.*SparseAdam"):
+        optimizer.step()
