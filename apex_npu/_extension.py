@@ -11,11 +11,14 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeVar, cast
 
 import torch
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _BUILT_FOR = Path(__file__).with_name("_C.torch_version")
 _WAY_OUT = "pure torch takes over (slower, same results); rebuild with `pip install --no-build-isolation apex_npu`"
 
@@ -42,3 +45,11 @@ def _load(built_for: Path = _BUILT_FOR) -> ModuleType | None:
 
 
 extension: ModuleType | None = _load()
+
+
+def disable_dynamo(function: _F) -> _F:
+    """Let torch.compile run ``function`` as it is: compiled code does not see that slots and buffers share memory."""
+    from torch._compile import _disable_dynamo
+
+    disabled: Any = _disable_dynamo(function)
+    return cast(_F, disabled)

@@ -11,7 +11,8 @@
 namespace py = pybind11;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"));
+  m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"),
+        py::arg("keep_previous"));
   m.def("check_change_data_ptr", &apex_npu::check_change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"));
   m.def(
       "storage_view",
@@ -20,6 +21,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       py::arg("src"), py::arg("offset"), py::arg("size"), py::arg("stride"));
   m.def("is_slot", &apex_npu::is_slot, py::arg("tensor"));
+  m.def("owns_memory", &apex_npu::owns_memory, py::arg("tensor"));
+  m.def("keeps_previous", &apex_npu::keeps_previous, py::arg("tensor"));
+  m.def("release_previous", &apex_npu::release_previous, py::arg("tensor"));
 
   m.def("segment_dot_cpu", &apex_npu::segment_dot_cpu, py::arg("a"), py::arg("b"), py::arg("starts"),
         py::arg("lengths"));
@@ -27,12 +31,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("starts"), py::arg("lengths"));
 
   py::class_<apex_npu::SlotTable>(m, "SlotTable")
-      .def(py::init<std::vector<at::Tensor>>(), py::arg("tensors"))
-      .def("broken", &apex_npu::SlotTable::broken)
-      .def(
-          "grad_states",
-          [](const apex_npu::SlotTable& table, const std::vector<at::Tensor>& views) {
-            return py::bytes(table.grad_states(views));
-          },
-          py::arg("views"));
+      .def(py::init<const std::vector<at::Tensor>&>(), py::arg("tensors"))
+      .def("broken", &apex_npu::SlotTable::broken, py::arg("tensors"));
+  m.def(
+      "grad_states",
+      [](const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& views) {
+        return py::bytes(apex_npu::grad_states(tensors, views));
+      },
+      py::arg("tensors"), py::arg("views"));
 }

@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import threading
 import types
+import weakref
 from collections import OrderedDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from itertools import chain
@@ -74,15 +75,26 @@ class ModelCast:
 
     def __init__(self, model: nn.Module, forward: CastForward) -> None:
         """Made by ``convert_model``."""
-        self._model = model
-        self._forward = forward
+        # Weak: whoever keeps the handle does not keep the model.
+        self._model = weakref.ref(model)
+        self._forward = weakref.ref(forward)
+
+    @property
+    def alive(self) -> bool:
+        """False once the model is gone."""
+        return self._model() is not None
 
     def undo(self) -> None:
         """Give the model its forward back; dtypes stay. May be called again, or after another conversion."""
+        model: nn.Module | None = self._model()
+        forward: CastForward | None = self._forward()
+        if forward is None:
+            return
+        inner = forward.inner
         # Whoever wrapped the forward after us keeps calling this object, which now passes everything through.
-        self._forward.settings = None
-        if vars(self._model).get("forward") is self._forward:
-            _remove_wrapper(self._model, self._forward.inner)
+        forward.settings = None
+        if model is not None and vars(model).get("forward") is forward:
+            _remove_wrapper(model, inner)
 
 
 # ------------------------------------------------------------------------------------------------------------- forward

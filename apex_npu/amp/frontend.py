@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex_npu.amp.casting import convert_model, enable_casts
+from apex_npu.amp.casting import convert_model
 from apex_npu.amp.master_params import give_fp32_state_dict
 from apex_npu.amp.optimizer_adapter import adopt, check_adoptable, record_of, release
 from apex_npu.amp.policy import PRINTED_OPTIONS, Policy, resolve
 from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
-from apex_npu.amp.session import Session, install, is_first_rank, require, shutdown
+from apex_npu.amp.session import ConvertedModel, Session, current, install, is_first_rank, require
 
 Models = nn.Module | list[nn.Module]
 Optimizers = Optimizer | list[Optimizer] | None
@@ -123,7 +123,9 @@ def initialize(
     scalers = [make_scaler(policy.loss_scale, options) for _ in range(num_losses)]
     session = Session(policy, scalers, verbosity if is_first_rank() else min(verbosity, 0))
     if enabled:
+        session.device_types = _device_types(model_list, optimizer_list)
         _check(model_list, optimizer_list)
+        _check_devices(session.device_types)
         _print_options(session)
         _set_up(session, model_list, optimizer_list)
         session.verbosity = verbosity  # skipped steps are announced on every rank
@@ -157,6 +159,11 @@ def _check(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
                 "AFTER the model has been returned from amp.initialize"
             )
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if nn.parameter.is_lazy(tensor):
+                raise RuntimeError(
+                    f"parameter {name} has no shape yet; run the model once on a batch before amp.initialize, so that "
+                    "its lazy modules know theirs"
+                )
             if tensor.dtype in (torch.float16, torch.bfloat16):
                 raise RuntimeError(
                     f"Found param {name} with type {tensor.dtype}, expected torch.float32. When using amp.initialize, "
@@ -167,6 +174,22 @@ def _check(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
     for optimizer in optimizers:
         check_adoptable(optimizer)
+
+
+def _check_devices(device_types: list[str]) -> None:
+    if "meta" in device_types:
+        raise RuntimeError(
+            "models and optimizers must have their memory when they are passed to amp.initialize, got tensors on the "
+            "meta device; call model.to_empty(device=...) and initialise the weights first"
+        )
+    former = current()
+    ours = former is not None and former.policy.patch_torch_functions
+    for device_type in device_types:
+        if torch.is_autocast_enabled(device_type) and not ours:
+            raise RuntimeError(
+                f"amp.initialize was called inside torch.autocast({device_type!r}), whose end would switch amp's casts "
+                "off again; call it outside"
+            )
 
 
 def _print_options(session: Session) -> None:
@@ -184,29 +207,22 @@ def _print_options(session: Session) -> None:
 def _set_up(session: Session, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
     """Convert, adopt, patch, install: all of it, or nothing."""
     policy = session.policy
-    device_types = _device_types(models, optimizers)
+    device_types = session.device_types
     as_they_were = [(o, type(o), [list(group["params"]) for group in o.param_groups]) for o in optimizers]
     # The memory of the values before any cast: masters take it over, and a failure puts it back.
     values = {id(t): (t, t.detach()) for m in models for t in [*m.parameters(), *m.buffers()]}
     with ExitStack() as undo:
         undo.callback(_put_back, list(values.values()))
         for model in models:
-            converted = convert_model(model, policy, device_types)
-            undo.callback(converted.undo)
-            session.undo_models.append(converted.undo)
-            if policy.model_dtype is not None:
-                for handle in give_fp32_state_dict(model):
-                    undo.callback(handle.remove)
-                    session.undo_models.append(handle.remove)
+            cast = convert_model(model, policy, device_types)
+            undo.callback(cast.undo)
+            handles = [] if policy.model_dtype is None else give_fp32_state_dict(model)
+            session.models.append(ConvertedModel(cast, handles))
+            undo.callback(session.models[-1].undo)
         undo.callback(_release, as_they_were)
         for optimizer in optimizers:
             adopt(optimizer, session, {key: value for key, (_, value) in values.items()})
         install(session)
-        undo.callback(shutdown)
-        # Behind install, which has taken back a former session's casts: they nest like brackets.
-        casts = enable_casts(policy, device_types)
-        session.casts_disabled = casts.disabled
-        session.undo_casts = casts.undo
         undo.pop_all()
 
 

@@ -35,6 +35,8 @@ class GradUnit:
         pairs = [i for i, (p, s) in enumerate(zip(params, sources, strict=True)) if p is not s]
         self._masters = pairs
         self._direct = sorted(set(range(len(self.params))) - set(pairs))
+        # Model gradients that have been brought to masters and left in place: by index, as they were then.
+        self._delivered: dict[int, tuple[Tensor, int]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -49,14 +51,35 @@ class GradUnit:
         if self.flat is not None and not self._masters and self._all_present(self.flat):
             self.flat.flat.mul_(factor)
             return
-        grads = [_dense(s.grad, s) for s in self.sources if s.grad is not None]
+        grads = [_writable(s) for s in self.sources if s.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
+
+    def forget_cleared(self) -> None:
+        """Clear masters' gradients whose model gradient somebody has cleared since it was brought to them."""
+        for i, (grad, version) in self._delivered.items():
+            now = self.sources[i].grad
+            zeroed = now is grad and now._version != version and not bool(now.any())
+            if now is None or zeroed:
+                self.params[i].grad = None
 
     def drop_source_grads(self) -> None:
         """Forget the gradients of model parameters that have masters: what they held is in the masters'."""
         for i in self._masters:
             self.sources[i].grad = None
+        self._delivered = {}
+
+    def has_undelivered(self) -> bool:
+        """True where a model parameter has a gradient that no scale_loss has brought to its master."""
+        return any(
+            grad is not None and (i not in self._delivered or self._delivered[i][0] is not grad)
+            for i in self._masters
+            for grad in (self.sources[i].grad,)
+        )
+
+    def has_grads(self) -> bool:
+        """True where any gradient is there."""
+        return any(p.grad is not None for p in self.params) or any(s.grad is not None for s in self.sources)
 
     @torch.no_grad()
     def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
@@ -84,12 +107,13 @@ class GradUnit:
         if self.flat is not None and len(ready) == len(self.params):
             _unscale([self.flat.flat], inv_scale, found_inf)
         else:
-            _unscale([_dense(self.params[i].grad, self.params[i]) for i in ready], inv_scale, found_inf)
+            _unscale([_writable(self.params[i]) for i in ready], inv_scale, found_inf)
         if later:
             # Widened before unscaling: dividing in float16 would lose the small values that the loss scale has saved.
             new = [_dense(self.sources[i].grad, self.sources[i]).to(self.params[i].dtype) for i in later]
             _unscale(new, inv_scale, found_inf)
-            torch._foreach_add_([_dense(self.params[i].grad, self.params[i]) for i in later], new)
+            torch._foreach_add_([_writable(self.params[i]) for i in later], new)
+        self._delivered = {i: (g, g._version) for i in fresh if (g := self.sources[i].grad) is not None}
 
     @staticmethod
     def _all_present(flat: FlatGrads) -> bool:
@@ -110,6 +134,14 @@ def _dense(grad: Tensor | None, param: Tensor) -> Tensor:
             "unscale; use a layer with sparse=False, or leave it to an optimizer that amp does not know"
         )
     return grad.detach()
+
+
+def _writable(param: Tensor) -> Tensor:
+    """The gradient of ``param``, to be written in place; one whose elements share memory is replaced by a copy."""
+    grad = _dense(param.grad, param)
+    if torch._debug_has_internal_overlap(grad):
+        param.grad = grad = grad.clone(memory_format=torch.contiguous_format)
+    return grad
 
 
 def _unscale(grads: list[Tensor], inv_scale: float, found_inf: Tensor | None) -> None:

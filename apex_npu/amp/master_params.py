@@ -78,11 +78,18 @@ def _show_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local
 
 
 @torch.no_grad()
-def _fill_masters(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+def _fill_masters(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
+) -> None:
     """load_state_dict hook: masters take the values as they were saved, not as the cast model rounds them."""
     for name, tensor in module._parameters.items():
         master = None if tensor is None else master_of(tensor)
         entry = state_dict.get(prefix + name)
+        if master is not None and local_metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                f"load_state_dict(assign=True) would replace {prefix + name}, whose fp32 master the optimizer steps; "
+                "load without assign, or before amp.initialize"
+            )
         if master is not None and isinstance(entry, Tensor) and entry.shape == master.shape:
             master.copy_(entry)
 
@@ -91,10 +98,12 @@ def give_fp32_state_dict(model: nn.Module) -> list[Any]:
     """Let ``model.state_dict()`` and ``load_state_dict()`` speak fp32, submodules' own included.
 
     Returns:
-        Handles; ``remove()`` on each undoes it.
+        Handles; ``remove()`` on each undoes it. None for modules that had this face already.
     """
     handles: list[Any] = []
     for module in model.modules():
+        if _show_fp32 in module._state_dict_hooks.values():
+            continue  # of an earlier initialize
         handles.append(module.register_state_dict_post_hook(_show_fp32))
         handles.append(module.register_load_state_dict_pre_hook(_fill_masters))
     return handles

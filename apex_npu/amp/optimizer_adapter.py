@@ -9,6 +9,7 @@ ordinary methods, deepcopy and pickle carry the record along, and nothing on the
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from apex_npu._extension import disable_dynamo
 from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.master_params import MasterPair, copy_masters_to_model, make_masters
 from apex_npu.amp.policy import Policy
-from apex_npu.amp.session import Session, current
+from apex_npu.amp.session import Session, current, disable_casts
 from apex_npu.fusion import FlatGrads, clip_grad_norm_, plan
 
 
@@ -35,6 +37,7 @@ class OptimizerRecord:
         grad_scale: What the gradients are multiplied with now: 1 but inside scale_loss, and after ``delay_unscale``.
         skip: What to say in place of the next step, which will be skipped; None: it will not.
         last_step: How the last call of ``step`` ended.
+        in_block: A scale_loss block is open.
     """
 
     policy: Policy
@@ -42,13 +45,21 @@ class OptimizerRecord:
     grad_scale: float = 1.0
     skip: str | None = None
     last_step: Literal["applied", "skipped"] | None = None
+    in_block: bool = False
+    # The session that knows the masters: another one, or that of a copy, has to be told.
+    known_to: Session | None = None
     _units: list[GradUnit] = field(default_factory=list)
     _fitted_to: list[object] = field(default_factory=list)
     _own_flat: list[FlatGrads] = field(default_factory=list)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over ``state``, and tell the session, so that the copied model's state dicts find their masters."""
+        self.__dict__.update(state)
+        tell_masters(self, current())
+
     def __getstate__(self) -> dict[str, Any]:
         """Without buffers: a copy makes its own."""
-        return {**self.__dict__, "_units": [], "_fitted_to": [], "_own_flat": []}
+        return {**self.__dict__, "known_to": None, "_units": [], "_fitted_to": [], "_own_flat": []}
 
     def units(self, optimizer: Optimizer) -> list[GradUnit]:
         """How the gradients of ``optimizer`` travel; made anew when its parameters, or their buffers, have changed."""
@@ -109,6 +120,14 @@ def _combine_grads(optimizer: Optimizer) -> list[FlatGrads]:
     return flats
 
 
+def tell_masters(record: OptimizerRecord, session: Session | None) -> None:
+    """Let ``session`` know the pairs of ``record``: state dicts look for masters there."""
+    if session is not None:
+        for pair in record.pairs:
+            session.masters[pair.model_param] = pair.master_param
+    record.known_to = session
+
+
 def record_of(optimizer: Any) -> OptimizerRecord | None:
     """What amp knows of ``optimizer``, or None where it was never passed to ``initialize``."""
     record: OptimizerRecord | None = getattr(optimizer, "_amp_record", None)
@@ -120,6 +139,7 @@ class AmpOptimizerMixin(Optimizer):
 
     _amp_record: OptimizerRecord
 
+    @disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the optimizer, or none if the gradients have overflowed; then masters go back to the model.
 
@@ -142,12 +162,9 @@ class AmpOptimizerMixin(Optimizer):
         if record.skip is not None:
             self._skip_step(record)
             return loss
-        session = current()
-        if session is None:
+        self._check_gradients(record)
+        with disable_casts():
             super().step()
-        else:
-            with session.casts_disabled():
-                super().step()
         copy_masters_to_model(record.pairs)
         self._drop_master_grads(record)
         record.last_step = "applied"
@@ -155,6 +172,23 @@ class AmpOptimizerMixin(Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _check_gradients(self, record: OptimizerRecord) -> None:
+        if record.grad_scale != 1.0:
+            raise RuntimeError(
+                f"the gradients are still multiplied with the loss scale {record.grad_scale}: the last scale_loss "
+                "had delay_unscale=True; before step(), close one without it, or call zero_grad()"
+            )
+        if not record.pairs or any(pair.master_param.grad is not None for pair in record.pairs):
+            return
+        if any(unit.has_undelivered() for unit in record.units(self)):
+            warnings.warn(
+                "the model has gradients, but its fp32 masters, which this step updates, have none: was backward() "
+                "called outside amp.scale_loss? Use `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+                "scaled_loss.backward()`",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _skip_step(self, record: OptimizerRecord) -> None:
         session = current()
@@ -168,6 +202,7 @@ class AmpOptimizerMixin(Optimizer):
         for pair in record.pairs:
             pair.master_param.grad = None
 
+    @disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients of all parameters, and of the model parameters behind masters."""
         if set_to_none is None:
@@ -322,6 +357,5 @@ def pair_masters(
     pairs = make_masters(optimizer, fp32_values)
     record.pairs.extend(pairs)
     session = session or current()
-    if session is not None:
-        for pair in pairs:
-            session.masters[pair.model_param] = pair.master_param
+    if pairs or record.known_to is not session:
+        tell_masters(record, session)

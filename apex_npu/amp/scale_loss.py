@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex_npu._extension import disable_dynamo
 from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.master_params import LOW_PRECISION
 from apex_npu.amp.optimizer_adapter import OptimizerRecord, pair_masters, record_of
@@ -38,7 +39,8 @@ def scale_loss(
     gradient was inf or nan, the scale shrinks and that ``step()`` does nothing. At most one wait for the device happens
     here, with a dynamic scale, and none with a static one.
 
-    An exception inside the block leaves gradients unscaled and everything usable.
+    An exception inside the block leaves gradients unscaled and everything usable. After an overflow, further blocks
+    before the next ``step`` or ``zero_grad`` do not move the scale again: what they find is still the first one's inf.
 
     Args:
         loss: The loss, computed under the policy of ``initialize``.
@@ -50,7 +52,8 @@ def scale_loss(
         delay_overflow_check: Unscale, but neither move the scale nor skip a step.
 
     Raises:
-        RuntimeError: amp, or one of ``optimizers``, has not been initialized; a gradient is sparse.
+        RuntimeError: amp, or one of ``optimizers``, has not been initialized, or is in another such block already; a
+            gradient is sparse.
         TypeError: ``loss`` is no tensor, ``optimizers`` no optimizer.
         IndexError: ``loss_id`` is not below ``num_losses``.
     """
@@ -61,22 +64,28 @@ def scale_loss(
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss must be a tensor, got {type(loss).__name__}")
     scaler = _scaler(session, loss_id)
+    scale = scaler.scale
     work = _prepare(optimizers)
-    _scale_up(session, work, scaler.scale)
+    _scale_up(session, work, scale)
+    for record, _ in work:
+        record.in_block = True
     try:
-        yield (loss.float() if loss.dtype in LOW_PRECISION else loss) * scaler.scale
+        yield (loss.float() if loss.dtype in LOW_PRECISION else loss) * scale
     except BaseException:
-        _scale_down(work)
+        _scale_down(work, scale)
         raise
+    finally:
+        for record, _ in work:
+            record.in_block = False
     if delay_unscale:
         return
     try:
-        found_inf = _unscale(work, scaler.scale, check=scaler.dynamic)
+        found_inf = _unscale(work, scale, check=scaler.dynamic)
     except BaseException:
         _drop_all(work)  # some are unscaled by now and some are not
         raise
     if not delay_overflow_check:
-        _decide(session, work, loss_id, scaler, found_inf)
+        _decide(work, loss_id, scaler, found_inf)
 
 
 def _scaler(session: Session, loss_id: int) -> LossScaler:
@@ -87,6 +96,7 @@ def _scaler(session: Session, loss_id: int) -> LossScaler:
     return session.scalers[loss_id]
 
 
+@disable_dynamo
 def _prepare(optimizers: Any) -> Work:
     listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
     if not isinstance(listed, (list, tuple)):
@@ -98,11 +108,35 @@ def _prepare(optimizers: Any) -> Work:
             raise RuntimeError(
                 f"{type(optimizer).__name__} was not passed to amp.initialize; pass it there, and use what that returns"
             )
+        if record.in_block:
+            raise RuntimeError(
+                "scale_loss blocks of one optimizer must not be nested: close the first one, or add up the losses"
+            )
         pair_masters(optimizer)  # for parameters that have been unfrozen
         work.append((record, record.units(optimizer)))
-    return work
+    return _without_repeats(work)
 
 
+def _without_repeats(work: Work) -> Work:
+    """A parameter that several optimizers step has one gradient, to be unscaled once."""
+    if len(work) == 1:
+        return work
+    seen: set[int] = set()
+    distinct: Work = []
+    for record, units in work:
+        kept = []
+        for unit in units:
+            fresh = [i for i, p in enumerate(unit.params) if id(p) not in seen]
+            seen.update(id(p) for p in unit.params)
+            if len(fresh) == len(unit.params):
+                kept.append(unit)
+            elif fresh:
+                kept.append(GradUnit([unit.params[i] for i in fresh], [unit.sources[i] for i in fresh]))
+        distinct.append((record, kept))
+    return distinct
+
+
+@disable_dynamo
 def _scale_up(session: Session, work: Work, scale: float) -> None:
     """Bring the gradients that are there to ``scale``, so that backward adds like to like."""
     waiting = any(record.grad_scale != 1.0 for record, _ in work)
@@ -111,22 +145,35 @@ def _scale_up(session: Session, work: Work, scale: float) -> None:
         # Not while gradients of an earlier backward wait to be checked: the flag may be about them.
         if backend.saturates() and not waiting:
             backend.clear_overflow_flag(device)
-    for record, units in work:
-        for unit in units:
-            if record.grad_scale == 1.0:
-                unit.drop_source_grads()
-            unit.scale_(scale / record.grad_scale)
+    done: list[tuple[GradUnit, float]] = []
+    try:
+        for record, units in work:
+            if record.skip is not None and not any(unit.has_grads() for unit in units):
+                record.skip = None  # it was about gradients that are gone
+            for unit in units:
+                if record.grad_scale == 1.0:
+                    unit.forget_cleared()
+                    unit.drop_source_grads()
+                unit.scale_(scale / record.grad_scale)
+                done.append((unit, record.grad_scale / scale))
+    except BaseException:
+        for unit, factor in done:
+            unit.scale_(factor)
+        raise
+    for record, _ in work:
         record.grad_scale = scale
 
 
-def _scale_down(work: Work) -> None:
+@disable_dynamo
+def _scale_down(work: Work, scale: float) -> None:
     for record, units in work:
         for unit in units:
             unit.drop_source_grads()
-            unit.scale_(1.0 / record.grad_scale)
+            unit.scale_(1.0 / scale)
         record.grad_scale = 1.0
 
 
+@disable_dynamo
 def _drop_all(work: Work) -> None:
     for record, units in work:
         for unit in units:
@@ -135,6 +182,7 @@ def _drop_all(work: Work) -> None:
         record.grad_scale = 1.0
 
 
+@disable_dynamo
 def _unscale(work: Work, scale: float, *, check: bool) -> bool:
     flags: dict[torch.device, Tensor] = {}
     for record, units in work:
@@ -151,10 +199,14 @@ def _unscale(work: Work, scale: float, *, check: bool) -> bool:
     return found_inf
 
 
-def _decide(session: Session, work: Work, loss_id: int, scaler: LossScaler, found_inf: bool) -> None:
-    scaler.update(found_inf)
-    if found_inf:
+def _decide(work: Work, loss_id: int, scaler: LossScaler, found_inf: bool) -> None:
+    pending = [record for record, _ in work if record.skip is not None]
+    if not pending:
+        scaler.update(found_inf)
+    if found_inf or pending:
         for record, _ in work:
+            if record.skip is not None:
+                continue
             record.skip = (
                 f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.scale}"
             )

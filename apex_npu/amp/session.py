@@ -8,7 +8,6 @@ The slot exists because ``amp.scale_loss(loss, optimizer)`` names no session. Th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,8 +16,29 @@ import torch.distributed
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from apex_npu.amp.casting import CastHandle, ModelCast, enable_casts
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler
+
+
+class ConvertedModel:
+    """What was changed on one model, for as long as the model lives: nothing here keeps it alive."""
+
+    def __init__(self, cast: ModelCast, handles: list[Any]) -> None:
+        """``handles`` have a ``remove()``."""
+        self._cast = cast
+        self._handles = handles
+
+    @property
+    def alive(self) -> bool:
+        """False once the model is gone."""
+        return self._cast.alive
+
+    def undo(self) -> None:
+        """Give the model its own forward and state dict back."""
+        self._cast.undo()
+        for handle in self._handles:
+            handle.remove()
 
 
 @dataclass(eq=False)
@@ -29,19 +49,19 @@ class Session:
         policy: What the level and the overrides have come to.
         scalers: One per loss; ``loss_id`` is the index.
         verbosity: 0 silent, 1 normal.
+        device_types: Where O1 casts.
         masters: model_param → master_param, for as long as the model parameter lives.
-        casts_disabled: Gives a context in which O1 casts nothing.
-        undo_casts: Takes back what O1 has patched in torch.
-        undo_models: Each takes back what was patched on one model.
+        models: What was changed on models, by this session and those before it.
+        casts: What O1 has changed in torch.
     """
 
     policy: Policy
     scalers: list[LossScaler]
     verbosity: int = 1
+    device_types: list[str] = field(default_factory=list)
     masters: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
-    casts_disabled: Callable[[], AbstractContextManager[Any]] = nullcontext
-    undo_casts: Callable[[], None] = lambda: None
-    undo_models: list[Callable[[], None]] = field(default_factory=list)
+    models: list[ConvertedModel] = field(default_factory=list)
+    casts: CastHandle | None = None
 
     def disable(self) -> None:
         """Make everything pass through."""
@@ -59,14 +79,25 @@ _current: Session | None = None
 
 
 def install(session: Session) -> None:
-    """Make ``session`` the current one. What the former one patched in torch is undone, its models stay converted."""
+    """Make ``session`` the current one, its casts in place of the former's; if that fails, the former stays.
+
+    Models of the former session stay converted.
+    """
     global _current
     with _lock:
-        former, _current = _current, session
-    if former is not None:
-        former.undo_casts()
-        session.undo_models[:0] = former.undo_models
-        session.masters.update(former.masters)
+        former = _current
+        if former is not None and former.casts is not None:
+            former.casts.undo()  # first: what two sessions patch nests like brackets
+        try:
+            session.casts = enable_casts(session.policy, session.device_types)
+        except BaseException:
+            if former is not None:
+                former.casts = enable_casts(former.policy, former.device_types)
+            raise
+        if former is not None:
+            session.models[:0] = [model for model in former.models if model.alive]
+            session.masters.update(former.masters)
+        _current = session
 
 
 def current() -> Session | None:
@@ -97,14 +128,15 @@ def shutdown() -> None:
     with _lock:
         former, _current = _current, None
     if former is not None:
-        former.undo_casts()
-        for undo in reversed(former.undo_models):
-            undo()
+        if former.casts is not None:
+            former.casts.undo()
+        for model in reversed(former.models):
+            model.undo()
 
 
 def disable_casts() -> AbstractContextManager[Any]:
     """A context in which O1 casts nothing; without O1 it does nothing. Re-entrant, and restored after an exception."""
-    return nullcontext() if _current is None else _current.casts_disabled()
+    return nullcontext() if _current is None or _current.casts is None else _current.casts.disabled()
 
 
 def master_of(model_param: Tensor) -> Tensor | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import for_device
-from apex_npu.fusion.layout import ALIGN_NUMEL, PAD_NUMEL, Layout, Slot, extent_numel, plan_slots
+from apex_npu.fusion.layout import Layout, Slot, extent_numel, plan_slots
 from apex_npu.fusion.storage import check_change_data_ptr, move_storage, storage_view
 
 logger = logging.getLogger("apex_npu")
@@ -74,17 +74,16 @@ def plan(tensors: Sequence[Tensor]) -> Plan:
 
 
 def owns_storage(tensors: Sequence[Tensor]) -> bool:
-    """True where ``tensors``, which share one storage, make up that storage but for alignment gaps.
+    """True where ``tensors``, which share one storage, make up all of it.
 
-    False for a small view of a large storage: that is another owner's buffer (a DDP bucket, a slice of a data set), and
-    moving it would copy and keep all of it.
+    False for a view of a larger storage: that is another owner's buffer (a DDP bucket, a slice of a vector), and what
+    else lies there must not be stepped along.
     """
     backend = for_device(tensors[0].device)
     if any(backend.has_private_format(t) for t in tensors):
         return True
     ranges = {(t.storage_offset(), extent_numel(t.size(), t.stride())) for t in tensors}
-    gaps = backend.storage_numel(tensors[0]) - sum(extent for _, extent in ranges)
-    return gaps <= (ALIGN_NUMEL + PAD_NUMEL) * len(tensors)
+    return backend.storage_numel(tensors[0]) <= sum(extent for _, extent in ranges)
 
 
 class FlatBuffer:

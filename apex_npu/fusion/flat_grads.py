@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer
-from apex_npu.fusion.storage import slot_table
+from apex_npu.fusion.storage import grad_states, slot_table
 
 ABSENT, PRESENT, FOREIGN = 0, 1, 2
 
@@ -57,11 +57,11 @@ class FlatGrads:
 
     def states(self) -> bytes:
         """One byte per parameter: ABSENT, PRESENT or FOREIGN."""
-        return self._table.grad_states(self._views or self.params)
+        return grad_states(self.params, self._views or self.params)
 
     def broken(self) -> list[int]:
         """Indices of the parameters that no longer have the address, shape, dtype or device they were planned with."""
-        return self._table.broken()
+        return self._table.broken(self.params)
 
     def gather(self) -> bytes:
         """Bring every gradient into its slot: afterwards ``param.grad`` is None or the slot's view.

@@ -14,7 +14,7 @@ from torch import Tensor
 from apex_npu.fusion.flat_buffer import FlatBuffer, owns_storage, plan
 from apex_npu.fusion.flat_grads import PRESENT, FlatGrads
 from apex_npu.fusion.layout import extent_numel, is_dense
-from apex_npu.fusion.storage import slot_table
+from apex_npu.fusion.storage import follows_aliases, has_unnamed_aliases, owns_memory, release_previous, slot_table
 from apex_npu.ops import Segments
 from apex_npu.ops.reference import segment_ids
 
@@ -138,12 +138,15 @@ class FusedGroup:
         self._offsets = list(offsets)
         self._ends = list(ends)
         self._table = slot_table(self.params)
+        # Those whose former memory may still be looked at from outside torch, and is let go of when that has ended.
+        self._kept = [p for p in self.params if not release_previous(p)]
         self.grads = FlatGrads(self.params, self._offsets, param_flat.numel())
         self._states: dict[str, FlatBuffer] = {}
         self._state_views: dict[str, list[Tensor]] = {}
         self._scratch: dict[str, FlatBuffer] = {}
         # Float, on the host: torch.optim's `step` entries are such tensors, and here they are views of this one.
         self._steps = FlatBuffer(len(params), torch.float32, torch.device("cpu"))
+        self._counts = self._steps.flat.numpy()  # the same memory; numpy is quicker with a handful of numbers
         self._runs: list[Run] = []
         self._runs_states: bytes | None = None
 
@@ -153,7 +156,9 @@ class FusedGroup:
 
     def broken(self) -> list[int]:
         """Indices of the parameters that no longer lie in their slot (``p.data = …``, ``.to()``, another fusion)."""
-        return self._table.broken()
+        if self._kept:
+            self._kept = [p for p in self._kept if not release_previous(p)]
+        return self._table.broken(self.params)
 
     # State
 
@@ -204,12 +209,12 @@ class FusedGroup:
 
     def set_step(self, index: int, step: float) -> None:
         """Set the step count of one parameter."""
-        self._steps.flat[index] = step
+        self._counts[index] = step
         self._runs_states = None
 
     def step_of(self, index: int) -> int:
         """The step count of one parameter."""
-        return int(self._steps.flat[index])
+        return int(self._counts[index])
 
     # Steps
 
@@ -221,18 +226,22 @@ class FusedGroup:
             on_join: Called with the index of every such slot whenever the runs are cut anew, before counting.
             counted: False leaves the step counts as they are: the rule keeps no state.
         """
-        if states != self._runs_states:
+        if states != self._runs_states or not all(self._is_uniform(run) for run in self._runs):
             self._partition(states, on_join)
         for run in self._runs:
-            # The tensor is the truth: a user may have set it, and it is what a checkpoint shows.
-            counts = self._steps.flat[run.first : run.last + 1]
+            # The buffer is the truth: it is what a checkpoint shows, and a user may have set it.
+            counts = self._counts[run.first : run.last + 1]
             if counted:
-                counts.add_(1)
+                counts += 1
             run.step = int(counts[0])
         return self._runs
 
+    def _is_uniform(self, run: Run) -> bool:
+        counts = self._counts[run.first : run.last + 1]
+        return bool((counts == counts[0]).all())
+
     def _partition(self, states: bytes, on_join: Callable[[int], None]) -> None:
-        steps: list[float] = self._steps.flat.tolist()
+        steps: list[float] = self._counts.tolist()
         keys: list[Hashable] = [step if state == PRESENT else None for step, state in zip(steps, states, strict=True)]
         self._runs = [Run(self, first, last, int(steps[first])) for first, last in _equal_neighbours(keys)]
         for run in self._runs:
@@ -286,6 +295,13 @@ def fuse(params: Sequence[Tensor]) -> list[FusedGroup]:
     return groups + [step_in_place(p) for p in in_place]
 
 
+def _may_move(sharing: list[Tensor]) -> bool:
+    """True where the one storage of ``sharing`` is theirs alone, and all who look at it would follow."""
+    if not owns_storage(sharing) or not owns_memory(sharing[0]) or len({p.dtype for p in sharing}) > 1:
+        return False
+    return follows_aliases() or not has_unnamed_aliases(sharing)
+
+
 def _sort_out(params: Sequence[Tensor]) -> tuple[list[list[Tensor]], list[Tensor]]:
     """Movable parameters by device and dtype, and those to be left in place."""
     by_storage: dict[int, list[Tensor]] = {}
@@ -294,16 +310,27 @@ def _sort_out(params: Sequence[Tensor]) -> tuple[list[list[Tensor]], list[Tensor
     movable: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     in_place: list[Tensor] = []
     for sharing in by_storage.values():
-        if not owns_storage(sharing) or len({p.dtype for p in sharing}) > 1:
+        distinct, overlapping = _split_overlapping(sharing)
+        if not _may_move(sharing) or (overlapping and not follows_aliases()):
             in_place.extend(sharing)
             continue
-        taken: list[tuple[int, int]] = []
-        for p in sharing:
-            begin = int(p.storage_offset())
-            end = begin + extent_numel(p.size(), p.stride())
-            if any(begin < other_end and other_begin < end for other_begin, other_end in taken):
-                in_place.append(p)
-            else:
-                taken.append((begin, end))
-                movable.setdefault((p.device, p.dtype), []).append(p)
+        in_place.extend(overlapping)
+        for p in distinct:
+            movable.setdefault((p.device, p.dtype), []).append(p)
     return list(movable.values()), in_place
+
+
+def _split_overlapping(sharing: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors of one storage that do not overlap any before them, and those that do."""
+    distinct: list[Tensor] = []
+    overlapping: list[Tensor] = []
+    taken: list[tuple[int, int]] = []
+    for p in sharing:
+        begin = int(p.storage_offset())
+        end = begin + extent_numel(p.size(), p.stride())
+        if any(begin < other_end and other_begin < end for other_begin, other_end in taken):
+            overlapping.append(p)
+        else:
+            taken.append((begin, end))
+            distinct.append(p)
+    return distinct, overlapping

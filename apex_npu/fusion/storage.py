@@ -23,12 +23,8 @@ from apex_npu.fusion.layout import extent_numel
 class SlotTable(Protocol):
     """Where tensors lay when they were fused."""
 
-    def broken(self) -> list[int]:
+    def broken(self, tensors: Sequence[Tensor]) -> list[int]:
         """Indices of the tensors whose address, size, stride, dtype or device is no longer what it was."""
-        ...
-
-    def grad_states(self, views: Sequence[Tensor]) -> bytes:
-        """One byte per tensor: 0 its ``.grad`` is None, 1 its ``.grad`` is ``views[i]``, 2 it is another tensor."""
         ...
 
 
@@ -45,7 +41,7 @@ def check_change_data_ptr(dst: Tensor, src: Tensor, offset: int) -> None:
     for name, t in (("dst", dst), ("src", src)):
         if t.layout != torch.strided:
             raise TypeError(f"change_data_ptr: {name} must be dense (strided), got layout {t.layout}")
-        if type(t) not in (Tensor, torch.nn.Parameter):
+        if torch._C._dispatch_keys(t).has(torch._C.DispatchKey.Python):
             raise TypeError(
                 f"change_data_ptr: {name} must be a plain tensor with memory of its own, got {type(t).__name__}; "
                 "pass its local tensor"
@@ -86,7 +82,8 @@ def change_data_ptr(dst: Tensor, src: Tensor, offset: int) -> None:
     """Make the storage of ``dst`` begin ``offset`` elements behind the first element of ``src``.
 
     ``dst`` and every alias of it see ``src``'s memory from then on; values are not copied, sizes and strides stay, and
-    so does the identity of a Parameter. The memory is owned jointly and outlives ``src``.
+    so does the identity of a Parameter. The memory is owned jointly and outlives ``src``. What looks at
+    ``dst``'s memory from outside torch (a numpy array) goes on seeing the old one, which stays allocated.
 
     Args:
         dst: Any dense tensor; its whole storage moves.
@@ -98,7 +95,8 @@ def change_data_ptr(dst: Tensor, src: Tensor, offset: int) -> None:
         ValueError: Other device; a range outside ``src``; two views of one storage; memory that ``src`` does not own.
     """
     if extension is not None:
-        extension.change_data_ptr(dst, src, offset)
+        extension.check_change_data_ptr(dst, src, offset)
+        extension.change_data_ptr(dst, src, offset, has_unnamed_aliases([dst]))
         return
     check_change_data_ptr(dst, src, offset)
     if src.is_meta:
@@ -109,11 +107,10 @@ def change_data_ptr(dst: Tensor, src: Tensor, offset: int) -> None:
 def move_storage(tensors: Sequence[Tensor], buffer: Tensor, offset: int) -> None:
     """Like ``change_data_ptr`` for the one storage that all ``tensors`` share."""
     if extension is not None:
-        extension.change_data_ptr(tensors[0], buffer, offset)
+        # An alias may be an array or the like outside torch, which cannot follow, and must not be left dangling.
+        extension.change_data_ptr(tensors[0], buffer, offset, has_unnamed_aliases(tensors))
         return
-    storage = tensors[0].untyped_storage()
-    # Each tensor holds the storage once, and so does the Python object asked here.
-    if torch._C._storage_Use_Count(storage._cdata) > len(tensors) + 1:
+    if has_unnamed_aliases(tensors):
         warnings.warn(
             f"a fused tensor of shape {tuple(tensors[0].shape)} has other views, which will not follow it into the "
             "fused buffer: without the C++ extension only the tensors that are passed can; build the extension, or "
@@ -164,12 +161,49 @@ def _place(t: Tensor) -> tuple[object, ...]:
 
 class _PythonSlotTable:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
         self._places = [_place(t) for t in tensors]
 
-    def broken(self) -> list[int]:
-        return [i for i, (t, place) in enumerate(zip(self._tensors, self._places, strict=True)) if _place(t) != place]
+    def broken(self, tensors: Sequence[Tensor]) -> list[int]:
+        return [i for i, (t, place) in enumerate(zip(tensors, self._places, strict=True)) if _place(t) != place]
 
-    def grad_states(self, views: Sequence[Tensor]) -> bytes:
-        grads = [t.grad for t in self._tensors]
-        return bytes(0 if g is None else 1 if g is v else 2 for g, v in zip(grads, views, strict=True))
+
+def grad_states(tensors: Sequence[Tensor], views: Sequence[Tensor]) -> bytes:
+    """One byte per tensor: 0 its ``.grad`` is None, 1 its ``.grad`` is ``views[i]``, 2 it is another tensor."""
+    if extension is not None:
+        states: bytes = extension.grad_states(tensors, views)
+        return states
+    grads = [t.grad for t in tensors]
+    return bytes(0 if g is None else 1 if g is v else 2 for g, v in zip(grads, views, strict=True))
+
+
+def owns_memory(tensor: Tensor) -> bool:
+    """True where the memory of ``tensor`` came from torch's allocator, not from another process, an array or a file."""
+    if extension is not None:
+        return bool(extension.owns_memory(tensor))
+    return not (tensor.device.type == "cpu" and tensor.is_shared())
+
+
+def has_unnamed_aliases(tensors: Sequence[Tensor]) -> bool:
+    """True where more than ``tensors`` look at the one storage that they share."""
+    storage = tensors[0].untyped_storage()
+    # Each tensor holds the storage once, and so does the Python object asked here.
+    return torch._C._storage_Use_Count(storage._cdata) > len({id(t) for t in tensors}) + 1
+
+
+def follows_aliases() -> bool:
+    """True where moving a storage takes all its aliases along, not only the tensors that are named."""
+    return extension is not None
+
+
+def release_previous(tensor: Tensor) -> bool:
+    """Let go of memory that was kept because something outside torch might still look at it.
+
+    Returns:
+        True where nothing is kept any more.
+    """
+    if extension is None or not extension.keeps_previous(tensor):
+        return True
+    if has_unnamed_aliases([tensor]):
+        return False
+    extension.release_previous(tensor)
+    return True

@@ -53,7 +53,7 @@ def adam_(
         [exp_avg],
         [exp_avg_sq],
         [] if max_exp_avg_sq is None else [max_exp_avg_sq],
-        [torch.full((), float(step), device=param.device)],
+        [torch.full((), float(step), dtype=torch.float32, device=param.device)],
         amsgrad=max_exp_avg_sq is not None,
         grad_scale=None,
         found_inf=None,

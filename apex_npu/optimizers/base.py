@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from apex_npu._extension import disable_dynamo
 from apex_npu.fusion import FlatGrads, FusedGroup, Run, clip_grad_norm_, fuse, is_slot, step_in_place
 from apex_npu.fusion.flat_grads import PRESENT
 from apex_npu.optimizers.checks import check_bool
@@ -108,6 +109,7 @@ class FusedOptimizer(Optimizer):
 
     # What users call
 
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
@@ -168,6 +170,7 @@ class FusedOptimizer(Optimizer):
         counted = self.has_step_state or bool(self.state_names(group))
         return fused.advance(states, lambda index: self._join(group, fused, index), counted=counted)
 
+    @disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop all gradients, or with ``set_to_none=False`` write zeros into those that exist.
 
@@ -200,6 +203,7 @@ class FusedOptimizer(Optimizer):
             del self.param_groups[-1]
             raise
 
+    @disable_dynamo
     def flat_grads(self) -> list[FlatGrads]:
         """The gradient buffers of all parameters, in order; fuses them if they are not."""
         with torch.no_grad():
@@ -344,11 +348,14 @@ class FusedOptimizer(Optimizer):
         del self._fused[len(self.param_groups) :]
         for group in self.param_groups[len(self._fused) :]:
             self._fused.append(_FusedParamGroup(list(group["params"]), list(group["params"])))
-        changed = [
-            self._follow(i, group, record)
-            for i, (group, record) in enumerate(zip(self.param_groups, self._fused, strict=True))
-        ]
-        if any(changed) or not self._state_is_known():
+        changed = False
+        # Again until nothing changes: fusing one group moves storages, and with them what other groups share.
+        for _ in range(len(self.param_groups) + 1):
+            pairs = zip(self.param_groups, self._fused, strict=True)
+            if not any([self._follow(i, group, record) for i, (group, record) in enumerate(pairs)]):
+                break
+            changed = True
+        if changed or not self._state_is_known():
             self._adopt_state()
 
     def _follow(self, index: int, group: ParamGroup, record: _FusedParamGroup) -> bool:
@@ -357,9 +364,9 @@ class FusedOptimizer(Optimizer):
         changed = False
         if len(params) != len(record.params) or not all(map(is_, params, record.params)):
             kept = {id(p) for p in params}
+            record.params = list(params)
             self._take_apart(record, [g for g in record.groups if not all(id(p) in kept for p in g.params)])
             held = {id(p) for g in record.groups for p in g.params}
-            record.params = list(params)
             record.unfused = [p for p in params if id(p) not in held]
             changed = True
         broken = [g for g in record.groups if g.broken()]
@@ -367,7 +374,7 @@ class FusedOptimizer(Optimizer):
             self._report(index, broken)
             self._take_apart(record, broken)
             changed = True
-        ready = [p for p in record.unfused if p.requires_grad or p.grad is not None]
+        ready = [p for p in record.unfused if (p.requires_grad or p.grad is not None) and p.dtype in _DTYPES]
         if ready:
             record.groups.extend(fuse(ready))
             held = {id(p) for p in ready}
@@ -397,9 +404,10 @@ class FusedOptimizer(Optimizer):
 
     def _take_apart(self, record: _FusedParamGroup, outdated: list[FusedGroup]) -> None:
         """Drop ``outdated`` groups; their parameters are fused again with those that await it."""
+        members = {id(p) for p in record.params}
         for group in outdated:
             # What another fusion has taken stays there: taking it back would only start a tug-of-war.
-            taken = {i for i in group.broken() if is_slot(group.params[i])}
+            taken = {i for i in group.broken() if is_slot(group.params[i]) and id(group.params[i]) in members}
             record.groups.remove(group)
             record.groups.extend(step_in_place(group.params[i]) for i in sorted(taken))
             record.unfused.extend(p for i, p in enumerate(group.params) if i not in taken)
@@ -478,7 +486,7 @@ class FusedOptimizer(Optimizer):
 
 def _check_params(params: list[Tensor]) -> None:
     for i, p in enumerate(params):
-        if p.dtype not in _DTYPES:
+        if p.dtype not in _DTYPES and p.requires_grad:
             raise TypeError(
                 f"parameter {i} of shape {tuple(p.shape)} is {p.dtype}; fused optimizers take float32, float16, "
                 "bfloat16 and float64. Use torch.optim for it"

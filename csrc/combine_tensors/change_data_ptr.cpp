@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/Storage.h>
+#include <c10/core/impl/COW.h>
 #include <c10/util/Exception.h>
 
 #include <memory>
@@ -17,22 +18,28 @@ namespace {
 // Owning the memory rather than the source's StorageImpl keeps slots valid when the source is resized or re-pointed.
 using SharedMemory = std::shared_ptr<c10::DataPtr>;
 
-void release_memory(void* context) { delete static_cast<SharedMemory*>(context); }
+struct SlotContext {
+  SharedMemory memory;
+  // What the storage pointed at before, while someone outside torch (numpy, DLPack) may still look at it.
+  c10::DataPtr previous;
+};
+
+void release_slot(void* context) { delete static_cast<SlotContext*>(context); }
 
 c10::DataPtr point_at(void* start, const SharedMemory& memory, c10::Device device) {
-  return c10::DataPtr(start, new SharedMemory(memory), &release_memory, device);
+  return c10::DataPtr(start, new SlotContext{memory, {}}, &release_slot, device);
 }
 
-const SharedMemory* shared_memory_of(const c10::DataPtr& data_ptr) {
-  if (data_ptr.get_deleter() != &release_memory) return nullptr;
-  return static_cast<const SharedMemory*>(data_ptr.get_context());
+SlotContext* slot_context_of(const c10::DataPtr& data_ptr) {
+  if (data_ptr.get_deleter() != &release_slot) return nullptr;
+  return static_cast<SlotContext*>(data_ptr.get_context());
 }
 
 // Turns sole ownership into joint ownership, once per source; the address stays.
 SharedMemory share_memory_of(const at::Tensor& src) {
   c10::StorageImpl* storage = src.storage().unsafeGetStorageImpl();
   void* start = storage->mutable_data();  // materialises a copy-on-write storage
-  if (const SharedMemory* memory = shared_memory_of(storage->data_ptr())) return *memory;
+  if (const SlotContext* context = slot_context_of(storage->data_ptr())) return context->memory;
   auto memory = std::make_shared<c10::DataPtr>();
   *memory = storage->set_data_ptr(point_at(start, memory, src.device()));
   return memory;
@@ -40,11 +47,17 @@ SharedMemory share_memory_of(const at::Tensor& src) {
 
 int64_t extent_numel(at::IntArrayRef sizes, at::IntArrayRef strides) {
   int64_t extent = 1;
+  bool empty = false;
   for (size_t d = 0; d < sizes.size(); ++d) {
-    if (sizes[d] == 0) return 0;
-    extent += (sizes[d] - 1) * strides[d];
+    TORCH_CHECK_VALUE(sizes[d] >= 0 && strides[d] >= 0, "sizes and strides must be >= 0, got ", sizes, " and ",
+                      strides);
+    empty = empty || sizes[d] == 0;
+    int64_t reach = 0;
+    TORCH_CHECK_VALUE(empty || (!__builtin_mul_overflow(sizes[d] - 1, strides[d], &reach) &&
+                                !__builtin_add_overflow(extent, reach, &extent)),
+                      "sizes ", sizes, " and strides ", strides, " reach over 2^63 elements");
   }
-  return extent;
+  return empty ? 0 : extent;
 }
 
 int64_t storage_numel(const at::Tensor& t) { return static_cast<int64_t>(t.storage().nbytes() / t.dtype().itemsize()); }
@@ -99,11 +112,32 @@ void check_change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t
   // No check for longer cycles: slots own memory, never each other's storages, so none can form.
 }
 
-void change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t offset_numel) {
+void change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t offset_numel, bool keep_previous) {
   check_change_data_ptr(dst, src, offset_numel);
   if (src.is_meta()) return;  // nothing to point at
   const SharedMemory memory = share_memory_of(src);
-  dst.storage().set_data_ptr(point_at(start_of(src, offset_numel), memory, dst.device()));
+  c10::StorageImpl* storage = dst.storage().unsafeGetStorageImpl();
+  c10::DataPtr previous = storage->set_data_ptr(point_at(start_of(src, offset_numel), memory, dst.device()));
+  if (keep_previous) slot_context_of(storage->data_ptr())->previous = std::move(previous);
+}
+
+bool keeps_previous(const at::Tensor& t) {
+  const SlotContext* context = slot_context_of(t.storage().data_ptr());
+  return context != nullptr && static_cast<bool>(context->previous);
+}
+
+void release_previous(const at::Tensor& t) {
+  SlotContext* context = slot_context_of(t.storage().data_ptr());
+  if (context != nullptr) context->previous.clear();
+}
+
+bool owns_memory(const at::Tensor& t) {
+  const c10::DataPtr& data_ptr = t.storage().data_ptr();
+  if (t.storage().nbytes() == 0 || t.is_meta() || slot_context_of(data_ptr) != nullptr) return true;
+  if (c10::impl::cow::is_cow_data_ptr(data_ptr)) return true;
+  const c10::Allocator* allocator = t.storage().allocator();
+  if (allocator == nullptr) return false;
+  return allocator->raw_deleter() == nullptr || allocator->raw_deleter() == data_ptr.get_deleter();
 }
 
 at::Tensor storage_view(const at::Tensor& src, int64_t offset_numel, at::IntArrayRef sizes, at::IntArrayRef strides) {
@@ -125,7 +159,7 @@ at::Tensor storage_view(const at::Tensor& src, int64_t offset_numel, at::IntArra
 }
 
 bool is_slot(const at::Tensor& t) {
-  return t.defined() && t.has_storage() && shared_memory_of(t.storage().data_ptr()) != nullptr;
+  return t.defined() && t.has_storage() && slot_context_of(t.storage().data_ptr()) != nullptr;
 }
 
 }  // namespace apex_npu

@@ -4,8 +4,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <utility>
-
 namespace apex_npu {
 
 // storage().data() is the const accessor: it does not materialise a copy-on-write storage, as data_ptr() would.
@@ -13,18 +11,20 @@ const void* SlotTable::address_of(const at::Tensor& t) {
   return static_cast<const char*>(t.storage().data()) + t.storage_offset() * static_cast<int64_t>(t.dtype().itemsize());
 }
 
-SlotTable::SlotTable(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {
-  places_.reserve(tensors_.size());
-  for (const at::Tensor& t : tensors_) {
+SlotTable::SlotTable(const std::vector<at::Tensor>& tensors) {
+  places_.reserve(tensors.size());
+  for (const at::Tensor& t : tensors) {
     places_.push_back(
         {address_of(t), c10::DimVector(t.sizes()), c10::DimVector(t.strides()), t.scalar_type(), t.device()});
   }
 }
 
-std::vector<int64_t> SlotTable::broken() const {
+std::vector<int64_t> SlotTable::broken(const std::vector<at::Tensor>& tensors) const {
+  TORCH_CHECK_VALUE(tensors.size() == places_.size(), "broken: expected ", places_.size(), " tensors, got ",
+                    tensors.size());
   std::vector<int64_t> indices;
-  for (size_t i = 0; i < tensors_.size(); ++i) {
-    const at::Tensor& t = tensors_[i];
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& t = tensors[i];
     const Place& place = places_[i];
     const bool intact = t.layout() == c10::kStrided && t.scalar_type() == place.dtype && t.device() == place.device &&
                         t.sizes() == place.sizes && t.strides() == place.strides && address_of(t) == place.address;
@@ -33,12 +33,12 @@ std::vector<int64_t> SlotTable::broken() const {
   return indices;
 }
 
-std::string SlotTable::grad_states(const std::vector<at::Tensor>& views) const {
-  TORCH_CHECK_VALUE(views.size() == tensors_.size(), "grad_states: expected one view per tensor (", tensors_.size(),
+std::string grad_states(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& views) {
+  TORCH_CHECK_VALUE(views.size() == tensors.size(), "grad_states: expected one view per tensor (", tensors.size(),
                     "), got ", views.size());
-  std::string states(tensors_.size(), '\0');
-  for (size_t i = 0; i < tensors_.size(); ++i) {
-    const at::Tensor& grad = tensors_[i].grad();
+  std::string states(tensors.size(), '\0');
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& grad = tensors[i].grad();
     if (grad.defined()) states[i] = grad.is_same(views[i]) ? '\1' : '\2';
   }
   return states;

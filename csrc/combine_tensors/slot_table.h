@@ -13,15 +13,13 @@
 
 namespace apex_npu {
 
+// Holds places, not tensors: a reference would stand in the way of torch.utils.swap_tensors.
 class SlotTable {
  public:
-  explicit SlotTable(std::vector<at::Tensor> tensors);
+  explicit SlotTable(const std::vector<at::Tensor>& tensors);
 
   // Indices of the tensors that have another address, size, stride, dtype or device than when the table was made.
-  std::vector<int64_t> broken() const;
-
-  // One byte per tensor: 0 its .grad is None, 1 its .grad is views[i] itself, 2 its .grad is some other tensor.
-  std::string grad_states(const std::vector<at::Tensor>& views) const;
+  std::vector<int64_t> broken(const std::vector<at::Tensor>& tensors) const;
 
  private:
   struct Place {
@@ -33,8 +31,10 @@ class SlotTable {
   };
   static const void* address_of(const at::Tensor& t);
 
-  std::vector<at::Tensor> tensors_;
   std::vector<Place> places_;
 };
+
+// One byte per tensor: 0 its .grad is None, 1 its .grad is views[i] itself, 2 it is some other tensor.
+std::string grad_states(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& views);
 
 }  // namespace apex_npu

@@ -1,0 +1,261 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Orders of calls that are legal, or refused, and once went wrong."""
+
+import copy
+import gc
+import math
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from apex_npu import amp, optimizers
+
+
+def make(level, maker=torch.optim.SGD, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = maker(model.parameters(), lr=1.0)
+    return amp.initialize(model, optimizer, **{"opt_level": level, "loss_scale": 4.0, "verbosity": 0, **options})
+
+
+def backward(model, optimizer, **options):
+    with amp.scale_loss(model(torch.ones(1, 3)).sum(), optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+def grads(optimizer):
+    return [None if p.grad is None else p.grad.flatten().tolist() for p in amp.master_params(optimizer)]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("combine_grad", [None, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_model_zero_grad_without_a_step(level, combine_grad, set_to_none):
+    """A loop that gives up on a batch after backward must not carry its gradients along."""
+    model, optimizer = make(level, combine_grad=combine_grad)
+    for _ in range(3):
+        model.zero_grad(set_to_none=set_to_none)
+        backward(model, optimizer)
+        assert grads(optimizer) == [[1, 1, 1]]
+    backward(model, optimizer)
+    assert grads(optimizer) == [[2, 2, 2]]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_nested_blocks_are_refused(level):
+    model, optimizer = make(level)
+    with pytest.raises(RuntimeError, match="must not be nested"), amp.scale_loss(torch.ones(()), optimizer):
+        backward(model, optimizer)
+    backward(model, optimizer)
+    assert grads(optimizer) == [[1, 1, 1]]
+
+
+@pytest.mark.parametrize("maker", [torch.optim.SGD, optimizers.NpuFusedSGD])
+def test_a_parameter_in_two_optimizers_is_unscaled_once(maker):
+    model, own = nn.Linear(3, 1, bias=False), nn.Parameter(torch.ones(2))
+    pair = [maker(model.parameters(), lr=0.1), maker([*model.parameters(), own], lr=0.1)]
+    model, pair = amp.initialize(model, pair, opt_level="O1", loss_scale=8.0, verbosity=0)
+    for expected in (1.0, 2.0):
+        with amp.scale_loss(model(torch.ones(1, 3)).sum() + own.sum(), pair) as scaled_loss:
+            scaled_loss.backward()
+        assert model.weight.grad.flatten().tolist() == [expected] * 3
+        assert own.grad.tolist() == [expected] * 2
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_one_overflow_shrinks_the_scale_once(level):
+    model, optimizer = make(level, loss_scale="dynamic", dynamic_init_scale=2.0**10)
+    for micro in range(4):
+        with amp.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if micro == 0:
+                model.weight.grad.view(-1)[0] = math.inf
+    optimizer.step()
+    assert amp.last_step(optimizer) == "skipped"
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**9
+
+
+def test_a_skip_is_forgotten_with_model_zero_grad():
+    model, optimizer = make("O1", loss_scale="dynamic", dynamic_init_scale=2.0**10)
+    with amp.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        model.weight.grad.view(-1)[0] = math.inf
+    model.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    assert amp.last_step(optimizer) == "applied"
+
+
+def test_an_exception_behind_zero_grad_and_backward():
+    model, optimizer = make("O1")
+    loss = model(torch.ones(1, 3)).sum()
+
+    def fail_late():
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            optimizer.zero_grad()
+            scaled_loss.backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_late()
+    assert grads(optimizer) == [[1, 1, 1]]
+
+
+def test_gradients_whose_elements_share_memory():
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    optimizer = torch.optim.SGD([{"params": params[:1]}, {"params": params[1:]}], lr=0.1)
+    _, optimizer = amp.initialize(nn.Identity(), optimizer, opt_level="O0", loss_scale=4.0, verbosity=0)
+    for p in params:
+        p.grad = torch.ones(()).expand(3)
+    with amp.scale_loss(sum(p.sum() for p in params), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert grads(optimizer) == [[2, 2, 2]] * 2
+
+
+def test_a_gradient_that_cannot_be_scaled_up_changes_nothing():
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.float64))]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    _, optimizer = amp.initialize(nn.Identity(), optimizer, opt_level="O1", loss_scale=4.0, verbosity=0)
+    params[0].grad = torch.ones(3)
+    params[1].grad = torch.ones(3, dtype=torch.float64).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse gradient"), amp.scale_loss(torch.ones(()), optimizer):
+        pass
+    assert params[0].grad.tolist() == [1, 1, 1]
+
+
+def test_a_copied_pair_loads_like_the_original():
+    model, optimizer = make("O2")
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    twin.load_state_dict({"weight": torch.full((1, 3), 7.0001)})
+    assert twin.state_dict()["weight"].flatten().tolist() == pytest.approx([7.0001] * 3, abs=1e-6)
+    for p in amp.master_params(twin_optimizer):
+        p.grad = torch.zeros_like(p)
+    twin_optimizer.step()
+    assert twin.weight.flatten().tolist() == [7, 7, 7]
+    assert model.weight.flatten().tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_models_are_not_kept_alive(level):
+    alive = []
+    for _ in range(3):
+        model, optimizer = make(level)
+        backward(model, optimizer)
+        optimizer.step()
+        alive.append(weakref.ref(model))
+        del model, optimizer
+    gc.collect()
+    assert [ref() is None for ref in alive] == [True] * 3
+    make(level)
+    assert len(amp.session.current().models) == 1
+
+
+def test_initialising_again_stacks_nothing():
+    model = nn.Linear(3, 1)
+    for _ in range(3):
+        amp.initialize(model, opt_level="O0", verbosity=0)
+    assert len(model._state_dict_hooks) == 1
+    amp.shutdown()
+    assert not model._state_dict_hooks
+    assert not model._load_state_dict_pre_hooks
+    assert "forward" not in vars(model)
+
+
+def test_a_failing_second_initialize_leaves_the_first(monkeypatch):
+    model, optimizer = make("O1")
+    with pytest.raises(RuntimeError, match=r"meta device; call model.to_empty"):
+        amp.initialize(nn.Linear(2, 2, device="meta"), opt_level="O1", verbosity=0)
+    from apex_npu.amp import session
+
+    enable = session.enable_casts
+    calls = []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise MemoryError
+        return enable(*arguments)
+
+    monkeypatch.setattr(session, "enable_casts", failing)
+    with pytest.raises(MemoryError):
+        amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    assert model(torch.ones(1, 3)).dtype == torch.float16
+    backward(model, optimizer)
+    optimizer.step()
+    assert amp.last_step(optimizer) == "applied"
+
+
+def test_initialize_inside_autocast_is_refused():
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError, match=r"inside torch.autocast"):
+        make("O1")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_step_with_scaled_gradients_is_refused():
+    model, optimizer = make("O1")
+    backward(model, optimizer, delay_unscale=True)
+    with pytest.raises(RuntimeError, match=r"still multiplied with the loss scale 4.0.*delay_unscale=True"):
+        optimizer.step()
+    backward(model, optimizer)
+    optimizer.step()
+    assert model.weight.flatten().tolist() == [-1, -1, -1]
+
+
+def test_backward_outside_scale_loss_is_noticed():
+    model, optimizer = make("O2")
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.warns(RuntimeWarning, match=r"was backward\(\) called outside amp.scale_loss"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.zero_grad()
+        backward(model, optimizer)
+        optimizer.step()
+        optimizer.step()  # nothing new to step
+
+
+def test_assigning_state_dicts_over_masters_is_refused():
+    model, _ = make("O2")
+    with pytest.raises(RuntimeError, match=r"assign=True.* would replace weight, whose fp32 master"):
+        model.load_state_dict(model.state_dict(), assign=True)
+
+
+def test_lazy_modules():
+    with pytest.raises(RuntimeError, match="parameter weight has no shape yet; run the model once"):
+        amp.initialize(nn.LazyLinear(3), opt_level="O2", verbosity=0)
+
+
+@pytest.mark.parametrize("combine_grad", [None, True])
+@pytest.mark.parametrize("maker", [torch.optim.Adam, optimizers.NpuFusedAdam])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_compiled_training_step(level, maker, combine_grad):
+    """torch.compile around everything: what touches flat buffers runs as it is."""
+    courses = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        optimizer = maker(model.parameters(), lr=0.05)
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, loss_scale=8.0, combine_grad=combine_grad, verbosity=0
+        )
+
+        def step(x, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = torch.compile(step, backend="aot_eager") if compiled else step
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # dynamo tells where it breaks the graph
+            courses.append([run(torch.full((5, 4), 0.1 * i)).item() for i in range(5)])
+        amp.shutdown()
+    assert courses[1] == pytest.approx(courses[0], rel=1e-5)
