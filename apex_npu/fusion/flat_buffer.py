@@ -107,7 +107,7 @@ class FlatBuffer:
                 f"a fused buffer of {numel} x {dtype} needs {mib(nbytes)} on {device}, which is not free; nothing has "
                 f"been moved. Free memory, or use the unfused optimizer or combine_grad=False. ({error})"
             ) from error
-        logger.debug("fused buffer: %s on %s, %s", mib(nbytes), device, dtype)
+        logger.info("fused buffer: %s on %s, %s", mib(nbytes), device, dtype)
 
     def view(self, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
         """The elements from ``offset`` on, shaped ``size`` with ``stride``."""

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from apex_npu.fusion import Run
 from apex_npu.ops import adam_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import check_betas, check_bool, check_non_negative
+from apex_npu.optimizers.checks import check_adam, check_bool
 
 
 class NpuFusedAdam(FusedOptimizer):
@@ -75,10 +75,7 @@ class NpuFusedAdam(FusedOptimizer):
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
-        check_non_negative("learning rate", "lr", group["lr"])
-        check_betas(group["betas"])
-        check_non_negative("epsilon value", "eps", group["eps"])
-        check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
+        check_adam(group)
         check_bool("amsgrad", group["amsgrad"])
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from apex_npu.fusion import Run, row_count
 from apex_npu.ops import Segments, adam_direction_, segment_add_, segment_dot
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import check_betas, check_bool, check_non_negative
+from apex_npu.optimizers.checks import check_adam, check_bool, check_non_negative
 
 
 class NpuFusedAdamP(FusedOptimizer):
@@ -77,10 +77,7 @@ class NpuFusedAdamP(FusedOptimizer):
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
-        check_non_negative("learning rate", "lr", group["lr"])
-        check_betas(group["betas"])
-        check_non_negative("epsilon value", "eps", group["eps"])
-        check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
+        check_adam(group)
         check_non_negative("delta value", "delta", group["delta"])
         check_non_negative("wd_ratio value", "wd_ratio", group["wd_ratio"])
         check_bool("nesterov", group["nesterov"])

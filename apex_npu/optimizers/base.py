@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
 from typing import Any, ClassVar, Literal
@@ -16,32 +15,14 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu._extension import disable_dynamo
-from apex_npu.fusion import FlatGrads, FusedGroup, Run, clip_grad_norm_, fuse, is_slot, step_in_place
+from apex_npu.fusion import FlatGrads, FusedGroup, Run, clip_grad_norm_
 from apex_npu.fusion.flat_grads import PRESENT
-from apex_npu.optimizers.checks import check_bool
+from apex_npu.optimizers.checks import check_bool, check_params, find_problems
+from apex_npu.optimizers.fused_param_group import FusedParamGroup
 
 logger = logging.getLogger("apex_npu")
 
 ParamGroup = dict[str, Any]
-
-_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
-
-
-@dataclass
-class _FusedParamGroup:
-    """What one entry of ``param_groups`` has been fused into.
-
-    Attributes:
-        params: The entry's list as it was then; another list means that it has to be fused anew.
-        unfused: Those of them that have been frozen so far.
-        groups: The buffers of the others.
-        state_names: The states the rule keeps for them.
-    """
-
-    params: list[Tensor]
-    unfused: list[Tensor]
-    groups: list[FusedGroup] = field(default_factory=list)
-    state_names: tuple[str, ...] = ()
 
 
 class FusedOptimizer(Optimizer):
@@ -198,7 +179,7 @@ class FusedOptimizer(Optimizer):
             self.validate({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
-            _check_params(self.param_groups[-1]["params"])
+            check_params(self.param_groups[-1]["params"])
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
@@ -297,28 +278,17 @@ class FusedOptimizer(Optimizer):
             for index in group["params"]:
                 entry = state_dict["state"].get(index, {})
                 if index in shapes and any(value is not None for value in entry.values()):
-                    problems += self._problems(f"parameter {index}", entry, shapes[index].shape, merged)
+                    step = ("step",) if self.has_step_state and "step" not in merged else ()
+                    names = (*step, *self.state_names(merged))
+                    problems += find_problems(
+                        entry, names, self.optional_states, f"parameter {index}", shapes[index].shape
+                    )
         if problems:
             more = f", and {len(problems) - 10} more" if len(problems) > 10 else ""
             raise ValueError(
                 f"this state dict is not one of {type(self).__name__} for these parameters: "
                 f"{'; '.join(problems[:10])}{more}. Nothing has been loaded"
             )
-
-    def _problems(self, where: str, entry: dict[str, Any], shape: torch.Size, group: ParamGroup) -> Iterator[str]:
-        """What keeps ``entry``, the saved state of one parameter, from being this optimizer's."""
-        names = self.state_names(group)
-        step = ("step",) if self.has_step_state and "step" not in group else ()
-        for name in (*step, *names):
-            if entry.get(name) is None and name not in self.optional_states:
-                yield f"{where} lacks {name!r}"
-        for name, value in entry.items():
-            if not isinstance(value, Tensor) or not value.dim():
-                continue  # numbers beside the state (the unfused Lamb's norms) do no harm
-            if name not in names and name not in self.optional_states:
-                yield f"{where} has {name!r}, which is not known here"
-            elif value.shape != shape:
-                yield f"{name!r} of {where} has shape {tuple(value.shape)}, the parameter has {tuple(shape)}"
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch's optimizers pickle, and the flags that are not in ``defaults``."""
@@ -336,7 +306,7 @@ class FusedOptimizer(Optimizer):
     # Fusion
 
     def _forget_fusion(self) -> None:
-        self._fused: list[_FusedParamGroup] = []
+        self._fused: list[FusedParamGroup] = []
         self._joined = False
         # What `state` was when last seen, to notice what a user has replaced: its dicts, and then for each view shown
         # in one of them the dict, the name and the view. Columns, since all are compared on every step, by map().
@@ -346,71 +316,33 @@ class FusedOptimizer(Optimizer):
     def _fuse(self) -> None:
         """Make every buffer match what the user now has; cheap where nothing has changed."""
         del self._fused[len(self.param_groups) :]
-        for group in self.param_groups[len(self._fused) :]:
-            self._fused.append(_FusedParamGroup(list(group["params"]), list(group["params"])))
+        self._fused.extend(FusedParamGroup() for _ in self.param_groups[len(self._fused) :])
         changed = False
         # Again until nothing changes: fusing one group moves storages, and with them what other groups share.
         for _ in range(len(self.param_groups) + 1):
-            pairs = zip(self.param_groups, self._fused, strict=True)
-            if not any([self._follow(i, group, record) for i, (group, record) in enumerate(pairs)]):
+            if not any([self._follow(i, group) for i, group in enumerate(self.param_groups)]):
                 break
             changed = True
         if changed or not self._state_is_known():
             self._adopt_state()
 
-    def _follow(self, index: int, group: ParamGroup, record: _FusedParamGroup) -> bool:
-        """Bring ``record`` up to date with its entry of ``param_groups``; True where buffers have been replaced."""
-        params = group["params"]
-        changed = False
-        if len(params) != len(record.params) or not all(map(is_, params, record.params)):
-            kept = {id(p) for p in params}
-            record.params = list(params)
-            self._take_apart(record, [g for g in record.groups if not all(id(p) in kept for p in g.params)])
-            held = {id(p) for g in record.groups for p in g.params}
-            record.unfused = [p for p in params if id(p) not in held]
-            changed = True
-        broken = [g for g in record.groups if g.broken()]
-        if broken:
-            self._report(index, broken)
-            self._take_apart(record, broken)
-            changed = True
-        ready = [p for p in record.unfused if (p.requires_grad or p.grad is not None) and p.dtype in _DTYPES]
-        if ready:
-            record.groups.extend(fuse(ready))
-            held = {id(p) for p in ready}
-            record.unfused = [p for p in record.unfused if id(p) not in held]
-            changed = True
-        names = self.state_names(group)
-        if names != record.state_names:
-            record.state_names = names
-            changed = True
-        if changed:
-            # Parameters that share memory are stepped one after the other: in the order of the list, as torch does.
-            place = {id(p): i for i, p in enumerate(record.params)}
-            record.groups.sort(key=lambda g: min(place[id(p)] for p in g.params))
-        return changed
+    def _follow(self, index: int, group: ParamGroup) -> bool:
+        record = self._fused[index]
+        moved = record.moved()
+        if moved:
+            self._report(index, moved)
+        return record.follow(group["params"], self.state_names(group))
 
-    def _report(self, index: int, broken: list[FusedGroup]) -> None:
-        shapes = [tuple(g.params[i].shape) for g in broken for i in g.broken()]
+    def _report(self, index: int, moved: list[Tensor]) -> None:
         message = (
-            f"{len(shapes)} parameter(s) of group {index}, the first of shape {shapes[0]}, have left the fused buffer "
-            f"of {type(self).__name__}: their data_ptr, size, stride, dtype or device has been changed"
+            f"{len(moved)} parameter(s) of group {index}, the first of shape {tuple(moved[0].shape)}, have left the "
+            f"fused buffer of {type(self).__name__}: their data_ptr, size, stride, dtype or device has been changed"
         )
         if self.check_combined_tensors == "error":
             raise RuntimeError(f"{message}. Assign in place (p.copy_(...)), or drop check_combined_tensors='error'")
         if self.check_combined_tensors:
             print(f"Combined param has been destroyed and will be recombined afterwards: {message}.", flush=True)
         logger.info("%s; fusing again", message)
-
-    def _take_apart(self, record: _FusedParamGroup, outdated: list[FusedGroup]) -> None:
-        """Drop ``outdated`` groups; their parameters are fused again with those that await it."""
-        members = {id(p) for p in record.params}
-        for group in outdated:
-            # What another fusion has taken stays there: taking it back would only start a tug-of-war.
-            taken = {i for i in group.broken() if is_slot(group.params[i]) and id(group.params[i]) in members}
-            record.groups.remove(group)
-            record.groups.extend(step_in_place(group.params[i]) for i in sorted(taken))
-            record.unfused.extend(p for i, p in enumerate(group.params) if i not in taken)
 
     def _adopt_state(self) -> None:
         """Copy ``state``, whoever put it there, into the buffers, and leave views of them in its place."""
@@ -482,14 +414,3 @@ class FusedOptimizer(Optimizer):
             return False
         entries, names, views = self._known_views
         return all(map(is_, map(dict.get, entries, names), views))
-
-
-def _check_params(params: list[Tensor]) -> None:
-    for i, p in enumerate(params):
-        if p.dtype not in _DTYPES and p.requires_grad:
-            raise TypeError(
-                f"parameter {i} of shape {tuple(p.shape)} is {p.dtype}; fused optimizers take float32, float16, "
-                "bfloat16 and float64. Use torch.optim for it"
-            )
-    if len({id(p) for p in params}) != len(params):
-        raise ValueError("a parameter is listed twice in one group; pass each parameter once")

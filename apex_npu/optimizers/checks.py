@@ -5,9 +5,14 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+
+# What fused optimizers can step.
+DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 
 
 def as_number(name: str, value: Any) -> float:
@@ -90,3 +95,57 @@ def check_bool(name: str, value: Any) -> None:
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_adam(group: dict[str, Any]) -> None:
+    """Check ``lr``, ``betas``, ``eps`` and ``weight_decay``, which all relatives of Adam have.
+
+    Raises:
+        ValueError: One is out of range.
+        TypeError: One is no number.
+    """
+    check_non_negative("learning rate", "lr", group["lr"])
+    check_betas(group["betas"])
+    check_non_negative("epsilon value", "eps", group["eps"])
+    check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
+
+
+def check_params(params: Sequence[Tensor]) -> None:
+    """Require trainable parameters of a dtype that can be fused, each once.
+
+    Raises:
+        TypeError: One has another dtype.
+        ValueError: One is listed twice.
+    """
+    for i, p in enumerate(params):
+        if p.dtype not in DTYPES and p.requires_grad:
+            raise TypeError(
+                f"parameter {i} of shape {tuple(p.shape)} is {p.dtype}; fused optimizers take float32, float16, "
+                "bfloat16 and float64. Use torch.optim for it"
+            )
+    if len({id(p) for p in params}) != len(params):
+        raise ValueError("a parameter is listed twice in one group; pass each parameter once")
+
+
+def find_problems(
+    entry: dict[str, Any], names: Sequence[str], optional: Sequence[str], where: str, shape: torch.Size
+) -> Iterator[str]:
+    """What keeps a saved ``entry`` of state from being that of one parameter.
+
+    Args:
+        entry: The saved state.
+        names: What it must have.
+        optional: What it may have, or lack.
+        where: Whose it is, for the text.
+        shape: Of the parameter.
+    """
+    for name in names:
+        if entry.get(name) is None and name not in optional:
+            yield f"{where} lacks {name!r}"
+    for name, value in entry.items():
+        if not isinstance(value, Tensor) or not value.dim():
+            continue  # numbers beside the state (the unfused Lamb's norms) do no harm
+        if name not in names and name not in optional:
+            yield f"{where} has {name!r}, which is not known here"
+        elif value.shape != shape:
+            yield f"{name!r} of {where} has shape {tuple(value.shape)}, the parameter has {tuple(shape)}"

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from apex_npu.fusion import Run
 from apex_npu.ops import adam_direction_, segment_add_, segment_dot
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import check_betas, check_bool, check_non_negative
+from apex_npu.optimizers.checks import check_adam, check_bool
 
 # Norms of parameters count up to this: You et al. clip them, and the common implementations have settled on 10.
 MAX_WEIGHT_NORM = 10.0
@@ -119,10 +119,7 @@ class NpuFusedLamb(FusedOptimizer):
 
 def check_lamb(group: ParamGroup) -> None:
     """Check what both LAMBs have."""
-    check_non_negative("learning rate", "lr", group["lr"])
-    check_betas(group["betas"])
-    check_non_negative("epsilon value", "eps", group["eps"])
-    check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
+    check_adam(group)
     check_bool("adam", group["adam"])
 
 

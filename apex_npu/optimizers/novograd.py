@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from apex_npu.fusion import Run
 from apex_npu.ops import segment_add_, segment_dot
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import check_betas, check_bool, check_no_amsgrad, check_non_negative
+from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -85,10 +85,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
-        check_non_negative("learning rate", "lr", group["lr"])
-        check_betas(group["betas"])
-        check_non_negative("epsilon value", "eps", group["eps"])
-        check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
+        check_adam(group)
         for name in ("bias_correction", "reg_inside_moment", "grad_averaging", "init_zero"):
             check_bool(name, group[name])
         if group["norm_type"] not in (0, 2):

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from apex_npu.fusion import Run
 from apex_npu.ops import adam_, adam_direction_, sgd_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import check_betas, check_bool, check_no_amsgrad, check_non_negative
+from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad, check_non_negative
 from apex_npu.optimizers.lamb import global_grad_norm, step_by_trust_ratio
 from apex_npu.optimizers.sgd import NpuFusedSGD
 
@@ -78,7 +78,8 @@ class FusedAdam(FusedOptimizer):
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
         check_adam(group)
-        check_bool("adam_w_mode", group["adam_w_mode"])
+        for name in ("bias_correction", "adam_w_mode"):
+            check_bool(name, group[name])
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
         """First and second moment."""
@@ -271,7 +272,7 @@ class FusedLAMB(FusedOptimizer):
         """Check ``group``."""
         check_adam(group)
         check_non_negative("max_grad_norm", "max_grad_norm", group["max_grad_norm"])
-        for name in ("adam_w_mode", "grad_averaging", "use_nvlamb"):
+        for name in ("bias_correction", "adam_w_mode", "grad_averaging", "use_nvlamb"):
             check_bool(name, group[name])
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
@@ -311,12 +312,3 @@ class FusedLAMB(FusedOptimizer):
         else:
             param.add_(direction, alpha=-lr)
         run.write_back(param)
-
-
-def check_adam(group: ParamGroup) -> None:
-    """Check what NVIDIA's Adam and LAMB have in common."""
-    check_non_negative("learning rate", "lr", group["lr"])
-    check_betas(group["betas"])
-    check_non_negative("epsilon value", "eps", group["eps"])
-    check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
-    check_bool("bias_correction", group["bias_correction"])

@@ -1,0 +1,78 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What one entry of ``param_groups`` has been fused into, and how that follows what users do to it."""
+
+from __future__ import annotations
+
+from operator import is_
+
+from torch import Tensor
+
+from apex_npu.fusion import FusedGroup, fuse, is_slot, step_in_place
+from apex_npu.optimizers.checks import DTYPES
+
+
+class FusedParamGroup:
+    """The fused groups of one parameter group.
+
+    Attributes:
+        groups: In them every parameter that is trainable, or has had a gradient, in the order of the list.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is fused yet."""
+        self.groups: list[FusedGroup] = []
+        self._params: list[Tensor] = []
+        self._unfused: list[Tensor] = []  # frozen so far
+        self._state_names: tuple[str, ...] = ()
+
+    def moved(self) -> list[Tensor]:
+        """The parameters that have left their slots."""
+        return [group.params[i] for group in self.groups for i in group.broken()]
+
+    def follow(self, params: list[Tensor], state_names: tuple[str, ...]) -> bool:
+        """Fit the groups to ``params`` as they are now.
+
+        Returns:
+            True where buffers have been replaced, or their states are others: then state has to be brought along.
+        """
+        changed = self._follow_list(params)
+        outdated = [group for group in self.groups if group.broken()]
+        if outdated:
+            self._take_apart(outdated)
+            changed = True
+        ready = [p for p in self._unfused if (p.requires_grad or p.grad is not None) and p.dtype in DTYPES]
+        if ready:
+            self.groups.extend(fuse(ready))
+            held = {id(p) for p in ready}
+            self._unfused = [p for p in self._unfused if id(p) not in held]
+            changed = True
+        if state_names != self._state_names:
+            self._state_names = state_names
+            changed = True
+        if changed:
+            # Parameters that share memory are stepped one after the other: in the order of the list, as torch does.
+            place = {id(p): i for i, p in enumerate(params)}
+            self.groups.sort(key=lambda group: min(place[id(p)] for p in group.params))
+        return changed
+
+    def _follow_list(self, params: list[Tensor]) -> bool:
+        """Take note of parameters that have been added, removed or replaced."""
+        if len(params) == len(self._params) and all(map(is_, params, self._params)):
+            return False
+        self._params = list(params)
+        listed = {id(p) for p in params}
+        self._take_apart([group for group in self.groups if not all(id(p) in listed for p in group.params)])
+        held = {id(p) for group in self.groups for p in group.params}
+        self._unfused = [p for p in params if id(p) not in held]
+        return True
+
+    def _take_apart(self, outdated: list[FusedGroup]) -> None:
+        """Drop ``outdated`` groups; their parameters are fused again with those that await it."""
+        listed = {id(p) for p in self._params}
+        for group in outdated:
+            # What another fusion has taken stays there: taking it back would only start a tug-of-war.
+            taken = {i for i in group.broken() if is_slot(group.params[i]) and id(group.params[i]) in listed}
+            self.groups.remove(group)
+            self.groups.extend(step_in_place(group.params[i]) for i in sorted(taken))
+            self._unfused.extend(p for i, p in enumerate(group.params) if i not in taken)
