@@ -1,14 +1,14 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What all tests share: the device, fixed seeds, and a check that nothing of torch stays patched."""
+"""What all tests share: fixed seeds, and a check that nothing of torch stays patched."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from devices import DEVICE
 
 from apex_npu import amp
 
@@ -27,19 +27,13 @@ _PATCHABLE = (
 )
 
 
-@pytest.fixture
-def device() -> torch.device:
-    """The device to test on; ``APEX_NPU_TEST_DEVICE`` chooses another than the CPU."""
-    return torch.device(os.environ.get("APEX_NPU_TEST_DEVICE", "cpu"))
-
-
 @pytest.fixture(autouse=True)
 def _clean_slate() -> Iterator[None]:
     torch.manual_seed(0)
     before = [getattr(owner, name) for owner, name in _PATCHABLE]
-    autocast_before = torch.is_autocast_enabled("cpu")
+    autocast_before = torch.is_autocast_enabled(DEVICE.type)
     yield
     amp.shutdown()
-    assert torch.is_autocast_enabled("cpu") == autocast_before
+    assert torch.is_autocast_enabled(DEVICE.type) == autocast_before
     for (owner, name), original in zip(_PATCHABLE, before, strict=True):
         assert getattr(owner, name) is original, f"{owner.__name__}.{name} is still patched"

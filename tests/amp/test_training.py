@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from devices import DEVICE
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -37,13 +38,13 @@ class Net(nn.Module):
 
 def batch(step):
     generator = torch.Generator().manual_seed(step)
-    x = torch.randn(16, 1, 6, 6, generator=generator)
+    x = torch.randn(16, 1, 6, 6, generator=generator).to(DEVICE)
     return x, x.mean((1, 2, 3)).mul(12).add(2).clamp(0, 3.9).long()
 
 
 def make(level, maker="NpuFusedAdam", **options):
     torch.manual_seed(0)
-    model = Net()
+    model = Net().to(DEVICE)
     optimizer = MAKERS[maker](model.parameters())
     if level is None:
         return model, optimizer
@@ -243,7 +244,7 @@ def test_accumulation(level, maker, combine_grad, delay):
 @pytest.mark.parametrize("combine_grad", [None, True])
 def test_tiny_gradients_survive_at_o2(combine_grad):
     """Unscaled in float32: in float16 they would vanish."""
-    model = nn.Linear(4, 1, bias=False)
+    model = nn.Linear(4, 1, bias=False).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model, optimizer = amp.initialize(
         model, optimizer, opt_level="O2", loss_scale=2.0**16, combine_grad=combine_grad, verbosity=0
@@ -252,7 +253,9 @@ def test_tiny_gradients_survive_at_o2(combine_grad):
         with amp.scale_loss((model.weight.float() * 1e-8).sum(), optimizer) as scaled_loss:
             scaled_loss.backward()
         (master,) = amp.master_params(optimizer)
-        torch.testing.assert_close(master.grad, torch.full((1, 4), accumulated * 1e-8), rtol=1e-3, atol=0)
+        torch.testing.assert_close(
+            master.grad, torch.full((1, 4), accumulated * 1e-8, device=DEVICE), rtol=1e-3, atol=0
+        )
 
 
 def test_delayed_overflow_is_not_forgotten():
@@ -308,7 +311,7 @@ def test_an_exception_keeps_what_was_accumulated():
     with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
         scaled_loss.backward()
     before = [p.grad.clone() for p in model.parameters()]
-    with pytest.raises(ZeroDivisionError), amp.scale_loss(torch.ones(()), optimizer):
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(torch.ones((), device=DEVICE), optimizer):
         raise ZeroDivisionError
     assert same(before, [p.grad for p in model.parameters()])
 
@@ -333,7 +336,7 @@ def test_parameters_that_belong_to_no_model_stay_float32():
     """A criterion's weights, learned loss weights: legal, and never cast."""
     for level in LEVELS:
         torch.manual_seed(0)
-        model, extra = Net(), nn.Parameter(torch.ones(3))
+        model, extra = Net(), nn.Parameter(torch.ones(3, device=DEVICE))
         optimizer = optimizers.NpuFusedSGD([*model.parameters(), extra], lr=0.1)
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=16.0, verbosity=0)
         with amp.scale_loss(loss_of(model, 0) + (extra**2).sum(), optimizer) as scaled_loss:
@@ -356,7 +359,7 @@ def test_dtypes_at_o2():
 
 def test_masters_hold_what_casting_would_lose():
     torch.manual_seed(0)
-    exact = [p.detach().clone() for p in Net().parameters()]
+    exact = [p.detach().clone() for p in Net().to(DEVICE).parameters()]
     model, optimizer = make("O2")
     assert same(exact, list(amp.master_params(optimizer)))
     assert same(exact, [model.state_dict()[name] for name, _ in model.named_parameters()])
@@ -393,7 +396,7 @@ def test_resumed_run_is_the_same_bit_for_bit(level, combine_grad, maker):
 
 def test_optimizer_state_from_before_initialize_follows_the_masters():
     torch.manual_seed(0)
-    model = Net()
+    model = Net().to(DEVICE)
     optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-2)
     train(model, optimizer, range(3), scaled=False)
     moments = [optimizer.state[p]["exp_avg_sq"].clone() for p in model.parameters()]
@@ -405,7 +408,7 @@ def test_optimizer_state_from_before_initialize_follows_the_masters():
 
 def test_frozen_then_unfrozen_at_o2():
     torch.manual_seed(0)
-    model = Net()
+    model = Net().to(DEVICE)
     model.head.weight.requires_grad_(False)
     optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0)
@@ -424,7 +427,7 @@ def test_add_param_group_in_mid_run(level, maker):
     results = []
     for amp_level in (None, level):
         torch.manual_seed(0)
-        model = Net()
+        model = Net().to(DEVICE)
         optimizer = MAKERS[maker]([*model.conv.parameters(), *model.norm.parameters()])
         if amp_level:
             model, optimizer = amp.initialize(
@@ -439,7 +442,7 @@ def test_add_param_group_in_mid_run(level, maker):
 @pytest.mark.parametrize("before", [True, False])
 def test_schedulers_made_before_or_after(before):
     torch.manual_seed(0)
-    model = Net()
+    model = Net().to(DEVICE)
     optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if before else None
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dynamic_init_scale=2.0**8, verbosity=0)
@@ -473,7 +476,7 @@ def test_several_losses_have_scales_of_their_own():
 
 def test_several_models_and_optimizers():
     torch.manual_seed(0)
-    models = [Net(), Net()]
+    models = [Net().to(DEVICE), Net().to(DEVICE)]
     pair = [optimizers.NpuFusedSGD(models[0].parameters(), lr=0.1), torch.optim.SGD(models[1].parameters(), lr=0.1)]
     models, pair = amp.initialize(models, pair, opt_level="O2", dynamic_init_scale=2.0**8, verbosity=0)
     assert isinstance(models, list)
@@ -487,7 +490,7 @@ def test_several_models_and_optimizers():
 
 
 def test_model_only():
-    model = amp.initialize(Net(), opt_level="O3", verbosity=0)
+    model = amp.initialize(Net().to(DEVICE), opt_level="O3", verbosity=0)
     assert model(batch(0)[0]).dtype == torch.float32
     assert model.norm.weight.dtype == torch.float16
 
@@ -495,7 +498,7 @@ def test_model_only():
 def test_disabled_is_pass_through():
     expected = train(*make(None), range(3), scaled=False)
     torch.manual_seed(0)
-    model = Net()
+    model = Net().to(DEVICE)
     optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-2)
     result = amp.initialize(model, optimizer, enabled=False, opt_level="O2", loss_scale=128.0)
     assert result == (model, optimizer)
@@ -521,12 +524,12 @@ def test_initialize_twice_leaves_nothing_behind():
     first = make("O1", "torch SGD")
     train(*first, range(2))
     expected = train(*make("O2", "NpuFusedSGD", loss_scale=64.0), range(4))
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(DEVICE.type)
     amp.shutdown()
     assert train(*make("O2", "NpuFusedSGD", loss_scale=64.0), range(4)) == expected
     amp.shutdown()
     amp.shutdown()  # nothing left to do
-    plain = Net()
+    plain = Net().to(DEVICE)
     assert plain(batch(0)[0]).dtype == torch.float32
 
 
@@ -535,17 +538,17 @@ def test_the_optimizer_steps_outside_the_casts():
 
     class Watching(torch.optim.SGD):
         def step(self, closure=None):
-            seen.append(torch.is_autocast_enabled("cpu"))
+            seen.append(torch.is_autocast_enabled(DEVICE.type))
             return super().step(closure)
 
-    model = Net()
+    model = Net().to(DEVICE)
     model, optimizer = amp.initialize(model, Watching(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
-    assert torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_enabled(DEVICE.type)
     train(model, optimizer, [0])
     assert seen == [False]
-    assert torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_enabled(DEVICE.type)
     with amp.disable_casts(), amp.disable_casts():
-        assert not torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_enabled(DEVICE.type)
 
 
 def test_closure():
@@ -574,7 +577,7 @@ def test_closure():
 
 
 def test_what_initialize_prints(capsys):
-    model = Net()
+    model = Net().to(DEVICE)
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", loss_scale="128.0")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master weights."

@@ -12,6 +12,7 @@ import warnings
 
 import pytest
 import torch
+from devices import DEVICE
 from optimizer_specs import CASE_IDS, CASES, SPECS
 from torch import nn
 
@@ -22,13 +23,15 @@ SHAPES = [(41, 123), (17,), (16, 1), (1,), (), (3, 2, 2), (15,), (0,)]
 
 def make_params(seed=0, shapes=SHAPES, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)) for shape in shapes]
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)) for shape in shapes
+    ]
 
 
 def set_grads(params, step, skip=()):
     generator = torch.Generator().manual_seed(1000 + step)
     for i, p in enumerate(params):
-        grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+        grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(DEVICE, p.dtype)
         p.grad = None if i in skip else grad
 
 
@@ -36,7 +39,8 @@ def assert_equal_params(ours, theirs, tolerance=1e-6):
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert a.shape == b.shape
         if b.numel():
-            difference = (a.detach().double() - b.detach().double()).abs().max() / b.detach().double().abs().max()
+            a, b = a.detach().cpu().double(), b.detach().cpu().double()
+            difference = (a - b).abs().max() / b.abs().max()
             assert difference <= tolerance, f"parameter {i}: {difference}"
 
 
