@@ -62,16 +62,22 @@ types: setup-dev
 	@echo '==> types (the first time: about 1 minute)'
 	@$(PY) -m mypy
 
+# On the simulated NPU, where it is installed, the tests that take their device from the environment.
+ON_NPU := tests/optimizers/test_fused_optimizers.py tests/amp/test_training.py
+HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
+
 pytest-quick: setup-dev
 	@echo '==> quick tests'
 	@$(PY) -m pytest -q -m 'not slow'
+	@if $(HAS_SIMULATOR); then echo '==> quick tests on the simulated NPU'; \
+	    APEX_NPU_TEST_DEVICE=npu $(PY) -m pytest -q -m 'not slow' $(ON_NPU); fi
 
 pytest-all: setup-dev
 	@echo '==> all tests'
 	@$(PY) -m pytest -q
 
 clean:
-	rm -rf build dist apex_npu.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf build dist apex_npu.egg-info tests/npu_simulator/build tests/npu_simulator/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	rm -f apex_npu/_C*.so apex_npu/_C.torch_version
 	find apex_npu examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -79,7 +85,7 @@ setup-demo:
 	@bash -c "$$SETUP" setup setuptools ninja numpy scikit-learn matplotlib tqdm
 
 setup-dev:
-	@bash -c "$$SETUP" setup -r requirements-dev.txt
+	@SIMULATOR=1 bash -c "$$SETUP" setup -r requirements-dev.txt
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The set-up, a bash script ($$ is make's way to write $). Its arguments are what pip is to install beside torch.
@@ -186,7 +192,22 @@ build() {
 check_python
 if [ "$$VENV" = system ]; then use_system; else make_venv; fi
 install_torch
+build_simulator() {
+    local wanted
+    [ "$${SIMULATOR:-}" = 1 ] || return 0
+    if [ -n "$$("$$py" -c 'import setup; print(setup.skip_reason() or "")')" ]; then
+        say "no C++ extensions, so no simulated NPU either: its tests are skipped"
+        return 0
+    fi
+    wanted="torch $$torch: $$(find tests/npu_simulator \( -name build -o -name '*.egg-info' -o -name __pycache__ \) -prune -o -type f -print0 | LC_ALL=C sort -z | xargs -0 cksum | cksum)"
+    if done_for simulator "$$wanted"; then return; fi
+    say "building the simulated NPU for the tests (about 1 minute)"
+    begin
+    pip --no-build-isolation --no-deps ./tests/npu_simulator || { rm -f "$$notes/running"; stop "tests/npu_simulator could not be built, see above"; }
+    finish simulator "$$wanted"
+}
 install_packages "$$@"
 build
+build_simulator
 endef
 export SETUP

@@ -20,6 +20,8 @@ import torch
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _BUILT_FOR = Path(__file__).with_name("_C.torch_version")
+# Of the functions in csrc/bindings.cpp.
+_API = 1
 _WAY_OUT = "pure torch takes over (slower, same results); rebuild with `pip install --no-build-isolation apex_npu`"
 
 
@@ -38,10 +40,14 @@ def _load(built_for: Path = _BUILT_FOR) -> ModuleType | None:
         )
         return None
     try:
-        return importlib.import_module("apex_npu._C")
+        module = importlib.import_module("apex_npu._C")
     except ImportError as error:
         warnings.warn(f"apex_npu: the C++ extension does not load ({error}): {_WAY_OUT}", RuntimeWarning, stacklevel=2)
         return None
+    if getattr(module, "API", None) != _API:
+        warnings.warn(f"apex_npu: the C++ extension is of another version: {_WAY_OUT}", RuntimeWarning, stacklevel=2)
+        return None
+    return module
 
 
 extension: ModuleType | None = _load()

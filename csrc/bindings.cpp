@@ -11,6 +11,9 @@
 namespace py = pybind11;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  // What apex_npu/_extension.py expects; raised whenever a signature here changes.
+  m.attr("API") = 1;
+
   m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"),
         py::arg("keep_previous"));
   m.def("check_change_data_ptr", &apex_npu::check_change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"));

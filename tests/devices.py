@@ -6,9 +6,11 @@ import os
 
 import torch
 
-DEVICE = torch.device(os.environ.get("APEX_NPU_TEST_DEVICE", "cpu"))
+_NAME = os.environ.get("APEX_NPU_TEST_DEVICE", "cpu")
 
-if DEVICE.type == "npu":
+if _NAME.startswith("npu"):
     import npu_simulator
 
-    npu_simulator.install()
+    npu_simulator.install()  # torch knows no device of that name before
+
+DEVICE = torch.device(_NAME)

@@ -53,7 +53,10 @@ class Lamb(ReferenceOptimizer):
 
     def prepare(self):
         grads = [
-            p.grad.double().flatten() for group in self.param_groups for p in group["params"] if p.grad is not None
+            p.grad.cpu().double().flatten()
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
         ]
         self.norm = torch.cat(grads).norm() if grads else torch.zeros(())
 
@@ -165,7 +168,10 @@ class NvidiaLamb(ReferenceOptimizer):
 
     def prepare(self):
         grads = [
-            p.grad.double().flatten() for group in self.param_groups for p in group["params"] if p.grad is not None
+            p.grad.cpu().double().flatten()
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
         ]
         self.norm = torch.cat(grads).norm() if grads else torch.zeros(())
 

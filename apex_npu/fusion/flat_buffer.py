@@ -138,7 +138,7 @@ class FlatBuffer:
             for slot, sharing in zip(layout.slots, members, strict=True):
                 move_storage(sharing, self.flat, slot.offset_numel)
             for t, value in tiled:
-                t.copy_(value)
+                t.data.copy_(value)  # .data: the value is what it was, so autograd need not take note
 
     def _copy_storage(self, tensor: Tensor, slot: Slot) -> None:
         whole = tensor.detach().as_strided((slot.numel,), (1,), 0)

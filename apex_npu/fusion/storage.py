@@ -122,8 +122,9 @@ def move_storage(tensors: Sequence[Tensor], buffer: Tensor, offset: int) -> None
 
 
 def _point_at_view(tensors: Sequence[Tensor], view: Tensor) -> None:
+    begin = view.storage_offset()  # not 0 where the view could not get a storage of its own
     for t in tensors:
-        t.data = view.as_strided(t.size(), t.stride(), t.storage_offset())
+        t.data = view.as_strided(t.size(), t.stride(), begin + t.storage_offset())
 
 
 def storage_view(src: Tensor, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:

@@ -336,7 +336,7 @@ def test_parameters_that_belong_to_no_model_stay_float32():
     """A criterion's weights, learned loss weights: legal, and never cast."""
     for level in LEVELS:
         torch.manual_seed(0)
-        model, extra = Net(), nn.Parameter(torch.ones(3, device=DEVICE))
+        model, extra = Net().to(DEVICE), nn.Parameter(torch.ones(3, device=DEVICE))
         optimizer = optimizers.NpuFusedSGD([*model.parameters(), extra], lr=0.1)
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=16.0, verbosity=0)
         with amp.scale_loss(loss_of(model, 0) + (extra**2).sum(), optimizer) as scaled_loss:

@@ -31,7 +31,7 @@ def make_params(seed=0, shapes=SHAPES, dtype=torch.float32):
 def set_grads(params, step, skip=()):
     generator = torch.Generator().manual_seed(1000 + step)
     for i, p in enumerate(params):
-        grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(DEVICE, p.dtype)
+        grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device, p.dtype)
         p.grad = None if i in skip else grad
 
 
@@ -308,8 +308,9 @@ def test_low_precision_is_updated_in_float32_and_rounded_once(spec, dtype):
         reference.step()
         for p, q in zip(ours, reference_params, strict=True):
             ulp = torch.finfo(dtype).eps * q.abs().clamp_min(torch.finfo(dtype).tiny)
-            # Half a unit for rounding, a little more where the float32 results differ in their last bit.
-            assert ((p.float() - q).abs() <= 0.51 * ulp).all()
+            # Half a unit for rounding, a little more where the float32 results differ in their last bit; an NPU has no
+            # float64 to sum norms in, and they differ in more.
+            assert ((p.float() - q).abs() <= (0.6 if DEVICE.type == "npu" else 0.51) * ulp).all()
     for entry in optimizer.state_dict()["state"].values():
         assert all(v.dtype == torch.float32 for v in entry.values())
 
@@ -618,7 +619,7 @@ def test_out_of_memory_while_fusing_changes_nothing(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(flat_buffer.torch, "zeros", no_memory)
-        with pytest.raises(torch.OutOfMemoryError, match=r"needs 0.0 MiB on cpu.*nothing has been moved"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"needs 0.0 MiB on (cpu|npu).*nothing has been moved"):
             optimizer.step()
     assert [p.data_ptr() for p in params] == addresses
     twins = make_params()

@@ -1,0 +1,53 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The stand-in for ``torch_npu`` in ``sys.modules``: what scripts and libraries for Ascend ask of the package."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from npu_simulator import formats, npu
+
+VERSION = "0.0.0+simulated"
+
+
+def install() -> None:
+    """Put the modules where ``import torch_npu`` and its relatives find them."""
+    package = _module("torch_npu", npu=npu, __version__=VERSION, Format=formats.Format)
+    for name in ("get_npu_format", "get_storage_size", "npu_format_cast", "npu_format_cast_", "empty_with_format"):
+        setattr(package, name, getattr(formats, name))
+    package.npu_dtype_cast = lambda tensor, dtype: tensor.to(dtype)
+    sys.modules["torch_npu.npu"] = npu
+    package.contrib = _module("torch_npu.contrib")
+    # `from torch_npu.contrib import transfer_to_npu` is what asks for the redirection, so that it cannot be made here.
+    sys.meta_path.append(_TransferFinder())
+
+
+def _module(name: str, **attributes: Any) -> ModuleType:
+    module = ModuleType(name, "The npu_simulator's stand-in for this module of torch_npu.")
+    module.__path__ = []
+    module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None, is_package=True)
+    vars(module).update(attributes)
+    sys.modules[name] = module
+    return module
+
+
+class _TransferFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Redirects torch.cuda to npu when the module whose import asks for it is imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "torch_npu.contrib.transfer_to_npu":
+            return None
+        return importlib.machinery.ModuleSpec(fullname, loader=self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        from npu_simulator import transfer
+
+        module.handle = transfer.redirect_cuda()  # type: ignore[attr-defined]
