@@ -302,15 +302,17 @@ def test_low_precision_is_updated_in_float32_and_rounded_once(spec, dtype):
         reference = spec.reference(reference_params, lr=0.01)
         reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         set_grads(ours, i)
+        sizes = [p.detach().float().abs() for p in ours]
         for p, q in zip(ours, reference_params, strict=True):
             q.grad = p.grad.float()
         optimizer.step()
         reference.step()
-        for p, q in zip(ours, reference_params, strict=True):
+        for p, q, before in zip(ours, reference_params, sizes, strict=True):
             ulp = torch.finfo(dtype).eps * q.abs().clamp_min(torch.finfo(dtype).tiny)
-            # Half a unit for rounding, a little more where the float32 results differ in their last bit; an NPU has no
-            # float64 to sum norms in, and they differ in more.
-            assert ((p.float() - q).abs() <= (0.6 if DEVICE.type == "npu" else 0.51) * ulp).all()
+            # Half a unit for rounding, a little more where the float32 results differ in their last bits: those of the
+            # parameter before the step, which is what counts where the step has brought it near zero.
+            slack = 8 * torch.finfo(torch.float32).eps * (before + 0.01)
+            assert ((p.float() - q).abs() <= 0.51 * ulp + slack).all()
     for entry in optimizer.state_dict()["state"].values():
         assert all(v.dtype == torch.float32 for v in entry.values())
 
