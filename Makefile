@@ -21,12 +21,13 @@ CHECKED := apex_npu examples tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all dev lint types clean setup-demo setup-dev pytest-quick pytest-all
+.PHONY: help demo test test-all bench-deps dev lint types clean setup-demo setup-dev pytest-quick pytest-all
 
 help: ## this list
 	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
 	@echo 'make test       lint, types, import contracts and the quick tests (under 10 minutes on 2 cores)'
 	@echo 'make test-all   the same, with the tests marked slow'
+	@echo 'make bench-deps other implementations of the optimizers, for tests that compare with them'
 	@echo 'make dev        the environment for working on apex_npu, with the git hooks'
 	@echo 'make lint       ruff, clang-format, import-linter'
 	@echo 'make types      mypy --strict'
@@ -43,7 +44,10 @@ demo: setup-demo ## trains, shows the result
 
 test: lint types pytest-quick
 
-test-all: lint types pytest-all
+test-all: bench-deps lint types pytest-all
+
+bench-deps: setup-dev ## other people's optimizers, to compare with (tests/optimizers/test_rivals.py)
+	@$(PY) -m pip install -qq --no-deps adamp==0.3.0 timm==1.0.22
 
 dev: setup-dev
 	@$(PY) -m pip install -qq pre-commit
@@ -63,7 +67,7 @@ types: setup-dev
 	@$(PY) -m mypy
 
 # On the simulated NPU, where it is installed, the tests that take their device from the environment.
-ON_NPU := tests/optimizers/test_fused_optimizers.py tests/amp/test_training.py
+ON_NPU := tests/optimizers/test_fused_optimizers.py tests/amp/test_training.py tests/amp/test_all_optimizers.py
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
 
 pytest-quick: setup-dev
@@ -75,6 +79,7 @@ pytest-quick: setup-dev
 pytest-all: setup-dev
 	@echo '==> all tests'
 	@$(PY) -m pytest -q
+	@if $(HAS_SIMULATOR); then echo '==> tests on the simulated NPU'; APEX_NPU_TEST_DEVICE=npu $(PY) -m pytest -q $(ON_NPU); fi
 
 clean:
 	rm -rf build dist apex_npu.egg-info tests/npu_simulator/build tests/npu_simulator/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

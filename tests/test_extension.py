@@ -1,0 +1,53 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""An extension that does not fit is set aside with one warning; pure torch takes over."""
+
+import types
+
+import pytest
+import torch
+
+from apex_npu import _extension
+
+
+@pytest.fixture
+def note(tmp_path, monkeypatch):
+    monkeypatch.delenv("APEX_NPU_NO_EXT", raising=False)
+    note = tmp_path / "_C.torch_version"
+    note.write_text(f"{torch.__version__}\n")
+    return note
+
+
+def test_built_for_another_torch(note):
+    note.write_text("1.0.0\n")
+    with pytest.warns(
+        RuntimeWarning, match=r"was built for torch 1\.0\.0, this is torch .*pure torch takes over.*rebuild"
+    ):
+        assert _extension._load(note) is None
+
+
+def test_not_built(tmp_path):
+    assert _extension._load(tmp_path / "missing") is None
+
+
+def test_does_not_load(note, monkeypatch):
+    def undefined_symbol(name):
+        raise ImportError("undefined symbol: _ZN3c10")
+
+    monkeypatch.setattr(_extension.importlib, "import_module", undefined_symbol)
+    with pytest.warns(RuntimeWarning, match=r"does not load \(undefined symbol: _ZN3c10\): pure torch takes over"):
+        assert _extension._load(note) is None
+
+
+def test_of_another_version_of_this_package(note, monkeypatch):
+    monkeypatch.setattr(_extension.importlib, "import_module", lambda name: types.SimpleNamespace(API=0))
+    with pytest.warns(RuntimeWarning, match="is of another version: pure torch takes over"):
+        assert _extension._load(note) is None
+
+
+@pytest.mark.parametrize(("value", "skipped"), [("1", True), ("yes", True), ("0", False), ("", False)])
+def test_switched_off(note, monkeypatch, value, skipped):
+    monkeypatch.setenv("APEX_NPU_NO_EXT", value)
+    module = types.SimpleNamespace(API=_extension._API)
+    monkeypatch.setattr(_extension.importlib, "import_module", lambda name: module)
+    assert _extension._load(note) is (None if skipped else module)
