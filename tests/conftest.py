@@ -30,6 +30,8 @@ _PATCHABLE = (
 @pytest.fixture(autouse=True)
 def _clean_slate() -> Iterator[None]:
     torch.manual_seed(0)
+    # torch.testing's internal tables, once imported by some test, forbid plain scripts to set cudnn's flags.
+    torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
     before = [getattr(owner, name) for owner, name in _PATCHABLE]
     autocast_before = torch.is_autocast_enabled(DEVICE.type)
     yield

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from apex_npu.fusion.layout import extent_numel, is_dense
 from apex_npu.fusion.storage import follows_aliases, has_unnamed_aliases, owns_memory, release_previous, slot_table
 from apex_npu.ops import Segments
 from apex_npu.ops.reference import segment_ids
+
+_T = TypeVar("_T")
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -50,6 +52,7 @@ class Run:
         self.grad = group.grads.flat[self._begin : self._end]
         self._slices: dict[tuple[str, str], Tensor] = {}
         self._segments: dict[bool, Segments] = {}
+        self._remembered: dict[str, Any] = {}
 
     def state(self, name: str) -> Tensor:
         """The flat state ``name``: float32 for low-precision parameters, else of their dtype; zeros at first."""
@@ -68,6 +71,13 @@ class Run:
         if found is None:
             found = self._slices[kind, name] = flat(name)[self._begin : self._end]
         return found
+
+    def remember(self, name: str, make: Callable[[], _T]) -> _T:
+        """What ``make`` gives, made once for as long as the same slots step together."""
+        if name not in self._remembered:
+            self._remembered[name] = make()
+        remembered: _T = self._remembered[name]
+        return remembered
 
     def wide_param(self) -> Tensor:
         """``param`` in the state's dtype: itself, or a copy that ``write_back`` rounds into it."""

@@ -120,24 +120,17 @@ def _projection(
 ) -> tuple[Tensor, Tensor]:
     """What multiple of each row of ``param`` to add to ``direction``, and for each row whether it is projected."""
     grad = run.grad if run.grad.dtype == param.dtype else run.scratch("grad").copy_(run.grad)
-    counts = [row_count(p) for p in run.params]
-    device = param.device
-    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device)
-    row_length = torch.tensor([max(1, p.numel() // n) for p, n in zip(run.params, counts, strict=True)], device=device)
-    numel = torch.tensor([max(1, p.numel()) for p in run.params], device=device)
-    matrix = torch.tensor([p.dim() > 1 for p in run.params], device=device)
+    owner, row_length, numel, matrix = run.remember("AdamP", lambda: _geometry(run))
 
     def whole(of_rows: Tensor) -> Tensor:
-        return of_rows.new_zeros(len(counts)).index_add_(0, owner, of_rows)
+        return of_rows.new_zeros(len(numel)).index_add_(0, owner, of_rows)
 
     def cosine(grad_param: Tensor, grad_sq: Tensor, param_sq: Tensor) -> Tensor:
         return grad_param.abs() / ((grad_sq.sqrt() + eps) * (param_sq.sqrt() + eps))
 
     grad_param, grad_sq = segment_dot(grad, param, rows), segment_dot(grad, grad, rows)
     param_sq, param_direction = segment_dot(param, param, rows), segment_dot(param, direction, rows)
-    row_cosine = param_sq.new_zeros(len(counts)).scatter_reduce_(
-        0, owner, cosine(grad_param, grad_sq, param_sq), "amax"
-    )
+    row_cosine = param_sq.new_zeros(len(numel)).scatter_reduce_(0, owner, cosine(grad_param, grad_sq, param_sq), "amax")
     by_row = matrix & (row_cosine < delta / row_length.sqrt())
     whole_cosine = cosine(whole(grad_param), whole(grad_sq), whole(param_sq))
     by_whole = matrix & ~by_row & (whole_cosine < delta / numel.sqrt())
@@ -146,3 +139,14 @@ def _projection(
     whole_coefficient = -whole(param_direction) / (whole(param_sq).sqrt() + eps).square()
     coefficient = torch.where(by_whole[owner], whole_coefficient[owner], torch.zeros_like(row_coefficient))
     return torch.where(by_row[owner], row_coefficient, coefficient), (by_row | by_whole)[owner]
+
+
+def _geometry(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """On the device: each row's parameter; each parameter's row length and size, and whether it has rows at all."""
+    counts = [row_count(p) for p in run.params]
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    row_length = torch.tensor([max(1, p.numel() // n) for p, n in zip(run.params, counts, strict=True)])
+    numel = torch.tensor([max(1, p.numel()) for p in run.params])
+    matrix = torch.tensor([p.dim() > 1 for p in run.params])
+    device = run.param.device
+    return owner.to(device), row_length.to(device), numel.to(device), matrix.to(device)
