@@ -130,7 +130,12 @@ def test_a_copy_to_pinned_memory_need_not_wait() -> None:
 def test_syncs_of_shapes_that_depend_on_data() -> None:
     x = torch.arange(4.0, device="npu")
     mask, index = x > 1, torch.tensor([1], device="npu")
-    for read, syncs in ((lambda: torch.nonzero(x), 1), (lambda: x[mask], 1), (lambda: x[index], 0)):
+    for read, syncs in (
+        (lambda: torch.nonzero(x), 1),
+        (lambda: x[mask], 1),
+        (lambda: x[index], 0),
+        (lambda: mask[index], 0),
+    ):
         with npu_simulator.count() as n:
             read()
         assert (n.syncs, n.d2h) == (syncs, 0)

@@ -106,7 +106,8 @@ class HostCall {
     // Some kernels keep what their backward needs only if there will be one.
     if (c10::GradMode::is_enabled() && tensor.requires_grad()) host.set_requires_grad(true);
     nbytes_ += static_cast<int64_t>(tensor.layout() == c10::kStrided ? tensor.numel() * tensor.element_size() : 0);
-    has_mask_ |= tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte;
+    // A mask among the indices; the first tensor is what is indexed.
+    has_mask_ |= !tensors_.empty() && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte);
     tensors_.push_back({tensor, host, written});
     return host;
   }
