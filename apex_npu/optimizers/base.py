@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from apex_npu._extension import disable_dynamo
 from apex_npu.fusion import FlatGrads, FusedGroup, Run, clip_grad_norm_
 from apex_npu.fusion.flat_grads import PRESENT
-from apex_npu.optimizers.checks import check_bool, check_params, find_problems
+from apex_npu.optimizers.checks import check_bool, check_params, find_problems, naming
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
 
 logger = logging.getLogger("apex_npu")
@@ -64,7 +64,8 @@ class FusedOptimizer(Optimizer):
         self.set_grad_none = set_grad_none
         self._step_supports_amp_scaling = fuse_grad_scaler  # the name by which torch.amp.GradScaler asks
         self._forget_fusion()
-        self.validate(defaults)
+        with naming(type(self).__name__):
+            self.validate(defaults)
         super().__init__(params, defaults)
 
     # What a rule provides
@@ -176,10 +177,12 @@ class FusedOptimizer(Optimizer):
             TypeError: A hyper-parameter or a parameter has the wrong type. The optimizer is unchanged in either case.
         """
         if isinstance(param_group, dict):
-            self.validate({**self.defaults, **param_group})
+            with naming(type(self).__name__):
+                self.validate({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
-            check_params(self.param_groups[-1]["params"])
+            with naming(type(self).__name__):
+                check_params(self.param_groups[-1]["params"])
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
@@ -274,7 +277,8 @@ class FusedOptimizer(Optimizer):
         shapes = dict(self._indexed_params(state_dict))
         for group in state_dict["param_groups"]:
             merged = {**self.defaults, **group}
-            self.validate(merged)
+            with naming(type(self).__name__):
+                self.validate(merged)
             for index in group["params"]:
                 entry = state_dict["state"].get(index, {})
                 if index in shapes and any(value is not None for value in entry.values()):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,15 @@ from torch import Tensor
 
 # What fused optimizers can step.
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+
+
+@contextmanager
+def naming(optimizer: str) -> Iterator[None]:
+    """Put the name of ``optimizer`` in front of what the checks inside the block say."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{optimizer}: {error}") from None
 
 
 def as_number(name: str, value: Any) -> float:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from apex_npu.fusion import Run
 from apex_npu.ops import adam_direction_, segment_add_, segment_dot
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.optimizers.checks import check_adam, check_bool
+from apex_npu.optimizers.checks import check_adam, check_bool, naming
 
 # Norms of parameters count up to this: You et al. clip them, and the common implementations have settled on 10.
 MAX_WEIGHT_NORM = 10.0
@@ -183,7 +183,8 @@ class Lamb(Optimizer):
         adam: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adam": adam}
-        check_lamb(defaults)
+        with naming("Lamb"):
+            check_lamb(defaults)
         super().__init__(params, defaults)
 
     @torch.no_grad()

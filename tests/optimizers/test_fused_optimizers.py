@@ -479,8 +479,9 @@ def test_hooks_and_schedulers(pair):
     ids=[f"{spec}-{bad[0]}" for spec in SPECS for bad in spec.bad],
 )
 def test_bad_arguments(spec, kwargs, error, message):
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         spec.cls(make_params(), **kwargs)
+    assert str(spec) in str(caught.value)
     good = {"lr": 0.1}
     optimizer = spec.cls(make_params(), **good)
     if kwargs and set(kwargs) <= set(optimizer.defaults):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("apex_npu", reason="apex_npu is not importable: this tests the simulator with it")
 
-from apex_npu import amp
+from apex_npu import amp, optimizers
 from apex_npu.backends import registry
 from apex_npu.contrib.combine_tensors import change_data_ptr
 from apex_npu.optimizers import NpuFusedAdam, NpuFusedSGD
@@ -114,3 +114,24 @@ def test_backend_asks_the_stand_in() -> None:
     torch.full((2,), 6e4, dtype=torch.float16, device=device).mul_(2)
     assert backend.overflow_flag(device)
     assert torch.npu.current_device() == 0
+
+
+@pytest.mark.parametrize("name", ["NpuFusedAdam", "NpuFusedLamb", "NpuFusedAdamP", "FusedLAMB"])
+def test_parameters_on_several_devices(name: str) -> None:
+    results = []
+    for devices in (["cpu"] * 4, ["npu:0", "cpu", "npu:1", "npu:0"]):
+        generator = torch.Generator().manual_seed(0)
+        params = [
+            nn.Parameter(torch.randn(size, generator=generator).to(device))
+            for size, device in zip([(5, 4), (7,), (3, 3), ()], devices, strict=True)
+        ]
+        options = {"use_global_grad_norm": True} if name == "NpuFusedLamb" else {}
+        optimizer = getattr(optimizers, name)(params, lr=0.01, **options)
+        for step in range(5):
+            for p in params:
+                p.grad = torch.full(p.shape, 1.0 + step, device=p.device) * p.detach().sign()
+            optimizer.clip_optimizer_grad_norm_fused(3.0)
+            optimizer.step()
+        results.append([p.detach().cpu() for p in params])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
