@@ -135,3 +135,33 @@ def test_parameters_on_several_devices(name: str) -> None:
         results.append([p.detach().cpu() for p in params])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_parameters_in_a_private_format(level: str) -> None:
+    """Physical storages larger than the tensors; the first fusing happens between a forward and its backward."""
+    losses = []
+    for padded in (False, True):
+        npu_simulator.configure(padded_format=padded)
+        try:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 5)).npu()
+            for p in model.parameters() if padded else ():
+                if p.dim() == 2:
+                    torch_npu.npu_format_cast_(p, 29)
+            optimizer = NpuFusedAdam(model.parameters(), lr=1e-2)
+            model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=16.0, verbosity=0)
+            course = []
+            for step in range(4):
+                x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step)).npu()
+                loss = model(x).float().square().mean()
+                optimizer.zero_grad()
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+                course.append(loss.item())
+            losses.append(course)
+        finally:
+            npu_simulator.configure(padded_format=False)
+            amp.shutdown()
+    assert losses[0] == losses[1]
