@@ -73,14 +73,14 @@ HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.fi
 pytest-quick: setup-dev
 	@echo '==> quick tests'
 	@$(PY) -m pytest -q -m 'not slow' --ignore tests/simulator
-	@if $(HAS_SIMULATOR); then echo '==> tests of the simulated NPU'; $(PY) -m pytest -q -m 'not slow' tests/simulator; fi
+	@if $(HAS_SIMULATOR); then echo '==> tests of the simulated NPU'; $(PY) -m pytest -q --disable-warnings -m 'not slow' tests/simulator; fi
 	@if $(HAS_SIMULATOR); then echo '==> quick tests on the simulated NPU'; \
 	    APEX_NPU_TEST_DEVICE=npu $(PY) -m pytest -q -m 'not slow' $(ON_NPU); fi
 
 pytest-all: setup-dev
 	@echo '==> all tests'
 	@$(PY) -m pytest -q --ignore tests/simulator
-	@if $(HAS_SIMULATOR); then echo '==> tests of the simulated NPU'; $(PY) -m pytest -q tests/simulator; fi
+	@if $(HAS_SIMULATOR); then echo '==> tests of the simulated NPU'; $(PY) -m pytest -q --disable-warnings tests/simulator; fi
 	@if $(HAS_SIMULATOR); then echo '==> tests on the simulated NPU'; APEX_NPU_TEST_DEVICE=npu $(PY) -m pytest -q $(ON_NPU); fi
 
 clean:
