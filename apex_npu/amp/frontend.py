@@ -20,9 +20,7 @@ from apex_npu.amp.optimizer_adapter import adopt, check_adoptable, record_of, re
 from apex_npu.amp.policy import PRINTED_OPTIONS, Policy, resolve
 from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
 from apex_npu.amp.session import ConvertedModel, Session, current, install, is_first_rank, require
-
-Models = nn.Module | list[nn.Module]
-Optimizers = Optimizer | list[Optimizer] | None
+from apex_npu.ops import LOW_PRECISION
 
 
 def initialize(
@@ -164,7 +162,7 @@ def _check(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
                     f"parameter {name} has no shape yet; run the model once on a batch before amp.initialize, so that "
                     "its lazy modules know theirs"
                 )
-            if tensor.dtype in (torch.float16, torch.bfloat16):
+            if tensor.dtype in LOW_PRECISION:
                 raise RuntimeError(
                     f"Found param {name} with type {tensor.dtype}, expected torch.float32. When using amp.initialize, "
                     "you do not need to call .half() or .bfloat16() on your model before passing it, no matter what "

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex_npu.amp.session import master_of
-
-LOW_PRECISION = (torch.float16, torch.bfloat16)
+from apex_npu.ops import LOW_PRECISION
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.gradients import GradUnit
-from apex_npu.amp.master_params import LOW_PRECISION
 from apex_npu.amp.optimizer_adapter import OptimizerRecord, pair_masters, record_of
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session, require
 from apex_npu.backends import for_device
+from apex_npu.ops import LOW_PRECISION
 
 Work = list[tuple[OptimizerRecord, list[GradUnit]]]
 
@@ -66,7 +66,7 @@ def scale_loss(
     scaler = _scaler(session, loss_id)
     scale = scaler.scale
     work = _prepare(optimizers)
-    _scale_up(session, work, scale)
+    _scale_up(work, scale)
     for record, _ in work:
         record.in_block = True
     try:
@@ -137,7 +137,7 @@ def _without_repeats(work: Work) -> Work:
 
 
 @disable_dynamo
-def _scale_up(session: Session, work: Work, scale: float) -> None:
+def _scale_up(work: Work, scale: float) -> None:
     """Bring the gradients that are there to ``scale``, so that backward adds like to like."""
     waiting = any(record.grad_scale != 1.0 for record, _ in work)
     for device in {unit.device for _, units in work for unit in units}:
@@ -204,9 +204,6 @@ def _decide(work: Work, loss_id: int, scaler: LossScaler, found_inf: bool) -> No
     if not pending:
         scaler.update(found_inf)
     if found_inf or pending:
+        message = f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.scale}"
         for record, _ in work:
-            if record.skip is not None:
-                continue
-            record.skip = (
-                f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.scale}"
-            )
+            record.skip = record.skip or message

@@ -15,12 +15,10 @@ from apex_npu.fusion.flat_buffer import FlatBuffer, owns_storage, plan
 from apex_npu.fusion.flat_grads import PRESENT, FlatGrads
 from apex_npu.fusion.layout import extent_numel, is_dense
 from apex_npu.fusion.storage import follows_aliases, has_unnamed_aliases, owns_memory, release_previous, slot_table
-from apex_npu.ops import Segments
+from apex_npu.ops import Segments, wide_dtype
 from apex_npu.ops.reference import segment_ids
 
 _T = TypeVar("_T")
-
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class HasFusedGroups(Protocol):
@@ -175,8 +173,7 @@ class FusedGroup:
     @property
     def state_dtype(self) -> torch.dtype:
         """float32 for float16 and bfloat16 parameters: their updates are computed in it; else their own dtype."""
-        dtype = self.param_flat.dtype
-        return torch.float32 if dtype in LOW_PRECISION else dtype
+        return wide_dtype(self.param_flat.dtype)
 
     def state_flat(self, name: str) -> Tensor:
         """The buffer of state ``name``, allocated with zeros at first use."""

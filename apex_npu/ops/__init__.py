@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Update rules on flat buffers: one schema per op, a kernel per device, the reference where there is none."""
 
+from apex_npu.ops.reference import LOW_PRECISION, wide_dtype
 from apex_npu.ops.schemas import (
     adadelta_,
     adagrad_,
@@ -15,6 +16,7 @@ from apex_npu.ops.schemas import (
 from apex_npu.ops.segments import Segments
 
 __all__ = [
+    "LOW_PRECISION",
     "Segments",
     "adadelta_",
     "adagrad_",
@@ -24,4 +26,5 @@ __all__ = [
     "segment_add_",
     "segment_dot",
     "sgd_",
+    "wide_dtype",
 ]

@@ -22,7 +22,7 @@ def _one_dtype(*tensors: Tensor | None) -> bool:
 
 def sgd_(param: Tensor, grad: Tensor, momentum_buffer: Tensor | None, *, first: bool, **options: Any) -> None:
     """See ``apex_npu.ops.schemas.sgd_``."""
-    if not _one_dtype(param, grad, momentum_buffer) or param.dtype in (torch.float16, torch.bfloat16):
+    if not _one_dtype(param, grad, momentum_buffer) or param.dtype in reference.LOW_PRECISION:
         reference.sgd_(param, grad, momentum_buffer, first=first, **options)
         return
     buffers = [] if momentum_buffer is None else [momentum_buffer]

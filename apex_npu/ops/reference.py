@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
 # Large enough to hide Python, small enough that a chunk of every operand stays in a core's cache. An accelerator has no
 # such cache but a launch cost, hence larger there.
 _CHUNK_NUMEL = 1 << 16
@@ -40,8 +42,9 @@ def _write_back(param: Tensor, value: Tensor) -> None:
         param.copy_(value)
 
 
-def _wide_dtype(param: Tensor) -> torch.dtype:
-    return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What tensors of ``dtype`` are updated in, and their state kept in: float32 for the low-precision ones."""
+    return torch.float32 if dtype in LOW_PRECISION else dtype
 
 
 def sgd_(
@@ -58,7 +61,7 @@ def sgd_(
     first: bool,
 ) -> None:
     """See ``apex_npu.ops.schemas.sgd_``."""
-    compute_dtype = _wide_dtype(param)
+    compute_dtype = wide_dtype(param.dtype)
     for p_chunk, g_chunk, b in _chunks((param, grad, momentum_buffer)):
         p = p_chunk.to(compute_dtype)
         update = _in_dtype(g_chunk, compute_dtype, maximize)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from apex_npu.fusion import FlatBuffer, plan
+from apex_npu.ops import wide_dtype
 from apex_npu.optimizers.checks import check_unit_interval
 
 
@@ -42,8 +43,7 @@ class FusedEMA:
         by_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         tensors = self._tensors()
         for name, t in tensors.items():
-            dtype = torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else t.dtype
-            by_kind.setdefault((t.device, dtype), []).append(name)
+            by_kind.setdefault((t.device, wide_dtype(t.dtype)), []).append(name)
         for (device, dtype), names in by_kind.items():
             shapes = [torch.empty_like(tensors[name], device="meta", dtype=dtype) for name in names]
             planned = plan(shapes)

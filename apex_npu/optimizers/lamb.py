@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu.fusion import Run
-from apex_npu.ops import adam_direction_, segment_add_, segment_dot
+from apex_npu.ops import adam_direction_, segment_add_, segment_dot, wide_dtype
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, naming
 
@@ -212,7 +212,7 @@ class Lamb(Optimizer):
     def _step(self, p: Tensor, group: ParamGroup) -> None:
         beta1, beta2 = group["betas"]
         state = self.state[p]
-        wide = torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
+        wide = wide_dtype(p.dtype)
         param = p.to(wide)
         assert p.grad is not None
         grad = p.grad.to(wide)
