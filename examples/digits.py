@@ -179,7 +179,7 @@ class Run:
         self.history.losses.append(loss.item())
         if self.recipe.opt_level is not None:
             self.history.scales.append(float(amp.state_dict()["loss_scaler0"]["loss_scale"]))
-            self.history.skipped += amp.last_step(self.optimizer) == "skipped"
+            self.history.skipped += amp.last_step(self.optimizer).skipped
 
     @torch.no_grad()
     def test(self, data: Digits) -> None:

@@ -5,8 +5,10 @@
 from apex_npu.amp.frontend import initialize, last_step, load_state_dict, master_params, state_dict
 from apex_npu.amp.scale_loss import scale_loss
 from apex_npu.amp.session import disable_casts, shutdown
+from apex_npu.amp.step_report import StepReport
 
 __all__ = [
+    "StepReport",
     "disable_casts",
     "initialize",
     "last_step",

@@ -80,9 +80,10 @@ class ModelCast:
         self._forward = weakref.ref(forward)
 
     @property
-    def alive(self) -> bool:
-        """False once the model is gone."""
-        return self._model() is not None
+    def model(self) -> nn.Module | None:
+        """The model, or None once it is gone."""
+        model: nn.Module | None = self._model()
+        return model
 
     def undo(self) -> None:
         """Give the model its forward back; dtypes stay. May be called again, or after another conversion."""

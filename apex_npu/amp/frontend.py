@@ -18,8 +18,9 @@ from apex_npu.amp.casting import convert_model
 from apex_npu.amp.master_params import give_fp32_state_dict
 from apex_npu.amp.optimizer_adapter import adopt, check_adoptable, record_of, release
 from apex_npu.amp.policy import PRINTED_OPTIONS, Policy, resolve
-from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
+from apex_npu.amp.scaler import DynamicScaleOptions, in_apex_format, make_scaler
 from apex_npu.amp.session import ConvertedModel, Session, current, install, is_first_rank, require
+from apex_npu.amp.step_report import StepReport, next_report
 from apex_npu.ops import LOW_PRECISION
 
 
@@ -43,6 +44,8 @@ def initialize(
     scale_window: int = 2000,
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
+    scale_hysteresis: int = 1,
+    skip_alarm: int | None = 50,
     combine_grad: bool | None = None,
     combine_ddp: bool | None = None,
     ddp_replica_count: int = 4,
@@ -58,6 +61,8 @@ def initialize(
     O1      as it is           per function, by autocast    no            dynamic
     O2      float16, BN fp32   inputs to float16            fp32          dynamic
     O3      float16            inputs to float16            no            1.0
+    O4      as it is           as O1, to bfloat16           no            1.0
+    O5      bfloat16, BN fp32  inputs to bfloat16           fp32          1.0
     ======  =================  ===========================  ============  ==========
 
     Everything is checked before anything is changed; if it fails half way all models are put back.
@@ -66,9 +71,9 @@ def initialize(
         models: A module, or a list of them, on its device, with float32 parameters.
         optimizers: An optimizer, a list of them, or None for inference.
         enabled: False returns everything as it is, and makes all of amp pass-through.
-        opt_level: "O0", "O1", "O2" or "O3". The following arguments override what it says; None leaves it as it is.
+        opt_level: "O0" to "O5". The following arguments override what it says; None leaves it as it is.
         cast_model_type: Dtype of the model's parameters and inputs; False: no cast.
-        patch_torch_functions: Cast around functions (O1 only).
+        patch_torch_functions: Cast around functions (O1 and O4 only).
         keep_batchnorm_fp32: Leave affine batch norms in float32. The strings "True" and "False" count as bools.
         master_weights: Keep fp32 masters of low-precision parameters, and step those.
         loss_scale: "dynamic", or a positive number, also as a string.
@@ -81,6 +86,8 @@ def initialize(
         scale_window: Steps without overflow before it grows.
         min_loss_scale: It never gets smaller; None: no floor.
         max_loss_scale: It never gets larger.
+        scale_hysteresis: Overflows in a row that it takes for the scale to shrink.
+        skip_alarm: After so many skipped steps in a row an error is logged that says what to look at; None: never.
         combine_grad: Keep the gradients of each optimizer in flat buffers, and unscale and check those in one pass.
             Fused optimizers do so anyway.
         combine_ddp: Not available yet.
@@ -113,13 +120,21 @@ def initialize(
         check_combined_tensors=check_combined_tensors,
     )
     options = DynamicScaleOptions(
-        dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window, min_loss_scale, max_loss_scale
+        dynamic_init_scale,
+        scale_growth_factor,
+        scale_backoff_factor,
+        scale_window,
+        min_loss_scale,
+        max_loss_scale,
+        scale_hysteresis,
     )
+    if skip_alarm is not None and (isinstance(skip_alarm, bool) or not isinstance(skip_alarm, int) or skip_alarm < 1):
+        raise ValueError(f"skip_alarm must be None or an integer >= 1, got {skip_alarm!r}")
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"num_losses must be an integer >= 1, got {num_losses!r}")
     model_list, optimizer_list = _listed(models, optimizers)
     scalers = [make_scaler(policy.loss_scale, options) for _ in range(num_losses)]
-    session = Session(policy, scalers, verbosity if is_first_rank() else min(verbosity, 0))
+    session = Session(policy, scalers, verbosity if is_first_rank() else min(verbosity, 0), skip_alarm=skip_alarm)
     if enabled:
         session.device_types = _device_types(model_list, optimizer_list)
         _check(model_list, optimizer_list)
@@ -249,16 +264,25 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def last_step(optimizer: Optimizer) -> Literal["applied", "skipped"] | None:
-    """How the last ``optimizer.step()`` under amp ended; None before the first.
+def last_step(optimizer: Optimizer) -> StepReport | None:
+    """How the last ``optimizer.step()`` under amp ended; None before the first. With ``enabled=False`` all are applied.
+
+    A schedule that counts updates rather than calls asks it::
+
+        optimizer.step()
+        if amp.last_step(optimizer).applied:
+            scheduler.step()
 
     Raises:
         RuntimeError: ``optimizer`` was not passed to ``initialize``.
     """
     record = record_of(optimizer)
-    if record is None:
+    if record is not None:
+        return record.last_step
+    session = current()
+    if session is None or session.policy.enabled:
         raise RuntimeError(f"{type(optimizer).__name__} was not passed to amp.initialize")
-    return record.last_step
+    return next_report(None, None)
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -280,6 +304,10 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 def load_state_dict(state_dict: dict[str, Any]) -> None:
     """Continue with the loss scales of a former run; entries are taken in order.
 
+    Args:
+        state_dict: As ``amp.state_dict()`` returns it, here or in Apex, or ``torch.amp.GradScaler.state_dict()`` or
+            torch_npu's, whose one scale then goes for all losses.
+
     Raises:
         RuntimeError: amp has not been initialized, or there is a key that is not a loss scaler's.
         TypeError: ``state_dict`` is no dict.
@@ -290,6 +318,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
         return
     if not isinstance(state_dict, dict):
         raise TypeError(f"state_dict must be a dict as amp.state_dict() returns it, got {type(state_dict).__name__}")
+    state_dict = in_apex_format(state_dict, len(session.scalers))
     unexpected = [key for key in state_dict if "loss_scaler" not in key]
     if unexpected:
         listed = ", ".join(f'"{key}"' for key in unexpected)

@@ -57,11 +57,19 @@ class GradUnit:
 
     def forget_cleared(self) -> None:
         """Clear masters' gradients whose model gradient somebody has cleared since it was brought to them."""
+        written = []
         for i, (grad, version) in self._delivered.items():
             now = self.sources[i].grad
-            zeroed = now is grad and now._version != version and not bool(now.any())
-            if now is None or zeroed:
+            if now is None:
                 self.params[i].grad = None
+            elif now is grad and now._version != version:
+                written.append((i, now))
+        if written:
+            # One answer for all: each alone would wait for the device.
+            nonzero = torch.stack([now.any() for _, now in written]).tolist()
+            for (i, _), kept in zip(written, nonzero, strict=True):
+                if not kept:
+                    self.params[i].grad = None
 
     def drop_source_grads(self) -> None:
         """Forget the gradients of model parameters that have masters: what they held is in the masters'."""

@@ -9,11 +9,12 @@ ordinary methods, deepcopy and pickle carry the record along, and nothing on the
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,10 @@ from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.master_params import MasterPair, copy_masters_to_model, make_masters
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import Session, current, disable_casts
+from apex_npu.amp.step_report import StepReport, Verdict, explain_skips, next_report
 from apex_npu.fusion import FlatGrads, clip_grad_norm_, plan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -35,7 +39,7 @@ class OptimizerRecord:
         policy: Of the ``initialize`` that adopted it.
         pairs: Model parameters and the masters that stand in ``param_groups`` in their stead.
         grad_scale: What the gradients are multiplied with now: 1 but inside scale_loss, and after ``delay_unscale``.
-        skip: What to say in place of the next step, which will be skipped; None: it will not.
+        verdict: What scale_loss has decided about the next step; None: nothing since the last one.
         last_step: How the last call of ``step`` ended.
         in_block: A scale_loss block is open.
     """
@@ -43,8 +47,8 @@ class OptimizerRecord:
     policy: Policy
     pairs: list[MasterPair] = field(default_factory=list)
     grad_scale: float = 1.0
-    skip: str | None = None
-    last_step: Literal["applied", "skipped"] | None = None
+    verdict: Verdict | None = None
+    last_step: StepReport | None = None
     in_block: bool = False
     # The session that knows the masters: another one, or that of a copy, has to be told.
     known_to: Session | None = None
@@ -60,6 +64,11 @@ class OptimizerRecord:
     def __getstate__(self) -> dict[str, Any]:
         """Without buffers: a copy makes its own."""
         return {**self.__dict__, "known_to": None, "_units": [], "_fitted_to": [], "_own_flat": []}
+
+    @property
+    def skip(self) -> bool:
+        """The next step is to be skipped."""
+        return self.verdict is not None and self.verdict.skip
 
     def units(self, optimizer: Optimizer) -> list[GradUnit]:
         """How the gradients of ``optimizer`` travel; made anew when its parameters, or their buffers, have changed."""
@@ -159,48 +168,19 @@ class AmpOptimizerMixin(Optimizer):
             # Here rather than inside the optimizer, so that an overflow in it still skips the step.
             with torch.enable_grad():
                 loss = closure()
-        if record.skip is not None:
-            self._skip_step(record)
+        if record.skip:
+            _skip_step(self, record)
             return loss
-        self._check_gradients(record)
+        _check_gradients(self, record)
         with disable_casts():
             super().step()
         copy_masters_to_model(record.pairs)
-        self._drop_master_grads(record)
-        record.last_step = "applied"
+        _drop_master_grads(record)
+        _report(record)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-    def _check_gradients(self, record: OptimizerRecord) -> None:
-        if record.grad_scale != 1.0:
-            raise RuntimeError(
-                f"the gradients are still multiplied with the loss scale {record.grad_scale}: the last scale_loss "
-                "had delay_unscale=True; before step(), close one without it, or call zero_grad()"
-            )
-        if not record.pairs or any(pair.master_param.grad is not None for pair in record.pairs):
-            return
-        if any(unit.has_undelivered() for unit in record.units(self)):
-            warnings.warn(
-                "the model has gradients, but its fp32 masters, which this step updates, have none: was backward() "
-                "called outside amp.scale_loss? Use `with amp.scale_loss(loss, optimizer) as scaled_loss: "
-                "scaled_loss.backward()`",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    def _skip_step(self, record: OptimizerRecord) -> None:
-        session = current()
-        if session is not None and record.skip is not None:
-            session.say(record.skip)
-        record.skip = None
-        self._drop_master_grads(record)
-        record.last_step = "skipped"
-
-    def _drop_master_grads(self, record: OptimizerRecord) -> None:
-        for pair in record.pairs:
-            pair.master_param.grad = None
 
     @disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -216,7 +196,7 @@ class AmpOptimizerMixin(Optimizer):
                 with torch.no_grad():
                     pair.model_param.grad.zero_()
         record.grad_scale = 1.0
-        record.skip = None  # it was about gradients that are gone
+        record.verdict = None  # it was about gradients that are gone
 
     def clip_optimizer_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -238,15 +218,8 @@ class AmpOptimizerMixin(Optimizer):
         Raises:
             RuntimeError: The level has masters: clipping the model's own gradients would do nothing.
         """
-        self._require_no_masters("clip_model_grad_norm_fused", "clip_optimizer_grad_norm_fused")
+        _require_no_masters(self._amp_record, "clip_model_grad_norm_fused", "clip_optimizer_grad_norm_fused")
         return self.clip_optimizer_grad_norm_fused(max_norm, norm_type, error_if_nonfinite)
-
-    def _require_no_masters(self, name: str, instead: str) -> None:
-        if self._amp_record.pairs:
-            raise RuntimeError(
-                f"{name} can only be used when opt_level='O1' (or without masters); at "
-                f"{self._amp_record.policy.opt_level} the gradients that count are the masters': use {instead}"
-            )
 
     def get_optimizer_combined_grads(self) -> list[Tensor]:
         """The flat buffers of the gradients of what the optimizer steps; empty without combined gradients."""
@@ -261,18 +234,18 @@ class AmpOptimizerMixin(Optimizer):
 
     def get_model_combined_params(self) -> list[Tensor]:
         """The flat buffers that the model's parameters lie in; of fused optimizers, without masters."""
-        self._require_no_masters("get_model_combined_params", "get_optimizer_combined_params")
+        _require_no_masters(self._amp_record, "get_model_combined_params", "get_optimizer_combined_params")
         found: list[Tensor] = self.get_optimizer_combined_params()  # type: ignore[attr-defined]
         return found
 
     def get_model_combined_grads(self) -> list[Tensor]:
         """The flat buffers of the model's gradients, without masters."""
-        self._require_no_masters("get_model_combined_grads", "get_optimizer_combined_grads")
+        _require_no_masters(self._amp_record, "get_model_combined_grads", "get_optimizer_combined_grads")
         return self.get_optimizer_combined_grads()
 
     def get_model_combined_grad_masks(self) -> list[Tensor]:
         """Their masks, without masters."""
-        self._require_no_masters("get_model_combined_grad_masks", "get_optimizer_combined_grad_masks")
+        _require_no_masters(self._amp_record, "get_model_combined_grad_masks", "get_optimizer_combined_grad_masks")
         return self.get_optimizer_combined_grad_masks()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -284,6 +257,76 @@ class AmpOptimizerMixin(Optimizer):
         """Classes made by ``adopt`` are found again through the class they were made from."""
         state = {**self.__getstate__(), "_amp_record": self._amp_record}
         return _new_adopted, (type(self).__mro__[2],), state
+
+
+# Functions rather than methods: a name of the mixin would hide the same name of the class it is put before.
+
+
+def _check_gradients(optimizer: Optimizer, record: OptimizerRecord) -> None:
+    if record.grad_scale != 1.0:
+        raise RuntimeError(
+            f"the gradients are still multiplied with the loss scale {record.grad_scale}: the last scale_loss "
+            "had delay_unscale=True; before step(), close one without it, or call zero_grad()"
+        )
+    masters_lack = record.pairs and all(pair.master_param.grad is None for pair in record.pairs)
+    if masters_lack and any(unit.has_undelivered() for unit in record.units(optimizer)):
+        warnings.warn(
+            "the model has gradients, but its fp32 masters, which this step updates, have none: was backward() "
+            "called outside amp.scale_loss? Use `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+            "scaled_loss.backward()`",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return
+    session = current()
+    if session is not None and all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        session.warn_once(
+            f"{type(optimizer).__name__}.step() was called, but none of its parameters has a gradient: was backward() "
+            "called, and behind zero_grad() rather than before it?",
+            stacklevel=5,
+        )
+
+
+def _skip_step(optimizer: Optimizer, record: OptimizerRecord) -> None:
+    report = _report(record)
+    session = current()
+    if session is not None:
+        session.say(
+            f"Gradient overflow.  Skipping step, loss scaler {report.loss_id} reducing loss scale to "
+            f"{report.scale_after}"
+        )
+        if report.skips_in_a_row == session.skip_alarm:
+            logger.error(
+                "%s: %s", type(optimizer).__name__, explain_skips(report, _named_grads(session, optimizer, record))
+            )
+    _drop_master_grads(record)
+
+
+def _report(record: OptimizerRecord) -> StepReport:
+    record.last_step = next_report(record.verdict, record.last_step)
+    record.verdict = None
+    return record.last_step
+
+
+def _named_grads(session: Session, optimizer: Optimizer, record: OptimizerRecord) -> Iterator[tuple[str, Tensor]]:
+    names = session.parameter_names()
+    for unit in record.units(optimizer):
+        for param, source in zip(unit.params, unit.sources, strict=True):
+            if param.grad is not None:
+                yield names.get(source, f"a parameter of shape {tuple(param.shape)}"), param.grad
+
+
+def _drop_master_grads(record: OptimizerRecord) -> None:
+    for pair in record.pairs:
+        pair.master_param.grad = None
+
+
+def _require_no_masters(record: OptimizerRecord, name: str, instead: str) -> None:
+    if record.pairs:
+        raise RuntimeError(
+            f"{name} can only be used when opt_level='O1' (or without masters); at "
+            f"{record.policy.opt_level} the gradients that count are the masters': use {instead}"
+        )
 
 
 @functools.cache

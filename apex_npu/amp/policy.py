@@ -63,7 +63,18 @@ OPT_LEVELS = {
         "O3", "O3:  Pure FP16 training.",
         cast_model_type=torch.float16, keep_batchnorm_fp32=False, master_weights=False, loss_scale=1.0,
     ),
+    # As in ROCm's Apex. bfloat16 has float32's range: gradients need no scale.
+    "O4": Policy(
+        "O4", "O4:  Insert automatic casts around Pytorch functions and Tensor methods, to BFLOAT16.",
+        patch_torch_functions=True, autocast_dtype=torch.bfloat16, loss_scale=1.0,
+    ),
+    "O5": Policy(
+        "O5", "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
+        cast_model_type=torch.bfloat16, keep_batchnorm_fp32=True, master_weights=True, loss_scale=1.0,
+    ),
 }  # fmt: skip
+
+_CASTING_LEVELS = " or ".join(name for name, level in OPT_LEVELS.items() if level.patch_torch_functions)
 
 # The order in which scripts see them printed.
 PRINTED_OPTIONS = (
@@ -76,7 +87,7 @@ def resolve(opt_level: str, **overrides: Any) -> Policy:
     """The policy of ``opt_level`` with every override that is not None.
 
     Args:
-        opt_level: "O0", "O1", "O2" or "O3".
+        opt_level: "O0" to "O5".
         **overrides: Fields of ``Policy``; None means "as the level has it".
 
     Raises:
@@ -111,10 +122,13 @@ def _check_against_level(level: Policy, given: dict[str, Any]) -> None:
                     f"With opt_level {level.opt_level}, {reason}, so leave {name} unspecified, got {given[name]}"
                 )
     elif given.get("patch_torch_functions"):
-        raise RuntimeError(f"patch_torch_functions=True goes with opt_level O1 only, got {level.opt_level}")
+        raise RuntimeError(
+            f"patch_torch_functions=True goes with opt_level {_CASTING_LEVELS} only, got {level.opt_level}"
+        )
     elif given.get("user_cast_preferred"):
         raise RuntimeError(
-            f"user_cast_preferred=True should only be set by selecting opt_level='O1', got {level.opt_level}"
+            "user_cast_preferred=True should only be set by selecting opt_level='O1' (or its bfloat16 form, 'O4'), "
+            f"got {level.opt_level}"
         )
     if given.get("combine_ddp"):
         if not given.get("combine_grad"):

@@ -17,6 +17,7 @@ from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.optimizer_adapter import OptimizerRecord, pair_masters, record_of
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session, require
+from apex_npu.amp.step_report import Verdict
 from apex_npu.backends import for_device
 from apex_npu.ops import LOW_PRECISION
 
@@ -66,6 +67,12 @@ def scale_loss(
     scaler = _scaler(session, loss_id)
     scale = scaler.scale
     work = _prepare(optimizers)
+    if not loss.requires_grad:
+        session.warn_once(
+            "amp.scale_loss was given a loss that does not require grad: its backward() will fail, or reach no "
+            "parameter. Was it computed under torch.no_grad(), or detached, or are all parameters frozen?",
+            stacklevel=4,  # the with statement
+        )
     _scale_up(work, scale)
     for record, _ in work:
         record.in_block = True
@@ -148,8 +155,8 @@ def _scale_up(work: Work, scale: float) -> None:
     done: list[tuple[GradUnit, float]] = []
     try:
         for record, units in work:
-            if record.skip is not None and not any(unit.has_grads() for unit in units):
-                record.skip = None  # it was about gradients that are gone
+            if record.skip and not any(unit.has_grads() for unit in units):
+                record.verdict = None  # it was about gradients that are gone
             for unit in units:
                 if record.grad_scale == 1.0:
                     unit.forget_cleared()
@@ -200,10 +207,10 @@ def _unscale(work: Work, scale: float, *, check: bool) -> bool:
 
 
 def _decide(work: Work, loss_id: int, scaler: LossScaler, found_inf: bool) -> None:
-    pending = [record for record, _ in work if record.skip is not None]
-    if not pending:
+    pending = next((record.verdict for record, _ in work if record.skip), None)
+    before = scaler.scale
+    if pending is None:
         scaler.update(found_inf)
-    if found_inf or pending:
-        message = f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.scale}"
-        for record, _ in work:
-            record.skip = record.skip or message
+    verdict = pending or Verdict(found_inf, loss_id, before, scaler.scale)
+    for record, _ in work:
+        record.verdict = record.verdict if record.skip else verdict

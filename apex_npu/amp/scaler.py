@@ -26,6 +26,8 @@ class DynamicScaleOptions:
         growth_interval: Steps without overflow before the scale grows.
         min_scale: The scale never gets smaller; None: it may shrink as far as float32 allows.
         max_scale: It never gets larger.
+        hysteresis: Overflows in a row that it takes for the scale to shrink; the first ones only skip their step. As
+            in Megatron-LM: once it shrinks, it does so at every further overflow until a step succeeds.
     """
 
     init_scale: float = 2.0**16
@@ -34,6 +36,7 @@ class DynamicScaleOptions:
     growth_interval: int = 2000
     min_scale: float | None = None
     max_scale: float = 2.0**24
+    hysteresis: int = 1
 
     def __post_init__(self) -> None:
         """Check every value.
@@ -49,6 +52,7 @@ class DynamicScaleOptions:
             ("scale_window", self.growth_interval),
             ("min_loss_scale", 1.0 if self.min_scale is None else self.min_scale),
             ("max_loss_scale", self.max_scale),
+            ("scale_hysteresis", self.hysteresis),
         ):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{name} must be a number, got {value!r}")
@@ -58,8 +62,9 @@ class DynamicScaleOptions:
             raise ValueError(f"scale_growth_factor must be >= 1, got {self.growth_factor!r}")
         if self.backoff_factor >= 1.0:
             raise ValueError(f"scale_backoff_factor must be in (0, 1), got {self.backoff_factor!r}")
-        if self.growth_interval != int(self.growth_interval) or self.growth_interval < 1:
-            raise ValueError(f"scale_window must be an integer >= 1, got {self.growth_interval!r}")
+        for name, count in (("scale_window", self.growth_interval), ("scale_hysteresis", self.hysteresis)):
+            if count != int(count) or count < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {count!r}")
         if self.max_scale > 2.0**126:
             raise ValueError(f"max_loss_scale must be at most 2**126, got {self.max_scale!r}")
         if self.min_scale is not None and self.min_scale > self.max_scale:
@@ -120,12 +125,16 @@ class DynamicLossScaler(StaticLossScaler):
         """Start at ``options.init_scale``, within its bounds."""
         super().__init__(max(min(options.init_scale, options.max_scale), options.min_scale or _SMALLEST_SCALE))
         self.options = options
+        self._overflows_in_a_row = 0
 
     def update(self, found_inf: bool) -> None:
         """Move the scale."""
         options = self.options
         if found_inf:
             before, self.good_steps = self.scale, 0
+            self._overflows_in_a_row += 1
+            if self._overflows_in_a_row < options.hysteresis:
+                return
             self.scale = max(self.scale * options.backoff_factor, options.min_scale or _SMALLEST_SCALE)
             if before >= 1.0 > self.scale:
                 warnings.warn(
@@ -135,10 +144,34 @@ class DynamicLossScaler(StaticLossScaler):
                     stacklevel=2,
                 )
             return
+        self._overflows_in_a_row = 0
         self.good_steps += 1
         # >= rather than ==: a count resumed from a run with a longer window must still grow.
         if self.good_steps >= options.growth_interval:
             self.scale, self.good_steps = min(self.scale * options.growth_factor, options.max_scale), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``LossScaler``. With a hysteresis its count is in it, too; Apex passes over that."""
+        own = {} if self.options.hysteresis == 1 else {"overflows_in_a_row": self._overflows_in_a_row}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``LossScaler``."""
+        super().load_state_dict(state)
+        self._overflows_in_a_row = int(state.get("overflows_in_a_row", 0))
+
+
+def in_apex_format(state_dict: dict[str, Any], count: int) -> dict[str, Any]:
+    """What ``amp.load_state_dict`` is given, with the state of a GradScaler translated.
+
+    Args:
+        state_dict: As ``amp.state_dict()`` returns it, or ``torch.amp.GradScaler.state_dict()``, or torch_npu's.
+        count: Scalers to load; a GradScaler's one scale is for all of them.
+    """
+    if not {"scale", "_growth_tracker"} <= state_dict.keys():
+        return state_dict
+    state = {"loss_scale": state_dict["scale"], "unskipped": state_dict["_growth_tracker"]}
+    return {f"loss_scaler{i}": state for i in range(count)}
 
 
 def _checked(state: dict[str, Any]) -> tuple[float, int]:

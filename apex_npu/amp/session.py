@@ -8,7 +8,9 @@ The slot exists because ``amp.scale_loss(loss, optimizer)`` names no session. Th
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.amp.casting import CastHandle, ModelCast, enable_casts
+from apex_npu.amp.clip_guard import watch_clipping
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler
 
@@ -32,7 +35,12 @@ class ConvertedModel:
     @property
     def alive(self) -> bool:
         """False once the model is gone."""
-        return self._cast.alive
+        return self._cast.model is not None
+
+    def parameter_names(self) -> dict[Tensor, str]:
+        """The names of its parameters."""
+        model = self._cast.model
+        return {} if model is None else {p: name for name, p in model.named_parameters()}
 
     def undo(self) -> None:
         """Give the model its own forward and state dict back."""
@@ -53,6 +61,7 @@ class Session:
         masters: model_param → master_param, for as long as the model parameter lives.
         models: What was changed on models, by this session and those before it.
         casts: What O1 has changed in torch.
+        skip_alarm: Skipped steps in a row after which an error is logged; None: never.
     """
 
     policy: Policy
@@ -62,11 +71,50 @@ class Session:
     masters: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     models: list[ConvertedModel] = field(default_factory=list)
     casts: CastHandle | None = None
+    skip_alarm: int | None = 50
+    _watch: ExitStack = field(default_factory=ExitStack)
+    _warned: set[str] = field(default_factory=set)
 
     def disable(self) -> None:
         """Make everything pass through."""
         self.policy = replace(self.policy, enabled=False)
         self.scalers = []
+
+    def parameter_names(self) -> WeakTensorKeyDictionary:
+        """The names of all parameters of models that are alive."""
+        names = WeakTensorKeyDictionary()
+        for model in self.models:
+            names.update(model.parameter_names())
+        return names
+
+    def enable(self) -> None:
+        """Patch what this session needs patched; all of it, or nothing if something fails."""
+        with ExitStack() as undo:
+            if self.policy.enabled and self.policy.master_weights:
+                watch_clipping(undo, self._look_at_clipping)
+            self.casts = enable_casts(self.policy, self.device_types)
+            self._watch = undo.pop_all()
+
+    def undo(self) -> None:
+        """Undo ``enable``."""
+        if self.casts is not None:
+            self.casts.undo()
+        self._watch.close()
+
+    def _look_at_clipping(self, name: str, params: Iterable[Tensor]) -> None:
+        if any(p in self.masters for p in params):
+            self.warn_once(
+                f"torch.nn.utils.{name} was given parameters whose fp32 masters the optimizer steps: behind "
+                "amp.scale_loss the gradients that count are the masters', and these are not clipped. Give it "
+                "amp.master_params(optimizer), or call optimizer.clip_optimizer_grad_norm_fused(max_norm)",
+                stacklevel=4,
+            )
+
+    def warn_once(self, text: str, stacklevel: int = 3) -> None:
+        """Warn, if this session has not said so before."""
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, RuntimeWarning, stacklevel)
 
     def say(self, text: str) -> None:
         """Print ``text`` unless told to be silent."""
@@ -86,13 +134,13 @@ def install(session: Session) -> None:
     global _current
     with _lock:
         former = _current
-        if former is not None and former.casts is not None:
-            former.casts.undo()  # first: what two sessions patch nests like brackets
+        if former is not None:
+            former.undo()  # first: what two sessions patch nests like brackets
         try:
-            session.casts = enable_casts(session.policy, session.device_types)
+            session.enable()
         except BaseException:
             if former is not None:
-                former.casts = enable_casts(former.policy, former.device_types)
+                former.enable()
             raise
         if former is not None:
             session.models[:0] = [model for model in former.models if model.alive]
@@ -128,8 +176,7 @@ def shutdown() -> None:
     with _lock:
         former, _current = _current, None
     if former is not None:
-        if former.casts is not None:
-            former.casts.undo()
+        former.undo()
         for model in reversed(former.models):
             model.undo()
 

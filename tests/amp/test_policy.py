@@ -14,6 +14,8 @@ from apex_npu.amp.policy import OPT_LEVELS, resolve
         ("O1", None, True, None, None, "dynamic"),
         ("O2", torch.float16, False, True, True, "dynamic"),
         ("O3", torch.float16, False, False, False, 1.0),
+        ("O4", None, True, None, None, 1.0),
+        ("O5", torch.bfloat16, False, True, True, 1.0),
     ],
 )
 def test_levels(level, cast, functions, batchnorm, masters, scale):
@@ -24,6 +26,7 @@ def test_levels(level, cast, functions, batchnorm, masters, scale):
     assert policy.keep_batchnorm_fp32 is batchnorm
     assert policy.master_weights is masters
     assert policy.loss_scale == scale
+    assert policy.autocast_dtype is (torch.bfloat16 if level == "O4" else torch.float16)
 
 
 def test_none_means_as_the_level_has_it():
@@ -70,7 +73,12 @@ def test_overrides(given, field, value):
         ),
         ("O1", {"master_weights": False}, RuntimeError, "leave master_weights unspecified"),
         ("O1", {"cast_model_type": torch.float16}, RuntimeError, "leave cast_model_type unspecified"),
-        ("O2", {"patch_torch_functions": True}, RuntimeError, "patch_torch_functions=True goes with opt_level O1 only"),
+        (
+            "O2",
+            {"patch_torch_functions": True},
+            RuntimeError,
+            "patch_torch_functions=True goes with opt_level O1 or O4 only, got O2",
+        ),
         ("O2", {"user_cast_preferred": True}, RuntimeError, "user_cast_preferred=True should only be set"),
         ("O2", {"combine_ddp": True}, RuntimeError, "combine_ddp=True needs combine_grad=True"),
         ("O2", {"combine_ddp": True, "combine_grad": True}, NotImplementedError, "DistributedDataParallel after"),

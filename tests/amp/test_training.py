@@ -15,7 +15,7 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 
-LEVELS = ["O0", "O1", "O2", "O3"]
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 MAKERS = {
     "torch SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "torch Adam": lambda params: torch.optim.Adam(params, lr=1e-2),
@@ -126,7 +126,7 @@ def test_dynamic_scale_comes_down_from_2_to_the_32(level, maker):
     losses = []
     for step in range(60):
         losses += train(model, optimizer, [step])
-        if amp.last_step(optimizer) == "skipped":
+        if amp.last_step(optimizer).skipped:
             skipped += 1
             if len(losses) == skipped:
                 assert same(values(model, optimizer), before)
@@ -155,14 +155,14 @@ def test_one_bad_gradient_skips_exactly_one_step(level, maker, combine_grad, bad
             scaled_loss.backward()
             param.grad.view(-1)[-1] = bad
         optimizer.step()
-        assert amp.last_step(optimizer) == "skipped"
+        assert amp.last_step(optimizer).skipped
         assert same(values(model, optimizer), before)
         assert scale() == 2.0 ** (7 - number)
     assert capsys.readouterr().out.splitlines() == [
         f"Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to {s}" for s in (128.0, 64.0)
     ]
     train(model, optimizer, [3])
-    assert amp.last_step(optimizer) == "applied"
+    assert amp.last_step(optimizer).applied
     assert not same(values(model, optimizer), before)
 
 
@@ -187,8 +187,8 @@ def test_gradients_are_unscaled_behind_the_block(level, maker, combine_grad):
         loss_of(reference, 0).backward()
         # BatchNorm's weight gradient and all others: float16 leaves about three digits.
         for ours, theirs in zip(amp.master_params(optimizer), reference.parameters(), strict=True):
-            # A batch norm in float16, as at O3, loses another one.
-            atol = (2e-2 if level == "O3" else 3e-3) * accumulated
+            # A batch norm in float16, as at O3, loses another one; bfloat16 has three bits less than float16.
+            atol = {"O3": 2e-2, "O4": 2.4e-2, "O5": 2.4e-2}.get(level, 3e-3) * accumulated
             torch.testing.assert_close(ours.grad.float(), theirs.grad, rtol=2e-2, atol=atol)
             assert ours.grad.dtype == ours.dtype
 
@@ -267,7 +267,7 @@ def test_delayed_overflow_is_not_forgotten():
     with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
-    assert amp.last_step(optimizer) == "skipped"
+    assert amp.last_step(optimizer).skipped
     assert same(before, list(model.parameters()))
 
 
@@ -280,7 +280,7 @@ def test_delay_overflow_check_decides_nothing():
     with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
-    assert amp.last_step(optimizer) == "skipped"
+    assert amp.last_step(optimizer).skipped
 
 
 def test_a_skip_goes_with_its_gradients():
@@ -291,7 +291,7 @@ def test_a_skip_goes_with_its_gradients():
         model.head.bias.grad[0] = float("inf")
     optimizer.zero_grad()
     train(model, optimizer, [1])
-    assert amp.last_step(optimizer) == "applied"
+    assert amp.last_step(optimizer).applied
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -311,7 +311,7 @@ def test_an_exception_keeps_what_was_accumulated():
     with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
         scaled_loss.backward()
     before = [p.grad.clone() for p in model.parameters()]
-    with pytest.raises(ZeroDivisionError), amp.scale_loss(torch.ones((), device=DEVICE), optimizer):
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(torch.ones((), device=DEVICE, requires_grad=True), optimizer):
         raise ZeroDivisionError
     assert same(before, [p.grad for p in model.parameters()])
 
@@ -457,7 +457,7 @@ def test_schedulers_made_before_or_after(before):
                 if step == 0:
                     model.head.bias.grad.fill_(float("inf"))
             optimizer.step()
-            assert amp.last_step(optimizer) == ("skipped" if step == 0 else "applied")
+            assert amp.last_step(optimizer).skipped == (step == 0)
             scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.125
 
@@ -470,7 +470,7 @@ def test_several_losses_have_scales_of_their_own():
             if loss_id == 1:
                 model.head.bias.grad.fill_(float("nan"))
     optimizer.step()
-    assert amp.last_step(optimizer) == "skipped"
+    assert amp.last_step(optimizer).skipped
     assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [2.0**8, 2.0**7]
 
 
@@ -486,7 +486,7 @@ def test_several_models_and_optimizers():
         models[1].head.bias.grad.fill_(float("inf"))
     for optimizer in pair:
         optimizer.step()
-        assert amp.last_step(optimizer) == "skipped"
+        assert amp.last_step(optimizer).skipped
 
 
 def test_model_only():
@@ -569,7 +569,7 @@ def test_closure():
     bad[0] = True
     before = values(model, optimizer)
     optimizer.step(closure)
-    assert amp.last_step(optimizer) == "skipped"
+    assert amp.last_step(optimizer).skipped
     assert same(values(model, optimizer), before)
     model, optimizer = make("O2")
     with pytest.raises(RuntimeError, match="Currently, Amp does not support closure use with optimizers"):
@@ -615,7 +615,7 @@ def test_saturating_devices_are_asked_for_their_flag(monkeypatch):
     with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:  # must not clear what the first has raised
         scaled_loss.backward()
     optimizer.step()
-    assert amp.last_step(optimizer) == "skipped"
+    assert amp.last_step(optimizer).skipped
     assert backend.log == ["clear"]
     train(model, optimizer, [2])
-    assert amp.last_step(optimizer) == "applied"
+    assert amp.last_step(optimizer).applied

@@ -1,0 +1,185 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checkpoints between levels, to and from plain torch, and the state of the loss scale from and for others."""
+
+import copy
+import io
+
+import pytest
+import torch
+from devices import DEVICE
+from torch import nn
+
+from apex_npu import amp, optimizers
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+EXACT = [level for level in LEVELS if level != "O3"]  # O3 has no float32 weights to save
+
+
+def make_model():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 3)]
+    return nn.Sequential(*layers).to(DEVICE)
+
+
+def make(level, cls):
+    model = make_model()
+    optimizer = cls(model.parameters(), lr=1e-2)
+    if level != "torch":
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return model, optimizer
+
+
+def batch(number):
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(32, 1, 4, 4, generator=generator).to(DEVICE)
+    return x, (x.mean((1, 2, 3)) * 6).round().clamp(-1, 1).long() + 1
+
+
+def train(model, optimizer, numbers, level):
+    losses = []
+    for number in numbers:
+        x, y = batch(number)
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        if level == "torch":
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def through_a_file(checkpoint):
+    file = io.BytesIO()
+    torch.save(checkpoint, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def save(model, optimizer, level):
+    state = {} if level == "torch" else {"amp": amp.state_dict()}
+    return through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **state})
+
+
+def float32_values(model, optimizer):
+    """What training continues from: the values that are stepped, and the optimizer's state."""
+    params = [p.detach().float().clone() for group in optimizer.param_groups for p in group["params"]]
+    state = optimizer.state_dict()["state"]
+    return params + [state[i][name].clone() for i in sorted(state) for name in ("step", "exp_avg", "exp_avg_sq")]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["load before", "load after"])
+@pytest.mark.parametrize("cls", [torch.optim.Adam, optimizers.NpuFusedAdam])
+@pytest.mark.parametrize("target", [*EXACT, "torch"])
+@pytest.mark.parametrize("source", [*EXACT, "torch"])
+def test_a_checkpoint_moves_between_levels_without_losing_a_bit(source, target, cls, before):
+    model, optimizer = make(source, cls)
+    losses = train(model, optimizer, range(12), source)
+    saved, expected = save(model, optimizer, source), float32_values(model, optimizer)
+    assert all(v.dtype != torch.float16 for v in saved["model"].values())
+    amp.shutdown()
+
+    if before and target != "torch":
+        model = make_model()
+        optimizer = cls(model.parameters(), lr=1e-2)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        model, optimizer = amp.initialize(model, optimizer, opt_level=target, verbosity=0)
+    else:
+        model, optimizer = make(target, cls)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    if "amp" in saved and target != "torch":
+        amp.load_state_dict(saved["amp"])
+    loaded = float32_values(model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(expected, loaded, strict=True))
+    assert all(v.dtype == torch.float32 for v in loaded)
+
+    # No spike: the same batches as the last ones cost no more than they did, up to what half precision rounds.
+    again = train(model, optimizer, range(8, 12), target)
+    assert sum(again) <= sum(losses[8:]) + 0.02
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, optimizers.NpuFusedAdam])
+@pytest.mark.parametrize("level", EXACT)
+def test_resume_continues_bit_for_bit_in_either_order(level, cls):
+    model, optimizer = make(level, cls)
+    train(model, optimizer, range(5), level)
+    saved = save(model, optimizer, level)
+    expected = train(model, optimizer, range(5, 10), level), float32_values(model, optimizer)
+    for order in (("model", "optimizer", "amp"), ("amp", "optimizer", "model")):
+        amp.shutdown()
+        model, optimizer = make(level, cls)
+        parts = {"model": model, "optimizer": optimizer, "amp": amp}
+        for name in order:
+            parts[name].load_state_dict(copy.deepcopy(saved[name]))  # torch.optim goes on with the very tensors
+        losses = train(model, optimizer, range(5, 10), level)
+        assert losses == expected[0]
+        assert all(torch.equal(a, b) for a, b in zip(expected[1], float32_values(model, optimizer), strict=True))
+
+
+def test_small_moments_survive_at_o2():
+    """A second moment of 1.6e-8 is zero in float16."""
+    model, optimizer = make("O2", torch.optim.Adam)
+    train(model, optimizer, range(2), "O2")
+    saved = save(model, optimizer, "O2")
+    for entry in saved["optimizer"]["state"].values():
+        entry["exp_avg_sq"].fill_(1.6e-8)
+    for cls in (torch.optim.Adam, optimizers.NpuFusedAdam):
+        model, optimizer = make("O2", cls)
+        optimizer.load_state_dict(saved["optimizer"])
+        for entry in optimizer.state_dict()["state"].values():
+            assert torch.equal(entry["exp_avg_sq"], torch.full_like(entry["exp_avg_sq"], 1.6e-8))
+        amp.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------------ loss scale
+
+
+def initialize(num_losses=1, **options):
+    model = nn.Linear(2, 2).to(DEVICE)
+    amp.initialize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        opt_level="O2",
+        num_losses=num_losses,
+        verbosity=0,
+        **options,
+    )
+
+
+def test_the_format_is_apexs():
+    initialize(num_losses=2)
+    expected = {"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 0}}
+    expected["loss_scaler1"] = dict(expected["loss_scaler0"])
+    assert amp.state_dict() == expected
+
+
+@pytest.mark.parametrize("extra", [{}, {"dynamic": True}], ids=["torch.amp", "torch_npu"])
+def test_a_grad_scalers_state_is_read(extra):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=100)
+    scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 7})
+    initialize(num_losses=2)
+    amp.load_state_dict({**scaler.state_dict(), **extra})
+    assert [tuple(s.values()) for s in amp.state_dict().values()] == [(2.0**9, 7), (2.0**9, 7)]
+
+
+def test_hysteresis_is_resumed():
+    initialize(scale_hysteresis=2)
+    state = amp.state_dict()
+    state["loss_scaler0"]["overflows_in_a_row"] = 1
+    amp.load_state_dict(state)
+    assert amp.state_dict() == state
+    initialize()
+    amp.load_state_dict(state)  # written with it, read without
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 0}}
+
+
+def test_loading_while_disabled_does_no_harm():
+    initialize(enabled=False)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 1}})
+    amp.load_state_dict({})
+    assert amp.state_dict() == {}

@@ -1,0 +1,276 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A skipped step is visible: in ``amp.last_step``, to schedulers, to trainers, and in the log where it never ends."""
+
+import logging
+import math
+import warnings
+
+import pytest
+import torch
+from devices import DEVICE
+from torch import nn
+
+from apex_npu import amp, optimizers
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+def make(level="O2", cls=optimizers.NpuFusedSGD, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)).to(DEVICE)
+    options = {"loss_scale": "dynamic", "dynamic_init_scale": 2.0**8, "verbosity": 0, **options}
+    return amp.initialize(model, cls(model.parameters(), lr=0.1), opt_level=level, **options)
+
+
+def backward(model, optimizer, bad=None, loss_id=0):
+    loss = model(torch.ones(2, 3, device=DEVICE)).square().sum()
+    with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled_loss:
+        scaled_loss.backward()
+        if bad is not None:
+            model[0].weight.grad[0, 0] = bad
+
+
+def step(model, optimizer, bad=None, loss_id=0):
+    backward(model, optimizer, bad, loss_id)
+    optimizer.step()
+    optimizer.zero_grad()
+    return amp.last_step(optimizer)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("cls", [torch.optim.SGD, optimizers.NpuFusedSGD])
+def test_what_last_step_tells(level, cls):
+    model, optimizer = make(level, cls, num_losses=2)
+    assert amp.last_step(optimizer) is None
+    report = step(model, optimizer)
+    assert (report.applied, report.skipped, report.loss_id) == (True, False, 0)
+    assert (report.scale_before, report.scale_after) == (2.0**8, 2.0**8)
+    report = step(model, optimizer, math.inf, loss_id=1)
+    assert (report.applied, report.loss_id, report.scale_before, report.scale_after) == (False, 1, 2.0**8, 2.0**7)
+    assert (report.skipped_steps, report.skips_in_a_row) == (1, 1)
+    report = step(model, optimizer, math.nan)
+    assert (report.skipped_steps, report.skips_in_a_row, report.loss_id) == (2, 2, 0)
+    report = step(model, optimizer, loss_id=1)
+    assert (report.applied, report.skipped_steps, report.skips_in_a_row) == (True, 2, 0)
+    assert (report.scale_before, report.scale_after) == (2.0**7, 2.0**7)
+
+
+def test_a_growing_scale_is_told():
+    model, optimizer = make(scale_window=2)
+    step(model, optimizer)
+    report = step(model, optimizer)
+    assert (report.scale_before, report.scale_after) == (2.0**8, 2.0**9)
+
+
+def test_the_loss_whose_overflow_came_first_is_the_one_named():
+    model, optimizer = make(num_losses=2)
+    backward(model, optimizer, math.inf, loss_id=1)
+    backward(model, optimizer)
+    optimizer.step()
+    assert amp.last_step(optimizer).loss_id == 1
+
+
+def test_without_scale_loss_a_step_is_applied():
+    model, optimizer = make("O0")
+    model(torch.ones(2, 3, device=DEVICE)).sum().backward()
+    optimizer.step()
+    report = amp.last_step(optimizer)
+    assert (report.applied, report.loss_id, report.scale_before) == (True, None, None)
+
+
+def test_disabled_amp_applies_all_steps():
+    model, optimizer = make(enabled=False)
+    assert step(model, optimizer).applied
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("between", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_schedulers_follow_applied_steps_without_a_warning(level, before, between):
+    """Made before or after initialize, or between an overflow and the step that it skips."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if before:
+            decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        if not before and not between:
+            decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        backward(model, optimizer, math.inf)
+        if not before and between:
+            decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for bad in (None, None):
+            optimizer.step()
+            if amp.last_step(optimizer).applied:
+                decay.step()
+            optimizer.zero_grad()
+            backward(model, optimizer, bad)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_trainers_that_put_their_own_step_in_place():
+    """Accelerate's way: whether its replacement was called tells it that a GradScaler let the step through."""
+    model, optimizer = make("O2")
+    original, called = optimizer.step, []
+
+    def patched_step(*args, **kwargs):
+        called.append(True)
+        return original(*args, **kwargs)
+
+    optimizer.step = patched_step
+    backward(model, optimizer, math.inf)
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    optimizer.step()
+    assert called
+    assert amp.last_step(optimizer).skipped
+    assert all(torch.equal(p, q) for p, q in zip(before, amp.master_params(optimizer), strict=True))
+    optimizer.step = original
+    assert step(model, optimizer).applied
+
+
+def test_trainers_that_compare_scales():
+    """Hugging Face's way: a scale that got smaller means a skipped step."""
+    model, optimizer = make("O1")
+    for bad in (None, math.inf, None):
+        before = amp.state_dict()["loss_scaler0"]["loss_scale"]
+        step(model, optimizer, bad)
+        assert (amp.state_dict()["loss_scaler0"]["loss_scale"] < before) == (bad is not None)
+
+
+def test_grad_scaler_lets_accelerate_see_a_skip():
+    """Without amp, torch's GradScaler must call ``step`` of a fused optimizer only where it is to be applied."""
+    model = nn.Linear(3, 1).to(DEVICE)
+    optimizer = optimizers.NpuFusedAdam(model.parameters())
+    scaler = torch.amp.GradScaler(DEVICE)
+    original, called = optimizer.step, []
+    optimizer.step = lambda *args, **kwargs: (called.append(True), original(*args, **kwargs))
+    for bad in (math.inf, None):
+        scaler.scale(model(torch.ones(1, 3, device=DEVICE)).sum()).backward()
+        if bad:
+            model.weight.grad[0, 0] = bad
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert called == [True]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_after_many_skips_in_a_row_one_error_says_where_to_look(level, caplog):
+    model, optimizer = make(level, skip_alarm=3)
+    with caplog.at_level(logging.ERROR, "apex_npu"):
+        for _ in range(2):
+            step(model, optimizer, math.inf)
+        step(model, optimizer)
+        assert not caplog.records
+        for _ in range(5):
+            step(model, optimizer, math.nan)
+    (record,) = caplog.records
+    assert "NpuFusedSGD: 3 steps in a row have been skipped" in record.message
+    assert "not finite are the gradients of 0.weight; all others are" in record.message
+    assert f"the scale of loss 0 is down to {2.0**3}" in record.message
+
+
+def test_an_overflow_of_everything_points_at_the_loss(caplog):
+    model, optimizer = make("O1", skip_alarm=1)
+    loss = model(torch.ones(2, 3, device=DEVICE)).square().sum() * math.inf
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert "the gradients of all 4 parameters are not finite, so look at the loss itself" in caplog.text
+
+
+def test_the_alarm_can_be_switched_off(caplog):
+    model, optimizer = make("O1", skip_alarm=None, min_loss_scale=1.0)
+    for _ in range(60):
+        step(model, optimizer, math.inf)
+    assert not caplog.records
+
+
+def test_hysteresis_skips_before_it_shrinks():
+    model, optimizer = make(scale_hysteresis=3)
+    course = [math.inf, math.inf, None, math.inf, math.inf, math.inf, math.inf, None, math.inf]
+    reports = [step(model, optimizer, bad) for bad in course]
+    assert [r.skipped for r in reports] == [bad is not None for bad in course]
+    assert [r.scale_after for r in reports] == [256, 256, 256, 256, 256, 128, 64, 64, 64]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"skip_alarm": 0}, ValueError, "skip_alarm must be None or an integer >= 1, got 0"),
+        ({"skip_alarm": True}, ValueError, "got True"),
+        ({"scale_hysteresis": 0}, ValueError, "scale_hysteresis must be positive and finite, got 0"),
+        ({"scale_hysteresis": 1.5}, ValueError, "scale_hysteresis must be an integer >= 1, got 1.5"),
+        ({"scale_hysteresis": "2"}, TypeError, "scale_hysteresis must be a number, got '2'"),
+    ],
+)
+def test_bad_options(options, error, message):
+    with pytest.raises(error, match=message):
+        make(**options)
+
+
+# -------------------------------------------------------------------------------------------------------- warnings
+
+
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_clipping_model_parameters_behind_masters_warns_once(level, name):
+    originals = getattr(nn.utils, name), getattr(nn.utils.clip_grad, name)
+    model, optimizer = make(level)
+    caught = []
+    for _ in range(2):
+        backward(model, optimizer)
+        expected = [p.grad.clone() for p in amp.master_params(optimizer)]
+        with warnings.catch_warnings(record=True) as new:
+            warnings.simplefilter("always")
+            getattr(nn.utils, name)(model.parameters(), 1e-3)
+        caught += new
+        # It really does nothing to what is stepped.
+        assert all(torch.equal(g, p.grad) for g, p in zip(expected, amp.master_params(optimizer), strict=True))
+    (warning,) = caught
+    assert f"torch.nn.utils.{name} was given parameters whose fp32 masters" in str(warning.message)
+    assert "amp.master_params(optimizer)" in str(warning.message)
+    assert warning.filename == __file__
+    amp.shutdown()
+    assert (getattr(nn.utils, name), getattr(nn.utils.clip_grad, name)) == originals
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_clipping_the_right_parameters_does_not_warn(level):
+    model, optimizer = make(level)
+    backward(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
+        nn.utils.clip_grad_value_(next(iter(amp.master_params(optimizer))), 0.5)
+        nn.utils.clip_grad_norm_(nn.Linear(2, 2).parameters(), 0.5)  # a stranger's
+    clipped = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in amp.master_params(optimizer)]))
+    assert clipped.item() == pytest.approx(min(0.5, norm.item()), rel=1e-3)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_without_backward_warns_once(level):
+    model, optimizer = make(level)
+    with pytest.warns(RuntimeWarning, match=r"NpuFusedSGD.step\(\) was called, but none of its parameters has a grad"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        step(model, optimizer)
+
+
+def test_a_loss_without_grad_warns_once():
+    model, optimizer = make("O1")
+    with torch.no_grad():
+        loss = model(torch.ones(2, 3, device=DEVICE)).sum()
+    expected = pytest.warns(RuntimeWarning, match="a loss that does not require grad")
+    with expected as caught, amp.scale_loss(loss, optimizer):
+        pass
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with amp.scale_loss(loss, optimizer):
+            pass
