@@ -4,24 +4,24 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import threading
 import types
 import weakref
-from collections import OrderedDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.rnn import PackedSequence
 
-from .cast_lists import MODEL_FLOATS
-from .policy import Policy
+from apex_npu.amp.cast_lists import MODEL_FLOATS
+from apex_npu.amp.containers import cast_floating
+from apex_npu.amp.policy import Policy
+from apex_npu.amp.submodule_cast import unwatch_submodules, watch_submodules
+from apex_npu.ops import LOW_PRECISION
 
 
 def convert_model(model: nn.Module, policy: Policy, device_types: Sequence[str]) -> ModelCast:
@@ -29,8 +29,8 @@ def convert_model(model: nn.Module, policy: Policy, device_types: Sequence[str])
 
     O0, O2, O3: floating parameters, buffers and existing gradients take ``policy.model_dtype`` (an affine BatchNorm
     keeps its own where ``keep_batchnorm_fp32``); so do floating tensors passed to the model's forward. Its outputs take
-    ``cast_model_outputs``, by default float32. Only the model's own forward is wrapped: call a submodule directly, and
-    the inputs' dtype is up to you.
+    ``cast_model_outputs``, by default float32. A submodule that is called by itself (``model.encoder(x)``) has its
+    inputs cast, too, but not its outputs; compiled or exported by itself it has not.
 
     O1: the forward is an autocast region; outputs are cast only where ``cast_model_outputs`` says so.
 
@@ -56,6 +56,8 @@ def convert_model(model: nn.Module, policy: Policy, device_types: Sequence[str])
         _cast_parameters(model, policy.model_dtype, keep_batchnorm=bool(policy.keep_batchnorm_fp32))
     forward = CastForward(model, inner, settings)
     if settings is not None:
+        if settings.input_dtype in LOW_PRECISION:
+            watch_submodules(model, settings.input_dtype)
         vars(model)["forward"] = forward
         vars(model)["_replicate_for_data_parallel"] = _Replicate(model)
     else:
@@ -66,8 +68,21 @@ def convert_model(model: nn.Module, policy: Policy, device_types: Sequence[str])
 def _remove_wrapper(model: nn.Module, inner: Callable[..., Any] | None) -> None:
     vars(model).pop("forward", None)
     vars(model).pop("_replicate_for_data_parallel", None)
+    unwatch_submodules(model)
     if inner is not None:
         vars(model)["forward"] = inner
+
+
+def wrapper_of(model: nn.Module) -> dict[str, Any]:
+    """What an earlier ``convert_model`` has put on the model, for ``put_wrapper_back``."""
+    return {name: vars(model)[name] for name in ("forward", "_replicate_for_data_parallel") if name in vars(model)}
+
+
+def put_wrapper_back(model: nn.Module, wrapper: dict[str, Any]) -> None:
+    """Undo a second conversion: the first one's wrapper is on the model again, and works as it did."""
+    if not isinstance(wrapper.get("forward"), CastForward):
+        _remove_wrapper(model, None)
+    vars(model).update(wrapper)
 
 
 class ModelCast:
@@ -151,11 +166,18 @@ class CastForward:
         model: Whose forward this is.
         inner: The instance attribute ``forward`` that was there before, or None for the class's method.
         settings: What to do; None after an undo: call straight through.
+        running: The threads that are inside it, one entry per call. A list, as append and remove are atomic.
     """
 
     model: nn.Module
     inner: Callable[..., Any] | None
     settings: ForwardSettings | None
+    running: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """What floating inputs are cast to, or None."""
+        return None if self.settings is None else self.settings.input_dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward as the settings say."""
@@ -165,13 +187,23 @@ class CastForward:
         if settings.input_dtype is not None:
             args = tuple([cast_floating(value, settings.input_dtype) for value in args])
             kwargs = {name: cast_floating(value, settings.input_dtype) for name, value in kwargs.items()}
-        output = self._call_in_regions(settings, settings.device_types, args, kwargs)
+        output = self._call_marked(settings, args, kwargs)
         return output if settings.output_dtype is None else cast_floating(output, settings.output_dtype)
 
     def _call_inner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         return type(self.model).forward(self.model, *args, **kwargs)
+
+    def _call_marked(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if settings.input_dtype is None or torch.compiler.is_compiling():
+            return self._call_in_regions(settings, settings.device_types, args, kwargs)
+        thread_id = threading.get_ident()
+        self.running.append(thread_id)
+        try:
+            return self._call_in_regions(settings, settings.device_types, args, kwargs)
+        finally:
+            self.running.remove(thread_id)
 
     def _call_in_regions(
         self, settings: ForwardSettings, device_types: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -206,7 +238,12 @@ class CastForward:
         inner = self.inner
         if isinstance(inner, types.MethodType) and inner.__self__ is self.model:
             inner = types.MethodType(inner.__func__, model)
-        return CastForward(model, inner, self.settings)
+        # Submodules of a replica have the hooks of the original, which look here.
+        return CastForward(model, inner, self.settings, self.running)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but who is running."""
+        return {**vars(self), "running": []}
 
 
 def _is_thread(thread_id: int | None) -> bool:
@@ -257,109 +294,3 @@ def _cast_data(tensor: Tensor, dtype: torch.dtype, before: list[tuple[Tensor, Te
             cast = data.to(dtype)
             before.append((target, data))
             target.data = cast
-
-
-# ---------------------------------------------------------------------------------------------------------- containers
-
-
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating tensor in it cast to ``dtype``, in containers of the same types.
-
-    Integer, bool and complex tensors, and whatever is not a known container, are returned as they are; so is a
-    container in which nothing changes. An object with a method ``to`` (a batch class, say) is asked to cast itself.
-
-    Args:
-        value: Anything.
-        dtype: A floating dtype.
-    """
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.dtype in MODEL_FLOATS else value
-    kind = type(value)
-    if kind in (list, tuple):
-        items = [cast_floating(item, dtype) for item in value]
-        return kind(items) if _differ(items, value) else value
-    if kind is dict:
-        pairs = {key: cast_floating(item, dtype) for key, item in value.items()}
-        return pairs if _differ(pairs.values(), value.values()) else value
-    if value is None or isinstance(value, (str, bytes, bool, int, float, type, nn.Module)):
-        return value
-    if not isinstance(value, PackedSequence) and callable(getattr(value, "to", None)):
-        return value.to(dtype)
-    return _cast_other_container(value, dtype)
-
-
-def _cast_other_container(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, tuple):
-        items = [cast_floating(item, dtype) for item in value]
-        return _rebuild_tuple(value, items) if _differ(items, value) else value
-    if isinstance(value, (list, deque, UserList)):
-        changed = _changed_items(enumerate(value), dtype)
-        return _copy_with_items(value, changed) if changed else value
-    if isinstance(value, Mapping):
-        changed = _changed_items(value.items(), dtype)
-        return _rebuild_mapping(value, changed) if changed else value
-    if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        changed = _changed_items([(name, getattr(value, name)) for name in names], dtype)
-        return _rebuild_dataclass(value, names, changed) if changed else value
-    return value
-
-
-def _changed_items(items: Iterable[tuple[Any, Any]], dtype: torch.dtype) -> dict[Any, Any]:
-    return {key: new for key, old in items if (new := cast_floating(old, dtype)) is not old}
-
-
-def _differ(new: Iterable[Any], old: Iterable[Any]) -> bool:
-    if torch.compiler.is_compiling():
-        return True  # older torch traces "is" between containers as a comparison of their tensors' values
-    return any(a is not b for a, b in zip(new, old, strict=True))
-
-
-def _rebuild_tuple(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    kind: Any = type(value)
-    if hasattr(kind, "_make"):  # namedtuple
-        result = kind._make(items)
-    elif hasattr(kind, "n_sequence_fields"):  # torch.return_types: tuple.__new__ is refused
-        result = kind(items)
-    else:
-        result = tuple.__new__(kind, items)  # not kind(items): a subclass may want other arguments
-    if hasattr(value, "__dict__"):
-        vars(result).update(vars(value))
-    return result  # type: ignore[no-any-return]
-
-
-def _copy_with_items(value: Any, changed: Mapping[Any, Any]) -> Any:
-    result = copy.copy(value)
-    for key, item in changed.items():
-        result[key] = item
-    return result
-
-
-def _rebuild_dataclass(value: Any, names: list[str], changed: Mapping[str, Any]) -> Any:
-    # Not dataclasses.replace: it runs __init__ again. Not setattr, nor copy: the class may be frozen.
-    kind: Any = type(value)
-    result = kind.__new__(kind)
-    if hasattr(value, "__dict__"):
-        vars(result).update(vars(value))
-    for name in names:
-        object.__setattr__(result, name, changed.get(name, getattr(value, name)))
-    return result
-
-
-def _rebuild_mapping(value: Mapping[Any, Any], changed: Mapping[Any, Any]) -> Any:
-    if not isinstance(value, dict):
-        if isinstance(value, MutableMapping):
-            return _copy_with_items(value, changed)
-        kind: Any = type(value)
-        return kind({**value, **changed})
-    # Past __init__, whose arguments are unknown: Hugging Face's ModelOutput is a dict, and a dataclass with own fields.
-    result: Any = type(value).__new__(type(value))
-    if isinstance(value, defaultdict):
-        result.default_factory = value.default_factory
-    if hasattr(value, "__dict__"):
-        twins = {n: changed[n] for n, item in vars(value).items() if n in changed and item is value[n]}
-        vars(result).update(vars(value), **twins)
-    put = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
-    for key, item in value.items():
-        put(result, key, changed.get(key, item))
-    return result

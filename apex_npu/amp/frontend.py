@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex_npu.amp.casting import convert_model
+from apex_npu.amp.forward_cast import convert_model, put_wrapper_back, wrapper_of
 from apex_npu.amp.master_params import give_fp32_state_dict
 from apex_npu.amp.optimizer_adapter import adopt, check_adoptable, record_of, release
 from apex_npu.amp.policy import PRINTED_OPTIONS, Policy, resolve
@@ -227,11 +227,12 @@ def _set_up(session: Session, models: list[nn.Module], optimizers: list[Optimize
     with ExitStack() as undo:
         undo.callback(_put_back, list(values.values()))
         for model in models:
+            undo.callback(put_wrapper_back, model, wrapper_of(model))
             cast = convert_model(model, policy, device_types)
-            undo.callback(cast.undo)
             handles = [] if policy.model_dtype is None else give_fp32_state_dict(model)
+            for handle in handles:
+                undo.callback(handle.remove)
             session.models.append(ConvertedModel(cast, handles))
-            undo.callback(session.models[-1].undo)
         undo.callback(_release, as_they_were)
         for optimizer in optimizers:
             adopt(optimizer, session, {key: value for key, (_, value) in values.items()})

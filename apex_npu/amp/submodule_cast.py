@@ -1,0 +1,80 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Submodules of a cast model, called by themselves: ``model.encoder(x)`` takes what ``model(x)`` would have taken.
+
+Inside the model's own forward nothing is cast a second time: there the author of the model decides.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from apex_npu.amp.containers import cast_floating
+
+
+class Wrapper(Protocol):
+    """What a hook asks of the model's wrapped forward."""
+
+    # The dtype of inputs, or None where nothing is cast.
+    input_dtype: torch.dtype | None
+    # Threads that are inside it, one entry per call.
+    running: list[int]
+
+
+@dataclass(eq=False)
+class CastInputs:
+    """Forward pre-hook of a submodule of ``model``. It holds no state, so copies of the model cast by their own."""
+
+    model: nn.Module
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Cast the inputs, unless the model itself is running in this thread, or is no longer wrapped."""
+        # A compiled graph starts at the model; what a thread does elsewhere cannot be asked while tracing.
+        if torch.compiler.is_compiling():
+            return None
+        wrapper: Wrapper | None = self.model.__dict__.get("forward")
+        if wrapper is None or threading.get_ident() in getattr(wrapper, "running", ()):
+            return None
+        dtype = getattr(wrapper, "input_dtype", None)
+        if dtype is None:
+            return None
+        return (
+            tuple([cast_floating(value, dtype) for value in args]),
+            {name: cast_floating(value, dtype) for name, value in kwargs.items()},
+        )
+
+
+def watch_submodules(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give every submodule that holds parameters of ``dtype`` a ``CastInputs``, if it has none of this model's."""
+    for module in _submodules(model):
+        if type(module) is nn.Sequential:
+            continue  # it only hands its input on
+        if any(p.dtype == dtype for p in module.parameters()) and not _own_hooks(module, model):
+            module.register_forward_pre_hook(CastInputs(model), with_kwargs=True)
+
+
+def unwatch_submodules(model: nn.Module) -> None:
+    """Take them off again."""
+    for module in model.modules():
+        for key in _own_hooks(module, model):
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _submodules(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        # A hook anywhere in such a layer would switch off its fused path for inference; scripted ones take none.
+        if not isinstance(child, (nn.TransformerEncoderLayer, torch.jit.ScriptModule)):
+            yield child
+            yield from _submodules(child)
+
+
+def _own_hooks(module: nn.Module, model: nn.Module) -> list[int]:
+    hooks = module._forward_pre_hooks.items()
+    return [key for key, hook in hooks if isinstance(hook, CastInputs) and hook.model is model]

@@ -1,0 +1,171 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Submodules of an O2, O3 or O5 model that a script calls by themselves."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from devices import DEVICE
+from torch import nn
+
+from apex_npu import amp
+
+HALF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+
+
+class Autoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.rnn = nn.GRU(8, 8, batch_first=True)
+        self.decoder = nn.Linear(8, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(x.dtype)
+        return self.decoder(self.encoder(x)) * self.scale
+
+    def decode(self, z):
+        return self.decoder(z) * self.scale
+
+
+def make(level, model=None):
+    torch.manual_seed(0)
+    return amp.initialize((model or Autoencoder()).to(DEVICE), opt_level=level, verbosity=0)
+
+
+def x(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_called_by_themselves_they_take_float32(level):
+    model = make(level)
+    reference = Autoencoder().to(DEVICE)
+    reference.load_state_dict(model.state_dict())
+    z = model.encoder(x(3, 4))
+    assert z.dtype == HALF[level]
+    torch.testing.assert_close(z.float(), reference.encoder(x(3, 4)), rtol=2e-2, atol=2e-2)
+    # Half precision in, half precision out: nothing changes for scripts that cast by hand, as they had to.
+    assert torch.equal(model.encoder(x(3, 4).to(HALF[level])), z)
+    assert model.encoder[0](x(3, 4)).dtype == HALF[level]
+    assert model.decode(x(3, 8)).dtype == HALF[level]
+    assert model.attention(x(2, 3, 8), key=x(2, 3, 8), value=x(2, 3, 8))[0].dtype == HALF[level]
+    assert model.rnn(x(2, 3, 8))[0].dtype == HALF[level]
+    packed = nn.utils.rnn.pack_padded_sequence(x(2, 3, 8), [3, 2], batch_first=True)
+    assert model.rnn(packed)[0].data.dtype == HALF[level]
+
+
+def test_inside_the_forward_nothing_is_cast_twice():
+    class Boxes(nn.Module):
+        """Takes coordinates, which half precision would ruin, beside its features."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, features, boxes):
+            return self.layer(features), boxes
+
+    class Detector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = Boxes()
+
+        def forward(self, features):
+            return self.head(features, torch.full((1,), 4097.0))
+
+    model = make("O2", Detector())
+    assert model(x(1, 2))[1].item() == 4097.0  # 4096 in float16
+    assert model.head(x(1, 2), torch.full((1,), 4097.0))[1].item() == 4096.0
+
+
+def test_after_an_exception_in_the_forward_submodules_still_cast():
+    model = make("O2")
+    with pytest.raises(RuntimeError):
+        model(x(3, 5))
+    assert model.encoder(x(3, 4)).dtype == torch.float16
+
+
+def test_another_thread_is_another_call():
+    """A submodule called by itself in one thread, while the model runs in another."""
+    model = make("O2")
+    inside, done = threading.Event(), threading.Event()
+
+    def wait(*_):
+        inside.set()
+        done.wait(10)
+
+    model.decoder.register_forward_hook(wait)
+    thread = threading.Thread(target=model, args=(x(3, 4),))
+    thread.start()
+    assert inside.wait(10)
+    try:
+        assert model.encoder(x(3, 4)).dtype == torch.float16
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_copies_cast_by_their_own(how):
+    model = make("O2")
+    twin = how(model)
+    assert twin.encoder(x(3, 4)).dtype == torch.float16
+    assert {hook.model for m in twin.modules() for hook in m._forward_pre_hooks.values()} == {twin}
+    amp.shutdown()
+    with pytest.raises(RuntimeError, match="dtype"):
+        model.encoder(x(3, 4))
+    assert twin.encoder(x(3, 4)).dtype == torch.float16
+
+
+def test_initialising_again_stacks_no_hooks():
+    model = make("O2")
+    for level in ("O2", "O3", "O5"):
+        if level == "O5":
+            model.float()
+        model = amp.initialize(model.float(), opt_level=level, verbosity=0)
+        assert max(len(m._forward_pre_hooks) for m in model.modules()) == 1
+    assert model.encoder(x(3, 4)).dtype == torch.bfloat16
+    amp.shutdown()
+    assert not any(m._forward_pre_hooks or m._forward_pre_hooks_with_kwargs for m in model.modules())
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_other_levels_need_none(level):
+    model = make(level)
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_the_fused_path_of_transformer_layers_stays():
+    model = make("O2", nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, batch_first=True)))
+    assert model[0]._forward_pre_hooks
+    assert not any(m._forward_pre_hooks for m in model[1].modules())
+
+
+def test_replicas_of_data_parallel_run_as_one_forward():
+    model = make("O2")
+    replica = model._replicate_for_data_parallel()
+    replica._modules = dict(replica._modules)
+    replica.seen = []
+    assert replica(x(3, 4)).dtype == torch.float32
+    assert replica.seen == [torch.float16]
+
+
+def test_a_failing_second_initialize_leaves_the_wrapper(monkeypatch):
+    model = make("O2")
+    expected = model(x(3, 4))
+    monkeypatch.setattr("apex_npu.amp.session.enable_casts", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        amp.initialize(model.float(), opt_level="O5", verbosity=0)
+    monkeypatch.undo()
+    model.half()
+    model.encoder[1].float()
+    torch.testing.assert_close(model(x(3, 4)), expected)
+    assert model.seen == [torch.float16] * 2
+    assert model.encoder(x(3, 4)).dtype == torch.float16
