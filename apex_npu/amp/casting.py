@@ -25,7 +25,8 @@ import torch.autograd
 from torch.autograd.function import BackwardCFunction
 
 from .forward_cast import ModelCast, convert_model
-from .overlay import install_attribute_overlay, install_dispatch_overlay, patch_attribute
+from .overlay import install_dispatch_overlay
+from .patched_functions import install_attribute_overlay, patch_attribute
 from .policy import Policy
 
 __all__ = ["CastHandle", "ModelCast", "convert_model", "enable_casts"]

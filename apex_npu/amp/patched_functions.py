@@ -1,0 +1,143 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Names of torch that are patched as attributes while O1 is on, since no single operator can keep their promise.
+
+They act only where autocast is enabled for the tensor's device, so switching autocast off switches them off. Each
+function registers how to undo itself on the ``ExitStack`` it is given.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import cast_lists
+
+Function = Callable[..., Any]
+_ABSENT = object()
+
+
+def patch_attribute(undo: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace ``owner.name`` by ``make(owner.name)`` until ``undo`` is closed.
+
+    Args:
+        undo: Takes the callback that puts the attribute back, or deletes it where ``owner`` only inherited it.
+        owner: A module or a class.
+        name: The attribute, which must exist.
+        make: Gets the attribute's value and returns the replacement.
+    """
+    own = vars(owner).get(name, _ABSENT)
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(make(original)))
+    if own is _ABSENT:
+        undo.callback(delattr, owner, name)
+    else:
+        undo.callback(setattr, owner, name, own)
+
+
+def install_attribute_overlay(undo: ExitStack, device_types: tuple[str, ...]) -> None:
+    """Patch the names whose promise no single operator can keep.
+
+    Args:
+        undo: Takes the callbacks that restore each attribute.
+        device_types: Where tensors live that the patches care about; others pass straight through.
+    """
+
+    def casting(value: Any) -> bool:
+        if not isinstance(value, Tensor):
+            return False
+        device_type = value.device.type
+        return device_type in device_types and torch.is_autocast_enabled(device_type)
+
+    def low_precision(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dtype in cast_lists.LOW_PRECISION and casting(value)
+
+    for name in cast_lists.FLOAT_FUNCTIONS:
+        patch_attribute(undo, F, name, functools.partial(_float_function, low_precision))
+    patch_attribute(undo, F, "binary_cross_entropy", functools.partial(_banned_bce, casting, low_precision))
+    for name in cast_lists.INPLACE_ERROR_FUNCTIONS:
+        patch_attribute(undo, torch, name, functools.partial(_refusing_function, low_precision))
+    for name in cast_lists.INPLACE_ERROR_METHODS:
+        patch_attribute(undo, Tensor, name, functools.partial(_refusing_method, low_precision))
+    patch_attribute(undo, Tensor, "__ipow__", functools.partial(_widening_ipow, low_precision))
+    patch_attribute(undo, Tensor, "cpu", functools.partial(_widening_cpu, low_precision))
+
+
+Test = Callable[[Any], bool]
+
+
+def _float_function(low_precision: Test, original: Function) -> Function:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return original(
+            *[value.float() if low_precision(value) else value for value in args],
+            **{name: value.float() if low_precision(value) else value for name, value in kwargs.items()},
+        )
+
+    return function
+
+
+def _banned_bce(casting: Test, low_precision: Test, original: Function) -> Function:
+    def binary_cross_entropy(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if casting(value)]
+        if not tensors:
+            return original(*args, **kwargs)
+        if any(low_precision(value) for value in tensors):
+            raise NotImplementedError(
+                "binary_cross_entropy (also behind torch.nn.BCELoss) is not safe with fp16 arguments: probabilities "
+                "near 0 and 1 round to them, and their logarithm is infinite. Leave out the sigmoid and use "
+                "binary_cross_entropy_with_logits (torch.nn.BCEWithLogitsLoss), or cast the arguments with .float() "
+                "and compute the loss under amp.disable_casts()."
+            )
+        # Autocast on accelerators refuses this function whatever the dtype; in float there is no reason to.
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            return original(*args, **kwargs)
+
+    return binary_cross_entropy
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return "fp16" if dtype == torch.float16 else "bf16"
+
+
+def _refusing_function(low_precision: Test, original: Function) -> Function:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if low_precision(value):
+                raise NotImplementedError(
+                    f"Cannot call in-place function {original.__name__} with {_name_of(value.dtype)} arguments."
+                )
+        return original(*args, **kwargs)
+
+    return function
+
+
+def _refusing_method(low_precision: Test, original: Function) -> Function:
+    def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if low_precision(self):
+            raise NotImplementedError(
+                f"Cannot call in-place method {original.__name__} on {_name_of(self.dtype)} Tensors."
+            )
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def _widening_ipow(low_precision: Test, original: Function) -> Function:
+    def __ipow__(self: Tensor, other: Any) -> Any:
+        return torch.pow(self, other) if low_precision(self) else original(self, other)
+
+    return __ipow__
+
+
+def _widening_cpu(low_precision: Test, original: Function) -> Function:
+    def cpu(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copy: Tensor = original(self, *args, **kwargs)
+        return copy.float() if low_precision(self) else copy
+
+    return cpu
