@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What one ``amp.initialize`` has set up, and the one slot that holds it.
 
-The slot exists because ``amp.scale_loss(loss, optimizer)`` names no session. The package has no other mutable global.
+The slot exists because ``amp.scale_loss(loss, optimizer)`` names no session. The package has one other mutable global,
+the functions that users register casts for (``user_casts.py``), which come before any session.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.amp.casting import CastHandle, ModelCast, enable_casts
+from apex_npu.amp.patched_functions import Patch
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler
 
@@ -50,6 +52,7 @@ class Session:
         scalers: One per loss; ``loss_id`` is the index.
         verbosity: 0 silent, 1 normal.
         device_types: Where O1 casts.
+        patches: The functions that users have registered casts for.
         masters: model_param → master_param, for as long as the model parameter lives.
         models: What was changed on models, by this session and those before it.
         casts: What O1 has changed in torch.
@@ -59,6 +62,7 @@ class Session:
     scalers: list[LossScaler]
     verbosity: int = 1
     device_types: list[str] = field(default_factory=list)
+    patches: list[Patch] = field(default_factory=list)
     masters: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     models: list[ConvertedModel] = field(default_factory=list)
     casts: CastHandle | None = None
@@ -89,10 +93,10 @@ def install(session: Session) -> None:
         if former is not None and former.casts is not None:
             former.casts.undo()  # first: what two sessions patch nests like brackets
         try:
-            session.casts = enable_casts(session.policy, session.device_types)
+            session.casts = enable_casts(session.policy, session.device_types, session.patches)
         except BaseException:
             if former is not None:
-                former.casts = enable_casts(former.policy, former.device_types)
+                former.casts = enable_casts(former.policy, former.device_types, former.patches)
             raise
         if former is not None:
             session.models[:0] = [model for model in former.models if model.alive]

@@ -9,6 +9,7 @@ outside the casts, from arguments cast by hand.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -373,3 +374,16 @@ def test_binary_cross_entropy_is_banned_for_half_only(casts: CastHandle) -> None
     with casts.disabled():
         torch.testing.assert_close(result, F.binary_cross_entropy(full.m, full.n))
     assert torch.is_autocast_enabled(DEVICE.type)
+
+
+def test_binary_cross_entropy_in_float_where_it_is_allowed() -> None:
+    handle = enable_casts(replace(O1, allow_banned=True), (DEVICE.type,))
+    try:
+        half, full = arguments(HALF), arguments(FLOAT)
+        for first, second in ((half.m, half.n), (full.m, half.n), (half.m, full.n), (full.m, full.n)):
+            result = F.binary_cross_entropy(first, second)
+            with handle.disabled():
+                torch.testing.assert_close(result, F.binary_cross_entropy(full.m, full.n), rtol=1e-6, atol=1e-6)
+        assert nn.BCELoss()(input=half.m, target=half.n).dtype == FLOAT
+    finally:
+        handle.undo()
