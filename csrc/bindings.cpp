@@ -4,6 +4,7 @@
 // Python names for csrc; no logic.
 #include <torch/csrc/utils/pybind.h>
 
+#include "amp/overlay.h"
 #include "combine_tensors/change_data_ptr.h"
 #include "combine_tensors/slot_table.h"
 #include "fused_optim/segments_cpu.h"
@@ -12,7 +13,7 @@ namespace py = pybind11;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 1;
+  m.attr("API") = 2;
 
   m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"),
         py::arg("keep_previous"));
@@ -42,4 +43,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return py::bytes(apex_npu::grad_states(tensors, views));
       },
       py::arg("tensors"), py::arg("views"));
+
+  py::class_<apex_npu::Overlay>(m, "Overlay")
+      .def(py::init<const std::string&, const std::vector<std::pair<std::string, std::string>>&>(),
+           py::arg("device_type"), py::arg("table"))
+      .def("destroy", &apex_npu::Overlay::destroy);
 }

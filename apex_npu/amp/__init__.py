@@ -6,15 +6,31 @@ from apex_npu.amp.frontend import initialize, last_step, load_state_dict, master
 from apex_npu.amp.scale_loss import scale_loss
 from apex_npu.amp.session import disable_casts, shutdown
 from apex_npu.amp.step_report import StepReport
+from apex_npu.amp.user_casts import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+    unregister_function,
+)
 
 __all__ = [
     "StepReport",
     "disable_casts",
+    "float_function",
+    "half_function",
     "initialize",
     "last_step",
     "load_state_dict",
     "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
     "scale_loss",
     "shutdown",
     "state_dict",
+    "unregister_function",
 ]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which function runs in which precision at O1: data only.
+"""Which function runs in which precision at O1: nothing but data.
 
 Names without a dot are aten operators with a single (default) overload, ``name.overload`` the others. A table says what
 Apex promises; what a device's autocast already does is subtracted when the overlay is built (``overlay.py``), so a name
@@ -10,7 +10,7 @@ Left out on purpose, because torch does the promised thing without help:
 
 * ``add``, ``mul``, ``div``, the comparisons, ``addcmul``, ``addcdiv``, ``atan2``, ``equal``, ``cat`` and ``stack``
   promote half and float to float. (A 0-dim float does not promote a half tensor, in torch as here.)
-* ``normalize``, ``softmin``, ``cross_entropy`` and ``einsum`` are made of operators that are listed.
+* ``normalize``, ``softmin`` and ``einsum`` are made of operators that are listed.
 * ``half += float`` stays half and stays in place; a wrapper that rebinds the name would break every alias of it.
 """
 
@@ -123,6 +123,7 @@ FLOAT_OPS = (
     "multi_margin_loss",
     "nll_loss",
     "nll_loss2d",
+    "cross_entropy_loss",
     "binary_cross_entropy_with_logits",
     "smooth_l1_loss",
     "soft_margin_loss",
@@ -131,9 +132,10 @@ FLOAT_OPS = (
     "ctc_loss.Tensor",
 )
 
-# Registered by every accelerator's autocast with another policy (promote) than Apex's: ours goes on top.
-# On cpu torch runs it in float already.
-ACCELERATOR_FORCED_OPS = ("grid_sampler",)
+# Registered by every accelerator's autocast in a way that does not keep Apex's promise: ours go on top. grid_sampler
+# takes the widest type there; matrix norms ask for float results, and then refuse half arguments.
+# On cpu torch runs these in float already.
+ACCELERATOR_FORCED_OPS = ("grid_sampler", "linalg_matrix_norm", "linalg_matrix_norm.str_ord")
 
 # Not Apex's: made of listed operators inside, and unable to take it that these widen. Run without autocast.
 UNCAST_OPS = ("linalg_matrix_exp",)
@@ -143,6 +145,22 @@ PROMOTE_OPS = ("bilinear", "cross", "dot")
 
 # In place: the other arguments take the type of self; torch itself refuses mixed arguments.
 MATCH_SELF_OPS = ("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_")
+
+
+def policies(device_type: str) -> dict[str, str]:
+    """Operator → policy, on devices of one type.
+
+    A policy is "half", "float", "uncast", "promote" or "match_self".
+    """
+    table = dict.fromkeys(HALF_OPS, "half")
+    table.update(dict.fromkeys(FLOAT_OPS, "float"))
+    table.update(dict.fromkeys(UNCAST_OPS, "uncast"))
+    table.update(dict.fromkeys(PROMOTE_OPS, "promote"))
+    table.update(dict.fromkeys(MATCH_SELF_OPS, "match_self"))
+    if device_type == "cpu":
+        table.update(dict.fromkeys(CPU_HALF_OPS, "half"))
+    return table
+
 
 # torch.nn.functional names made of several operators of which autocast knows only some, or none.
 FLOAT_FUNCTIONS = ("interpolate", "local_response_norm", "multilabel_soft_margin_loss")

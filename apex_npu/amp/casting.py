@@ -9,7 +9,7 @@ safe, all of them kept here and in ``forward_cast.py``:
   inside, an ordinary autocast region keeps them and drops them at its end.
 * The ambient part does not count as an autocast block, so that the end of a user's own block still clears the cache.
 * Backward runs with autocast off: each operator's derivative runs in the dtype of its forward.
-* The backward of a Python ``autograd.Function`` is a user's formula, and runs with autocast on, like the forward.
+* The backward of a Python ``autograd.Function`` is a user's formula, and runs with autocast as it was in its forward.
 
 Autocast is a property of a thread. A bare module called in another thread is not cast; a converted model is.
 """
@@ -25,13 +25,14 @@ import torch.autograd
 from torch.autograd.function import BackwardCFunction
 
 from .forward_cast import ModelCast, convert_model
-from .overlay import install_attribute_overlay, install_dispatch_overlay, patch_attribute
+from .overlay import install_dispatch_overlay
+from .patched_functions import Patch, install_attribute_overlay, patch_attribute
 from .policy import Policy
 
 __all__ = ["CastHandle", "ModelCast", "convert_model", "enable_casts"]
 
 
-def enable_casts(policy: Policy, device_types: Sequence[str]) -> CastHandle:
+def enable_casts(policy: Policy, device_types: Sequence[str], patches: Sequence[Patch] = ()) -> CastHandle:
     """Switch O1's casts on in this thread, or do nothing for a policy that has none.
 
     Call it outside of autocast blocks: the end of a block puts back the autocast state of its beginning. Several
@@ -39,15 +40,16 @@ def enable_casts(policy: Policy, device_types: Sequence[str]) -> CastHandle:
     inherits the casts.
 
     Args:
-        policy: Its ``patch_torch_functions`` and ``autocast_dtype`` count.
+        policy: Its ``patch_torch_functions``, ``autocast_dtype`` and ``allow_banned`` count.
         device_types: Device types whose tensors are cast, for example ``("npu",)``.
+        patches: Functions that users have registered; they go on top of what O1 patches itself.
 
     Returns:
         The handle that undoes it.
     """
     handle = CastHandle(tuple(dict.fromkeys(device_types)), policy.autocast_dtype)
     if policy.enabled and policy.patch_torch_functions:
-        handle._enable()
+        handle._enable(policy.allow_banned, patches)
     return handle
 
 
@@ -66,18 +68,17 @@ class CastHandle:
         self.dtype = dtype
         self.active = False
         self._undo = ExitStack()
-        # An entry per open disabled() block: Python Functions look at it from the engine's threads, which have an
-        # autocast state of their own. A list, for append and pop are atomic, and a lock would stop torch.compile.
-        self._open_blocks: list[None] = []
 
-    def _enable(self) -> None:
+    def _enable(self, allow_banned: bool, patches: Sequence[Patch]) -> None:
         # Closed in reverse order: at the end, or here if one of the steps fails.
         with ExitStack() as undo:
             for device_type in self.device_types:
                 install_dispatch_overlay(undo, device_type)
-            install_attribute_overlay(undo, self.device_types)
+            install_attribute_overlay(undo, self.device_types, allow_banned=allow_banned)
             self._patch_backward(undo)
             self._enable_autocast(undo)
+            for patch in patches:
+                patch_attribute(undo, *patch)
             self._undo = undo.pop_all()
         self.active = True
 
@@ -95,64 +96,84 @@ class CastHandle:
         if not self.active:
             yield
             return
-        self._open_blocks.append(None)
-        previous = self._switch_off()
+        previous = self.switch_off()
         try:
             yield
         finally:
-            self._open_blocks.pop()
-            # After an undo() inside the block there is nothing of ours left to switch on again.
-            if self.active:
-                self._switch_back(previous)
+            self.switch_back(previous)
 
-    def _switch_off(self) -> list[bool]:
-        """Switch autocast off, and return what ``_switch_back`` needs."""
+    def switch_off(self) -> list[bool]:
+        """Switch autocast off in this thread, and return what ``switch_back`` needs."""
         previous = [torch.is_autocast_enabled(device_type) for device_type in self.device_types]
         for device_type in self.device_types:
             torch.set_autocast_enabled(device_type, False)
         return previous
 
-    def _switch_back(self, previous: list[bool]) -> None:
-        for device_type, enabled in zip(self.device_types, previous, strict=True):
-            torch.set_autocast_enabled(device_type, enabled)
+    def switch_back(self, previous: list[bool]) -> None:
+        """Switch autocast back to what it was, unless it has been undone since: then nothing of ours is left to."""
+        if self.active:
+            for device_type, enabled in zip(self.device_types, previous, strict=True):
+                torch.set_autocast_enabled(device_type, enabled)
 
     def _enable_autocast(self, undo: ExitStack) -> None:
         undo.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         for device_type in self.device_types:
-            undo.callback(torch.set_autocast_dtype, device_type, torch.get_autocast_dtype(device_type))
-            undo.callback(torch.set_autocast_enabled, device_type, torch.is_autocast_enabled(device_type))
-            torch.set_autocast_dtype(device_type, self.dtype)
-            torch.set_autocast_enabled(device_type, True)
+            _set_autocast(undo, device_type, self.dtype)
 
     # ---------------------------------------------------------------------------------------------------- backward
 
     def _patch_backward(self, undo: ExitStack) -> None:
         # The one way into the engine from Tensor.backward, autograd.backward and autograd.grad.
         patch_attribute(undo, torch.autograd, "_engine_run_backward", self._without_autocast)
+        # One of these is made before the forward of each Python Function, and its backward is called through it.
+        patch_attribute(undo, BackwardCFunction, "__init__", self._remembering_autocast)
         for name in ("apply", "apply_boxed"):
             if hasattr(BackwardCFunction, name):  # apply_boxed: newer torch
-                patch_attribute(undo, BackwardCFunction, name, self._with_autocast)
+                patch_attribute(undo, BackwardCFunction, name, self._with_remembered_autocast)
 
     def _without_autocast(self, run_backward: Callable[..., Any]) -> Callable[..., Any]:
         def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
-            previous = self._switch_off()
+            previous = self.switch_off()
             try:
                 return run_backward(*args, **kwargs)
             finally:
-                self._switch_back(previous)
+                self.switch_back(previous)
 
         return engine_run_backward
 
-    def _with_autocast(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+    def _remembering_autocast(self, init: Callable[..., Any]) -> Callable[..., Any]:
+        def init_remembering(function: Any, *args: Any, **kwargs: Any) -> None:
+            init(function, *args, **kwargs)
+            if _is_users_formula(type(function)._forward_cls):
+                function._apex_npu_autocast = [
+                    (device_type, torch.get_autocast_dtype(device_type))
+                    for device_type in self.device_types
+                    if torch.is_autocast_enabled(device_type)
+                ]
+
+        return init_remembering
+
+    def _with_remembered_autocast(self, apply: Callable[..., Any]) -> Callable[..., Any]:
         def apply_with_autocast(function: Any, *args: Any) -> Any:
-            if self._open_blocks or not _is_users_formula(type(function)._forward_cls):
+            remembered = getattr(function, "_apex_npu_autocast", None)
+            if not self.active or not remembered:
                 return apply(function, *args)
             with ExitStack() as restore:
-                self._enable_autocast(restore)
+                restore.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+                torch.set_autocast_cache_enabled(False)
+                for device_type, dtype in remembered:
+                    _set_autocast(restore, device_type, dtype)
                 return apply(function, *args)
 
         return apply_with_autocast
+
+
+def _set_autocast(undo: ExitStack, device_type: str, dtype: torch.dtype) -> None:
+    undo.callback(torch.set_autocast_dtype, device_type, torch.get_autocast_dtype(device_type))
+    undo.callback(torch.set_autocast_enabled, device_type, torch.is_autocast_enabled(device_type))
+    torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_enabled(device_type, True)
 
 
 def _is_users_formula(function: type) -> bool:

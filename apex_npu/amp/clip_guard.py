@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.utils
 from torch import Tensor
 
-from apex_npu.amp.overlay import patch_attribute
+from apex_npu.amp.patched_functions import patch_attribute
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
 

@@ -21,6 +21,7 @@ from apex_npu.amp.policy import PRINTED_OPTIONS, Policy, resolve
 from apex_npu.amp.scaler import DynamicScaleOptions, in_apex_format, make_scaler
 from apex_npu.amp.session import ConvertedModel, Session, current, install, is_first_rank, require
 from apex_npu.amp.step_report import StepReport, next_report
+from apex_npu.amp.user_casts import registered_patches
 from apex_npu.ops import LOW_PRECISION
 
 
@@ -92,7 +93,7 @@ def initialize(
             Fused optimizers do so anyway.
         combine_ddp: Not available yet.
         ddp_replica_count: Number of buckets for ``combine_ddp``.
-        user_cast_preferred: O1: user-registered casts win over the built-in lists.
+        user_cast_preferred: O1: the built-in lists do not act on functions that casts are registered for.
         check_combined_tensors: Fused optimizers follow parameters that leave their buffer; True also prints it, "error"
             raises instead.
 
@@ -137,6 +138,7 @@ def initialize(
     session = Session(policy, scalers, verbosity if is_first_rank() else min(verbosity, 0), skip_alarm=skip_alarm)
     if enabled:
         session.device_types = _device_types(model_list, optimizer_list)
+        session.patches = registered_patches(policy)
         _check(model_list, optimizer_list)
         _check_devices(session.device_types)
         _print_options(session)

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What one ``amp.initialize`` has set up, and the one slot that holds it.
 
-The slot exists because ``amp.scale_loss(loss, optimizer)`` names no session. The package has no other mutable global.
+The slot exists because ``amp.scale_loss(loss, optimizer)`` names no session. The package has one other mutable global,
+the functions that users register casts for (``user_casts.py``), which come before any session.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.amp.casting import CastHandle, ModelCast, enable_casts
 from apex_npu.amp.clip_guard import watch_clipping
+from apex_npu.amp.patched_functions import Patch
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler
 
@@ -58,6 +60,7 @@ class Session:
         scalers: One per loss; ``loss_id`` is the index.
         verbosity: 0 silent, 1 normal.
         device_types: Where O1 casts.
+        patches: The functions that users have registered casts for.
         masters: model_param → master_param, for as long as the model parameter lives.
         models: What was changed on models, by this session and those before it.
         casts: What O1 has changed in torch.
@@ -68,6 +71,7 @@ class Session:
     scalers: list[LossScaler]
     verbosity: int = 1
     device_types: list[str] = field(default_factory=list)
+    patches: list[Patch] = field(default_factory=list)
     masters: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     models: list[ConvertedModel] = field(default_factory=list)
     casts: CastHandle | None = None
@@ -92,7 +96,7 @@ class Session:
         with ExitStack() as undo:
             if self.policy.enabled and self.policy.master_weights:
                 watch_clipping(undo, self._look_at_clipping)
-            self.casts = enable_casts(self.policy, self.device_types)
+            self.casts = enable_casts(self.policy, self.device_types, self.patches)
             self._watch = undo.pop_all()
 
     def undo(self) -> None:

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICE
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
+from apex_npu._extension import extension
 from apex_npu.amp import casting
 from apex_npu.amp.casting import CastHandle, convert_model, enable_casts
 from apex_npu.amp.policy import OPT_LEVELS
@@ -30,14 +32,14 @@ registrations = torch._C._dispatch_get_registrations_for_dispatch_key
 
 @pytest.fixture
 def casts() -> Iterator[CastHandle]:
-    handle = enable_casts(O1, ("cpu",))
+    handle = enable_casts(O1, (DEVICE.type,))
     yield handle
     handle.undo()
 
 
 def positive(*shape: int, dtype: torch.dtype = FLOAT) -> Tensor:
     # Exact in half, so that casting by hand loses nothing.
-    return (torch.rand(*shape).mul(8).round() / 16 + 0.25).to(dtype)
+    return (torch.rand(*shape).mul(8).round() / 16 + 0.25).to(DEVICE, dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------ modules
@@ -53,8 +55,8 @@ def test_rnns_give_half(casts: CastHandle, kind: str, packed: bool, dtype: torch
         "GRU": lambda: nn.GRU(4, 5, num_layers=2),
         "LSTM": lambda: nn.LSTM(4, 5, num_layers=2),
         "LSTM, projection": lambda: nn.LSTM(4, 5, proj_size=3),
-    }[kind]()
-    convert_model(rnn, O1, ("cpu",))
+    }[kind]().to(DEVICE)
+    convert_model(rnn, O1, (DEVICE.type,))
     x = positive(3, 2, 4, dtype=dtype).requires_grad_()
     given: Any = pack_padded_sequence(x, torch.tensor([3, 2])) if packed else x
     output = rnn(given)[0]
@@ -75,7 +77,7 @@ def test_rnns_give_half(casts: CastHandle, kind: str, packed: bool, dtype: torch
 
 @pytest.mark.parametrize("kind", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
 def test_rnn_cells_give_half(casts: CastHandle, kind: Callable[[int, int], nn.Module]) -> None:
-    cell = kind(4, 5)
+    cell = kind(4, 5).to(DEVICE)
     for dtype in (HALF, FLOAT):
         x = positive(2, 4, dtype=dtype).requires_grad_()
         output = cell(x)
@@ -89,7 +91,7 @@ def test_rnn_cells_give_half(casts: CastHandle, kind: Callable[[int, int], nn.Mo
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_multihead_attention_gives_half(casts: CastHandle, training: bool) -> None:
-    attention = nn.MultiheadAttention(8, 2, batch_first=True).train(training)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).to(DEVICE).train(training)
     x = positive(2, 3, 8)
     output, weights = attention(x, x, x)
     with casts.disabled():
@@ -104,7 +106,7 @@ def test_multihead_attention_gives_half(casts: CastHandle, training: bool) -> No
 
 def test_batch_norm_keeps_its_inputs_dtype(casts: CastHandle) -> None:
     for dtype in (HALF, FLOAT):
-        assert nn.BatchNorm1d(4)(positive(4, 4, dtype=dtype)).dtype == dtype
+        assert nn.BatchNorm1d(4).to(DEVICE)(positive(4, 4, dtype=dtype)).dtype == dtype
 
 
 # ----------------------------------------------------------------------------------------------------------- backward
@@ -112,8 +114,8 @@ def test_batch_norm_keeps_its_inputs_dtype(casts: CastHandle) -> None:
 
 @pytest.mark.parametrize("run", ["Tensor.backward", "autograd.backward", "autograd.grad"])
 def test_the_backward_of_a_float_region_runs_in_float(casts: CastHandle, run: str) -> None:
-    weight = torch.full((2, 2), 1.0, requires_grad=True)
-    x = torch.full((2, 2), 3000.0)
+    weight = torch.full((2, 2), 1.0, device=DEVICE, requires_grad=True)
+    x = torch.full((2, 2), 3000.0, device=DEVICE)
     with casts.disabled():
         loss = (x @ weight).sum() * 1000.0
     if run == "Tensor.backward":
@@ -123,17 +125,17 @@ def test_the_backward_of_a_float_region_runs_in_float(casts: CastHandle, run: st
     else:
         (weight.grad,) = torch.autograd.grad(loss, [weight])
     # 6e6 is beyond half's range.
-    torch.testing.assert_close(weight.grad, torch.full((2, 2), 6.0e6))
-    assert torch.is_autocast_enabled("cpu")
+    torch.testing.assert_close(weight.grad, torch.full((2, 2), 6.0e6, device=DEVICE))
+    assert torch.is_autocast_enabled(DEVICE.type)
 
 
 def test_a_gradient_penalty_trains(casts: CastHandle) -> None:
-    critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    convert_model(critic, O1, ("cpu",))
+    critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(DEVICE)
+    convert_model(critic, O1, (DEVICE.type,))
 
     def penalty_gradient() -> Tensor:
         critic.zero_grad()
-        x = torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_()
+        x = torch.linspace(-1, 1, 12, device=DEVICE).reshape(3, 4).requires_grad_()
         (slope,) = torch.autograd.grad(critic(x).float().sum(), x, create_graph=True)
         (slope.norm() - 1).pow(2).backward()
         assert critic[0].weight.grad is not None
@@ -151,7 +153,7 @@ def test_autocast_is_back_after_a_failing_backward(casts: CastHandle) -> None:
     y.backward()
     with pytest.raises(RuntimeError, match="second time"):
         y.backward()
-    assert torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_enabled(DEVICE.type)
 
 
 class SavesFloat(torch.autograd.Function):
@@ -182,8 +184,8 @@ def test_python_functions_get_the_casts_in_backward(casts: CastHandle) -> None:
     Recording.apply(x, weight).sum().backward()
     assert Recording.seen == {"grad": HALF, "cache": False}
     with casts.disabled():
-        torch.testing.assert_close(x.grad, torch.ones(2, 4) @ weight.t(), rtol=4e-3, atol=1e-3)
-        torch.testing.assert_close(weight.grad, x.t() @ torch.ones(2, 4), rtol=4e-3, atol=1e-3)
+        torch.testing.assert_close(x.grad, torch.ones(2, 4, device=DEVICE) @ weight.t(), rtol=4e-3, atol=1e-3)
+        torch.testing.assert_close(weight.grad, x.t() @ torch.ones(2, 4, device=DEVICE), rtol=4e-3, atol=1e-3)
 
 
 def test_python_functions_get_no_casts_under_disabled(casts: CastHandle) -> None:
@@ -195,8 +197,8 @@ def test_python_functions_get_no_casts_under_disabled(casts: CastHandle) -> None
 
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 def test_checkpoint_equals_no_checkpoint(casts: CastHandle, use_reentrant: bool) -> None:
-    model = Net()
-    convert_model(model, O1, ("cpu",))
+    model = Net().to(DEVICE)
+    convert_model(model, O1, (DEVICE.type,))
     x = positive(2, 8).requires_grad_()
     model(x).float().sum().backward()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -250,9 +252,9 @@ def change_by_swap(model: Net) -> None:
 def test_changed_weights_are_never_stale(
     casts: CastHandle, change: Callable[[Net], None], grad: bool, converted: bool
 ) -> None:
-    model, x = Net(), positive(3, 8)
+    model, x = Net().to(DEVICE), positive(3, 8)
     if converted:
-        convert_model(model, O1, ("cpu",))
+        convert_model(model, O1, (DEVICE.type,))
     with torch.set_grad_enabled(grad):
         for _ in range(2):
             result = model(x)
@@ -275,19 +277,42 @@ def test_a_forward_casts_each_weight_once(casts: CastHandle) -> None:
         # linear is addmm(bias, x, weight.t()): follow the weight's edge over the transpose to its cast.
         return output.grad_fn.next_functions[2][0].next_functions[0][0]  # type: ignore[union-attr]
 
-    model = Twice()
+    model = Twice().to(DEVICE)
     x = positive(2, 4)
     bare = model(x)
     assert weight_cast(bare[0]) is not weight_cast(bare[1])
-    convert_model(model, O1, ("cpu",))
+    convert_model(model, O1, (DEVICE.type,))
     first = model(x)
     assert weight_cast(first[0]) is weight_cast(first[1])
     assert weight_cast(model(x)[0]) is not weight_cast(first[0])
 
 
+@pytest.mark.skipif(extension is None, reason="the kernels in Python keep no copies")
+def test_a_forward_casts_the_weights_of_overlay_operators_once(casts: CastHandle) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Parameter(torch.eye(3))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.addr(self.matrix, x, x), torch.addr(self.matrix, x, x)
+
+    def matrix_cast(output: Tensor) -> Any:
+        return output.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+    model, x = Twice().to(DEVICE), positive(3)
+    bare = model(x)
+    assert matrix_cast(bare[0]) is not matrix_cast(bare[1])
+    convert_model(model, O1, (DEVICE.type,))
+    first = model(x)
+    assert first[0].dtype == HALF
+    assert matrix_cast(first[0]) is matrix_cast(first[1])
+    assert matrix_cast(model(x)[0]) is not matrix_cast(first[0])
+
+
 def test_train_eval_train(casts: CastHandle) -> None:
-    model, x = Net(), positive(3, 8)
-    convert_model(model, O1, ("cpu",))
+    model, x = Net().to(DEVICE), positive(3, 8)
+    convert_model(model, O1, (DEVICE.type,))
     gradients = []
     for _ in range(2):
         model.zero_grad()
@@ -313,7 +338,7 @@ def test_disabled_restores_what_was(casts: CastHandle) -> None:
             assert torch.mm(x, x).dtype == FLOAT
         assert torch.mm(x, x).dtype == FLOAT
     assert torch.mm(x, x).dtype == HALF
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(DEVICE.type, enabled=False):
         with casts.disabled():
             pass
         assert torch.mm(x, x).dtype == FLOAT
@@ -322,31 +347,31 @@ def test_disabled_restores_what_was(casts: CastHandle) -> None:
 def test_disabled_restores_after_an_exception(casts: CastHandle) -> None:
     with pytest.raises(KeyError), casts.disabled():
         raise KeyError
-    assert torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_enabled(DEVICE.type)
 
 
 def test_disabled_reaches_into_a_converted_model(casts: CastHandle) -> None:
-    model = Net()
-    convert_model(model, O1, ("cpu",))
+    model = Net().to(DEVICE)
+    convert_model(model, O1, (DEVICE.type,))
     with casts.disabled():
         assert model(positive(2, 8)).dtype == FLOAT
     assert model(positive(2, 8)).dtype == HALF
 
 
 def test_undo_inside_disabled_stays_undone() -> None:
-    handle = enable_casts(O1, ("cpu",))
+    handle = enable_casts(O1, (DEVICE.type,))
     with handle.disabled():
         handle.undo()
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(DEVICE.type)
     with handle.disabled():
         pass
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(DEVICE.type)
 
 
 def test_a_users_own_autocast_block_is_respected(casts: CastHandle) -> None:
-    model, x = Net(), positive(2, 8)
-    convert_model(model, O1, ("cpu",))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    model, x = Net().to(DEVICE), positive(2, 8)
+    convert_model(model, O1, (DEVICE.type,))
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         assert model(x).dtype == torch.bfloat16
         assert torch.mv(x, x[0]).dtype == torch.bfloat16
         assert torch.exp(x.bfloat16()).dtype == FLOAT
@@ -365,8 +390,8 @@ def run_in_thread(function: Callable[[], Any]) -> Any:
 
 
 def test_another_thread_casts_converted_models_only(casts: CastHandle) -> None:
-    model, bare, x = Net(), Net(), positive(2, 8)
-    convert_model(model, O1, ("cpu",))
+    model, bare, x = Net().to(DEVICE), Net().to(DEVICE), positive(2, 8)
+    convert_model(model, O1, (DEVICE.type,))
     torch.testing.assert_close(run_in_thread(lambda: model(x)), model(x), rtol=0, atol=0)
     assert run_in_thread(lambda: bare(x)).dtype == FLOAT
 
@@ -377,8 +402,8 @@ def test_another_thread_casts_converted_models_only(casts: CastHandle) -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_models_equal_eager(casts: CastHandle, backend: str) -> None:
     torch._dynamo.reset()
-    model = Net()
-    convert_model(model, O1, ("cpu",))
+    model = Net().to(DEVICE)
+    convert_model(model, O1, (DEVICE.type,))
     x = positive(2, 8).requires_grad_()
 
     def gradients(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -402,7 +427,7 @@ def test_compiled_python_functions_get_the_casts_in_backward(casts: CastHandle, 
     x, weight = positive(2, 3).requires_grad_(), positive(3, 4).requires_grad_()
     torch.compile(SavesFloat.apply, backend=backend, fullgraph=True)(x, weight).sum().backward()
     with casts.disabled():
-        torch.testing.assert_close(x.grad, torch.ones(2, 4) @ weight.t(), rtol=4e-3, atol=1e-3)
+        torch.testing.assert_close(x.grad, torch.ones(2, 4, device=DEVICE) @ weight.t(), rtol=4e-3, atol=1e-3)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="torch.compile cannot trace torch.set_autocast_enabled yet")
@@ -501,9 +526,9 @@ def test_a_failure_half_way_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
 
 def test_two_handles_nest() -> None:
     before = snapshot()
-    outer = enable_casts(O1, ("cpu",))
+    outer = enable_casts(O1, (DEVICE.type,))
     between = snapshot()
-    inner = enable_casts(replace(O1, autocast_dtype=torch.bfloat16), ("cpu",))
+    inner = enable_casts(replace(O1, autocast_dtype=torch.bfloat16), (DEVICE.type,))
     x = positive(3, 3)
     assert torch.mv(x, x[0]).dtype == torch.bfloat16
     inner.undo()
@@ -519,7 +544,7 @@ def test_two_handles_nest() -> None:
 def test_enabling_again_after_undo() -> None:
     before = snapshot()
     for _ in range(2):
-        handle = enable_casts(O1, ("cpu",))
+        handle = enable_casts(O1, (DEVICE.type,))
         assert torch.exp(positive(2).half()).dtype == FLOAT
         handle.undo()
         assert snapshot() == before
@@ -579,8 +604,8 @@ def test_unknown_device_type() -> None:
 
 
 def test_copies_of_a_converted_model_follow_the_casts(casts: CastHandle) -> None:
-    model, x = Net(), positive(2, 8)
-    convert_model(model, O1, ("cpu",))
+    model, x = Net().to(DEVICE), positive(2, 8)
+    convert_model(model, O1, (DEVICE.type,))
     twin = copy.deepcopy(model)
     with torch.no_grad():
         change_by_copy(twin)

@@ -9,15 +9,18 @@ outside the casts, from arguments cast by hand.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICE
 from torch import Tensor, exp, mm, nn, var
 from torch.nn.functional import gelu, layer_norm
 
+from apex_npu.amp import overlay
 from apex_npu.amp.casting import CastHandle, enable_casts
 from apex_npu.amp.policy import OPT_LEVELS
 
@@ -25,16 +28,19 @@ O1 = OPT_LEVELS["O1"]
 HALF, FLOAT, DOUBLE = torch.float16, torch.float32, torch.float64
 
 
-@pytest.fixture
-def casts() -> Iterator[CastHandle]:
-    handle = enable_casts(O1, ("cpu",))
+@pytest.fixture(params=["Python"] if overlay.extension is None else ["C++", "Python"])
+def casts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CastHandle]:
+    """O1's casts, with kernels of either kind."""
+    if request.param == "Python":
+        monkeypatch.setattr(overlay, "extension", None)
+    handle = enable_casts(O1, (DEVICE.type,))
     yield handle
     handle.undo()
 
 
 def positive(*shape: int, dtype: torch.dtype = FLOAT) -> Tensor:
     # Exact in half, and inside every function's domain, so that casting by hand loses nothing.
-    return (torch.rand(*shape).mul(8).round() / 16 + 0.25).to(dtype)
+    return (torch.rand(*shape).mul(8).round() / 16 + 0.25).to(DEVICE, dtype)
 
 
 # ----------------------------------------------------------------------------------------------------- Apex's table
@@ -51,8 +57,8 @@ def arguments(dtype: torch.dtype) -> SimpleNamespace:
         image=positive(1, 2, 6, 6, dtype=dtype),
         volume=positive(1, 2, 6, 6, 6, dtype=dtype),
         grid=positive(1, 3, 3, 2, dtype=dtype),
-        classes=torch.tensor([0, 1, 2, 3]),
-        signs=torch.tensor([1, -1, 1, -1]).to(dtype),
+        classes=torch.tensor([0, 1, 2, 3], device=DEVICE),
+        signs=torch.tensor([1, -1, 1, -1]).to(DEVICE, dtype),
     )
 
 
@@ -168,7 +174,7 @@ FLOAT_CALLS: dict[str, Callable[[Any], Tensor]] = {
     "smooth_l1_loss": lambda a: F.smooth_l1_loss(a.m, a.n),
     "soft_margin_loss": lambda a: F.soft_margin_loss(a.v, a.signs),
     "triplet_margin_loss": lambda a: F.triplet_margin_loss(a.m, a.n, a.m.flip(0)),
-    "ctc_loss": lambda a: F.ctc_loss(a.b.log(), torch.tensor([[1, 2]] * 4), (2,) * 4, (1,) * 4),
+    "ctc_loss": lambda a: F.ctc_loss(a.b.log(), torch.tensor([[1, 2]] * 4, device=DEVICE), (2,) * 4, (1,) * 4),
     "from torch import exp": lambda a: exp(a.m),
     "from torch import var": lambda a: var(a.m),
     "from torch.nn.functional import gelu": lambda a: gelu(a.m),
@@ -247,10 +253,10 @@ def test_double_stays_double_in_half_functions(casts: CastHandle, name: str) -> 
 
 
 def test_integers_are_left_alone(casts: CastHandle) -> None:
-    integers = torch.arange(6)
+    integers = torch.arange(6, device=DEVICE)
     assert integers.sum().dtype == torch.int64
     assert integers.cpu().dtype == torch.int64
-    assert torch.equal(integers**2, torch.tensor([0, 1, 4, 9, 16, 25]))
+    assert torch.equal(integers**2, torch.tensor([0, 1, 4, 9, 16, 25], device=DEVICE))
 
 
 def test_an_explicit_dtype_wins(casts: CastHandle) -> None:
@@ -343,7 +349,7 @@ def test_inplace_methods_match_self(casts: CastHandle, name: str, own: torch.dty
 
 def test_inplace_methods_do_not_round_to_integers(casts: CastHandle) -> None:
     with pytest.raises(RuntimeError, match="dtype"):
-        torch.ones(4, 4, dtype=torch.int64).addmm_(arguments(FLOAT).m, arguments(FLOAT).n)
+        torch.ones(4, 4, dtype=torch.int64, device=DEVICE).addmm_(arguments(FLOAT).m, arguments(FLOAT).n)
 
 
 def test_ipow_rebinds_half_to_float(casts: CastHandle) -> None:
@@ -367,4 +373,17 @@ def test_binary_cross_entropy_is_banned_for_half_only(casts: CastHandle) -> None
         assert result.dtype == FLOAT
     with casts.disabled():
         torch.testing.assert_close(result, F.binary_cross_entropy(full.m, full.n))
-    assert torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_enabled(DEVICE.type)
+
+
+def test_binary_cross_entropy_in_float_where_it_is_allowed() -> None:
+    handle = enable_casts(replace(O1, allow_banned=True), (DEVICE.type,))
+    try:
+        half, full = arguments(HALF), arguments(FLOAT)
+        for first, second in ((half.m, half.n), (full.m, half.n), (half.m, full.n), (full.m, full.n)):
+            result = F.binary_cross_entropy(first, second)
+            with handle.disabled():
+                torch.testing.assert_close(result, F.binary_cross_entropy(full.m, full.n), rtol=1e-6, atol=1e-6)
+        assert nn.BCELoss()(input=half.m, target=half.n).dtype == FLOAT
+    finally:
+        handle.undo()

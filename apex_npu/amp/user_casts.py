@@ -1,0 +1,240 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Casts for the user's own functions at O1: as decorators, or registered by name for the next ``amp.initialize``.
+
+==========  ===========================================================================================================
+half        floating tensors among the arguments become float16 (what O1 casts to); float64 stays
+float       float16 and bfloat16 become float32
+promote     all take the widest floating type that is there
+==========  ===========================================================================================================
+
+Arguments are looked through by position and by name, in nested lists, tuples and dicts. Then the function runs with
+O1's casts off, so that each operator in it computes in the type it is given. Where O1 is not active, under
+``amp.disable_casts`` and in backward, the function is called as it is; so it is for tensors on other devices than the
+model's.
+
+A **decorator** looks at the moment of the call: put it on before or after ``amp.initialize``.
+
+A **registered name** is patched by each following ``amp.initialize`` at O1 (not by one that has been), and put back by
+the next one or by ``amp.shutdown``. The registration itself stays until ``unregister_function``: a script registers
+once and may initialize several times. Registering a name again replaces its cast. What was imported by value before,
+as in ``from torch import mm``, is out of reach.
+
+With ``user_cast_preferred=True`` O1's own lists do not act on a registered function. Without it they act on top of a
+registered cast, which therefore comes last, and decides: "half" and "float" give the same types either way, and
+"promote" widens the arguments and leaves the rest to the lists (``torch.mm`` remains half).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from apex_npu.amp.cast_lists import AUTOCAST_FLOATS, LOW_PRECISION, MODEL_FLOATS
+from apex_npu.amp.casting import CastHandle
+from apex_npu.amp.patched_functions import Patch
+from apex_npu.amp.policy import Policy
+from apex_npu.amp.session import current
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+Kind = Literal["half", "float", "promote"]
+
+
+# --------------------------------------------------------------------------------------------------------- decorators
+
+
+def half_function(function: _F) -> _F:
+    """Call ``function`` with its floating arguments in float16, or whatever O1 casts to; see ``user_casts``."""
+    return cast(_F, _casting(function, "half"))
+
+
+def float_function(function: _F) -> _F:
+    """Call ``function`` with its half-precision arguments in float32; see ``user_casts``."""
+    return cast(_F, _casting(function, "float"))
+
+
+def promote_function(function: _F) -> _F:
+    """Call ``function`` with its floating arguments in the widest of their types; see ``user_casts``."""
+    return cast(_F, _casting(function, "promote"))
+
+
+# ------------------------------------------------------------------------------------------------------- registrations
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A name that O1 patches: ``owner.name`` gets the cast ``kind``."""
+
+    owner: Any
+    name: str
+    kind: Kind
+
+
+# Registrations come before any session, and outlive it.
+_registered: list[Registration] = []
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Let ``module.name`` run in float16 at O1, from the next ``amp.initialize`` on.
+
+    Args:
+        module: A module, a class (for a method), or an object.
+        name: Its attribute.
+
+    Raises:
+        ValueError: There is no such attribute.
+        TypeError: It is not a function.
+    """
+    _register(Registration(module, name, "half"))
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Let ``module.name`` run in float32 at O1, from the next ``amp.initialize`` on.
+
+    Args and errors as for ``register_half_function``.
+    """
+    _register(Registration(module, name, "float"))
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Let ``module.name`` widen its arguments to one type at O1, from the next ``amp.initialize`` on.
+
+    Args and errors as for ``register_half_function``.
+    """
+    _register(Registration(module, name, "promote"))
+
+
+def unregister_function(module: Any, name: str) -> None:
+    """Forget what was registered for ``module.name``; what ``amp.initialize`` has patched stays until it is undone.
+
+    Raises:
+        ValueError: Nothing was registered.
+    """
+    kept = _without(module, name)
+    if len(kept) == len(_registered):
+        raise ValueError(f"No cast is registered for {name} of {module}.")
+    _registered[:] = kept
+
+
+def _register(new: Registration) -> None:
+    function = getattr(new.owner, new.name, None)
+    if not hasattr(new.owner, new.name):
+        raise ValueError(f"No function named {new.name} in module {new.owner}.")
+    if isinstance(function, type):
+        raise TypeError(f"{new.name} of {new.owner} is a class; register a method of it: ({new.name}, 'forward'), say")
+    if not callable(function):
+        raise TypeError(f"{new.name} of {new.owner} must be a function, got {type(function).__name__}")
+    _registered[:] = [*_without(new.owner, new.name), new]
+
+
+def _without(owner: Any, name: str) -> list[Registration]:
+    return [old for old in _registered if old.owner is not owner or old.name != name]
+
+
+def registered_patches(policy: Policy) -> list[Patch]:
+    """What ``policy`` has to patch for the functions that are registered now.
+
+    Raises:
+        ValueError: A registered attribute is gone.
+    """
+    for old in _registered:
+        if not hasattr(old.owner, old.name):
+            raise ValueError(
+                f"No function named {old.name} in module {old.owner}. It was there when it was registered; if it is "
+                "not needed any more, call amp.unregister_function first."
+            )
+    return [_patch(old, leave_to_lists=not policy.user_cast_preferred) for old in _registered]
+
+
+def _patch(registration: Registration, *, leave_to_lists: bool) -> Patch:
+    keep_casts = leave_to_lists and registration.kind == "promote"
+    make = functools.partial(_casting, kind=registration.kind, keep_casts=keep_casts)
+    return Patch(registration.owner, registration.name, make)
+
+
+# -------------------------------------------------------------------------------------------------------------- wrapper
+
+
+def _casting(function: Callable[..., Any], kind: Kind, *, keep_casts: bool = False) -> Callable[..., Any]:
+    if not callable(function) or isinstance(function, type):
+        raise TypeError(f"amp.{kind}_function takes a function, got {function!r}; for a class, decorate its methods")
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        casts, device_types = _casts_of_the_moment()
+        if casts is None:
+            return function(*args, **kwargs)
+        args, kwargs = _CASTS[kind]((args, kwargs), device_types)
+        if keep_casts:
+            return function(*args, **kwargs)
+        previous = casts.switch_off()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            casts.switch_back(previous)
+
+    return wrapper
+
+
+def _casts_of_the_moment() -> tuple[CastHandle | None, list[str]]:
+    """O1's casts and where they are on in this thread; (None, []) where nothing is to be cast."""
+    session = current()
+    if session is None or session.casts is None or not session.casts.active:
+        return None, []
+    device_types = [name for name in session.casts.device_types if torch.is_autocast_enabled(name)]
+    return (session.casts, device_types) if device_types else (None, [])
+
+
+def _to_half(arguments: Any, device_types: list[str]) -> Any:
+    def to_half(tensor: Tensor) -> Tensor:
+        if tensor.dtype not in AUTOCAST_FLOATS or tensor.device.type not in device_types:
+            return tensor
+        return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+    return _map_tensors(to_half, arguments)
+
+
+def _to_float(arguments: Any, device_types: list[str]) -> Any:
+    def to_float(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype in LOW_PRECISION and tensor.device.type in device_types else tensor
+
+    return _map_tensors(to_float, arguments)
+
+
+def _to_widest(arguments: Any, device_types: list[str]) -> Any:
+    def counts(tensor: Tensor) -> bool:
+        return tensor.dtype in MODEL_FLOATS and tensor.device.type in device_types
+
+    def collect(tensor: Tensor) -> Tensor:
+        if counts(tensor):
+            dtypes.append(tensor.dtype)
+        return tensor
+
+    dtypes: list[torch.dtype] = []
+    _map_tensors(collect, arguments)
+    if not dtypes:
+        return arguments
+    widest = functools.reduce(torch.promote_types, dtypes)
+    return _map_tensors(lambda tensor: tensor.to(widest) if counts(tensor) else tensor, arguments)
+
+
+_CASTS: dict[Kind, Callable[[Any, list[str]], Any]] = {"half": _to_half, "float": _to_float, "promote": _to_widest}
+
+
+def _map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [_map_tensors(change, item) for item in value]
+        make: Any = getattr(type(value), "_make", type(value))  # of a named tuple
+        return make(items)
+    if isinstance(value, list):
+        return [_map_tensors(change, item) for item in value]
+    if type(value) is dict:
+        return {key: _map_tensors(change, item) for key, item in value.items()}
+    return value

@@ -1,0 +1,30 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// O1's overlay: kernels under a device's Autocast dispatch key, for operators that its autocast leaves alone. Which
+// operators, and with which policy, apex_npu/amp/cast_lists.py says; the kernels in apex_npu/amp/overlay_kernels.py do
+// the same in Python.
+#pragma once
+
+#include <torch/library.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace apex_npu {
+
+// Registers on construction, unregisters in destroy() or on destruction: nothing is registered by loading the library.
+class Overlay {
+ public:
+  // `table`: an aten operator, with its overload if it has one ("pow.Scalar"), and "half", "float", "uncast", "promote"
+  // or "match_self".
+  Overlay(const std::string& device_type, const std::vector<std::pair<std::string, std::string>>& table);
+  void destroy();
+
+ private:
+  std::optional<torch::Library> library_;
+};
+
+}  // namespace apex_npu
