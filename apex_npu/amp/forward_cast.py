@@ -10,6 +10,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
@@ -24,7 +25,27 @@ from apex_npu.amp.submodule_cast import unwatch_submodules, watch_submodules
 from apex_npu.ops import LOW_PRECISION
 
 
-def convert_model(model: nn.Module, policy: Policy, device_types: Sequence[str]) -> ModelCast:
+@dataclasses.dataclass(eq=False)
+class Ambient:
+    """Where O1's casts are on outside of models, too: in one thread, for as long as their session is the current one.
+
+    Attributes:
+        thread_id: The thread.
+        active: False once another session's casts have taken their place.
+    """
+
+    thread_id: int = dataclasses.field(default_factory=threading.get_ident)
+    active: bool = True
+
+    def is_here(self) -> bool:
+        """True where the autocast state of the moment is O1's, and so ``disable_casts`` and user's blocks count."""
+        # torch.compile cannot trace get_ident. It guards on the autocast state: the state of the moment is right.
+        return self.active and (torch.compiler.is_compiling() or threading.get_ident() == self.thread_id)
+
+
+def convert_model(
+    model: nn.Module, policy: Policy, device_types: Sequence[str], ambient: Ambient | None = None
+) -> ModelCast:
     """Cast ``model`` and wrap its forward as ``policy`` says; all of it, or nothing if something fails.
 
     O0, O2, O3: floating parameters, buffers and existing gradients take ``policy.model_dtype`` (an affine BatchNorm
@@ -43,6 +64,7 @@ def convert_model(model: nn.Module, policy: Policy, device_types: Sequence[str])
         model: Changed in place; parameters keep their identity.
         policy: What to do.
         device_types: Device types that O1 casts on.
+        ambient: Of the casts that belong to the model; by default those of this thread.
 
     Returns:
         The handle that takes the wrapper off again.
@@ -51,7 +73,7 @@ def convert_model(model: nn.Module, policy: Policy, device_types: Sequence[str])
     inner = previous.inner if isinstance(previous, CastForward) else previous
     if inner is None and isinstance(model, torch.jit.ScriptModule):
         inner = model.forward  # its class has no forward to call
-    settings = _forward_settings(policy, device_types)
+    settings = _forward_settings(policy, device_types, ambient or Ambient())
     if policy.enabled and policy.model_dtype is not None:
         _cast_parameters(model, policy.model_dtype, keep_batchnorm=bool(policy.keep_batchnorm_fp32))
     forward = CastForward(model, inner, settings)
@@ -96,9 +118,15 @@ class ModelCast:
 
     @property
     def model(self) -> nn.Module | None:
-        """The model, or None once it is gone."""
+        """The model, or None once it is gone, or converted again."""
         model: nn.Module | None = self._model()
-        return model
+        return model if self._forward() is not None else None
+
+    def shield(self, ambient: Ambient, device_types: Sequence[str]) -> None:
+        """Keep another session's casts out of this model's forward; one that casts for itself needs no shield."""
+        forward = self._forward()
+        if forward is not None and forward.settings is not None and not forward.settings.device_types:
+            forward.shield = (ambient, tuple(device_types))
 
     def undo(self) -> None:
         """Give the model its forward back; dtypes stay. May be called again, or after another conversion."""
@@ -118,32 +146,32 @@ class ModelCast:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardSettings:
-    """What a wrapped forward does. Shared by a model's copies; a pickle forgets the thread.
+    """What a wrapped forward does. Shared by a model's copies; a pickle forgets where casts were on.
 
     Attributes:
         input_dtype: Floating inputs are cast to it; None: left alone.
         output_dtype: Floating outputs are cast to it; None: left alone.
         device_types: The forward is an autocast region for these.
-        autocast_dtype: The region's dtype in a thread other than ``thread_id``.
-        thread_id: Where the casts were enabled and can be disabled: there the region keeps the thread's state.
+        autocast_dtype: The region's dtype, except under ``ambient``.
+        ambient: Where the casts are on, and can be disabled: there the region keeps the state of the moment.
     """
 
     input_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
     device_types: tuple[str, ...]
     autocast_dtype: torch.dtype
-    thread_id: int | None
+    ambient: Ambient | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardSettings:
         """Itself: it cannot change."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the thread: another process may give the same number to any of its threads."""
-        return {**vars(self), "thread_id": None}
+        """Everything but ``ambient``: another process may give the thread's number to any of its own."""
+        return {**vars(self), "ambient": None}
 
 
-def _forward_settings(policy: Policy, device_types: Sequence[str]) -> ForwardSettings | None:
+def _forward_settings(policy: Policy, device_types: Sequence[str], ambient: Ambient) -> ForwardSettings | None:
     if not policy.enabled:
         return None
     input_dtype, output_dtype = policy.model_dtype, policy.cast_model_outputs
@@ -152,7 +180,7 @@ def _forward_settings(policy: Policy, device_types: Sequence[str]) -> ForwardSet
     regions = tuple(dict.fromkeys(device_types)) if policy.patch_torch_functions else ()
     if input_dtype is None and output_dtype is None and not regions:
         return None
-    return ForwardSettings(input_dtype, output_dtype, regions, policy.autocast_dtype, threading.get_ident())
+    return ForwardSettings(input_dtype, output_dtype, regions, policy.autocast_dtype, ambient)
 
 
 @dataclasses.dataclass(eq=False)
@@ -166,6 +194,7 @@ class CastForward:
         model: Whose forward this is.
         inner: The instance attribute ``forward`` that was there before, or None for the class's method.
         settings: What to do; None after an undo: call straight through.
+        shield: Casts to keep out of this forward, and the device types they act on.
         running: The threads that are inside it, one entry per call. A list, as append and remove are atomic.
     """
 
@@ -173,6 +202,7 @@ class CastForward:
     inner: Callable[..., Any] | None
     settings: ForwardSettings | None
     running: list[int] = dataclasses.field(default_factory=list)
+    shield: tuple[Ambient, tuple[str, ...]] | None = None
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -197,13 +227,21 @@ class CastForward:
 
     def _call_marked(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if settings.input_dtype is None or torch.compiler.is_compiling():
-            return self._call_in_regions(settings, settings.device_types, args, kwargs)
+            return self._call_shielded(settings, args, kwargs)
         thread_id = threading.get_ident()
         self.running.append(thread_id)
         try:
-            return self._call_in_regions(settings, settings.device_types, args, kwargs)
+            return self._call_shielded(settings, args, kwargs)
         finally:
             self.running.remove(thread_id)
+
+    def _call_shielded(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.shield is None or not self.shield[0].is_here():
+            return self._call_in_regions(settings, settings.device_types, args, kwargs)
+        with ExitStack() as regions:
+            for device_type in self.shield[1]:
+                regions.enter_context(torch.autocast(device_type, enabled=False))
+            return self._call_inner(args, kwargs)
 
     def _call_in_regions(
         self, settings: ForwardSettings, device_types: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -212,7 +250,7 @@ class CastForward:
             return self._call_inner(args, kwargs)
         device_type, rest = device_types[0], device_types[1:]
         enabled, dtype = True, settings.autocast_dtype
-        if _is_thread(settings.thread_id):
+        if settings.ambient is not None and settings.ambient.is_here():
             enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         if not enabled:
             return self._call_in_regions(settings, rest, args, kwargs)
@@ -239,16 +277,11 @@ class CastForward:
         if isinstance(inner, types.MethodType) and inner.__self__ is self.model:
             inner = types.MethodType(inner.__func__, model)
         # Submodules of a replica have the hooks of the original, which look here.
-        return CastForward(model, inner, self.settings, self.running)
+        return CastForward(model, inner, self.settings, self.running, self.shield)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but who is running."""
-        return {**vars(self), "running": []}
-
-
-def _is_thread(thread_id: int | None) -> bool:
-    # torch.compile cannot trace get_ident. It guards on the autocast state: the state of the moment is the right one.
-    return torch.compiler.is_compiling() or threading.get_ident() == thread_id
+        """Everything but what belongs to this process."""
+        return {**vars(self), "running": [], "shield": None}
 
 
 @dataclasses.dataclass(eq=False)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex_npu.amp.forward_cast import convert_model, put_wrapper_back, wrapper_of
-from apex_npu.amp.master_params import give_fp32_state_dict
+from apex_npu.amp.master_params import give_fp32_state_dict, remove_fp32_state_dict
 from apex_npu.amp.optimizer_adapter import adopt, check_adoptable, record_of, release
 from apex_npu.amp.policy import PRINTED_OPTIONS, Policy, resolve
 from apex_npu.amp.scaler import DynamicScaleOptions, in_apex_format, make_scaler
-from apex_npu.amp.session import ConvertedModel, Session, current, install, is_first_rank, require
+from apex_npu.amp.session import ConvertedModel, Session, check_thread, current, install, is_first_rank, require
 from apex_npu.amp.step_report import StepReport, next_report
 from apex_npu.amp.user_casts import registered_patches
 from apex_npu.ops import LOW_PRECISION
@@ -136,6 +136,7 @@ def initialize(
     model_list, optimizer_list = _listed(models, optimizers)
     scalers = [make_scaler(policy.loss_scale, options) for _ in range(num_losses)]
     session = Session(policy, scalers, verbosity if is_first_rank() else min(verbosity, 0), skip_alarm=skip_alarm)
+    check_thread("amp.initialize")
     if enabled:
         session.device_types = _device_types(model_list, optimizer_list)
         session.patches = registered_patches(policy)
@@ -230,11 +231,11 @@ def _set_up(session: Session, models: list[nn.Module], optimizers: list[Optimize
         undo.callback(_put_back, list(values.values()))
         for model in models:
             undo.callback(put_wrapper_back, model, wrapper_of(model))
-            cast = convert_model(model, policy, device_types)
+            cast = convert_model(model, policy, device_types, session.ambient)
             handles = [] if policy.model_dtype is None else give_fp32_state_dict(model)
             for handle in handles:
                 undo.callback(handle.remove)
-            session.models.append(ConvertedModel(cast, handles))
+            session.models.append(ConvertedModel(cast, remove_fp32_state_dict))
         undo.callback(_release, as_they_were)
         for optimizer in optimizers:
             adopt(optimizer, session, {key: value for key, (_, value) in values.items()})

@@ -97,7 +97,7 @@ def give_fp32_state_dict(model: nn.Module) -> list[Any]:
     """Let ``model.state_dict()`` and ``load_state_dict()`` speak fp32, submodules' own included.
 
     Returns:
-        Handles; ``remove()`` on each undoes it. None for modules that had this face already.
+        Handles; ``remove()`` on each undoes what this call has done. Modules that had this face already have none.
     """
     handles: list[Any] = []
     for module in model.modules():
@@ -106,3 +106,14 @@ def give_fp32_state_dict(model: nn.Module) -> list[Any]:
         handles.append(module.register_state_dict_post_hook(_show_fp32))
         handles.append(module.register_load_state_dict_pre_hook(_fill_masters))
     return handles
+
+
+def remove_fp32_state_dict(model: nn.Module) -> None:
+    """Take that face off again."""
+    for module in model.modules():
+        for key, hook in list(module._state_dict_hooks.items()):
+            if hook is _show_fp32:
+                del module._state_dict_hooks[key]
+        for key, hook in list(module._load_state_dict_pre_hooks.items()):
+            if getattr(hook, "hook", hook) is _fill_masters:  # torch wraps it
+                del module._load_state_dict_pre_hooks[key]

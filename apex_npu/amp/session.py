@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.amp.casting import CastHandle, ModelCast, enable_casts
 from apex_npu.amp.clip_guard import watch_clipping
+from apex_npu.amp.forward_cast import Ambient
 from apex_npu.amp.patched_functions import Patch
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler
@@ -29,14 +30,14 @@ from apex_npu.amp.scaler import LossScaler
 class ConvertedModel:
     """What was changed on one model, for as long as the model lives: nothing here keeps it alive."""
 
-    def __init__(self, cast: ModelCast, handles: list[Any]) -> None:
-        """``handles`` have a ``remove()``."""
+    def __init__(self, cast: ModelCast, give_state_dict_back: Callable[[nn.Module], None]) -> None:
+        """Of a model that has just been converted."""
         self._cast = cast
-        self._handles = handles
+        self._give_state_dict_back = give_state_dict_back
 
     @property
     def alive(self) -> bool:
-        """False once the model is gone."""
+        """False once the model is gone, or converted again."""
         return self._cast.model is not None
 
     def parameter_names(self) -> dict[Tensor, str]:
@@ -44,11 +45,16 @@ class ConvertedModel:
         model = self._cast.model
         return {} if model is None else {p: name for name, p in model.named_parameters()}
 
+    def shield(self, ambient: Ambient, device_types: Sequence[str]) -> None:
+        """Keep the casts of a later session out of it, unless it is one of O1's own."""
+        self._cast.shield(ambient, device_types)
+
     def undo(self) -> None:
         """Give the model its own forward and state dict back."""
+        model = self._cast.model
         self._cast.undo()
-        for handle in self._handles:
-            handle.remove()
+        if model is not None:
+            self._give_state_dict_back(model)
 
 
 @dataclass(eq=False)
@@ -64,6 +70,8 @@ class Session:
         masters: model_param → master_param, for as long as the model parameter lives.
         models: What was changed on models, by this session and those before it.
         casts: What O1 has changed in torch.
+        ambient: Where these casts are on outside of models.
+        thread: The one that called ``initialize``.
         skip_alarm: Skipped steps in a row after which an error is logged; None: never.
     """
 
@@ -76,6 +84,8 @@ class Session:
     models: list[ConvertedModel] = field(default_factory=list)
     casts: CastHandle | None = None
     skip_alarm: int | None = 50
+    ambient: Ambient = field(default_factory=Ambient)
+    thread: threading.Thread = field(default_factory=threading.current_thread)
     _watch: ExitStack = field(default_factory=ExitStack)
     _warned: set[str] = field(default_factory=set)
 
@@ -98,12 +108,14 @@ class Session:
                 watch_clipping(undo, self._look_at_clipping)
             self.casts = enable_casts(self.policy, self.device_types, self.patches)
             self._watch = undo.pop_all()
+        self.ambient.active = True
 
     def undo(self) -> None:
         """Undo ``enable``."""
         if self.casts is not None:
             self.casts.undo()
         self._watch.close()
+        self.ambient.active = False
 
     def _look_at_clipping(self, name: str, params: Iterable[Tensor]) -> None:
         if any(p in self.masters for p in params):
@@ -133,7 +145,7 @@ _current: Session | None = None
 def install(session: Session) -> None:
     """Make ``session`` the current one, its casts in place of the former's; if that fails, the former stays.
 
-    Models of the former session stay converted.
+    Models of the former session keep the level they were converted at.
     """
     global _current
     with _lock:
@@ -147,9 +159,28 @@ def install(session: Session) -> None:
                 former.enable()
             raise
         if former is not None:
-            session.models[:0] = [model for model in former.models if model.alive]
+            kept = [model for model in former.models if model.alive]
+            if session.casts is not None and session.casts.active:
+                for model in kept:
+                    model.shield(session.ambient, session.device_types)
+            session.models[:0] = kept
             session.masters.update(former.masters)
         _current = session
+
+
+def check_thread(caller: str) -> None:
+    """Raise where ``caller`` would take amp away from another thread.
+
+    Raises:
+        RuntimeError: The current session belongs to another thread that still runs.
+    """
+    owner = None if _current is None or not _current.policy.enabled else _current.thread
+    if owner is not None and owner is not threading.current_thread() and owner.is_alive():
+        raise RuntimeError(
+            f"{caller} was called in thread {threading.current_thread().name!r}, while thread {owner.name!r} uses amp: "
+            "there is one amp for a process. Pass all models and optimizers to one amp.initialize, which threads may "
+            "then share, each with its own loss_id; or call amp.shutdown() in the other thread first"
+        )
 
 
 def current() -> Session | None:
@@ -175,8 +206,12 @@ def shutdown() -> None:
     """Undo what ``initialize`` patched: functions of torch, forwards and state_dict hooks of models.
 
     Models keep the dtype of their parameters, optimizers their master parameters. Without a session nothing happens.
+
+    Raises:
+        RuntimeError: Another thread, which still runs, has called ``initialize``.
     """
     global _current
+    check_thread("amp.shutdown")
     with _lock:
         former, _current = _current, None
     if former is not None:
