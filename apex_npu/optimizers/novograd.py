@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
@@ -102,41 +103,39 @@ class FusedNovoGrad(FusedOptimizer):
         bias_correction1 = 1 - beta1**run.step if corrected else 1.0
         bias_correction2 = 1 - beta2**run.step if corrected else 1.0
         beta3 = 1 - beta1 if group["grad_averaging"] else 1.0
-        param, exp_avg, segments = run.wide_param(), run.state("exp_avg"), run.segments()
-        grad = run.scratch("grad").copy_(run.grad)
+        param, grad, exp_avg, segments = run.wide_param(), run.wide_grad(), run.state("exp_avg"), run.segments()
+        lr, weight_decay = float(group["lr"]), group["weight_decay"]
         norm = _update_norm(run, group, grad, beta2)
-        # (1 / d − 1) · x is added to x.
-        factor = (norm / bias_correction2**0.5 + group["eps"]).reciprocal_().sub_(1.0)
+        inverse = (norm / bias_correction2**0.5 + group["eps"]).reciprocal_()  # 1 / d
+        exp_avg.mul_(beta1)
         if group["reg_inside_moment"]:
-            segment_add_(grad, grad, factor, segments)
-            grad.add_(param, alpha=group["weight_decay"])
-            exp_avg.mul_(beta1).add_(grad, alpha=beta3)
-            param.add_(exp_avg, alpha=-float(group["lr"]) / bias_correction1)
+            exp_avg.add_(param, alpha=beta3 * weight_decay)
+            segment_add_(exp_avg, grad, inverse.mul_(beta3), segments)
+            param.add_(exp_avg, alpha=-lr / bias_correction1)
         else:
-            exp_avg.mul_(beta1).add_(grad, alpha=beta3)
-            direction = torch.div(exp_avg, bias_correction1, out=grad)
-            segment_add_(direction, direction, factor, segments)
-            direction.add_(param, alpha=group["weight_decay"])
-            param.add_(direction, alpha=-float(group["lr"]))
+            exp_avg.add_(grad, alpha=beta3)
+            param.mul_(1 - lr * weight_decay)
+            segment_add_(param, exp_avg, inverse.mul_(-lr / bias_correction1), segments)
         run.write_back(param)
 
 
 def _update_norm(run: Run, group: ParamGroup, grad: Tensor, beta2: float) -> Tensor:
     """Blend the norms of this step's gradients into v, in place, and return it."""
     exp_avg_sq = run.per_param("exp_avg_sq")
-    if group["norm_type"] == 2:
-        norm = segment_dot(grad, grad, run.segments()).sqrt_()
-    else:
-        norm = torch.stack([run_max(grad, begin, p.numel()) for p, begin in run.members()])
+    euclidean = group["norm_type"] == 2
+    norm = segment_dot(grad, grad, run.segments()).sqrt_() if euclidean else _largest(run, grad)
     if run.step == 1 and not group["init_zero"]:
         exp_avg_sq.copy_(norm)
-    elif group["norm_type"] == 2:
+    elif euclidean:
         exp_avg_sq.square_().mul_(beta2).add_(norm.square(), alpha=1 - beta2).sqrt_()
     else:
         exp_avg_sq.mul_(beta2).add_(norm, alpha=1 - beta2)
     return exp_avg_sq
 
 
-def run_max(flat: Tensor, begin: int, numel: int) -> Tensor:
-    """The largest absolute value of a stretch; 0 for an empty one."""
-    return flat[begin : begin + numel].abs().amax() if numel else flat.new_zeros(())
+def _largest(run: Run, grad: Tensor) -> Tensor:
+    """The largest absolute value of each parameter's gradient; 0 for an empty one."""
+    members = run.members()
+    filled = [grad[begin : begin + p.numel()] for p, begin in members if p.numel()]
+    found = iter(torch._foreach_norm(filled, math.inf) if filled else ())
+    return torch.stack([next(found) if p.numel() else grad.new_zeros(()) for p, _ in members])
