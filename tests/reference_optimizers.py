@@ -121,7 +121,7 @@ class ReferenceOptimizer(WideState):
                 for name, value in state.items():
                     if isinstance(value, torch.Tensor):
                         state[name] = value.double()
-                grad = p.grad.double()
+                grad = p.grad.double().clone()  # not the very tensor: state may keep it
                 p.copy_(self.rule(p.double(), -grad if group.get("maximize") else grad, state, group))
         return loss
 
@@ -275,7 +275,7 @@ class NvidiaLamb(ReferenceOptimizer):
             m, v = m / (1 - beta1 ** state["step"]), v / (1 - beta2 ** state["step"])
         u = m / (v.sqrt() + group["eps"]) + (decay * p if group["adam_w_mode"] else 0.0)
         ratio = 1.0
-        if (decay or group["use_nvlamb"]) and p.norm() > 0 and u.norm() > 0:
+        if (decay or group["use_nvlamb"]) and p.norm() != 0 and u.norm() != 0:
             ratio = p.norm() / u.norm()
         return p - group["lr"] * ratio * u
 

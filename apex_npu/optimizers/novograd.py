@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ class FusedNovoGrad(FusedOptimizer):
     with β₃ = 1 − β₁ if grad_averaging, else 1, and without bias_correction t → ∞. A parameter's v starts at its first
     norm, or with init_zero at 0. Ginsburg et al. 2019, https://arxiv.org/abs/1905.11286; https://github.com/NVIDIA/apex.
     State: ``step``, ``exp_avg`` m (of the parameter's shape and dtype, but float32 for float16 and bfloat16),
-    ``exp_avg_sq`` v (0-dim; a norm, not its square).
+    ``exp_avg_sq`` v (0-dim; a norm, not its square). State dicts of NVIDIA's optimizer, which has the norms in its
+    groups, are read, too; they do not say ``reg_inside_moment``.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
@@ -96,6 +97,14 @@ class FusedNovoGrad(FusedOptimizer):
         """First moment, and a norm for each parameter."""
         return ("exp_avg", "exp_avg_sq")
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this optimizer, or of NVIDIA's.
+
+        Raises:
+            ValueError: Groups, parameters, shapes or hyper-parameters do not fit; the optimizer is unchanged.
+        """
+        super().load_state_dict(_with_norms_in_state(state_dict))
+
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""
         beta1, beta2 = group["betas"]
@@ -117,6 +126,31 @@ class FusedNovoGrad(FusedOptimizer):
             param.mul_(1 - lr * weight_decay)
             segment_add_(param, exp_avg, inverse.mul_(-lr / bias_correction1), segments)
         run.write_back(param)
+
+
+def _with_norms_in_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """``state_dict`` with each parameter's norm in its own state.
+
+    NVIDIA's groups have them in two tensors, for float16 and for float32 parameters, in order of those with state.
+    """
+    groups, state = list(state_dict["param_groups"]), dict(state_dict["state"])
+    for i, group in enumerate(groups):
+        if "exp_avg_sq" not in group:
+            continue
+        groups[i] = {name: value for name, value in group.items() if name not in ("exp_avg_sq", "step")}
+        members = [index for index in group["params"] if index in state]
+        half = [state[index]["exp_avg"].dtype == torch.float16 for index in members]
+        norms = group["exp_avg_sq"]
+        sizes, expected = [len(norm) for norm in norms], [sum(half), len(half) - sum(half)]
+        if sizes != expected:
+            raise ValueError(
+                f"FusedNovoGrad: group {i} of this state dict has exp_avg_sq for {sizes[0]} float16 and {sizes[1]} "
+                f"float32 parameters, but {expected[0]} and {expected[1]} of them have state. Nothing has been loaded"
+            )
+        each = iter(norms[0]), iter(norms[1])
+        for index, is_half in zip(members, half, strict=True):
+            state[index] = {**state[index], "exp_avg_sq": next(each[0 if is_half else 1]), "step": group["step"]}
+    return {**state_dict, "state": state, "param_groups": groups}
 
 
 def _update_norm(run: Run, group: ParamGroup, grad: Tensor, beta2: float) -> Tensor:
