@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import reference_optimizers as reference
 import torch
 
@@ -37,9 +38,16 @@ class OptimizerSpec:
     def __str__(self) -> str:
         return self.cls.__name__
 
+    def reference_for(self, dtype: torch.dtype) -> Callable[..., torch.optim.Optimizer]:
+        """The reference, for parameters of ``dtype``."""
+        return reference.low_precision(self.reference) if dtype.itemsize == 2 else self.reference
+
 
 # The references of our own compute in float64 what the fused ones compute in float32: rounding differs at every step.
 _AGAINST_FLOAT64 = 5e-6
+
+# Not 0.1: g + 0.1 p cancels exactly where g and p have few bits, and then a first step along its sign is undefined.
+_DECAY = 0.10137
 
 _BAD_ADAM = (
     ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
@@ -259,7 +267,7 @@ SPECS = [
     OptimizerSpec(
         optimizers.FusedAdagrad,
         reference.NvidiaAdagrad,
-        ({}, {"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.1, "weight_decay": 0.1, "adagrad_w_mode": True}),
+        ({}, {"lr": 0.1, "weight_decay": _DECAY}, {"lr": 0.1, "weight_decay": _DECAY, "adagrad_w_mode": True}),
         (
             ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
             ({"eps": float("nan")}, ValueError, "Invalid epsilon value: nan"),
@@ -272,3 +280,28 @@ SPECS = [
 
 CASES = [(spec, kwargs) for spec in SPECS for kwargs in spec.variants]
 CASE_IDS = [f"{spec}-{'-'.join(f'{k}={v}' for k, v in kwargs.items()) or 'defaults'}" for spec, kwargs in CASES]
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def _is_quick(spec: OptimizerSpec, kwargs: dict[str, Any], dtype: torch.dtype) -> bool:
+    """Every variant in float32, one in float64, and one in float16 or bfloat16, by turns: they share all code."""
+    if dtype == torch.float32:
+        return True
+    if dtype == DTYPES[1 + SPECS.index(spec) % 2]:
+        return kwargs is spec.variants[-1]
+    return dtype == torch.float64 and kwargs is spec.variants[1 % len(spec.variants)]
+
+
+# Every variant of every optimizer, on parameters of every dtype.
+MATRIX = [
+    pytest.param(
+        spec,
+        kwargs,
+        dtype,
+        id=f"{name}-{str(dtype).removeprefix('torch.')}",
+        marks=() if _is_quick(spec, kwargs, dtype) else pytest.mark.slow,
+    )
+    for dtype in DTYPES
+    for (spec, kwargs), name in zip(CASES, CASE_IDS, strict=True)
+]

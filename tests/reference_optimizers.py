@@ -2,18 +2,102 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Update rules written out one tensor at a time, in float64, from papers and their authors' descriptions.
 
-Slow and plain on purpose: what the fused optimizers without a twin in torch.optim are compared with.
+Slow and plain on purpose: what the fused optimizers without a twin in torch.optim are compared with. ``low_precision``
+makes of any reference one for float16 and bfloat16 parameters.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
 
 
-class ReferenceOptimizer(torch.optim.Optimizer):
+@contextmanager
+def widened(params):
+    """Inside the block float16 and bfloat16 ``params`` are float32; behind it they are rounded into their memory."""
+    narrow = [(p, p.data, p.grad) for p in params if p.dtype in (torch.float16, torch.bfloat16)]
+    for p, memory, grad in narrow:
+        p.grad = None  # it must have the parameter's dtype at all times
+        p.data = memory.float()
+        p.grad = None if grad is None else grad.float()
+    try:
+        yield
+    finally:
+        for p, memory, grad in narrow:
+            p.grad = None
+            memory.copy_(p.data)
+            p.data = memory
+            p.grad = grad
+
+
+class WideState(torch.optim.Optimizer):
+    """State dicts are loaded as they are, where torch rounds state to the parameter's dtype."""
+
+    def load_state_dict(self, state_dict):
+        with widened([p for group in self.param_groups for p in group["params"]]):
+            super().load_state_dict(state_dict)
+
+
+class LowPrecision(WideState):
+    """The rule of the class behind it in float32, with float32 state, on parameters that are rounded once a step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        rule = super().step
+        if getattr(rule, "hooked", False):
+            rule = rule.__wrapped__.__get__(self)  # hooks are called for the whole step, not for each parameter
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if len({p.data_ptr() for p in params if p.numel()}) == sum(p.numel() > 0 for p in params):
+            with widened(params):
+                rule()
+            return loss
+        # Those that share memory see each other's rounded values: one after the other.
+        grads = [p.grad for p in params]
+        for p in params:
+            p.grad = None
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad
+            with widened([p]):
+                rule()
+            p.grad = None
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad
+        return loss
+
+
+class LowPrecisionSGD(LowPrecision, torch.optim.SGD):
+    pass
+
+
+class LowPrecisionAdam(LowPrecision, torch.optim.Adam):
+    pass
+
+
+class LowPrecisionAdamW(LowPrecision, torch.optim.AdamW):
+    pass
+
+
+class LowPrecisionAdadelta(LowPrecision, torch.optim.Adadelta):
+    pass
+
+
+class LowPrecisionRMSprop(LowPrecision, torch.optim.RMSprop):
+    pass
+
+
+def low_precision(reference):
+    """``reference`` for parameters of any dtype; those of this file are made for them."""
+    return reference if issubclass(reference, ReferenceOptimizer) else globals()[f"LowPrecision{reference.__name__}"]
+
+
+class ReferenceOptimizer(WideState):
     """Calls ``rule(p, g, state, group)`` on float64 copies, for each parameter with a gradient."""
 
     defaults_: ClassVar[dict] = {}
@@ -23,6 +107,10 @@ class ReferenceOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self.prepare()
         for group in self.param_groups:
             for p in group["params"]:
@@ -33,8 +121,9 @@ class ReferenceOptimizer(torch.optim.Optimizer):
                 for name, value in state.items():
                     if isinstance(value, torch.Tensor):
                         state[name] = value.double()
-                grad = p.grad.double()
+                grad = p.grad.double().clone()  # not the very tensor: state may keep it
                 p.copy_(self.rule(p.double(), -grad if group.get("maximize") else grad, state, group))
+        return loss
 
     def prepare(self):
         pass
@@ -85,13 +174,12 @@ class AdamP(ReferenceOptimizer):
         if p.dim() > 1 and p.numel():
             for rows in (p.size(0), 1):
                 weight, grad = p.reshape(rows, -1), g.reshape(rows, -1)
-                cosine = [
-                    (w @ d).abs() / ((w.norm() + eps) * (d.norm() + eps)) for w, d in zip(weight, grad, strict=True)
-                ]
-                if max(cosine) < group["delta"] / math.sqrt(weight.size(1)):
-                    unit = [w / (w.norm() + eps) for w in weight]
-                    u = torch.stack([r - n * (n @ r) for n, r in zip(unit, u.reshape(rows, -1), strict=True)])
-                    u, decay = u.reshape(p.shape), group["wd_ratio"]
+                weight_norm, grad_norm = weight.norm(dim=1) + eps, grad.norm(dim=1) + eps
+                cosine = (weight * grad).sum(1).abs() / (weight_norm * grad_norm)
+                if cosine.max() < group["delta"] / math.sqrt(weight.size(1)):
+                    unit, along = weight / weight_norm[:, None], u.reshape(rows, -1)
+                    u = (along - unit * (unit * along).sum(1, keepdim=True)).reshape(p.shape)
+                    decay = group["wd_ratio"]
                     break
         p = p * (1 - group["lr"] * group["weight_decay"] * decay)
         return p - group["lr"] / (1 - beta1**step) * u
@@ -187,7 +275,7 @@ class NvidiaLamb(ReferenceOptimizer):
             m, v = m / (1 - beta1 ** state["step"]), v / (1 - beta2 ** state["step"])
         u = m / (v.sqrt() + group["eps"]) + (decay * p if group["adam_w_mode"] else 0.0)
         ratio = 1.0
-        if (decay or group["use_nvlamb"]) and p.norm() > 0 and u.norm() > 0:
+        if (decay or group["use_nvlamb"]) and p.norm() != 0 and u.norm() != 0:
             ratio = p.norm() / u.norm()
         return p - group["lr"] * ratio * u
 

@@ -83,6 +83,12 @@ class Run:
             return self.param
         return self.scratch("param").copy_(self.param)
 
+    def wide_grad(self) -> Tensor:
+        """``grad`` in the state's dtype: itself, not to be written, or a copy."""
+        if self.grad.dtype == self._group.state_dtype:
+            return self.grad
+        return self.scratch("grad").copy_(self.grad)
+
     def write_back(self, param: Tensor) -> None:
         """Round what ``wide_param`` gave, and a rule has changed, into ``param``."""
         if param is not self.param:

@@ -21,6 +21,9 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 _CHUNK_NUMEL = 1 << 16
 _CHUNK_NUMEL_ACCELERATOR = 1 << 26
 
+# Partial sums of one segment.
+_MAX_LANES = 1 << 14
+
 
 # Of operands, each a tensor or None: Any, since what is given as a tensor comes back as one.
 def _chunks(tensors: tuple[Tensor | None, ...]) -> Iterator[tuple[Any, ...]]:
@@ -247,7 +250,13 @@ def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tens
     products = a * b
     # An NPU has no float64 to speak of; elsewhere it costs little, and long sums need it.
     wide = products if a.device.type == "npu" else products.double()
-    sums = torch.zeros(starts.numel() + 1, dtype=wide.dtype, device=a.device).index_add_(0, ids, wide)
+    # Each segment has many partial sums: in a single float32 one, the millionth element would hardly count.
+    count = starts.numel() + 1
+    lanes = max(1, min(_MAX_LANES, a.numel() // (4 * count)))
+    whole = a.numel() - a.numel() % lanes
+    partial = wide.new_zeros(count, lanes)
+    partial.scatter_add_(0, ids[:whole].view(-1, lanes), wide[:whole].view(-1, lanes))
+    sums = partial.sum(1).index_add_(0, ids[whole:], wide[whole:])
     return sums[:-1].to(a.dtype)
 
 

@@ -109,7 +109,7 @@ class NpuFusedAdamP(FusedOptimizer):
         coefficient, projected = _projection(run, rows, param, direction, delta=group["delta"], eps=group["eps"])
         segment_add_(direction, param, coefficient, rows)
         if group["weight_decay"]:
-            ratio = torch.where(projected, group["wd_ratio"], 1.0).to(param.dtype)
+            ratio = torch.ones_like(coefficient).masked_fill_(projected, group["wd_ratio"])
             segment_add_(param, param, ratio.mul_(-lr * group["weight_decay"]), rows)
         param.add_(direction, alpha=-lr / (1 - beta1**run.step))
         run.write_back(param)
@@ -119,7 +119,7 @@ def _projection(
     run: Run, rows: Segments, param: Tensor, direction: Tensor, *, delta: float, eps: float
 ) -> tuple[Tensor, Tensor]:
     """What multiple of each row of ``param`` to add to ``direction``, and for each row whether it is projected."""
-    grad = run.grad if run.grad.dtype == param.dtype else run.scratch("grad").copy_(run.grad)
+    grad = run.wide_grad()
     owner, row_length, numel, matrix = run.remember("AdamP", lambda: _geometry(run))
 
     def whole(of_rows: Tensor) -> Tensor:

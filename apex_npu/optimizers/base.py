@@ -274,25 +274,28 @@ class FusedOptimizer(Optimizer):
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
         problems: list[str] = []
-        shapes = dict(self._indexed_params(state_dict))
+        params = dict(self._indexed_params(state_dict))
         for group in state_dict["param_groups"]:
             merged = {**self.defaults, **group}
             with naming(type(self).__name__):
                 self.validate(merged)
             for index in group["params"]:
                 entry = state_dict["state"].get(index, {})
-                if index in shapes and any(value is not None for value in entry.values()):
-                    step = ("step",) if self.has_step_state and "step" not in merged else ()
-                    names = (*step, *self.state_names(merged))
-                    problems += find_problems(
-                        entry, names, self.optional_states, f"parameter {index}", shapes[index].shape
-                    )
+                if index in params and any(value is not None for value in entry.values()):
+                    shapes = self._state_shapes(merged, params[index])
+                    optional = (*self.optional_states, *(("step",) if "step" in merged else ()))
+                    problems += find_problems(entry, shapes, optional, f"parameter {index}")
         if problems:
             more = f", and {len(problems) - 10} more" if len(problems) > 10 else ""
             raise ValueError(
                 f"this state dict is not one of {type(self).__name__} for these parameters: "
                 f"{'; '.join(problems[:10])}{more}. Nothing has been loaded"
             )
+
+    def _state_shapes(self, group: ParamGroup, param: Tensor) -> dict[str, torch.Size]:
+        names = (*self.state_names(group), *self.optional_states)
+        shapes = {name: torch.Size() if name in self.scalar_states else param.shape for name in names}
+        return {"step": torch.Size(), **shapes} if self.has_step_state else shapes
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch's optimizers pickle, and the flags that are not in ``defaults``."""

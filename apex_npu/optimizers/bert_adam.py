@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
@@ -113,13 +114,7 @@ class NpuFusedBertAdam(FusedOptimizer):
 
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""
-        grad = run.grad
-        if group["max_grad_norm"] > 0:
-            segments = run.segments()
-            grad = run.scratch("grad").copy_(grad)
-            norm = segment_dot(grad, grad, segments).sqrt_()
-            # (factor − 1) · g is added to g.
-            segment_add_(grad, grad, (group["max_grad_norm"] / (norm + 1e-6)).clamp_max_(1.0).sub_(1.0), segments)
+        grad = run.grad if group["max_grad_norm"] <= 0 else _clipped(run, group["max_grad_norm"])
         direction, param = run.scratch("direction"), run.wide_param()
         adam_direction_(
             direction,
@@ -136,6 +131,15 @@ class NpuFusedBertAdam(FusedOptimizer):
         )
         param.add_(direction, alpha=-_scheduled_lr(group, run.step - 1))
         run.write_back(param)
+
+
+def _clipped(run: Run, max_norm: float) -> Tensor:
+    """The gradients of ``run``, each scaled down to a norm of ``max_norm`` where it has a larger one."""
+    grad, segments = run.wide_grad(), run.segments()
+    norm = segment_dot(grad, grad, segments).sqrt_()
+    clipped = run.scratch("clipped").zero_()
+    segment_add_(clipped, grad, (max_norm / (norm + 1e-6)).clamp_max_(1.0), segments)
+    return clipped
 
 
 def _scheduled_lr(group: ParamGroup, steps_done: float) -> float:

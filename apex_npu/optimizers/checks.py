@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -138,24 +138,44 @@ def check_params(params: Sequence[Tensor]) -> None:
 
 
 def find_problems(
-    entry: dict[str, Any], names: Sequence[str], optional: Sequence[str], where: str, shape: torch.Size
+    entry: dict[str, Any], shapes: Mapping[str, torch.Size], optional: Sequence[str], where: str
 ) -> Iterator[str]:
     """What keeps a saved ``entry`` of state from being that of one parameter.
 
     Args:
         entry: The saved state.
-        names: What it must have.
-        optional: What it may have, or lack.
+        shapes: For each state of the rule the shape it must have; ``step`` is a number.
+        optional: Those of them that may be missing.
         where: Whose it is, for the text.
-        shape: Of the parameter.
     """
-    for name in names:
+    for name in shapes:
         if entry.get(name) is None and name not in optional:
             yield f"{where} lacks {name!r}"
     for name, value in entry.items():
-        if not isinstance(value, Tensor) or not value.dim():
-            continue  # numbers beside the state (the unfused Lamb's norms) do no harm
-        if name not in names and name not in optional:
+        if value is None:
+            continue
+        if name == "step":
+            yield from _step_problems(value, where)
+        elif name in shapes:
+            yield from _shape_problems(name, value, shapes[name], where)
+        elif (
+            isinstance(value, Tensor) and value.dim()
+        ):  # numbers beside the state (the unfused Lamb's norms) do no harm
             yield f"{where} has {name!r}, which is not known here"
-        elif value.shape != shape:
-            yield f"{name!r} of {where} has shape {tuple(value.shape)}, the parameter has {tuple(shape)}"
+
+
+def _step_problems(value: Any, where: str) -> Iterator[str]:
+    try:
+        step = as_number("step", value)
+    except (TypeError, ValueError) as error:
+        yield f"{error} ({where})"
+        return
+    if not 0 <= step < float("inf"):
+        yield f"'step' of {where} is {step}, not a count"
+
+
+def _shape_problems(name: str, value: Any, shape: torch.Size, where: str) -> Iterator[str]:
+    if not isinstance(value, Tensor):
+        yield f"{name!r} of {where} is {value!r}, not a tensor"
+    elif value.shape != shape:
+        yield f"{name!r} of {where} has shape {tuple(value.shape)}, not {tuple(shape)}"

@@ -149,7 +149,7 @@ def step_by_trust_ratio(
     if max_weight_norm is not None:
         weight_norm.clamp_max_(max_weight_norm)
     direction_norm = segment_dot(direction, direction, segments).sqrt_()
-    usable = (weight_norm > 0) & (direction_norm > 0)
+    usable = (weight_norm != 0) & (direction_norm != 0)  # NaN is: what has overflowed must show
     ratio = torch.where(usable, weight_norm / direction_norm, torch.ones_like(weight_norm))
     segment_add_(param, direction, ratio.mul_(-lr), segments)
 
@@ -227,7 +227,7 @@ class Lamb(Optimizer):
         direction.add_(param, alpha=group["weight_decay"])
         weight_norm = torch.linalg.vector_norm(param).clamp_max(MAX_WEIGHT_NORM)
         adam_norm = torch.linalg.vector_norm(direction)
-        usable = (weight_norm > 0) & (adam_norm > 0) & (not group["adam"])
+        usable = (weight_norm != 0) & (adam_norm != 0) & (not group["adam"])
         ratio = torch.where(usable, weight_norm / adam_norm, torch.ones_like(adam_norm))
         state["weight_norm"], state["adam_norm"], state["trust_ratio"] = weight_norm, adam_norm, ratio
         p.copy_(param - direction * (ratio * float(group["lr"])))

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import math
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ class FusedNovoGrad(FusedOptimizer):
     with β₃ = 1 − β₁ if grad_averaging, else 1, and without bias_correction t → ∞. A parameter's v starts at its first
     norm, or with init_zero at 0. Ginsburg et al. 2019, https://arxiv.org/abs/1905.11286; https://github.com/NVIDIA/apex.
     State: ``step``, ``exp_avg`` m (of the parameter's shape and dtype, but float32 for float16 and bfloat16),
-    ``exp_avg_sq`` v (0-dim; a norm, not its square).
+    ``exp_avg_sq`` v (0-dim; a norm, not its square). State dicts of NVIDIA's optimizer, which has the norms in its
+    groups, are read, too; they do not say ``reg_inside_moment``.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
@@ -95,6 +97,14 @@ class FusedNovoGrad(FusedOptimizer):
         """First moment, and a norm for each parameter."""
         return ("exp_avg", "exp_avg_sq")
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this optimizer, or of NVIDIA's.
+
+        Raises:
+            ValueError: Groups, parameters, shapes or hyper-parameters do not fit; the optimizer is unchanged.
+        """
+        super().load_state_dict(_with_norms_in_state(state_dict))
+
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""
         beta1, beta2 = group["betas"]
@@ -102,41 +112,64 @@ class FusedNovoGrad(FusedOptimizer):
         bias_correction1 = 1 - beta1**run.step if corrected else 1.0
         bias_correction2 = 1 - beta2**run.step if corrected else 1.0
         beta3 = 1 - beta1 if group["grad_averaging"] else 1.0
-        param, exp_avg, segments = run.wide_param(), run.state("exp_avg"), run.segments()
-        grad = run.scratch("grad").copy_(run.grad)
+        param, grad, exp_avg, segments = run.wide_param(), run.wide_grad(), run.state("exp_avg"), run.segments()
+        lr, weight_decay = float(group["lr"]), group["weight_decay"]
         norm = _update_norm(run, group, grad, beta2)
-        # (1 / d − 1) · x is added to x.
-        factor = (norm / bias_correction2**0.5 + group["eps"]).reciprocal_().sub_(1.0)
+        inverse = (norm / bias_correction2**0.5 + group["eps"]).reciprocal_()  # 1 / d
+        exp_avg.mul_(beta1)
         if group["reg_inside_moment"]:
-            segment_add_(grad, grad, factor, segments)
-            grad.add_(param, alpha=group["weight_decay"])
-            exp_avg.mul_(beta1).add_(grad, alpha=beta3)
-            param.add_(exp_avg, alpha=-float(group["lr"]) / bias_correction1)
+            exp_avg.add_(param, alpha=beta3 * weight_decay)
+            segment_add_(exp_avg, grad, inverse.mul_(beta3), segments)
+            param.add_(exp_avg, alpha=-lr / bias_correction1)
         else:
-            exp_avg.mul_(beta1).add_(grad, alpha=beta3)
-            direction = torch.div(exp_avg, bias_correction1, out=grad)
-            segment_add_(direction, direction, factor, segments)
-            direction.add_(param, alpha=group["weight_decay"])
-            param.add_(direction, alpha=-float(group["lr"]))
+            exp_avg.add_(grad, alpha=beta3)
+            param.mul_(1 - lr * weight_decay)
+            segment_add_(param, exp_avg, inverse.mul_(-lr / bias_correction1), segments)
         run.write_back(param)
+
+
+def _with_norms_in_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """``state_dict`` with each parameter's norm in its own state.
+
+    NVIDIA's groups have them in two tensors, for float16 and for float32 parameters, in order of those with state.
+    """
+    groups, state = list(state_dict["param_groups"]), dict(state_dict["state"])
+    for i, group in enumerate(groups):
+        if "exp_avg_sq" not in group:
+            continue
+        groups[i] = {name: value for name, value in group.items() if name not in ("exp_avg_sq", "step")}
+        members = [index for index in group["params"] if index in state]
+        half = [state[index]["exp_avg"].dtype == torch.float16 for index in members]
+        norms = group["exp_avg_sq"]
+        sizes, expected = [len(norm) for norm in norms], [sum(half), len(half) - sum(half)]
+        if sizes != expected:
+            raise ValueError(
+                f"FusedNovoGrad: group {i} of this state dict has exp_avg_sq for {sizes[0]} float16 and {sizes[1]} "
+                f"float32 parameters, but {expected[0]} and {expected[1]} of them have state. Nothing has been loaded"
+            )
+        each = iter(norms[0]), iter(norms[1])
+        for index, is_half in zip(members, half, strict=True):
+            state[index] = {**state[index], "exp_avg_sq": next(each[0 if is_half else 1]), "step": group["step"]}
+    return {**state_dict, "state": state, "param_groups": groups}
 
 
 def _update_norm(run: Run, group: ParamGroup, grad: Tensor, beta2: float) -> Tensor:
     """Blend the norms of this step's gradients into v, in place, and return it."""
     exp_avg_sq = run.per_param("exp_avg_sq")
-    if group["norm_type"] == 2:
-        norm = segment_dot(grad, grad, run.segments()).sqrt_()
-    else:
-        norm = torch.stack([run_max(grad, begin, p.numel()) for p, begin in run.members()])
+    euclidean = group["norm_type"] == 2
+    norm = segment_dot(grad, grad, run.segments()).sqrt_() if euclidean else _largest(run, grad)
     if run.step == 1 and not group["init_zero"]:
         exp_avg_sq.copy_(norm)
-    elif group["norm_type"] == 2:
+    elif euclidean:
         exp_avg_sq.square_().mul_(beta2).add_(norm.square(), alpha=1 - beta2).sqrt_()
     else:
         exp_avg_sq.mul_(beta2).add_(norm, alpha=1 - beta2)
     return exp_avg_sq
 
 
-def run_max(flat: Tensor, begin: int, numel: int) -> Tensor:
-    """The largest absolute value of a stretch; 0 for an empty one."""
-    return flat[begin : begin + numel].abs().amax() if numel else flat.new_zeros(())
+def _largest(run: Run, grad: Tensor) -> Tensor:
+    """The largest absolute value of each parameter's gradient; 0 for an empty one."""
+    members = run.members()
+    filled = [grad[begin : begin + p.numel()] for p, begin in members if p.numel()]
+    found = iter(torch._foreach_norm(filled, math.inf) if filled else ())
+    return torch.stack([next(found) if p.numel() else grad.new_zeros(()) for p, _ in members])

@@ -186,11 +186,10 @@ class FusedSGD(NpuFusedSGD):
             return
         # The decay sees the parameter before the step: p (1 − lr · wd), then the step without decay.
         param, lr = run.wide_param(), float(group["lr"])
-        grad = run.grad if run.grad.dtype == param.dtype else run.scratch("grad").copy_(run.grad)
         param.mul_(1 - lr * group["weight_decay"])
         sgd_(
             param,
-            grad,
+            run.wide_grad(),
             run.state("momentum_buffer") if group["momentum"] else None,
             lr=lr,
             momentum=group["momentum"],

@@ -1,0 +1,69 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tensors that two implementations of one rule have brought forth, compared in the precision that each dtype allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+# Between two correct float64 computations of many steps.
+FLOAT64_TOLERANCE = 1e-12
+
+
+def spacing(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Distance between neighbours of ``value`` (float64) in ``dtype``: one unit in the last place."""
+    info = torch.finfo(dtype)
+    return info.eps * 2.0 ** (torch.frexp(value.abs().clamp_min(info.tiny)).exponent - 1)
+
+
+def assert_equal_params(
+    ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float = 1e-6, *, floor: float = 0.0
+) -> None:
+    """``ours`` are ``theirs`` to within ``tolerance``, relative to a tensor's largest element, or to ``floor``.
+
+    In float16 and bfloat16 the two were rounded from float32 values that are so close. Where those lie on both sides of
+    a tie between two neighbours they part by one unit in the last place. That must be seldom: an implementation that
+    rounds twice, or cuts off, is wrong in many elements.
+    """
+    for i, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+        assert p.shape == q.shape
+        assert p.dtype == q.dtype
+        a, b = p.detach().cpu().double(), q.detach().cpu().double()
+        finite = b.isfinite()
+        assert torch.equal(a.isfinite(), finite), f"parameter {i}: not finite in other places"
+        a, b = a[finite], b[finite]
+        if not b.numel():
+            continue
+        difference = (a - b).abs()
+        scale = max(b.abs().max().item(), floor)
+        allowed = torch.tensor(tolerance * scale)
+        if p.dtype in LOW_PRECISION and tolerance:
+            allowed = allowed + spacing(torch.maximum(a.abs(), b.abs()), p.dtype)
+            # Near zero the float32 values already differ by more than the distance between neighbours.
+            parted = int((difference > tolerance * scale).sum())
+            assert parted <= 1 + 0.02 * b.numel(), f"parameter {i}: {parted} of {b.numel()} are rounded otherwise"
+        assert (difference <= allowed).all(), f"parameter {i}: {(difference / scale).max()}"
+
+
+def assert_equal_states(ours: dict, theirs: dict, tolerance: float) -> None:
+    """Two ``state_dict()["state"]`` agree to within ``tolerance``, relative to the largest value of each name.
+
+    A number that is the sum of many of both signs is only as exact as they are, hence the largest of all parameters.
+    """
+    scale: dict[str, float] = {}
+    for entry in theirs.values():
+        for name, value in entry.items():
+            if value is not None and torch.as_tensor(value).numel():
+                scale[name] = max(scale.get(name, 0.0), torch.as_tensor(value).abs().max().item())
+    for index, entry in ours.items():
+        for name, value in entry.items():
+            assert value.dtype not in LOW_PRECISION
+            a, b = value.cpu().double(), torch.as_tensor(theirs[index][name]).cpu().double()
+            assert a.shape == b.shape
+            if b.numel():
+                difference = (a - b).abs().max().item()
+                assert difference <= tolerance * scale[name], f"{name} of parameter {index}: {difference / scale[name]}"
