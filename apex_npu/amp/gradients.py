@@ -93,7 +93,7 @@ class GradUnit:
             RuntimeError: A gradient is sparse.
         """
         if self.flat is not None and self._all_present(self.flat) and not self._masters:
-            _unscale([self.flat.flat], inv_scale, found_inf)
+            unscale_grads([self.flat.flat], inv_scale, found_inf)
             return
         fresh = [i for i in self._masters if self.sources[i].grad is not None]
         later = [i for i in fresh if self.params[i].grad is not None]
@@ -105,13 +105,13 @@ class GradUnit:
                 self.params[i].grad = grad
         ready = first + [i for i in self._direct if self.params[i].grad is not None]
         if self.flat is not None and len(ready) == len(self.params):
-            _unscale([self.flat.flat], inv_scale, found_inf)
+            unscale_grads([self.flat.flat], inv_scale, found_inf)
         else:
-            _unscale([_writable(self.params[i]) for i in ready], inv_scale, found_inf)
+            unscale_grads([_writable(self.params[i]) for i in ready], inv_scale, found_inf)
         if later:
             # Widened before unscaling: dividing in float16 would lose the small values that the loss scale has saved.
             new = [_dense(self.sources[i].grad, self.sources[i]).to(self.params[i].dtype) for i in later]
-            _unscale(new, inv_scale, found_inf)
+            unscale_grads(new, inv_scale, found_inf)
             torch._foreach_add_([_writable(self.params[i]) for i in later], new)
         self._delivered = {i: (g, g._version) for i in fresh if (g := self.sources[i].grad) is not None}
 
@@ -144,7 +144,14 @@ def _writable(param: Tensor) -> Tensor:
     return grad
 
 
-def _unscale(grads: list[Tensor], inv_scale: float, found_inf: Tensor | None) -> None:
+def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | None) -> None:
+    """Multiply ``grads``, all of one device and dtype, by ``inv_scale``.
+
+    Args:
+        grads: Dense tensors.
+        inv_scale: 1 / loss scale.
+        found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
+    """
     if not grads:
         return
     if found_inf is not None:

@@ -40,6 +40,8 @@ class Policy:
     cast_model_outputs: torch.dtype | None = None
     # The low-precision dtype that patch_torch_functions casts to.
     autocast_dtype: torch.dtype = torch.float16
+    # O1: functions that are refused in low precision run in float instead.
+    allow_banned: bool = False
 
     @property
     def model_dtype(self) -> torch.dtype | None:

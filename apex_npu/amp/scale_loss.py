@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.gradients import GradUnit
-from apex_npu.amp.optimizer_adapter import OptimizerRecord, pair_masters, record_of
+from apex_npu.amp.optimizer_adapter import OptimizerRecord, inner_optimizer, pair_masters, record_of
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session, require
 from apex_npu.backends import for_device
@@ -98,11 +98,12 @@ def _scaler(session: Session, loss_id: int) -> LossScaler:
 
 @disable_dynamo
 def _prepare(optimizers: Any) -> Work:
+    optimizers = inner_optimizer(optimizers)
     listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
     if not isinstance(listed, (list, tuple)):
         raise TypeError(f"optimizers must be an optimizer or a list of them, got {type(optimizers).__name__}")
     work: Work = []
-    for optimizer in listed:
+    for optimizer in map(inner_optimizer, listed):
         record = record_of(optimizer)
         if record is None:
             raise RuntimeError(

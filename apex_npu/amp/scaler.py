@@ -74,6 +74,8 @@ class LossScaler(Protocol):
     good_steps: int
     # False: gradients need not be checked, so no step waits for the device.
     dynamic: bool
+    # What the last update was told.
+    found_inf: bool
 
     def update(self, found_inf: bool) -> None:
         """Take note of one step's outcome and choose the scale of the next."""
@@ -97,9 +99,11 @@ class StaticLossScaler:
         """Args: scale: positive."""
         self.scale = scale
         self.good_steps = 0
+        self.found_inf = False
 
     def update(self, found_inf: bool) -> None:
         """Count; nothing else moves."""
+        self.found_inf = found_inf
         self.good_steps += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,6 +128,7 @@ class DynamicLossScaler(StaticLossScaler):
     def update(self, found_inf: bool) -> None:
         """Move the scale."""
         options = self.options
+        self.found_inf = found_inf
         if found_inf:
             before, self.good_steps = self.scale, 0
             self.scale = max(self.scale * options.backoff_factor, options.min_scale or _SMALLEST_SCALE)

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What one ``amp.initialize`` has set up, and the one slot that holds it.
 
-The slot exists because ``amp.scale_loss(loss, optimizer)`` names no session. The package has no other mutable global.
+The slot exists because ``amp.scale_loss(loss, optimizer)`` names no session. The package has one more mutable global,
+``settings``: what old scripts switch before the first ``initialize``.
 """
 
 from __future__ import annotations
@@ -74,6 +75,18 @@ class Session:
             print(text, flush=True)
 
 
+@dataclass
+class Settings:
+    """What holds for every ``initialize`` to come.
+
+    Attributes:
+        accept_low_precision_models: Models with float16 or bfloat16 parameters are accepted.
+    """
+
+    accept_low_precision_models: bool = False
+
+
+settings = Settings()
 _lock = threading.Lock()
 _current: Session | None = None
 
