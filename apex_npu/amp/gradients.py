@@ -55,6 +55,13 @@ class GradUnit:
         if grads:
             torch._foreach_mul_(grads, factor)
 
+    @torch.no_grad()
+    def zero_(self) -> None:
+        """Fill the gradients that are there with zeros."""
+        for tensor in {id(t): t for t in (*self.params, *self.sources)}.values():
+            if tensor.grad is not None:
+                _writable(tensor).zero_()
+
     def forget_cleared(self) -> None:
         """Clear masters' gradients whose model gradient somebody has cleared since it was brought to them."""
         for i, (grad, version) in self._delivered.items():

@@ -39,8 +39,9 @@ def scale_loss(
     gradient was inf or nan, the scale shrinks and that ``step()`` does nothing. At most one wait for the device happens
     here, with a dynamic scale, and none with a static one.
 
-    An exception inside the block leaves gradients unscaled and everything usable. After an overflow, further blocks
-    before the next ``step`` or ``zero_grad`` do not move the scale again: what they find is still the first one's inf.
+    An exception inside the block leaves gradients unscaled and everything usable. An optimizer whose step will be
+    skipped loses its gradients at the next block; others that share that block step. After an overflow, further blocks
+    before the next ``step`` or ``zero_grad`` do not move the scale again.
 
     Args:
         loss: The loss, computed under the policy of ``initialize``.
@@ -119,16 +120,18 @@ def _prepare(optimizers: Any) -> Work:
 
 
 def _without_repeats(work: Work) -> Work:
-    """A parameter that several optimizers step has one gradient, to be unscaled once."""
+    """A parameter that several optimizers step has one gradient: to be unscaled once, and to be skipped by all."""
     if len(work) == 1:
         return work
-    seen: set[int] = set()
+    seen: dict[int, OptimizerRecord] = {}
     distinct: Work = []
     for record, units in work:
         kept = []
         for unit in units:
             fresh = [i for i, p in enumerate(unit.params) if id(p) not in seen]
-            seen.update(id(p) for p in unit.params)
+            for p in unit.params:
+                other = seen.setdefault(id(p), record)
+                record.skip = other.skip = record.skip or other.skip
             if len(fresh) == len(unit.params):
                 kept.append(unit)
             elif fresh:
@@ -152,6 +155,8 @@ def _scale_up(work: Work, scale: float) -> None:
             if record.skip is not None and not any(unit.has_grads() for unit in units):
                 record.skip = None  # it was about gradients that are gone
             for unit in units:
+                if record.skip is not None:
+                    unit.zero_()  # what is found inf behind this block shall be this block's
                 if record.grad_scale == 1.0:
                     unit.forget_cleared()
                     unit.drop_source_grads()
@@ -204,7 +209,7 @@ def _decide(work: Work, loss_id: int, scaler: LossScaler, found_inf: bool) -> No
     pending = [record for record, _ in work if record.skip is not None]
     if not pending:
         scaler.update(found_inf)
-    if found_inf or pending:
+    if found_inf:
         message = f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.scale}"
         for record, _ in work:
             record.skip = record.skip or message
