@@ -39,19 +39,18 @@ def main(arguments: list[str]) -> int:
         return _fail(f"unknown option {rest[0]!r}" if rest else "a script is missing")
     if not as_module and not os.path.exists(rest[0]):
         return _fail(f"can't open file {rest[0]!r}: no such file")
+    sys.argv = rest
+    # As Python does for a script, and before the search for another apex; run_path does it for folders and archives.
+    if not as_module and os.path.isfile(rest[0]) and not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(rest[0]))
     try:
         install_as_apex(force=force)
     except RuntimeError as error:
         print(f"apex_npu: {error}", file=sys.stderr)
         return 2
-    sys.argv = rest
     if as_module:
-        sys.path[0] = os.getcwd()
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
-        # As Python does for a script; run_path does so itself for a folder or an archive.
-        if os.path.isfile(rest[0]):
-            sys.path[0] = os.path.dirname(os.path.realpath(rest[0]))
         runpy.run_path(rest[0], run_name="__main__")
     return 0
 

@@ -86,15 +86,16 @@ def install_as_apex(force: bool = False) -> None:
     Raises:
         RuntimeError: There is another one; nothing has been changed.
     """
+    if _undo() is not None:
+        return
     if not force:
         for root in _ROOTS:
             _check_name_is_free(root)
-    uninstall_apex()
     modules = _make_modules()
     undo = ExitStack()
     # Hidden as a whole: submodules of another Apex would not fit ours.
     hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in _ROOTS}
-    undo.callback(sys.modules.update, hidden)
+    undo.callback(sys.modules.update, {n: module for n, module in hidden.items() if not hasattr(module, _MARK)})
     undo.callback(_forget, modules)
     _forget(hidden)
     sys.modules.update(modules)
@@ -105,9 +106,15 @@ def install_as_apex(force: bool = False) -> None:
 
 def uninstall_apex() -> None:
     """Take ``install_as_apex`` back. What has been imported from ``apex`` stays usable."""
-    undo = getattr(sys.modules.get("apex"), "_undo", None)
-    if isinstance(undo, ExitStack):
+    undo = _undo()
+    if undo is not None:
         undo.close()
+
+
+def _undo() -> ExitStack | None:
+    # On the module rather than in this one: whoever replaced it in sys.modules has taken the name over.
+    undo = vars(sys.modules.get("apex", sys)).get("_undo")
+    return undo if isinstance(undo, ExitStack) else None
 
 
 def _make_modules() -> dict[str, ModuleType]:

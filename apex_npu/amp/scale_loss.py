@@ -115,7 +115,10 @@ def _prepare(optimizers: Any) -> Work:
                 "scale_loss blocks of one optimizer must not be nested: close the first one, or add up the losses"
             )
         pair_masters(optimizer)  # for parameters that have been unfrozen
-        work.append((record, record.units(optimizer)))
+        units = record.units(optimizer)
+        if record.skip is not None and not any(unit.has_grads() for unit in units):
+            record.skip = None  # it was about gradients that are gone
+        work.append((record, units))
     return _without_repeats(work)
 
 
@@ -152,8 +155,6 @@ def _scale_up(work: Work, scale: float) -> None:
     done: list[tuple[GradUnit, float]] = []
     try:
         for record, units in work:
-            if record.skip is not None and not any(unit.has_grads() for unit in units):
-                record.skip = None  # it was about gradients that are gone
             for unit in units:
                 if record.skip is not None:
                     unit.zero_()  # what is found inf behind this block shall be this block's
