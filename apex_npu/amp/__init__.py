@@ -3,6 +3,8 @@
 """Mixed precision with the interface of apex.amp."""
 
 from apex_npu.amp.frontend import initialize, last_step, load_state_dict, master_params, state_dict
+from apex_npu.amp.legacy.handle import init
+from apex_npu.amp.legacy.state import _amp_state
 from apex_npu.amp.scale_loss import scale_loss
 from apex_npu.amp.session import disable_casts, shutdown
 from apex_npu.amp.step_report import StepReport
@@ -18,9 +20,11 @@ from apex_npu.amp.user_casts import (
 
 __all__ = [
     "StepReport",
+    "_amp_state",
     "disable_casts",
     "float_function",
     "half_function",
+    "init",
     "initialize",
     "last_step",
     "load_state_dict",

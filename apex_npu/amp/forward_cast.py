@@ -75,7 +75,7 @@ def convert_model(
         inner = model.forward  # its class has no forward to call
     settings = _forward_settings(policy, device_types, ambient or Ambient())
     if policy.enabled and policy.model_dtype is not None:
-        _cast_parameters(model, policy.model_dtype, keep_batchnorm=bool(policy.keep_batchnorm_fp32))
+        cast_parameters(model, policy.model_dtype, keep_batchnorm=bool(policy.keep_batchnorm_fp32))
     forward = CastForward(model, inner, settings)
     if settings is not None:
         if settings.input_dtype in LOW_PRECISION:
@@ -302,21 +302,33 @@ class _Replicate:
 # ---------------------------------------------------------------------------------------------------------- parameters
 
 
-def _cast_parameters(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> None:
+def cast_parameters(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> None:
+    """Cast the floating parameters, buffers and gradients of ``model`` in place; all of them, or none if that fails.
+
+    Args:
+        model: Its parameters keep their identity.
+        dtype: What to cast to.
+        keep_batchnorm: Leave affine batch norms as they are.
+    """
     before: list[tuple[Tensor, Tensor]] = []
     try:
         for module in model.modules():
             if keep_batchnorm and isinstance(module, _BatchNorm) and module.affine:
                 continue
-            for tensor in chain(module._parameters.values(), module._buffers.values()):
-                if tensor is not None:
-                    _cast_data(tensor, dtype, before)
+            cast_own_parameters(module, dtype, before)
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
     except BaseException:
         for tensor, data in reversed(before):
             tensor.data = data
         raise
+
+
+def cast_own_parameters(module: nn.Module, dtype: torch.dtype, before: list[tuple[Tensor, Tensor]]) -> None:
+    """Cast those of ``module`` itself, not its children's; what they were is appended to ``before``."""
+    for tensor in chain(module._parameters.values(), module._buffers.values()):
+        if tensor is not None:
+            _cast_data(tensor, dtype, before)
 
 
 def _cast_data(tensor: Tensor, dtype: torch.dtype, before: list[tuple[Tensor, Tensor]]) -> None:

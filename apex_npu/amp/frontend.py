@@ -16,10 +16,19 @@ from torch.optim import Optimizer
 
 from apex_npu.amp.forward_cast import convert_model, put_wrapper_back, wrapper_of
 from apex_npu.amp.master_params import give_fp32_state_dict, remove_fp32_state_dict
-from apex_npu.amp.optimizer_adapter import adopt, check_adoptable, record_of, release
+from apex_npu.amp.optimizer_adapter import adopt, check_adoptable, inner_optimizer, record_of, release
 from apex_npu.amp.policy import PRINTED_OPTIONS, Policy, resolve
 from apex_npu.amp.scaler import DynamicScaleOptions, in_apex_format, make_scaler
-from apex_npu.amp.session import ConvertedModel, Session, check_thread, current, install, is_first_rank, require
+from apex_npu.amp.session import (
+    ConvertedModel,
+    Session,
+    check_thread,
+    current,
+    install,
+    is_first_rank,
+    require,
+    settings,
+)
 from apex_npu.amp.step_report import StepReport, next_report
 from apex_npu.amp.user_casts import registered_patches
 from apex_npu.ops import LOW_PRECISION
@@ -155,7 +164,14 @@ def _listed(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimiz
     model_list = models if isinstance(models, list) else [models]
     if not all(isinstance(m, nn.Module) for m in model_list):
         raise TypeError(f"models must be either a single model or a list of models, got {_types(model_list)}.")
-    optimizer_list = [] if optimizers is None else optimizers if isinstance(optimizers, list) else [optimizers]
+    given = [] if optimizers is None else optimizers if isinstance(optimizers, list) else [optimizers]
+    optimizer_list = [inner_optimizer(o) for o in given]
+    for wrapper in optimizer_list:
+        if not isinstance(wrapper, Optimizer) and isinstance(getattr(wrapper, "optimizer", None), Optimizer):
+            raise RuntimeError(
+                f"Incoming optimizer is an instance of {type(wrapper).__name__}, which does mixed precision in "
+                "a way of its own; pass the optimizer that it wraps instead"
+            )
     if not all(isinstance(o, Optimizer) for o in optimizer_list):
         raise TypeError(
             f"optimizers must be either a single optimizer or a list of optimizers, got {_types(optimizer_list)}."
@@ -180,7 +196,7 @@ def _check(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
                     f"parameter {name} has no shape yet; run the model once on a batch before amp.initialize, so that "
                     "its lazy modules know theirs"
                 )
-            if tensor.dtype in LOW_PRECISION:
+            if tensor.dtype in LOW_PRECISION and not settings.accept_low_precision_models:
                 raise RuntimeError(
                     f"Found param {name} with type {tensor.dtype}, expected torch.float32. When using amp.initialize, "
                     "you do not need to call .half() or .bfloat16() on your model before passing it, no matter what "

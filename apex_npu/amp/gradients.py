@@ -55,6 +55,13 @@ class GradUnit:
         if grads:
             torch._foreach_mul_(grads, factor)
 
+    @torch.no_grad()
+    def zero_(self) -> None:
+        """Fill the gradients that are there with zeros."""
+        for tensor in {id(t): t for t in (*self.params, *self.sources)}.values():
+            if tensor.grad is not None:
+                _writable(tensor).zero_()
+
     def forget_cleared(self) -> None:
         """Clear masters' gradients whose model gradient somebody has cleared since it was brought to them."""
         written = []
@@ -101,7 +108,7 @@ class GradUnit:
             RuntimeError: A gradient is sparse.
         """
         if self.flat is not None and self._all_present(self.flat) and not self._masters:
-            _unscale([self.flat.flat], inv_scale, found_inf)
+            unscale_grads([self.flat.flat], inv_scale, found_inf)
             return
         fresh = [i for i in self._masters if self.sources[i].grad is not None]
         later = [i for i in fresh if self.params[i].grad is not None]
@@ -113,13 +120,13 @@ class GradUnit:
                 self.params[i].grad = grad
         ready = first + [i for i in self._direct if self.params[i].grad is not None]
         if self.flat is not None and len(ready) == len(self.params):
-            _unscale([self.flat.flat], inv_scale, found_inf)
+            unscale_grads([self.flat.flat], inv_scale, found_inf)
         else:
-            _unscale([_writable(self.params[i]) for i in ready], inv_scale, found_inf)
+            unscale_grads([_writable(self.params[i]) for i in ready], inv_scale, found_inf)
         if later:
             # Widened before unscaling: dividing in float16 would lose the small values that the loss scale has saved.
             new = [_dense(self.sources[i].grad, self.sources[i]).to(self.params[i].dtype) for i in later]
-            _unscale(new, inv_scale, found_inf)
+            unscale_grads(new, inv_scale, found_inf)
             torch._foreach_add_([_writable(self.params[i]) for i in later], new)
         self._delivered = {i: (g, g._version) for i in fresh if (g := self.sources[i].grad) is not None}
 
@@ -152,7 +159,14 @@ def _writable(param: Tensor) -> Tensor:
     return grad
 
 
-def _unscale(grads: list[Tensor], inv_scale: float, found_inf: Tensor | None) -> None:
+def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | None) -> None:
+    """Multiply ``grads``, all of one device and dtype, by ``inv_scale``.
+
+    Args:
+        grads: Dense tensors.
+        inv_scale: 1 / loss scale.
+        found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
+    """
     if not grads:
         return
     if found_inf is not None:

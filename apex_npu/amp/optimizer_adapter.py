@@ -22,6 +22,7 @@ from torch.optim import LBFGS, Optimizer
 
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.gradients import GradUnit
+from apex_npu.amp.legacy.stash import LegacyOptimizerNames
 from apex_npu.amp.master_params import MasterPair, copy_masters_to_model, make_masters
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import Session, current, disable_casts
@@ -42,6 +43,7 @@ class OptimizerRecord:
         verdict: What scale_loss has decided about the next step; None: nothing since the last one.
         last_step: How the last call of ``step`` ended.
         in_block: A scale_loss block is open.
+        legacy: What scripts have put into ``_amp_stash``.
     """
 
     policy: Policy
@@ -50,6 +52,7 @@ class OptimizerRecord:
     verdict: Verdict | None = None
     last_step: StepReport | None = None
     in_block: bool = False
+    legacy: dict[str, Any] = field(default_factory=dict)
     # The session that knows the masters: another one, or that of a copy, has to be told.
     known_to: Session | None = None
     _units: list[GradUnit] = field(default_factory=list)
@@ -137,13 +140,19 @@ def tell_masters(record: OptimizerRecord, session: Session | None) -> None:
     record.known_to = session
 
 
+def inner_optimizer(optimizer: Any) -> Any:
+    """What a wrapper that changes gradients before the step, such as LARC, has as ``optim``; else ``optimizer``."""
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, Optimizer) and not isinstance(optimizer, Optimizer) else optimizer
+
+
 def record_of(optimizer: Any) -> OptimizerRecord | None:
     """What amp knows of ``optimizer``, or None where it was never passed to ``initialize``."""
     record: OptimizerRecord | None = getattr(optimizer, "_amp_record", None)
     return record
 
 
-class AmpOptimizerMixin(Optimizer):
+class AmpOptimizerMixin(LegacyOptimizerNames):
     """What amp adds to an optimizer: skipped steps, masters, and clearing the gradients of both of a pair."""
 
     _amp_record: OptimizerRecord
@@ -256,7 +265,7 @@ class AmpOptimizerMixin(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Classes made by ``adopt`` are found again through the class they were made from."""
         state = {**self.__getstate__(), "_amp_record": self._amp_record}
-        return _new_adopted, (type(self).__mro__[2],), state
+        return _new_adopted, (type(self).__bases__[1],), state
 
 
 # Functions rather than methods: a name of the mixin would hide the same name of the class it is put before.

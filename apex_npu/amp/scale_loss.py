@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.gradients import GradUnit
-from apex_npu.amp.optimizer_adapter import OptimizerRecord, pair_masters, record_of
+from apex_npu.amp.optimizer_adapter import OptimizerRecord, inner_optimizer, pair_masters, record_of
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session, require
 from apex_npu.amp.step_report import Verdict
@@ -40,8 +40,9 @@ def scale_loss(
     gradient was inf or nan, the scale shrinks and that ``step()`` does nothing. At most one wait for the device happens
     here, with a dynamic scale, and none with a static one.
 
-    An exception inside the block leaves gradients unscaled and everything usable. After an overflow, further blocks
-    before the next ``step`` or ``zero_grad`` do not move the scale again: what they find is still the first one's inf.
+    An exception inside the block leaves gradients unscaled and everything usable. An optimizer whose step will be
+    skipped loses its gradients at the next block; others that share that block step. After an overflow, further blocks
+    before the next ``step`` or ``zero_grad`` do not move the scale again.
 
     Args:
         loss: The loss, computed under the policy of ``initialize``.
@@ -105,11 +106,12 @@ def _scaler(session: Session, loss_id: int) -> LossScaler:
 
 @disable_dynamo
 def _prepare(optimizers: Any) -> Work:
+    optimizers = inner_optimizer(optimizers)
     listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
     if not isinstance(listed, (list, tuple)):
         raise TypeError(f"optimizers must be an optimizer or a list of them, got {type(optimizers).__name__}")
     work: Work = []
-    for optimizer in listed:
+    for optimizer in map(inner_optimizer, listed):
         record = record_of(optimizer)
         if record is None:
             raise RuntimeError(
@@ -120,21 +122,27 @@ def _prepare(optimizers: Any) -> Work:
                 "scale_loss blocks of one optimizer must not be nested: close the first one, or add up the losses"
             )
         pair_masters(optimizer)  # for parameters that have been unfrozen
-        work.append((record, record.units(optimizer)))
+        units = record.units(optimizer)
+        if record.skip and not any(unit.has_grads() for unit in units):
+            record.verdict = None  # it was about gradients that are gone
+        work.append((record, units))
     return _without_repeats(work)
 
 
 def _without_repeats(work: Work) -> Work:
-    """A parameter that several optimizers step has one gradient, to be unscaled once."""
+    """A parameter that several optimizers step has one gradient: to be unscaled once, and to be skipped by all."""
     if len(work) == 1:
         return work
-    seen: set[int] = set()
+    seen: dict[int, OptimizerRecord] = {}
     distinct: Work = []
     for record, units in work:
         kept = []
         for unit in units:
             fresh = [i for i, p in enumerate(unit.params) if id(p) not in seen]
-            seen.update(id(p) for p in unit.params)
+            for p in unit.params:
+                other = seen.setdefault(id(p), record)
+                if record.skip or other.skip:
+                    record.verdict = other.verdict = record.verdict if record.skip else other.verdict
             if len(fresh) == len(unit.params):
                 kept.append(unit)
             elif fresh:
@@ -155,9 +163,9 @@ def _scale_up(work: Work, scale: float) -> None:
     done: list[tuple[GradUnit, float]] = []
     try:
         for record, units in work:
-            if record.skip and not any(unit.has_grads() for unit in units):
-                record.verdict = None  # it was about gradients that are gone
             for unit in units:
+                if record.skip:
+                    unit.zero_()  # what is found inf behind this block shall be this block's
                 if record.grad_scale == 1.0:
                     unit.forget_cleared()
                     unit.drop_source_grads()
@@ -207,10 +215,10 @@ def _unscale(work: Work, scale: float, *, check: bool) -> bool:
 
 
 def _decide(work: Work, loss_id: int, scaler: LossScaler, found_inf: bool) -> None:
-    pending = next((record.verdict for record, _ in work if record.skip), None)
     before = scaler.scale
-    if pending is None:
+    if not any(record.skip for record, _ in work):
         scaler.update(found_inf)
-    verdict = pending or Verdict(found_inf, loss_id, before, scaler.scale)
+    verdict = Verdict(found_inf, loss_id, before, scaler.scale)
     for record, _ in work:
-        record.verdict = record.verdict if record.skip else verdict
+        if not record.skip:
+            record.verdict = verdict

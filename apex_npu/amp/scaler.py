@@ -79,6 +79,8 @@ class LossScaler(Protocol):
     good_steps: int
     # False: gradients need not be checked, so no step waits for the device.
     dynamic: bool
+    # What the last update was told.
+    found_inf: bool
 
     def update(self, found_inf: bool) -> None:
         """Take note of one step's outcome and choose the scale of the next."""
@@ -102,9 +104,11 @@ class StaticLossScaler:
         """Args: scale: positive."""
         self.scale = scale
         self.good_steps = 0
+        self.found_inf = False
 
     def update(self, found_inf: bool) -> None:
         """Count; nothing else moves."""
+        self.found_inf = found_inf
         self.good_steps += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,6 +134,7 @@ class DynamicLossScaler(StaticLossScaler):
     def update(self, found_inf: bool) -> None:
         """Move the scale."""
         options = self.options
+        self.found_inf = found_inf
         if found_inf:
             before, self.good_steps = self.scale, 0
             self._overflows_in_a_row += 1

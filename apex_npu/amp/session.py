@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What one ``amp.initialize`` has set up, and the one slot that holds it.
 
-The slot exists because ``amp.scale_loss(loss, optimizer)`` names no session. The package has one other mutable global,
-the functions that users register casts for (``user_casts.py``), which come before any session.
+The slot exists because ``amp.scale_loss(loss, optimizer)`` names no session. The package has two more mutable globals,
+for what comes before any session: the functions that users register casts for (``user_casts.py``), and ``settings``.
 """
 
 from __future__ import annotations
@@ -138,6 +138,18 @@ class Session:
             print(text, flush=True)
 
 
+@dataclass
+class Settings:
+    """What holds for every ``initialize`` to come.
+
+    Attributes:
+        accept_low_precision_models: Models with float16 or bfloat16 parameters are accepted.
+    """
+
+    accept_low_precision_models: bool = False
+
+
+settings = Settings()
 _lock = threading.Lock()
 _current: Session | None = None
 

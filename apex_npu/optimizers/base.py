@@ -64,8 +64,10 @@ class FusedOptimizer(Optimizer):
         self.set_grad_none = set_grad_none
         self._step_supports_amp_scaling = fuse_grad_scaler  # the name by which torch.amp.GradScaler asks
         self._forget_fusion()
-        with naming(type(self).__name__):
-            self.validate(defaults)
+        # Without a default learning rate every group has to bring its own; each is checked when it is added.
+        if defaults.get("lr", 0.0) is not None:
+            with naming(type(self).__name__):
+                self.validate(defaults)
         super().__init__(params, defaults)
 
     # What a rule provides

@@ -1,0 +1,20 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What scripts import of apex.amp.rnn_compat. RNNs are cast without further ado."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["RNN_NAMES", "has_old_rnns", "whitelist_rnn_cells"]
+
+RNN_NAMES = ["rnn_relu", "rnn_tanh", "gru", "lstm"]
+
+
+def has_old_rnns() -> bool:
+    """False: those were torch 0.4's."""
+    return False
+
+
+def whitelist_rnn_cells(handle: Any, verbose: bool = False) -> None:
+    """Nothing: cells are in the list of functions that O1 casts."""

@@ -1,0 +1,93 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Small helpers of apex.amp.utils and apex.amp.compat that scripts import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "casted_args",
+    "filter_attrs",
+    "is_cuda_enabled",
+    "is_floating_point",
+    "is_fp_tensor",
+    "is_nested",
+    "is_tensor_like",
+    "maybe_float",
+    "maybe_half",
+    "scalar_python_val",
+    "type_string",
+]
+
+T = TypeVar("T")
+
+
+def is_cuda_enabled() -> bool:
+    """True for a torch that was built for CUDA."""
+    return torch.version.cuda is not None
+
+
+def is_tensor_like(x: object) -> bool:
+    """True for tensors."""
+    return isinstance(x, Tensor)
+
+
+def is_floating_point(x: Tensor) -> bool:
+    """True for floating-point tensors."""
+    return x.is_floating_point()
+
+
+def is_nested(x: object) -> bool:
+    """True for lists and tuples."""
+    return isinstance(x, (list, tuple))
+
+
+def is_fp_tensor(x: Any) -> bool:
+    """True for a floating-point tensor, and for lists and tuples of nothing else."""
+    if is_nested(x):
+        return all(is_fp_tensor(item) for item in x)
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def type_string(x: Tensor) -> str:
+    """The last part of the tensor's type: "HalfTensor"."""
+    return x.type().rpartition(".")[2]
+
+
+def scalar_python_val(x: Any) -> Any:
+    """The one value of a tensor."""
+    return x.item() if hasattr(x, "item") else x[0]
+
+
+def filter_attrs(module: Any, attrs: Iterable[str]) -> list[str]:
+    """The names among ``attrs`` that ``module`` has."""
+    return [name for name in attrs if hasattr(module, name)]
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, tuple) and hasattr(x, "_make"):
+        return x._make(_cast(item, dtype) for item in x)
+    return type(x)(_cast(item, dtype) for item in x) if is_nested(x) else x.to(dtype)
+
+
+def maybe_half(x: T, name: str = "", verbose: bool = False) -> T:
+    """``x``, a tensor or nested lists of tensors, in float16. The other arguments are accepted."""
+    casted: T = _cast(x, torch.float16)
+    return casted
+
+
+def maybe_float(x: T, name: str = "", verbose: bool = False) -> T:
+    """``x``, a tensor or nested lists of tensors, in float32. The other arguments are accepted."""
+    casted: T = _cast(x, torch.float32)
+    return casted
+
+
+def casted_args(cast_fn: Callable[[Any], Any], args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """``args`` with every floating-point tensor cast; ``kwargs`` are changed in place."""
+    kwargs.update({name: cast_fn(value) for name, value in kwargs.items() if is_fp_tensor(value)})
+    return [cast_fn(value) if is_fp_tensor(value) else value for value in args]

@@ -1,0 +1,183 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``install_as_apex``: for this process, and those it spawns, the name ``apex`` answers with this package.
+
+Every old module is made here: a module object under the old name with the public names of ours (``MODULES``). A
+folder that holds a package ``apex`` of one line (``names/``) goes onto ``sys.path`` as well, since spawned processes
+inherit that and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+
+__all__ = ["install_as_apex", "uninstall_apex"]
+
+MODULES = {
+    "apex": "apex_npu",
+    "apex.amp": "apex_npu.amp",
+    "apex.amp._amp_state": "apex_npu.amp.legacy.state",
+    "apex.amp.amp": "apex_npu.amp",
+    "apex.amp.compat": "apex_npu.amp.legacy.utils",
+    "apex.amp.frontend": "apex_npu.amp.frontend",
+    "apex.amp.handle": "apex_npu.amp.legacy.handle",
+    "apex.amp.lists": "apex_npu.amp.legacy.lists",
+    "apex.amp.lists.functional_overrides": "apex_npu.amp.legacy.lists.functional_overrides",
+    "apex.amp.lists.tensor_overrides": "apex_npu.amp.legacy.lists.tensor_overrides",
+    "apex.amp.lists.torch_overrides": "apex_npu.amp.legacy.lists.torch_overrides",
+    "apex.amp.opt": "apex_npu.amp.legacy.opt",
+    "apex.amp.rnn_compat": "apex_npu.amp.legacy.rnn_compat",
+    "apex.amp.scaler": "apex_npu.amp.legacy.scaler",
+    "apex.amp.utils": "apex_npu.amp.legacy.utils",
+    "apex.amp.wrap": "apex_npu.amp.legacy.wrap",
+    "apex.contrib": "apex_npu.contrib",
+    "apex.contrib.combine_tensors": "apex_npu.contrib.combine_tensors",
+    "apex.contrib.combine_tensors.combine_tensors": "apex_npu.contrib.combine_tensors",
+    "apex.fp16_utils": "apex_npu.fp16_utils",
+    "apex.fp16_utils.fp16_optimizer": "apex_npu.fp16_utils.fp16_optimizer",
+    "apex.fp16_utils.fp16util": "apex_npu.fp16_utils.fp16util",
+    "apex.fp16_utils.loss_scaler": "apex_npu.fp16_utils.loss_scaler",
+    "apex.multi_tensor_apply": "apex_npu.multi_tensor_apply",
+    "apex.multi_tensor_apply.multi_tensor_apply": "apex_npu.multi_tensor_apply",
+    "apex.normalization": "apex_npu.normalization",
+    "apex.normalization.fused_layer_norm": "apex_npu.normalization",
+    "apex.optimizers": "apex_npu.optimizers",
+    "apex.optimizers.fused_adagrad": "apex_npu.optimizers.adagrad",
+    "apex.optimizers.fused_adam": "apex_npu.optimizers.nvidia",
+    "apex.optimizers.fused_lamb": "apex_npu.optimizers.nvidia",
+    "apex.optimizers.fused_novograd": "apex_npu.optimizers.novograd",
+    "apex.optimizers.fused_sgd": "apex_npu.optimizers.nvidia",
+    "apex.optimizers.lamb": "apex_npu.optimizers.lamb",
+    "apex.optimizers.npu_fused_adadelta": "apex_npu.optimizers.adadelta",
+    "apex.optimizers.npu_fused_adam": "apex_npu.optimizers.adam",
+    "apex.optimizers.npu_fused_adamp": "apex_npu.optimizers.adamp",
+    "apex.optimizers.npu_fused_adamw": "apex_npu.optimizers.adamw",
+    "apex.optimizers.npu_fused_bert_adam": "apex_npu.optimizers.bert_adam",
+    "apex.optimizers.npu_fused_lamb": "apex_npu.optimizers.lamb",
+    "apex.optimizers.npu_fused_rmsprop": "apex_npu.optimizers.rmsprop",
+    "apex.optimizers.npu_fused_rmsprop_tf": "apex_npu.optimizers.rmsprop_tf",
+    "apex.optimizers.npu_fused_sgd": "apex_npu.optimizers.sgd",
+    "apex.parallel": "apex_npu.parallel",
+    "apex.parallel.LARC": "apex_npu.parallel.larc",
+    "apex.parallel.distributed": "apex_npu.parallel.distributed",
+    "apex.parallel.optimized_sync_batchnorm": "apex_npu.parallel.sync_batchnorm",
+    "apex.parallel.sync_batchnorm": "apex_npu.parallel.sync_batchnorm",
+    "change_data_ptr": "apex_npu.contrib.combine_tensors",
+}
+# Modules that are imported by name alone: as an attribute of its package this name is something else.
+_NO_ATTRIBUTE = {"apex.amp._amp_state"}
+_ROOTS = ("apex", "change_data_ptr")
+_FOLDER = str(Path(__file__).with_name("names"))
+_MARK = "__apex_npu__"
+
+
+def install_as_apex(force: bool = False) -> None:
+    """Let ``import apex``, and ``change_data_ptr``, bring this package, until ``uninstall_apex``.
+
+    Args:
+        force: Also where another package of that name is installed; it comes back with ``uninstall_apex``.
+
+    Raises:
+        RuntimeError: There is another one; nothing has been changed.
+    """
+    if _undo() is not None:
+        return
+    if not force:
+        for root in _ROOTS:
+            _check_name_is_free(root)
+    modules = _make_modules()
+    undo = ExitStack()
+    # Hidden as a whole: submodules of another Apex would not fit ours.
+    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in _ROOTS}
+    undo.callback(sys.modules.update, {n: module for n, module in hidden.items() if not hasattr(module, _MARK)})
+    undo.callback(_forget, modules)
+    _forget(hidden)
+    sys.modules.update(modules)
+    sys.path.insert(0 if force else len(sys.path), _FOLDER)
+    undo.callback(_remove_folder)
+    vars(modules["apex"])["_undo"] = undo
+
+
+def uninstall_apex() -> None:
+    """Take ``install_as_apex`` back. What has been imported from ``apex`` stays usable."""
+    undo = _undo()
+    if undo is not None:
+        undo.close()
+
+
+def _undo() -> ExitStack | None:
+    # On the module rather than in this one: whoever replaced it in sys.modules has taken the name over.
+    undo = vars(sys.modules.get("apex", sys)).get("_undo")
+    return undo if isinstance(undo, ExitStack) else None
+
+
+def _make_modules() -> dict[str, ModuleType]:
+    modules = {old: _make_module(old, importlib.import_module(ours)) for old, ours in MODULES.items()}
+    for old, module in modules.items():
+        parent, _, name = old.rpartition(".")
+        if parent and old not in _NO_ATTRIBUTE:
+            vars(modules[parent])[name] = module
+    return modules
+
+
+def _make_module(old: str, ours: ModuleType) -> ModuleType:
+    module = ModuleType(old, ours.__doc__)
+    is_package = any(other.startswith(f"{old}.") for other in MODULES)
+    spec = importlib.machinery.ModuleSpec(old, None, origin=ours.__file__, is_package=is_package)
+    public = getattr(ours, "__all__", None)
+    if public is None:
+        public = [name for name, value in vars(ours).items() if name[0] != "_" and not isinstance(value, ModuleType)]
+    vars(module).update({name: getattr(ours, name) for name in public})
+    vars(module).update({"__spec__": spec, "__file__": ours.__file__, _MARK: True})
+    module.__package__ = old if is_package else old.rpartition(".")[0]
+    if is_package:
+        module.__path__ = []
+    return module
+
+
+def _forget(modules: dict[str, ModuleType]) -> None:
+    for name in modules:
+        sys.modules.pop(name, None)
+
+
+def _remove_folder() -> None:
+    if _FOLDER in sys.path:
+        sys.path.remove(_FOLDER)
+
+
+def _check_name_is_free(root: str) -> None:
+    """Raise if ``root`` is the name of somebody else's module, imported or not."""
+    loaded = sys.modules.get(root)
+    if loaded is not None:
+        if not getattr(loaded, _MARK, False):
+            raise RuntimeError(_refusal(root, getattr(loaded, "__file__", None) or "memory", imported=True))
+        return
+    spec = importlib.util.find_spec(root)
+    # A folder without an __init__.py, a checkout of Apex for instance, is no package that scripts could mean.
+    if spec is None or spec.origin is None:
+        return
+    origin = Path(spec.origin)
+    if origin.suffix != ".py" or f"{_MARK} = True" not in origin.read_text(encoding="utf-8", errors="replace"):
+        raise RuntimeError(_refusal(root, spec.origin, imported=False))
+
+
+def _refusal(root: str, origin: str, *, imported: bool) -> str:
+    folder = Path(origin).parent
+    has = [name for name in ("amp", "optimizers") if (folder / name).is_dir() or (folder / f"{name}.py").is_file()]
+    if root != "apex":
+        what = "another module of this name"
+    elif has:
+        what = f"NVIDIA's Apex or a relative of it, with apex.{' and apex.'.join(has)}"
+    else:
+        what = "a stranger: an unrelated package of this name, which has neither apex.amp nor apex.optimizers"
+    state = "has been imported already" if imported else "is installed"
+    return (
+        f"{root} {state} ({origin}), {what}. Uninstall it, or pass force=True (python -m apex_npu run --force) to hide "
+        "it from this process; nothing has been changed"
+    )

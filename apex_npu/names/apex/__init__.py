@@ -1,0 +1,9 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``import apex`` in a process spawned by one that has called ``install_as_apex``."""
+
+from apex_npu.compat import install_as_apex
+
+__apex_npu__ = True
+# Puts the real modules into sys.modules, this name's included, where Python looks once this file is done.
+install_as_apex(force=True)
