@@ -61,6 +61,7 @@ def initialize(
     ddp_replica_count: int = 4,
     user_cast_preferred: bool | None = None,
     check_combined_tensors: bool | Literal["error"] | None = None,
+    fuse_unscale: bool | None = None,
 ) -> Any:
     """Set up mixed precision for models and optimizers, in place, and return them.
 
@@ -105,6 +106,9 @@ def initialize(
         user_cast_preferred: O1: the built-in lists do not act on functions that casts are registered for.
         check_combined_tensors: Fused optimizers follow parameters that leave their buffer; True also prints it, "error"
             raises instead.
+        fuse_unscale: Leave gradients multiplied with the loss scale until ``step``, which divides them in the same pass
+            as it updates (NpuFusedSGD, Adam and AdamW; others in one of their own). Behind scale_loss ``.grad`` is then
+            still scaled: clip with ``optimizer.clip_optimizer_grad_norm_fused``, which costs no pass either.
 
     Returns:
         ``models``, or ``(models, optimizers)`` where optimizers were given: each a list where a list was given.
@@ -128,6 +132,7 @@ def initialize(
         ddp_replica_count=ddp_replica_count,
         user_cast_preferred=user_cast_preferred,
         check_combined_tensors=check_combined_tensors,
+        fuse_unscale=fuse_unscale,
     )
     options = DynamicScaleOptions(
         dynamic_init_scale,
@@ -150,6 +155,8 @@ def initialize(
         session.device_types = _device_types(model_list, optimizer_list)
         session.patches = registered_patches(policy)
         _check(model_list, optimizer_list)
+        if policy.fuse_unscale:
+            _check_unshared(optimizer_list)
         _check_devices(session.device_types)
         _print_options(session)
         _set_up(session, model_list, optimizer_list)
@@ -206,6 +213,19 @@ def _check(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
     for optimizer in optimizers:
         check_adoptable(optimizer)
+
+
+def _check_unshared(optimizers: list[Optimizer]) -> None:
+    owners: dict[int, str] = {}
+    for optimizer in optimizers:
+        for param in {id(p): p for group in optimizer.param_groups for p in group["params"]}.values():
+            if id(param) in owners:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} belongs to two optimizers, {owners[id(param)]} and "
+                    f"{type(optimizer).__name__}: with fuse_unscale=True each would unscale its gradient; leave "
+                    "fuse_unscale out"
+                )
+            owners[id(param)] = type(optimizer).__name__
 
 
 def _check_devices(device_types: list[str]) -> None:

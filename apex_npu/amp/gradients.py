@@ -9,6 +9,7 @@ the block does what they mean.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -61,6 +62,18 @@ class GradUnit:
         for tensor in {id(t): t for t in (*self.params, *self.sources)}.values():
             if tensor.grad is not None:
                 _writable(tensor).zero_()
+
+    @torch.no_grad()
+    def scale_params_(self, factor: float) -> None:
+        """Multiply the gradients of ``params``, masters' included, by ``factor``."""
+        if factor == 1.0:
+            return
+        if self.flat is not None and self._all_present(self.flat):
+            self.flat.flat.mul_(factor)
+            return
+        grads = [_writable(p) for p in self.params if p.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
 
     def forget_cleared(self) -> None:
         """Clear masters' gradients whose model gradient somebody has cleared since it was brought to them."""
@@ -169,7 +182,12 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
     """
     if not grads:
         return
-    if found_inf is not None:
+    if found_inf is not None and inv_scale == 1.0:
+        # The largest element is nan or inf where any is; nothing has to be written.
+        norms = torch._foreach_norm([grad for grad in grads if grad.numel()], math.inf)
+        if norms:
+            found_inf.masked_fill_(~torch.stack(norms).isfinite().all(), 1.0)
+    elif found_inf is not None:
         # One pass that multiplies and looks at every element.
         factor = torch.full((1,), inv_scale, dtype=torch.float32, device=found_inf.device)
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)

@@ -27,7 +27,7 @@ from apex_npu.amp.master_params import MasterPair, copy_masters_to_model, make_m
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import Session, current, disable_casts
 from apex_npu.amp.step_report import StepReport, Verdict, explain_skips, next_report
-from apex_npu.fusion import FlatGrads, clip_grad_norm_, plan
+from apex_npu.fusion import FlatGrads, clip_coefficient, clip_grad_norm_, plan, total_grad_norm
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ class OptimizerRecord:
         policy: Of the ``initialize`` that adopted it.
         pairs: Model parameters and the masters that stand in ``param_groups`` in their stead.
         grad_scale: What the gradients are multiplied with now: 1 but inside scale_loss, and after ``delay_unscale``.
+        held_scale: With ``fuse_unscale``, what the gradients of ``param_groups`` are multiplied with between blocks.
+        clip_coefficient: With ``fuse_unscale``, what the next step has yet to multiply gradients by; float32, (1,).
         verdict: What scale_loss has decided about the next step; None: nothing since the last one.
         last_step: How the last call of ``step`` ended.
         in_block: A scale_loss block is open.
@@ -49,6 +51,8 @@ class OptimizerRecord:
     policy: Policy
     pairs: list[MasterPair] = field(default_factory=list)
     grad_scale: float = 1.0
+    held_scale: float = 1.0
+    clip_coefficient: Tensor | None = None
     verdict: Verdict | None = None
     last_step: StepReport | None = None
     in_block: bool = False
@@ -181,6 +185,7 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             _skip_step(self, record)
             return loss
         _check_gradients(self, record)
+        _hand_over_scale(self, record)
         with disable_casts():
             super().step()
         copy_masters_to_model(record.pairs)
@@ -204,7 +209,8 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             elif pair.model_param.grad is not None:
                 with torch.no_grad():
                     pair.model_param.grad.zero_()
-        record.grad_scale = 1.0
+        record.grad_scale = record.held_scale = 1.0
+        record.clip_coefficient = None
         record.verdict = None  # it was about gradients that are gone
 
     def clip_optimizer_grad_norm_fused(
@@ -212,11 +218,15 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
     ) -> Tensor:
         """Clip what ``amp.master_params(optimizer)`` gives to a common norm; see ``FusedOptimizer``.
 
-        Call it behind scale_loss, before ``step``. Without combined gradients they are clipped one by one.
+        Call it behind scale_loss, before ``step``. Without combined gradients they are clipped one by one. With
+        ``fuse_unscale`` nothing is written: the next step multiplies by what is missing.
         """
-        units = self._amp_record.units(self)
+        record = self._amp_record
+        units = record.units(self)
         flats = [unit.flat for unit in units if unit.flat is not None]
         loose = [p for unit in units if unit.flat is None for p in unit.params]
+        if record.held_scale != 1.0:
+            return _clip_at_step(record, flats, loose, max_norm, norm_type, error_if_nonfinite)
         return clip_grad_norm_(flats, loose, max_norm, norm_type, error_if_nonfinite)
 
     def clip_model_grad_norm_fused(
@@ -296,6 +306,44 @@ def _check_gradients(optimizer: Optimizer, record: OptimizerRecord) -> None:
         )
 
 
+def _hand_over_scale(optimizer: Optimizer, record: OptimizerRecord) -> None:
+    """Have held gradients divided by their scale: in the step itself, where the optimizer can."""
+    units = record.units(optimizer)
+    if record.held_scale == 1.0 or not units:
+        return
+    scale = torch.full((1,), record.held_scale, dtype=torch.float32, device=units[0].device)
+    if record.clip_coefficient is not None:
+        scale /= record.clip_coefficient.to(scale.device)
+    record.held_scale, record.clip_coefficient = 1.0, None
+    if getattr(optimizer, "is_npu_fused_optimizer", False):
+        optimizer.grad_scale_of_step = scale  # type: ignore[attr-defined]
+        return
+    factor = scale.reciprocal()
+    with torch.no_grad():
+        for unit in units:
+            for grad in [p.grad for p in unit.params if p.grad is not None]:
+                grad.mul_(factor.to(grad.device, grad.dtype))
+
+
+def _clip_at_step(
+    record: OptimizerRecord,
+    flats: list[FlatGrads],
+    loose: list[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    norm = total_grad_norm(flats, loose, norm_type)
+    if norm_type != 0:  # which counts, whatever the scale
+        norm = norm / record.held_scale
+    before = record.clip_coefficient
+    if before is not None and norm_type != 0:
+        norm = norm * before.to(norm.device).squeeze()
+    coefficient = clip_coefficient(norm, max_norm, norm_type, error_if_nonfinite).float().reshape(1)
+    record.clip_coefficient = coefficient if before is None else coefficient * before.to(coefficient.device)
+    return norm
+
+
 def _skip_step(optimizer: Optimizer, record: OptimizerRecord) -> None:
     report = _report(record)
     session = current()
@@ -309,6 +357,9 @@ def _skip_step(optimizer: Optimizer, record: OptimizerRecord) -> None:
                 "%s: %s", type(optimizer).__name__, explain_skips(report, _named_grads(session, optimizer, record))
             )
     _drop_master_grads(record)
+    for unit in record.units(optimizer) if record.held_scale != 1.0 else []:
+        unit.scale_params_(1.0 / record.held_scale)
+    record.held_scale, record.clip_coefficient = 1.0, None
 
 
 def _report(record: OptimizerRecord) -> StepReport:
@@ -382,6 +433,7 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
     vars(optimizer).pop("step", None)
     policy = session.policy
     optimizer._amp_record = OptimizerRecord(policy)  # type: ignore[attr-defined]
+    session.adopted.add(optimizer)
     cls: Any = type(optimizer)
     optimizer.__class__ = _adopted_class(cls)
     if policy.check_combined_tensors is not None and getattr(optimizer, "is_npu_fused_optimizer", False):

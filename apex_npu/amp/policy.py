@@ -39,6 +39,8 @@ class Policy:
     # O1: functions that are not safe with half arguments get them in float32, rather than refuse them.
     allow_banned: bool = False
     check_combined_tensors: bool | Literal["error"] | None = None
+    # Gradients stay multiplied with the loss scale until step, which divides them in the same pass.
+    fuse_unscale: bool = False
     cast_model_outputs: torch.dtype | None = None
     # The low-precision dtype that patch_torch_functions casts to.
     autocast_dtype: torch.dtype = torch.float16
@@ -194,4 +196,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "ddp_replica_count": _count,
     "user_cast_preferred": _flag,
     "check_combined_tensors": _flag_or_error,
+    "fuse_unscale": _flag,
 }

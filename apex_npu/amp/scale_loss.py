@@ -74,25 +74,26 @@ def scale_loss(
             "parameter. Was it computed under torch.no_grad(), or detached, or are all parameters frozen?",
             stacklevel=4,  # the with statement
         )
-    _scale_up(work, scale)
+    hold = session.policy.fuse_unscale
+    (_rescale_held if hold else _scale_up)(work, scale)
     for record, _ in work:
         record.in_block = True
     try:
         yield (loss.float() if loss.dtype in LOW_PRECISION else loss) * scale
     except BaseException:
-        _scale_down(work, scale)
+        (_drop_undelivered if hold else _scale_down)(work, scale)
         raise
     finally:
         for record, _ in work:
             record.in_block = False
-    if delay_unscale:
+    if delay_unscale and not hold:
         return
     try:
-        found_inf = _unscale(work, scale, check=scaler.dynamic)
+        found_inf = _unscale(work, 1.0 if hold else scale, check=scaler.dynamic and not delay_unscale)
     except BaseException:
         _drop_all(work)  # some are unscaled by now and some are not
         raise
-    if not delay_overflow_check:
+    if not (delay_overflow_check or delay_unscale):
         _decide(work, loss_id, scaler, found_inf)
 
 
@@ -151,15 +152,19 @@ def _without_repeats(work: Work) -> Work:
     return distinct
 
 
+def _clear_overflow_flags(work: Work) -> None:
+    for device in {unit.device for _, units in work for unit in units}:
+        backend = for_device(device)
+        if backend.saturates():
+            backend.clear_overflow_flag(device)
+
+
 @disable_dynamo
 def _scale_up(work: Work, scale: float) -> None:
     """Bring the gradients that are there to ``scale``, so that backward adds like to like."""
-    waiting = any(record.grad_scale != 1.0 for record, _ in work)
-    for device in {unit.device for _, units in work for unit in units}:
-        backend = for_device(device)
-        # Not while gradients of an earlier backward wait to be checked: the flag may be about them.
-        if backend.saturates() and not waiting:
-            backend.clear_overflow_flag(device)
+    # Not while gradients of an earlier backward wait to be checked: the flag may be about them.
+    if all(record.grad_scale == 1.0 for record, _ in work):
+        _clear_overflow_flags(work)
     done: list[tuple[GradUnit, float]] = []
     try:
         for record, units in work:
@@ -180,6 +185,28 @@ def _scale_up(work: Work, scale: float) -> None:
 
 
 @disable_dynamo
+def _rescale_held(work: Work, scale: float) -> None:
+    """Bring the gradients that are held to the scale of this block."""
+    if all(record.held_scale == 1.0 for record, _ in work):
+        _clear_overflow_flags(work)
+    for record, units in work:
+        for unit in units:
+            if record.skip:
+                unit.zero_()
+            unit.forget_cleared()
+            unit.drop_source_grads()
+            unit.scale_params_(scale / record.held_scale)
+        record.held_scale = scale
+
+
+@disable_dynamo
+def _drop_undelivered(work: Work, scale: float) -> None:
+    for _, units in work:
+        for unit in units:
+            unit.drop_source_grads()
+
+
+@disable_dynamo
 def _scale_down(work: Work, scale: float) -> None:
     for record, units in work:
         for unit in units:
@@ -194,7 +221,7 @@ def _drop_all(work: Work) -> None:
         for unit in units:
             for tensor in (*unit.params, *unit.sources):
                 tensor.grad = None
-        record.grad_scale = 1.0
+        record.grad_scale = record.held_scale = 1.0
 
 
 @disable_dynamo

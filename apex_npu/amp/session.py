@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -68,6 +69,7 @@ class Session:
         device_types: Where O1 casts.
         patches: The functions that users have registered casts for.
         masters: model_param → master_param, for as long as the model parameter lives.
+        adopted: The optimizers that were passed to ``initialize``.
         models: What was changed on models, by this session and those before it.
         casts: What O1 has changed in torch.
         ambient: Where these casts are on outside of models.
@@ -81,6 +83,7 @@ class Session:
     device_types: list[str] = field(default_factory=list)
     patches: list[Patch] = field(default_factory=list)
     masters: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    adopted: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     models: list[ConvertedModel] = field(default_factory=list)
     casts: CastHandle | None = None
     skip_alarm: int | None = 50
@@ -104,7 +107,7 @@ class Session:
     def enable(self) -> None:
         """Patch what this session needs patched; all of it, or nothing if something fails."""
         with ExitStack() as undo:
-            if self.policy.enabled and self.policy.master_weights:
+            if self.policy.enabled and (self.policy.master_weights or self.policy.fuse_unscale):
                 watch_clipping(undo, self._look_at_clipping)
             self.casts = enable_casts(self.policy, self.device_types, self.patches)
             self._watch = undo.pop_all()
@@ -118,6 +121,17 @@ class Session:
         self.ambient.active = False
 
     def _look_at_clipping(self, name: str, params: Iterable[Tensor]) -> None:
+        records = [(o, o._amp_record) for o in self.adopted if hasattr(o, "_amp_record")]
+        held = [
+            p for o, record in records if record.held_scale != 1.0 for group in o.param_groups for p in group["params"]
+        ]
+        if {id(p) for p in held} & {id(p) for p in params}:
+            self.warn_once(
+                f"torch.nn.utils.{name} was given gradients that fuse_unscale=True keeps multiplied with the loss "
+                "scale until step: it clips them as if they were larger than they are. Call "
+                "optimizer.clip_optimizer_grad_norm_fused(max_norm) instead, or leave fuse_unscale out",
+                stacklevel=4,
+            )
         if any(p in self.masters for p in params):
             self.warn_once(
                 f"torch.nn.utils.{name} was given parameters whose fp32 masters the optimizer steps: behind "

@@ -5,7 +5,7 @@
 from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, owns_storage, plan
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups, Run, fuse, row_count, step_in_place
-from apex_npu.fusion.grad_clip import clip_grad_norm_
+from apex_npu.fusion.grad_clip import clip_coefficient, clip_grad_norm_, total_grad_norm
 from apex_npu.fusion.storage import change_data_ptr, is_slot, storage_view
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Plan",
     "Run",
     "change_data_ptr",
+    "clip_coefficient",
     "clip_grad_norm_",
     "fuse",
     "is_slot",
@@ -24,4 +25,5 @@ __all__ = [
     "row_count",
     "step_in_place",
     "storage_view",
+    "total_grad_norm",
 ]

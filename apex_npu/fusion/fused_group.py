@@ -37,6 +37,7 @@ class Run:
         param: 1-D, dtype of the parameters; padding between slots included.
         grad: Likewise.
         step: How many times these slots have been updated, this time included.
+        grad_scale: What the gradients have yet to be divided by, one float32 number; None: they are as they should be.
     """
 
     def __init__(self, group: FusedGroup, first: int, last: int, step: int) -> None:
@@ -46,6 +47,7 @@ class Run:
         self.params = group.params[first : last + 1]
         self._begin, self._end = group.span(first, last)
         self.step = step
+        self.grad_scale: Tensor | None = None
         self.param = group.param_flat[self._begin : self._end]
         self.grad = group.grads.flat[self._begin : self._end]
         self._slices: dict[tuple[str, str], Tensor] = {}

@@ -35,24 +35,37 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: The norm is not finite, and ``error_if_nonfinite``; nothing has been scaled.
     """
-    norm_type = float(norm_type)
-    # Zeros in the padding add nothing to a p-norm with p > 0. Other "norms" count tensors or look for the smallest.
-    grads = _pieces(flats, loose, whole=norm_type > 0)
-    if not grads:
-        return torch.tensor(0.0)
+    grads = _pieces(flats, loose, norm_type)
     total = _total_norm(grads, norm_type)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients is non-finite ({total.item()}), so it cannot be "
-            "clipped. To scale with it anyway, set error_if_nonfinite=False"
-        )
-    coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    coefficient = clip_coefficient(total, max_norm, norm_type, error_if_nonfinite)
     for grad in grads:
         grad.mul_(coefficient.to(grad.device, grad.dtype))
     return total
 
 
-def _pieces(flats: Sequence[FlatGrads], loose: Sequence[Tensor], *, whole: bool) -> list[Tensor]:
+@torch.no_grad()
+def total_grad_norm(flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm that ``clip_grad_norm_`` returns, without clipping."""
+    return _total_norm(_pieces(flats, loose, norm_type), norm_type)
+
+
+def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """What to multiply gradients of this norm with, 0-dim.
+
+    Raises:
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite``.
+    """
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {float(norm_type)} for gradients is non-finite ({norm.item()}), so it cannot be "
+            "clipped. To scale with it anyway, set error_if_nonfinite=False"
+        )
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _pieces(flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    # Zeros in the padding add nothing to a p-norm with p > 0. Other "norms" count tensors or look for the smallest.
+    whole = norm_type > 0
     found: list[Tensor] = []
     for flat in flats:
         states = flat.gather()
@@ -64,6 +77,9 @@ def _pieces(flats: Sequence[FlatGrads], loose: Sequence[Tensor], *, whole: bool)
 
 
 def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    if not grads:
+        return torch.tensor(0.0)
+    norm_type = float(norm_type)
     norms = [
         torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
         for grad in grads

@@ -28,7 +28,7 @@ def sgd_(param: Tensor, grad: Tensor, momentum_buffer: Tensor | None, *, first: 
     buffers = [] if momentum_buffer is None else [momentum_buffer]
     if momentum_buffer is None:
         options = {**options, "momentum": 0.0, "nesterov": False}  # torch would look for the buffer
-    torch._fused_sgd_([param], [grad], buffers, is_first_step=first, grad_scale=None, found_inf=None, **options)
+    torch._fused_sgd_([param], [grad], buffers, is_first_step=first, found_inf=None, **options)
 
 
 def adam_(
@@ -55,7 +55,6 @@ def adam_(
         [] if max_exp_avg_sq is None else [max_exp_avg_sq],
         [torch.full((), float(step), dtype=torch.float32, device=param.device)],
         amsgrad=max_exp_avg_sq is not None,
-        grad_scale=None,
         found_inf=None,
         **options,
     )

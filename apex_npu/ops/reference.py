@@ -35,7 +35,12 @@ def _chunks(tensors: tuple[Tensor | None, ...]) -> Iterator[tuple[Any, ...]]:
         yield tuple(None if t is None else t[begin:end] for t in tensors)
 
 
-def _in_dtype(grad: Tensor, dtype: torch.dtype, maximize: bool) -> Tensor:
+def _in_dtype(grad: Tensor, dtype: torch.dtype, maximize: bool, grad_scale: Tensor | None = None) -> Tensor:
+    if grad_scale is not None:
+        # Widened first: in float16 a small gradient would be lost.
+        unscaled = grad.to(dtype).mul(grad_scale.reciprocal())
+        grad.copy_(unscaled)
+        grad = unscaled
     grad = grad.to(dtype)
     return grad.neg() if maximize else grad
 
@@ -62,12 +67,13 @@ def sgd_(
     nesterov: bool,
     maximize: bool,
     first: bool,
+    grad_scale: Tensor | None,
 ) -> None:
     """See ``apex_npu.ops.schemas.sgd_``."""
     compute_dtype = wide_dtype(param.dtype)
     for p_chunk, g_chunk, b in _chunks((param, grad, momentum_buffer)):
         p = p_chunk.to(compute_dtype)
-        update = _in_dtype(g_chunk, compute_dtype, maximize)
+        update = _in_dtype(g_chunk, compute_dtype, maximize, grad_scale)
         if weight_decay:
             update = update.add(p, alpha=weight_decay)
         if b is not None:
@@ -95,13 +101,14 @@ def adam_(
     decoupled: bool,
     maximize: bool,
     step: int,
+    grad_scale: Tensor | None,
 ) -> None:
     """See ``apex_npu.ops.schemas.adam_``."""
     step_size = lr / (1 - beta1**step)
     bias_correction2_sqrt = (1 - beta2**step) ** 0.5
     for p_chunk, g_chunk, m, v, v_max in _chunks((param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq)):
         p = p_chunk.to(exp_avg.dtype)
-        g = _in_dtype(g_chunk, exp_avg.dtype, maximize)
+        g = _in_dtype(g_chunk, exp_avg.dtype, maximize, grad_scale)
         if weight_decay and decoupled:
             p.mul_(1 - lr * weight_decay)
         elif weight_decay:

@@ -20,10 +20,11 @@ from apex_npu.ops.segments import Segments
 _library = torch.library.Library("apex_npu", "DEF")  # lives as long as the process
 
 _SCHEMAS = (
-    "sgd_(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, *, float lr, float momentum, float dampening, "
-    "float weight_decay, bool nesterov, bool maximize, bool first) -> ()",
-    "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? max_exp_avg_sq, *, "
-    "float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize, int step) -> ()",
+    "sgd_(Tensor(a!) param, Tensor(b!) grad, Tensor(c!)? momentum_buffer, *, float lr, float momentum, "
+    "float dampening, float weight_decay, bool nesterov, bool maximize, bool first, Tensor? grad_scale) -> ()",
+    "adam_(Tensor(a!) param, Tensor(b!) grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, "
+    "Tensor(e!)? max_exp_avg_sq, *, float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize, int step, "
+    "Tensor? grad_scale) -> ()",
     "adam_direction_(Tensor(a!) direction, Tensor param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, *, "
     "float beta1, float beta2, float beta3, float eps, float bias_correction1, float bias_correction2, float l2, "
     "float decay, Tensor? grad_divisor, bool nesterov, bool maximize) -> ()",
@@ -76,6 +77,7 @@ def sgd_(
     nesterov: bool,
     maximize: bool,
     first: bool,
+    grad_scale: Tensor | None = None,
 ) -> None:
     """One step of stochastic gradient descent, by torch.optim.SGD's rule.
 
@@ -88,7 +90,7 @@ def sgd_(
 
     Args:
         param: θ, updated in place.
-        grad: Not written.
+        grad: Divided by ``grad_scale`` where there is one.
         momentum_buffer: b, updated in place; None without momentum.
         lr: Learning rate.
         momentum: Of b.
@@ -97,6 +99,7 @@ def sgd_(
         nesterov: Look ahead.
         maximize: Ascend instead.
         first: b has never been written.
+        grad_scale: One float32 number that the gradients are divided by, in place; None: they are not written.
     """
     torch.ops.apex_npu.sgd_(
         param,
@@ -109,6 +112,7 @@ def sgd_(
         nesterov=nesterov,
         maximize=maximize,
         first=first,
+        grad_scale=grad_scale,
     )
 
 
@@ -127,6 +131,7 @@ def adam_(
     decoupled: bool,
     maximize: bool,
     step: int,
+    grad_scale: Tensor | None = None,
 ) -> None:
     """One step of Adam (Kingma & Ba 2014, https://arxiv.org/abs/1412.6980) or AdamW.
 
@@ -142,7 +147,7 @@ def adam_(
 
     Args:
         param: θ, updated in place.
-        grad: Not written.
+        grad: Divided by ``grad_scale`` where there is one.
         exp_avg: m, updated in place.
         exp_avg_sq: v, updated in place.
         max_exp_avg_sq: Running maximum of v, updated in place; None without AMSGrad.
@@ -154,6 +159,7 @@ def adam_(
         decoupled: Which of the two.
         maximize: Ascend instead.
         step: Number of this update, from 1.
+        grad_scale: One float32 number that the gradients are divided by, in place; None: they are not written.
     """
     torch.ops.apex_npu.adam_(
         param,
@@ -169,6 +175,7 @@ def adam_(
         decoupled=decoupled,
         maximize=maximize,
         step=step,
+        grad_scale=grad_scale,
     )
 
 

@@ -46,6 +46,7 @@ class NpuFusedAdam(FusedOptimizer):
     """
 
     decoupled: ClassVar[bool] = False
+    unscales_in_update = True
     optional_states: ClassVar[tuple[str, ...]] = ("max_exp_avg_sq",)
 
     def __init__(
@@ -99,4 +100,5 @@ class NpuFusedAdam(FusedOptimizer):
             decoupled=self.decoupled,
             maximize=group["maximize"],
             step=run.step,
+            grad_scale=run.grad_scale,
         )

@@ -48,6 +48,10 @@ class FusedOptimizer(Optimizer):
     optional_states: ClassVar[tuple[str, ...]] = ()
     # States of one number for each parameter, rather than one for each element.
     scalar_states: ClassVar[tuple[str, ...]] = ()
+    # True where ``update`` hands ``run.grad_scale`` to its kernel.
+    unscales_in_update: ClassVar[bool] = False
+    # What gradients have to be divided by in the next step alone, one float32 number: how amp hands over its scale.
+    grad_scale_of_step: Tensor | None = None
     # True: print when parameters had to be fused again, and why; "error": raise instead.
     check_combined_tensors: bool | Literal["error"] = False
 
@@ -119,8 +123,8 @@ class FusedOptimizer(Optimizer):
             for group, record in zip(self.param_groups, self._fused, strict=True)
             for fused in record.groups
         ]
-        self._unscale([fused.grads for _, fused, _ in work])
         runs = [(run, group) for group, fused, states in work for run in self._advance(group, fused, states)]
+        self._unscale(runs)
         self.before_updates(runs)
         for run, group in runs:
             self.update(run, group)
@@ -136,17 +140,20 @@ class FusedOptimizer(Optimizer):
         found_inf = getattr(self, "found_inf", None) if self._step_supports_amp_scaling else None
         return found_inf is not None and bool(found_inf)
 
-    def _unscale(self, grads: list[FlatGrads]) -> None:
-        """Divide gradients by what a GradScaler has multiplied them with, where it handed that over."""
-        scale = getattr(self, "grad_scale", None) if self._step_supports_amp_scaling else None
-        if scale is None:
-            return
-        inv_scale = scale.double().reciprocal().float()
-        for flat in grads:
-            factor = inv_scale.to(flat.flat.device)
-            views = [v for v, state in zip(flat.views, flat.states(), strict=True) if state == PRESENT]
-            for part in [flat.flat] if len(views) == len(flat.views) else views:
-                part.mul_(factor)
+    def _take_grad_scale(self) -> Tensor | None:
+        """What the gradients have yet to be divided by: told by amp for one step, or by a GradScaler."""
+        told, self.grad_scale_of_step = self.grad_scale_of_step, None
+        scaler = getattr(self, "grad_scale", None) if self._step_supports_amp_scaling else None
+        return told if told is not None else scaler
+
+    def _unscale(self, runs: list[tuple[Run, ParamGroup]]) -> None:
+        """Divide gradients in the same pass as the update, where the rule's kernel can, else in one of their own."""
+        scale = self._take_grad_scale()
+        for run, _ in runs:
+            run.grad_scale = None if scale is None else scale.to(run.grad.device, torch.float32)
+            if run.grad_scale is not None and not self.unscales_in_update:
+                run.grad.mul_(run.grad_scale.double().reciprocal().float())
+                run.grad_scale = None
 
     def _advance(self, group: ParamGroup, fused: FusedGroup, states: bytes) -> list[Run]:
         if PRESENT not in states:

@@ -149,6 +149,8 @@ class FusedSGD(NpuFusedSGD):
         TypeError: A value is no number, or ``lr`` is missing.
     """
 
+    unscales_in_update = False  # decay after momentum works on the unscaled gradient
+
     def __init__(
         self,
         params: ParamsT,

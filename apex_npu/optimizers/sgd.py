@@ -43,6 +43,7 @@ class NpuFusedSGD(FusedOptimizer):
     """
 
     has_step_state = False
+    unscales_in_update = True
     optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
     def __init__(
@@ -99,4 +100,5 @@ class NpuFusedSGD(FusedOptimizer):
             nesterov=group["nesterov"],
             maximize=group["maximize"],
             first=run.step == 1,
+            grad_scale=run.grad_scale,
         )

@@ -1,0 +1,188 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``fuse_unscale=True``: the same training, with gradients that stay scaled until step."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from devices import DEVICE
+from optimizer_specs import SPECS
+from torch import nn
+
+from apex_npu import amp, optimizers
+
+LEVELS = ["O0", "O1", "O2", "O3", "O5"]
+
+
+def make(level, cls=optimizers.NpuFusedAdam, fuse_unscale=True, loss_scale="dynamic", **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(DEVICE)
+    optimizer = cls(model.parameters(), lr=1e-2)
+    return amp.initialize(
+        model,
+        optimizer,
+        opt_level=level,
+        loss_scale=loss_scale,
+        dynamic_init_scale=2.0**7,
+        fuse_unscale=fuse_unscale,
+        verbosity=0,
+        **options,
+    )
+
+
+def backward(model, optimizer, number, bad=False, **options):
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+    with amp.scale_loss(model(x).float().square().mean(), optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+        if bad:
+            model[3].bias.grad[0] = math.inf
+
+
+def program(model, optimizer, clip, delay):
+    """Everything that may happen between two steps."""
+    for number in range(12):
+        if number % 3 == 2:
+            backward(model, optimizer, 100 + number)  # accumulation
+        if number == 5 and delay:
+            backward(model, optimizer, 200, delay_unscale=True)
+        if number == 7:
+            with pytest.raises(ZeroDivisionError), amp.scale_loss(torch.ones((), requires_grad=True), optimizer):
+                raise ZeroDivisionError
+        backward(model, optimizer, number, bad=number in (3, 6))
+        if clip is not None:
+            norm = optimizer.clip_optimizer_grad_norm_fused(clip)
+            assert norm.shape == ()
+        optimizer.step()
+        if number == 4:
+            model.zero_grad()
+        optimizer.zero_grad()
+    return [p.detach().float().clone() for p in amp.master_params(optimizer)], amp.state_dict()
+
+
+def same(level, a, b):
+    # O3 divides in float16 as it goes; elsewhere the factors are powers of two, and nothing is rounded.
+    tolerance = {"rtol": 1e-2, "atol": 1e-3} if level == "O3" else {"rtol": 2e-6, "atol": 1e-7}
+    assert a[1] == b[1]
+    for p, q in zip(a[0], b[0], strict=True):
+        torch.testing.assert_close(p, q, **tolerance)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("loss_scale", ["dynamic", 64.0])
+@pytest.mark.parametrize(
+    "cls", [optimizers.NpuFusedAdam, optimizers.NpuFusedSGD, optimizers.NpuFusedLamb, torch.optim.SGD]
+)
+@pytest.mark.parametrize("level", LEVELS)
+def test_trains_as_without(level, cls, loss_scale, clip):
+    results = []
+    for fuse_unscale in (True, False):
+        model, optimizer = make(level, cls, fuse_unscale, loss_scale, combine_grad=True)
+        if loss_scale != "dynamic":
+            # A static scale does not look for inf.
+            for number in range(6):
+                backward(model, optimizer, number)
+                if clip is not None:
+                    optimizer.clip_optimizer_grad_norm_fused(clip)
+                optimizer.step()
+                optimizer.zero_grad()
+            result = [p.detach().float().clone() for p in amp.master_params(optimizer)], None
+        else:
+            # With masters a delayed gradient waits in half precision without fuse_unscale, and in float32 with it.
+            result = program(model, optimizer, clip, delay=level not in ("O2", "O5"))
+        results.append(result)
+        amp.shutdown()
+    same(level, *results)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_every_optimizer(spec):
+    def run(fuse_unscale):
+        model, optimizer = make("O2", lambda params, lr: spec.cls(params, lr=lr), fuse_unscale)
+        for number in range(4):
+            backward(model, optimizer, number)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        result = [p.detach().clone() for p in amp.master_params(optimizer)]
+        amp.shutdown()
+        return result
+
+    for p, q in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_what_grad_holds_before_and_after_step(level):
+    twin, plain = make(level, optimizers.NpuFusedSGD, fuse_unscale=False)
+    backward(twin, plain, 0)
+    expected = [p.grad.clone() for p in amp.master_params(plain)]
+    amp.shutdown()
+    model, optimizer = make(level, optimizers.NpuFusedSGD)
+    backward(model, optimizer, 0)
+    for p, grad in zip(amp.master_params(optimizer), expected, strict=True):
+        torch.testing.assert_close(p.grad, grad * 2.0**7, rtol=1e-6, atol=0)
+    optimizer.step()
+    if level != "O2":  # there the masters' are dropped
+        for p, grad in zip(amp.master_params(optimizer), expected, strict=True):
+            torch.testing.assert_close(p.grad, grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf, 0.0, 3.0])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_norm_is_that_of_the_true_gradient(level, norm_type):
+    norms = []
+    for fuse_unscale in (True, False):
+        model, optimizer = make(level, fuse_unscale=fuse_unscale)
+        assert optimizer.clip_optimizer_grad_norm_fused(1.0, norm_type).item() == 0.0
+        backward(model, optimizer, 0)
+        # Clipping twice: the second norm is that of clipped gradients.
+        norms.append([optimizer.clip_optimizer_grad_norm_fused(c, norm_type).item() for c in (1e9, 0.1, 0.05, 1.0)])
+        amp.shutdown()
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_clipping_refuses_what_is_not_finite_when_asked():
+    model, optimizer = make("O1")
+    backward(model, optimizer, 0, bad=True)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        optimizer.clip_optimizer_grad_norm_fused(1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_clipping_with_torch_warns(level):
+    model, optimizer = make(level)
+    backward(model, optimizer, 0)
+    with pytest.warns(RuntimeWarning, match="fuse_unscale=True keeps multiplied with the loss scale"):
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+
+
+def test_a_parameter_of_two_optimizers_is_refused():
+    model = nn.Linear(2, 2).to(DEVICE)
+    pair = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    with pytest.raises(RuntimeError, match=r"shape \(2, 2\) belongs to two optimizers, SGD and SGD"):
+        amp.initialize(model, pair, opt_level="O1", fuse_unscale=True, verbosity=0)
+
+
+def test_after_a_skip_and_model_zero_grad_a_plain_backward_is_not_divided():
+    model, optimizer = make("O0", optimizers.NpuFusedSGD)
+    backward(model, optimizer, 0, bad=True)
+    optimizer.step()
+    model.zero_grad()
+    x = torch.ones(8, 6, device=DEVICE)
+    model(x).square().mean().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    grads = [p.grad.clone() for p in model.parameters()]
+    optimizer.step()
+    for p, old, grad in zip(model.parameters(), before, grads, strict=True):
+        torch.testing.assert_close(p.detach(), old - 1e-2 * grad)
+
+
+def test_it_must_be_a_flag():
+    with pytest.raises(TypeError, match="fuse_unscale must be True, False or None, got 'yes'"):
+        make("O1", fuse_unscale="yes")
