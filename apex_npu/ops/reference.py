@@ -67,7 +67,7 @@ def sgd_(
     nesterov: bool,
     maximize: bool,
     first: bool,
-    grad_scale: Tensor | None,
+    grad_scale: Tensor | None = None,
 ) -> None:
     """See ``apex_npu.ops.schemas.sgd_``."""
     compute_dtype = wide_dtype(param.dtype)
@@ -101,7 +101,7 @@ def adam_(
     decoupled: bool,
     maximize: bool,
     step: int,
-    grad_scale: Tensor | None,
+    grad_scale: Tensor | None = None,
 ) -> None:
     """See ``apex_npu.ops.schemas.adam_``."""
     step_size = lr / (1 - beta1**step)

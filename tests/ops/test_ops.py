@@ -88,3 +88,23 @@ def test_opcheck_sgd(momentum_buffer):
 def test_opcheck_adam(amsgrad):
     *args, v_max = buffers(5, numel=40)
     torch.library.opcheck(torch.ops.apex_npu.adam_.default, (*args, v_max if amsgrad else None), ADAM)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "options", "states"), [("sgd_", SGD, 1), ("adam_", ADAM, 2)])
+def test_grad_scale_divides_the_gradient_first(name, options, states, dtype):
+    """float16 gradients of 1e-7 times 2¹⁰, which float16 itself could not be divided back into."""
+    args = buffers(2 + states, dtype=dtype, state_dtype=torch.float32 if dtype.itemsize == 2 else dtype)
+    args += [None] * (name == "adam_")
+    true = args[1].double() * 1e-7
+    scaled = (true * 2.0**10).to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    exact = scaled.double() / 2.0**10
+    for op in (getattr(ops, name), getattr(reference, name)):
+        param, grad, *state = run(op, [args[0], scaled, *args[2:]], {**options, "grad_scale": torch.tensor([2.0**10])})
+        wanted, _, *wanted_state = run(op, [args[0].to(wide), exact.to(wide), *args[2:]], options)
+        torch.testing.assert_close(param.to(wide), wanted, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).tiny)
+        torch.testing.assert_close(grad.double(), exact.to(dtype).double(), rtol=1e-6, atol=torch.finfo(dtype).tiny)
+        for got, want in zip(state, wanted_state, strict=True):
+            if got is not None:
+                torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=1e-12)
