@@ -70,7 +70,7 @@ class FlatGrads:
             One byte per parameter, ABSENT or PRESENT.
 
         Raises:
-            RuntimeError: A gradient is sparse; nothing has been copied then.
+            RuntimeError: A gradient is sparse, or not of its parameter's dtype; nothing has been copied then.
         """
         states = self.states()
         if FOREIGN not in states:
@@ -97,13 +97,19 @@ class FlatGrads:
         """The gradient of parameter ``index``, which must have one.
 
         Raises:
-            RuntimeError: It is sparse.
+            RuntimeError: It is sparse, or of another dtype.
         """
-        grad = self.params[index].grad
+        param = self.params[index]
+        grad = param.grad
         assert grad is not None
         if grad.layout != torch.strided:
             raise RuntimeError(
-                f"parameter {index} of shape {tuple(self.params[index].shape)} has a sparse gradient ({grad.layout}), "
-                "which cannot be fused; use a layer with sparse=False, or torch.optim.SparseAdam or SGD for it"
+                f"parameter {index} of shape {tuple(param.shape)} has a sparse gradient ({grad.layout}), which cannot "
+                "be fused; use a layer with sparse=False, or torch.optim.SparseAdam or SGD for it"
+            )
+        if grad.dtype != param.dtype:
+            raise RuntimeError(
+                f"parameter {index} of shape {tuple(param.shape)} is {param.dtype} and has a gradient in {grad.dtype}, "
+                "which cannot be fused; leave its grad_dtype as it was, or use the unfused optimizer"
             )
         return grad.detach()

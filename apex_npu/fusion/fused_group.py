@@ -46,13 +46,17 @@ class Run:
         self.first, self.last = first, last
         self.params = group.params[first : last + 1]
         self._begin, self._end = group.span(first, last)
-        self.step = step
+        self.step, self.step_before = step, float(step)
         self.grad_scale: Tensor | None = None
         self.param = group.param_flat[self._begin : self._end]
         self.grad = group.grads.flat[self._begin : self._end]
         self._slices: dict[tuple[str, str], Tensor] = {}
         self._segments: dict[bool, Segments] = {}
         self._remembered: dict[str, Any] = {}
+
+    def take_back(self) -> None:
+        """Count the step that ``FusedGroup.advance`` has counted no longer: it could not be taken."""
+        self._group.set_steps(self.first, self.last, self.step_before)
 
     def state(self, name: str) -> Tensor:
         """The flat state ``name``: float32 for low-precision parameters, else of their dtype; zeros at first."""
@@ -227,6 +231,10 @@ class FusedGroup:
         self._counts[index] = step
         self._runs_states = None
 
+    def set_steps(self, first: int, last: int, step: float) -> None:
+        """Set the step counts of the slots ``first`` to ``last``, which are those of one run."""
+        self._counts[first : last + 1] = step
+
     def step_of(self, index: int) -> int:
         """The step count of one parameter."""
         return int(self._counts[index])
@@ -246,6 +254,7 @@ class FusedGroup:
         for run in self._runs:
             # The buffer is the truth: it is what a checkpoint shows, and a user may have set it.
             counts = self._counts[run.first : run.last + 1]
+            run.step_before = float(counts[0])
             if counted:
                 counts += 1
             run.step = int(counts[0])
@@ -256,6 +265,7 @@ class FusedGroup:
         return bool((counts == counts[0]).all())
 
     def _partition(self, states: bytes, on_join: Callable[[int], None]) -> None:
+        self._runs_states = None  # for as long as it takes: memory may run out in on_join
         steps: list[float] = self._counts.tolist()
         keys: list[Hashable] = [step if state == PRESENT else None for step, state in zip(steps, states, strict=True)]
         self._runs = [Run(self, first, last, int(steps[first])) for first, last in _equal_neighbours(keys)]

@@ -90,11 +90,12 @@ class NpuFusedAdamP(FusedOptimizer):
         """Apply the rule."""
         beta1, beta2 = group["betas"]
         lr = float(group["lr"])
-        direction, param = run.scratch("direction"), run.wide_param()
+        # All memory is taken before anything moves.
+        direction, param, grad = run.scratch("direction"), run.wide_param(), run.wide_grad()
         adam_direction_(
             direction,
             param,
-            run.grad,
+            grad,
             run.state("exp_avg"),
             run.state("exp_avg_sq"),
             beta1=beta1,
@@ -106,7 +107,7 @@ class NpuFusedAdamP(FusedOptimizer):
             maximize=group["maximize"],
         )
         rows = run.segments(rows=True)
-        coefficient, projected = _projection(run, rows, param, direction, delta=group["delta"], eps=group["eps"])
+        coefficient, projected = _projection(run, rows, param, grad, direction, group["delta"], group["eps"])
         segment_add_(direction, param, coefficient, rows)
         if group["weight_decay"]:
             ratio = torch.ones_like(coefficient).masked_fill_(projected, group["wd_ratio"])
@@ -116,10 +117,9 @@ class NpuFusedAdamP(FusedOptimizer):
 
 
 def _projection(
-    run: Run, rows: Segments, param: Tensor, direction: Tensor, *, delta: float, eps: float
+    run: Run, rows: Segments, param: Tensor, grad: Tensor, direction: Tensor, delta: float, eps: float
 ) -> tuple[Tensor, Tensor]:
     """What multiple of each row of ``param`` to add to ``direction``, and for each row whether it is projected."""
-    grad = run.wide_grad()
     owner, row_length, numel, matrix = run.remember("AdamP", lambda: _geometry(run))
 
     def whole(of_rows: Tensor) -> Tensor:

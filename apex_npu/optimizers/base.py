@@ -109,7 +109,8 @@ class FusedOptimizer(Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RuntimeError: A gradient is sparse; nothing has been updated then.
+            RuntimeError: A gradient is sparse, or of another dtype; nothing has been updated then.
+            TypeError: A parameter has become one of a dtype that cannot be fused; likewise.
         """
         loss = None
         if closure is not None:
@@ -123,14 +124,23 @@ class FusedOptimizer(Optimizer):
             for group, record in zip(self.param_groups, self._fused, strict=True)
             for fused in record.groups
         ]
-        runs = [(run, group) for group, fused, states in work for run in self._advance(group, fused, states)]
-        self._unscale(runs)
-        self.before_updates(runs)
-        for run, group in runs:
-            self.update(run, group)
-            # Writes to the flat buffer are invisible to autograd: without this it could not notice that a parameter
-            # changed between forward and backward.
-            torch.autograd.graph.increment_version(run.params)
+        runs: list[tuple[Run, ParamGroup]] = []
+        updated = 0
+        try:
+            for group, fused, states in work:
+                runs += [(run, group) for run in self._advance(group, fused, states)]
+            self._unscale(runs)
+            self.before_updates(runs)
+            for run, group in runs:
+                self.update(run, group)
+                updated += 1
+                # Writes to the flat buffer are invisible to autograd: without this it could not notice that a parameter
+                # changed between forward and backward.
+                torch.autograd.graph.increment_version(run.params)
+        except BaseException:
+            for run, _ in runs[updated:]:
+                run.take_back()
+            raise
         if self._joined:
             self._remember_state()
         return loss
@@ -334,11 +344,12 @@ class FusedOptimizer(Optimizer):
         del self._fused[len(self.param_groups) :]
         self._fused.extend(FusedParamGroup() for _ in self.param_groups[len(self._fused) :])
         changed = False
-        # Again until nothing changes: fusing one group moves storages, and with them what other groups share.
-        for _ in range(len(self.param_groups) + 1):
-            if not any([self._follow(i, group) for i, group in enumerate(self.param_groups)]):
-                break
-            changed = True
+        with naming(type(self).__name__):
+            # Again until nothing changes: fusing one group moves storages, and with them what other groups share.
+            for _ in range(len(self.param_groups) + 1):
+                if not any([self._follow(i, group) for i, group in enumerate(self.param_groups)]):
+                    break
+                changed = True
         if changed or not self._state_is_known():
             self._adopt_state()
 

@@ -139,7 +139,7 @@ def check_params(params: Sequence[Tensor]) -> None:
 
 def find_problems(
     entry: dict[str, Any], shapes: Mapping[str, torch.Size], optional: Sequence[str], where: str
-) -> Iterator[str]:
+) -> list[str]:
     """What keeps a saved ``entry`` of state from being that of one parameter.
 
     Args:
@@ -148,20 +148,20 @@ def find_problems(
         optional: Those of them that may be missing.
         where: Whose it is, for the text.
     """
-    for name in shapes:
-        if entry.get(name) is None and name not in optional:
-            yield f"{where} lacks {name!r}"
+    problems = [f"{where} lacks {name!r}" for name in shapes if entry.get(name) is None and name not in optional]
+    unknown = []
     for name, value in entry.items():
         if value is None:
             continue
         if name == "step":
-            yield from _step_problems(value, where)
+            problems += _step_problems(value, where)
         elif name in shapes:
-            yield from _shape_problems(name, value, shapes[name], where)
-        elif (
-            isinstance(value, Tensor) and value.dim()
-        ):  # numbers beside the state (the unfused Lamb's norms) do no harm
-            yield f"{where} has {name!r}, which is not known here"
+            problems += _shape_problems(name, value, shapes[name], where)
+        elif isinstance(value, Tensor) and value.dim():  # numbers (the unfused Lamb's norms) do no harm
+            unknown.append(f"{where} has {name!r}, which is not known here")
+    # Beside what the rule has, it is the user's own.
+    known = any(entry.get(name) is not None for name in shapes if name != "step")
+    return problems if known and not problems else problems + unknown
 
 
 def _step_problems(value: Any, where: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from operator import is_
 from torch import Tensor
 
 from apex_npu.fusion import FusedGroup, fuse, is_slot, step_in_place
-from apex_npu.optimizers.checks import DTYPES
+from apex_npu.optimizers.checks import DTYPES, check_params
 
 
 class FusedParamGroup:
@@ -35,12 +35,17 @@ class FusedParamGroup:
 
         Returns:
             True where buffers have been replaced, or their states are others: then state has to be brought along.
+
+        Raises:
+            TypeError: A trainable parameter has a dtype that cannot be fused.
         """
         changed = self._follow_list(params)
         outdated = [group for group in self.groups if group.broken()]
         if outdated:
             self._take_apart(outdated)
             changed = True
+        if any(p.requires_grad and p.dtype not in DTYPES for p in self._unfused):
+            check_params(params)  # says which
         ready = [p for p in self._unfused if (p.requires_grad or p.grad is not None) and p.dtype in DTYPES]
         if ready:
             self.groups.extend(fuse(ready))

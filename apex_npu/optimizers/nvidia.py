@@ -232,6 +232,7 @@ class FusedLAMB(FusedOptimizer):
         grad_averaging: Weigh gradients with 1 − β₁ on their way into m.
         set_grad_none: What ``zero_grad()`` does without an argument.
         max_grad_norm: Norm of all gradients beyond which they are scaled down; gradients themselves are not written.
+            There is one for all groups: a group's own does not count.
         use_nvlamb: Adapt the steps of parameters without weight decay, too.
 
     Raises:

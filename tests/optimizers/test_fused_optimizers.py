@@ -14,7 +14,7 @@ import pytest
 import torch
 from devices import DEVICE
 from lockstep import FLOAT64_TOLERANCE, LOW_PRECISION, assert_equal_params, assert_equal_states
-from optimizer_specs import MATRIX, SPECS
+from optimizer_specs import DTYPES, MATRIX, SPECS
 from torch import nn
 
 from apex_npu.optimizers import (
@@ -747,3 +747,24 @@ def test_norms_of_long_parameters(cls):
         optimizer.step()
         ends.append(params)
     assert_equal_params(*ends, spec.tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_hyper_parameters_changed_in_mid_run(spec, dtype):
+    """From one variant to the next, there and back: momentum, AMSGrad, decay and the like come and go."""
+
+    def state_count(kwargs):
+        optimizer = spec.cls(make_params(), **kwargs)
+        return len(optimizer.state_names(optimizer.param_groups[0]))
+
+    # First what has all states: torch makes them at a parameter's first step only.
+    variants = sorted(spec.variants, key=state_count, reverse=True)
+    usual = spec.cls(make_params(), lr=0.01).defaults
+    pair = Pair(spec, variants[0], dtype)
+    for i, variant in enumerate([*variants, *reversed(variants)]):
+        for optimizer in pair.optimizers:
+            optimizer.param_groups[0].update({**usual, **variant})
+        pair.step(2 * i)
+        pair.step(2 * i + 1, skip=(i % 4,))
+    pair.check()

@@ -13,13 +13,8 @@ from torch import nn
 
 from apex_npu.optimizers import FusedNovoGrad, NpuFusedAdam
 
-SHAPES = [
-    ((4, 3), torch.float32),
-    ((5,), torch.float16),
-    ((2,), torch.float32),
-    ((3,), torch.float16),
-    ((), torch.float32),
-]
+SHAPES = [(4, 3), (5,), (2,), (3,), ()]
+DTYPES = [torch.float32, torch.float16, torch.float32, torch.float16, torch.float32]
 UNUSED = 2
 
 

@@ -1,0 +1,100 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A step that fails leaves every run either as it was, its count included, or stepped."""
+
+import pytest
+import torch
+from devices import DEVICE
+from lockstep import assert_equal_params, assert_equal_states
+from optimizer_specs import SPECS
+from torch import nn
+
+from apex_npu.fusion import flat_buffer
+from apex_npu.optimizers import NpuFusedAdam
+
+
+def make_params(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE, dtype)) for shape in [(4, 3), (), (5,)]]
+
+
+def set_grads(params, number):
+    generator = torch.Generator().manual_seed(number)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_memory_runs_out_at_any_place_of_the_first_step(spec, dtype, monkeypatch):
+    kwargs = {"lr": 0.05, **spec.variants[-1]}
+    twins = make_params(dtype)
+    reference = spec.cls(twins, **kwargs)
+    for i in range(2):
+        set_grads(twins, i)
+        reference.step()
+    zeros, failures = torch.zeros, 0
+    for allowed in range(20):
+        params = make_params(dtype)
+        before = [p.detach().clone() for p in params]
+        optimizer = spec.cls(params, **kwargs)
+        set_grads(params, 0)
+        left = allowed
+
+        def scarce(*args, **options):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise RuntimeError("not enough memory")
+            return zeros(*args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(flat_buffer.torch, "zeros", scarce)
+            try:
+                optimizer.step()
+            except torch.OutOfMemoryError:
+                failures += 1
+                assert_equal_params(params, before, 0.0)
+        if left < 0:
+            optimizer.step()
+        set_grads(params, 1)
+        optimizer.step()
+        assert_equal_params(params, twins, 0.0)
+        assert_equal_states(optimizer.state_dict()["state"], reference.state_dict()["state"], 0.0)
+        if left >= 0:
+            break
+    assert failures >= 3  # parameters, gradients, counts
+    assert left >= 0
+
+
+def test_a_hyper_parameter_that_cannot_be_used_counts_no_step():
+    params = make_params()
+    optimizer = NpuFusedAdam([{"params": params[:2]}, {"params": params[2:]}], lr=0.1)
+    for number in range(2):
+        set_grads(params, number)
+        optimizer.step()
+    before = [p.detach().clone() for p in params]
+    optimizer.param_groups[1]["lr"] = "fast"
+    with pytest.raises(ValueError, match="fast"):
+        optimizer.step()
+    assert [float(optimizer.state[p]["step"]) for p in params] == [3, 3, 2]
+    assert torch.equal(params[2], before[2])
+    assert not torch.equal(params[0], before[0])
+
+
+def test_a_parameter_that_becomes_complex_is_refused():
+    params = make_params()
+    optimizer = NpuFusedAdam(params)
+    set_grads(params, 0)
+    optimizer.step()
+    before = params[0].detach().clone()
+    params[2].data = params[2].data.to(torch.complex64)
+    set_grads(params[:2], 1)
+    params[2].grad = torch.ones_like(params[2])
+    with pytest.raises(TypeError, match=r"NpuFusedAdam: parameter 2 of shape \(5,\) is torch.complex64"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+    params[2].data = params[2].data.real.clone()
+    params[2].grad = None
+    optimizer.step()
+    assert not torch.equal(params[0], before)
