@@ -147,7 +147,7 @@ def test_verbosity_can_be_set_later(capsys):
 
 
 def test_hard_override_is_said_to_lift_no_check_but_serves_warn_or_err(capsys):
-    with pytest.raises(RuntimeError, match="^contradiction$"):
+    with pytest.raises(RuntimeError, match=r"^contradiction$"):
         warn_or_err("contradiction")
     with pytest.warns(RuntimeWarning, match="lifts no check"):
         _amp_state.hard_override = True
@@ -214,7 +214,7 @@ def test_flags_of_the_stash_can_be_assigned_and_follow_amp():
     assert not stash.params_have_scaled_gradients
     optimizer.step()
     assert not stash.already_patched
-    with pytest.raises(AttributeError, match="follows optimizer.param_groups"):
+    with pytest.raises(AttributeError, match=r"follows optimizer\.param_groups"):
         stash.all_fp16_params = []
     with pytest.raises(AttributeError, match="there are all_fp16_params"):
         _ = stash.nonsense
@@ -401,11 +401,11 @@ def test_views_write_through_and_scalers_pickle_in_apexs_format():
 
 @pytest.mark.parametrize("bad", [0, -1.0, "junk", float("inf")])
 def test_scalers_refuse_what_is_no_scale(bad):
-    with pytest.raises(ValueError, match="loss scale must be positive|could not convert"):
+    with pytest.raises(ValueError, match=r"loss scale must be positive|could not convert"):
         LossScaler(bad)
 
 
-# -------------------------------------------------------------------------------------------------- amp.init, OptimWrapper
+# ----------------------------------------------------------------------------------------------- amp.init, OptimWrapper
 
 
 def test_init_casts_and_deactivate_ends_it():
@@ -523,7 +523,7 @@ def test_scripts_can_go_from_a_handle_to_initialize():
     assert amp.last_step(optimizer) == "applied"
 
 
-# ------------------------------------------------------------------------------------------------------ several optimizers
+# -------------------------------------------------------------------------------------------------- several optimizers
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
