@@ -303,7 +303,10 @@ def test_a_closure_is_called_until_it_does_not_overflow():
     assert not torch.equal(model.last.weight, before)
     model.last.bias.data.fill_(float("nan"))
     factors = iter([1.0] * 100)
-    with pytest.raises(RuntimeError, match="even with a loss scale of"):
+    with (
+        pytest.warns(RuntimeWarning, match=r"has fallen to 0\.5"),
+        pytest.raises(RuntimeError, match="even with a loss scale of"),
+    ):
         optimizer.step(closure)
 
 
