@@ -39,6 +39,7 @@ class OptimizerRecord:
         skip: What to say in place of the next step, which will be skipped; None: it will not.
         last_step: How the last call of ``step`` ended.
         in_block: A scale_loss block is open.
+        aside: ``id(param)`` → param and its gradient, while that makes way for a backward that is scaled by hand.
         legacy: What scripts have put into ``_amp_stash``.
     """
 
@@ -48,6 +49,7 @@ class OptimizerRecord:
     skip: str | None = None
     last_step: Literal["applied", "skipped"] | None = None
     in_block: bool = False
+    aside: dict[int, tuple[Tensor, Tensor]] | None = None
     legacy: dict[str, Any] = field(default_factory=dict)
     # The session that knows the masters: another one, or that of a copy, has to be told.
     known_to: Session | None = None
@@ -62,7 +64,7 @@ class OptimizerRecord:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without buffers: a copy makes its own."""
-        return {**self.__dict__, "known_to": None, "_units": [], "_fitted_to": [], "_own_flat": []}
+        return {**self.__dict__, "known_to": None, "aside": None, "_units": [], "_fitted_to": [], "_own_flat": []}
 
     def units(self, optimizer: Optimizer) -> list[GradUnit]:
         """How the gradients of ``optimizer`` travel; made anew when its parameters, or their buffers, have changed."""
@@ -225,7 +227,7 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
                 with torch.no_grad():
                     pair.model_param.grad.zero_()
         record.grad_scale = 1.0
-        record.skip = None  # it was about gradients that are gone
+        record.skip = record.aside = None  # they were about gradients that are gone
 
     def clip_optimizer_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

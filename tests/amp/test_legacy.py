@@ -317,6 +317,58 @@ def test_the_grad_stash_holds_what_was_set_aside():
         assert torch.equal(p.grad, grad)
 
 
+def test_preparing_twice_loses_nothing_and_clearing_forgets_what_was_set_aside():
+    model, optimizer = make("O1", loss_scale=4.0)
+    scaler = amp._amp_state.loss_scalers[0]
+    weight = model[3].weight
+    grads = []
+    for calls in (1, 2):
+        optimizer.zero_grad()
+        weight.grad = torch.ones_like(weight)
+        for _ in range(calls):
+            optimizer._prepare_amp_backward()
+        (loss_of(model, 0) * 4.0).backward()
+        optimizer._post_amp_backward(scaler)
+        grads.append(weight.grad.clone())
+    torch.testing.assert_close(grads[0], grads[1])
+    assert grads[0].mean() > 0.5
+    optimizer._prepare_amp_backward()  # and then the backward fails
+    optimizer.zero_grad()
+    optimizer._prepare_amp_backward()
+    (loss_of(model, 0) * 4.0).backward()
+    optimizer._post_amp_backward(scaler)
+    torch.testing.assert_close(weight.grad, grads[0] - 1, rtol=1e-5, atol=1e-6)
+
+
+def test_a_backward_by_hand_asks_saturating_devices_for_their_flag(monkeypatch):
+    from apex_npu.backends.ieee import IeeeBackend
+
+    class Saturating(IeeeBackend):
+        flag = True  # of something before
+
+        def saturates(self):
+            return True
+
+        def clear_overflow_flag(self, device):
+            self.flag = False
+
+        def overflow_flag(self, device):
+            return self.flag
+
+    backend = Saturating(DEVICE.type, "gloo")
+    monkeypatch.setattr("apex_npu.amp.gradients.for_device", lambda device: backend)
+    model, optimizer = make("O2")
+    scaler = amp._amp_state.loss_scalers[0]
+    for overflow in (False, True):
+        optimizer.zero_grad()
+        optimizer._prepare_amp_backward()
+        (loss_of(model, 0) * scaler.loss_scale()).backward()
+        backend.flag |= overflow
+        scaler.clear_overflow_state()
+        optimizer._post_amp_backward(scaler)
+        assert scaler.update_scale() is overflow
+
+
 def test_an_adopted_optimizer_with_a_stash_copies_and_pickles():
     _, optimizer = make("O2")
     optimizer._amp_stash.my_own = 3
