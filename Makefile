@@ -21,13 +21,14 @@ CHECKED := apex_npu examples tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all bench-deps dev lint types clean setup-demo setup-dev pytest-quick pytest-all
+.PHONY: help demo test test-all bench-deps upstream dev lint types clean setup-demo setup-dev pytest-quick pytest-all
 
 help: ## this list
 	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
 	@echo 'make test       lint, types, import contracts and the quick tests (under 10 minutes on 2 cores)'
 	@echo 'make test-all   the same, with the tests marked slow'
 	@echo 'make bench-deps other implementations of the optimizers, for tests that compare with them'
+	@echo 'make upstream   the amp tests of a checkout of NVIDIA Apex against this package: APEX=path [DEVICE=npu]'
 	@echo 'make dev        the environment for working on apex_npu, with the git hooks'
 	@echo 'make lint       ruff, clang-format, import-linter'
 	@echo 'make types      mypy --strict'
@@ -49,6 +50,10 @@ test-all: bench-deps lint types pytest-all
 bench-deps: setup-dev ## other people's optimizers, to compare with (tests/optimizers/test_rivals.py)
 	@$(PY) -m pip install -qq --no-deps adamp==0.3.0 timm==1.0.22
 
+upstream: setup-dev ## NVIDIA's own tests; the checkout gives the tests alone
+	@if [ -z '$(APEX)' ]; then echo 'make upstream: name a checkout of Apex that has apex/amp, APEX=path/to/apex' >&2; exit 2; fi
+	@$(PY) tests/upstream/run_upstream.py '$(APEX)' --device '$(or $(DEVICE),cpu)'
+
 dev: setup-dev
 	@$(PY) -m pip install -qq pre-commit
 	@if [ -d .git ]; then $(PY) -m pre_commit install; else echo 'no git repository here: no hooks installed'; fi
@@ -68,7 +73,9 @@ types: setup-dev
 
 # On the simulated NPU, where it is installed, the tests that take their device from the environment.
 ON_NPU := tests/optimizers/test_fused_optimizers.py tests/amp/test_training.py tests/amp/test_all_optimizers.py \
-    tests/amp/test_overlay.py tests/amp/test_casting.py tests/amp/test_user_casts.py
+    tests/amp/test_overlay.py tests/amp/test_casting.py tests/amp/test_user_casts.py tests/amp/test_skips.py \
+    tests/amp/test_checkpoints.py tests/amp/test_twice.py tests/amp/test_submodule_cast.py tests/amp/test_fuse_unscale.py \
+    tests/amp/test_legacy.py tests/fp16_utils tests/normalization tests/parallel/test_larc.py
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
 
 pytest-quick: setup-dev

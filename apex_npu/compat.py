@@ -113,7 +113,7 @@ def uninstall_apex() -> None:
 
 def _undo() -> ExitStack | None:
     # On the module rather than in this one: whoever replaced it in sys.modules has taken the name over.
-    undo = vars(sys.modules.get("apex", sys)).get("_undo")
+    undo = getattr(sys.modules.get("apex"), "_undo", None)
     return undo if isinstance(undo, ExitStack) else None
 
 

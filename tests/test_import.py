@@ -40,3 +40,9 @@ def test_import_without_the_extension():
 @pytest.mark.parametrize("name", ["amp", "optimizers"])
 def test_the_two_names_that_scripts_import(name):
     assert python(f"from apex_npu import {name}; print({name}.__name__)").strip() == f"apex_npu.{name}"
+
+
+def test_import_brings_no_old_module():
+    program = "import sys, apex_npu; print(*sys.modules); apex_npu.fp16_utils.tofp16"
+    modules = set(python(program).split())
+    assert not modules & {f"apex_npu.{name}" for name in ("compat", "fp16_utils", "parallel", "normalization", "names")}

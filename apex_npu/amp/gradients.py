@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from apex_npu.backends import for_device
 from apex_npu.fusion import FlatGrads
 from apex_npu.fusion.flat_grads import PRESENT
 
@@ -170,6 +171,38 @@ def _writable(param: Tensor) -> Tensor:
     if torch._debug_has_internal_overlap(grad):
         param.grad = grad = grad.clone(memory_format=torch.contiguous_format)
     return grad
+
+
+def clear_overflow_flags(units: Sequence[GradUnit]) -> None:
+    """Before a backward: devices that saturate instead of giving inf forget what has overflowed so far."""
+    for device in {unit.device for unit in units}:
+        backend = for_device(device)
+        if backend.saturates():
+            backend.clear_overflow_flag(device)
+
+
+def unscale_units(units: Sequence[GradUnit], scale: float, *, check: bool) -> bool:
+    """Bring all gradients to the optimizer's parameters, divided by ``scale``.
+
+    Args:
+        units: Where they are.
+        scale: The loss scale.
+        check: Look for overflow; that waits for the device, once.
+
+    Returns:
+        Whether a gradient has overflowed.
+    """
+    flags: dict[torch.device, Tensor] = {}
+    for unit in units:
+        if check and unit.device not in flags:
+            flags[unit.device] = torch.zeros(1, dtype=torch.float32, device=unit.device)
+        unit.unscale_(1.0 / scale, flags.get(unit.device))
+    found_inf = False
+    for device, flag in flags.items():
+        backend = for_device(device)
+        overflowed = backend.overflow_flag(device) if backend.saturates() else False
+        found_inf |= overflowed or bool(flag)
+    return found_inf
 
 
 def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | None) -> None:

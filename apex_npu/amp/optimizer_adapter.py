@@ -45,6 +45,7 @@ class OptimizerRecord:
         verdict: What scale_loss has decided about the next step; None: nothing since the last one.
         last_step: How the last call of ``step`` ended.
         in_block: A scale_loss block is open.
+        aside: ``id(param)`` → param and its gradient, while that makes way for a backward that is scaled by hand.
         legacy: What scripts have put into ``_amp_stash``.
     """
 
@@ -56,6 +57,7 @@ class OptimizerRecord:
     verdict: Verdict | None = None
     last_step: StepReport | None = None
     in_block: bool = False
+    aside: dict[int, tuple[Tensor, Tensor]] | None = None
     legacy: dict[str, Any] = field(default_factory=dict)
     # The session that knows the masters: another one, or that of a copy, has to be told.
     known_to: Session | None = None
@@ -70,7 +72,7 @@ class OptimizerRecord:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without buffers: a copy makes its own."""
-        return {**self.__dict__, "known_to": None, "_units": [], "_fitted_to": [], "_own_flat": []}
+        return {**self.__dict__, "known_to": None, "aside": None, "_units": [], "_fitted_to": [], "_own_flat": []}
 
     @property
     def skip(self) -> bool:
@@ -210,8 +212,7 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
                 with torch.no_grad():
                     pair.model_param.grad.zero_()
         record.grad_scale = record.held_scale = 1.0
-        record.clip_coefficient = None
-        record.verdict = None  # it was about gradients that are gone
+        record.clip_coefficient = record.verdict = record.aside = None  # they were about gradients that are gone
 
     def clip_optimizer_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -8,17 +8,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex_npu._extension import disable_dynamo
-from apex_npu.amp.gradients import GradUnit
+from apex_npu.amp.gradients import GradUnit, clear_overflow_flags, unscale_units
 from apex_npu.amp.optimizer_adapter import OptimizerRecord, inner_optimizer, pair_masters, record_of
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session, require
 from apex_npu.amp.step_report import Verdict
-from apex_npu.backends import for_device
 from apex_npu.ops import LOW_PRECISION
 
 Work = list[tuple[OptimizerRecord, list[GradUnit]]]
@@ -152,19 +150,12 @@ def _without_repeats(work: Work) -> Work:
     return distinct
 
 
-def _clear_overflow_flags(work: Work) -> None:
-    for device in {unit.device for _, units in work for unit in units}:
-        backend = for_device(device)
-        if backend.saturates():
-            backend.clear_overflow_flag(device)
-
-
 @disable_dynamo
 def _scale_up(work: Work, scale: float) -> None:
     """Bring the gradients that are there to ``scale``, so that backward adds like to like."""
     # Not while gradients of an earlier backward wait to be checked: the flag may be about them.
     if all(record.grad_scale == 1.0 for record, _ in work):
-        _clear_overflow_flags(work)
+        clear_overflow_flags([unit for _, units in work for unit in units])
     done: list[tuple[GradUnit, float]] = []
     try:
         for record, units in work:
@@ -188,7 +179,7 @@ def _scale_up(work: Work, scale: float) -> None:
 def _rescale_held(work: Work, scale: float) -> None:
     """Bring the gradients that are held to the scale of this block."""
     if all(record.held_scale == 1.0 for record, _ in work):
-        _clear_overflow_flags(work)
+        clear_overflow_flags([unit for _, units in work for unit in units])
     for record, units in work:
         for unit in units:
             if record.skip:
@@ -226,18 +217,9 @@ def _drop_all(work: Work) -> None:
 
 @disable_dynamo
 def _unscale(work: Work, scale: float, *, check: bool) -> bool:
-    flags: dict[torch.device, Tensor] = {}
-    for record, units in work:
-        for unit in units:
-            if check and unit.device not in flags:
-                flags[unit.device] = torch.zeros(1, dtype=torch.float32, device=unit.device)
-            unit.unscale_(1.0 / scale, flags.get(unit.device))
+    found_inf = unscale_units([unit for _, units in work for unit in units], scale, check=check)
+    for record, _ in work:
         record.grad_scale = 1.0
-    found_inf = False
-    for device, flag in flags.items():
-        backend = for_device(device)
-        overflowed = backend.overflow_flag(device) if backend.saturates() else False
-        found_inf |= overflowed or bool(flag)
     return found_inf
 
 

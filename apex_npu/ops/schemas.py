@@ -23,8 +23,8 @@ _SCHEMAS = (
     "sgd_(Tensor(a!) param, Tensor(b!) grad, Tensor(c!)? momentum_buffer, *, float lr, float momentum, "
     "float dampening, float weight_decay, bool nesterov, bool maximize, bool first, Tensor? grad_scale=None) -> ()",
     "adam_(Tensor(a!) param, Tensor(b!) grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, "
-    "Tensor(e!)? max_exp_avg_sq, *, float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize, int step, "
-    "Tensor? grad_scale=None) -> ()",
+    "Tensor(e!)? max_exp_avg_sq, *, float lr, float beta1, float beta2, float eps, float weight_decay, "
+    "bool decoupled, bool maximize, int step, Tensor? grad_scale=None) -> ()",
     "adam_direction_(Tensor(a!) direction, Tensor param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, *, "
     "float beta1, float beta2, float beta3, float eps, float bias_correction1, float bias_correction2, float l2, "
     "float decay, Tensor? grad_divisor, bool nesterov, bool maximize) -> ()",

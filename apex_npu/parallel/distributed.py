@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -75,7 +76,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
         numel = sum(p.numel() for p in module.parameters()) if delay_allreduce else message_size
         options.setdefault("bucket_cap_mb", max(1, -(-4 * numel // _MIB)))
-        options.setdefault("broadcast_buffers", False)
+        # Newer torch has another name for the same, and warns of the old one.
+        names = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+        if "broadcast_buffers" not in options:
+            options.setdefault(
+                "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers", False
+            )
         options.setdefault("find_unused_parameters", True)
         super().__init__(module, **options)
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
@@ -117,6 +123,10 @@ class _Reduction:
 
         reduced_later: Future[Tensor] = work.get_future().then(finish)
         return reduced_later
+
+
+# torch asks for none, or for the class GradBucket, which it has not everywhere.
+_Reduction.__call__.__annotations__.clear()
 
 
 def flat_dist_call(

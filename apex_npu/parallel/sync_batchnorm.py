@@ -9,8 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
+
+from apex_npu.ops import LOW_PRECISION
 
 __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
 
@@ -47,11 +50,44 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalize ``input``; ``z``, of the same shape, is added before the ReLU."""
         moved = self.channel_last and input.dim() > 2
-        output = super().forward(input.movedim(-1, 1) if moved else input)
+        channels_second = input.movedim(-1, 1) if moved else input
+        if self.training and input.device.type == "cpu" and _has_peers(self.process_group):
+            output = self._forward_from_operators(channels_second)
+        else:
+            output = super().forward(channels_second)
         output = output.movedim(1, -1) if moved else output
         if z is not None:
             output = output + z
         return output.relu() if self.fuse_relu else output
+
+    def _forward_from_operators(self, input: Tensor) -> Tensor:
+        """What torch has as kernels for accelerators alone."""
+        over = [d for d in range(input.dim()) if d != 1]
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        wide = input.float() if input.dtype in LOW_PRECISION else input
+        # all_reduce from torch.distributed.nn: backward sums over the processes as well.
+        count = all_reduce(wide.new_tensor(float(wide.numel() // wide.size(1))), group=self.process_group)
+        mean = all_reduce(wide.sum(over), group=self.process_group) / count
+        centred = wide - mean.view(shape)
+        variance = all_reduce(centred.square().sum(over), group=self.process_group) / count
+        self._track(mean.detach(), variance.detach() * count / (count - 1))
+        output = (centred * torch.rsqrt(variance + self.eps).view(shape)).to(input.dtype)
+        if self.weight is not None:
+            output = output * self.weight.view(shape) + self.bias.view(shape)
+        result: Tensor = output.to(input.dtype)
+        return result
+
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+
+
+def _has_peers(group: Any) -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:

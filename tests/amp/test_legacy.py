@@ -147,7 +147,7 @@ def test_verbosity_can_be_set_later(capsys):
 
 
 def test_hard_override_is_said_to_lift_no_check_but_serves_warn_or_err(capsys):
-    with pytest.raises(RuntimeError, match="^contradiction$"):
+    with pytest.raises(RuntimeError, match=r"^contradiction$"):
         warn_or_err("contradiction")
     with pytest.warns(RuntimeWarning, match="lifts no check"):
         _amp_state.hard_override = True
@@ -214,7 +214,7 @@ def test_flags_of_the_stash_can_be_assigned_and_follow_amp():
     assert not stash.params_have_scaled_gradients
     optimizer.step()
     assert not stash.already_patched
-    with pytest.raises(AttributeError, match="follows optimizer.param_groups"):
+    with pytest.raises(AttributeError, match=r"follows optimizer\.param_groups"):
         stash.all_fp16_params = []
     with pytest.raises(AttributeError, match="there are all_fp16_params"):
         _ = stash.nonsense
@@ -317,6 +317,58 @@ def test_the_grad_stash_holds_what_was_set_aside():
         assert torch.equal(p.grad, grad)
 
 
+def test_preparing_twice_loses_nothing_and_clearing_forgets_what_was_set_aside():
+    model, optimizer = make("O1", loss_scale=4.0)
+    scaler = amp._amp_state.loss_scalers[0]
+    weight = model[3].weight
+    grads = []
+    for calls in (1, 2):
+        optimizer.zero_grad()
+        weight.grad = torch.ones_like(weight)
+        for _ in range(calls):
+            optimizer._prepare_amp_backward()
+        (loss_of(model, 0) * 4.0).backward()
+        optimizer._post_amp_backward(scaler)
+        grads.append(weight.grad.clone())
+    torch.testing.assert_close(grads[0], grads[1])
+    assert grads[0].mean() > 0.5
+    optimizer._prepare_amp_backward()  # and then the backward fails
+    optimizer.zero_grad()
+    optimizer._prepare_amp_backward()
+    (loss_of(model, 0) * 4.0).backward()
+    optimizer._post_amp_backward(scaler)
+    torch.testing.assert_close(weight.grad, grads[0] - 1, rtol=1e-5, atol=1e-6)
+
+
+def test_a_backward_by_hand_asks_saturating_devices_for_their_flag(monkeypatch):
+    from apex_npu.backends.ieee import IeeeBackend
+
+    class Saturating(IeeeBackend):
+        flag = True  # of something before
+
+        def saturates(self):
+            return True
+
+        def clear_overflow_flag(self, device):
+            self.flag = False
+
+        def overflow_flag(self, device):
+            return self.flag
+
+    backend = Saturating(DEVICE.type, "gloo")
+    monkeypatch.setattr("apex_npu.amp.gradients.for_device", lambda device: backend)
+    model, optimizer = make("O2")
+    scaler = amp._amp_state.loss_scalers[0]
+    for overflow in (False, True):
+        optimizer.zero_grad()
+        optimizer._prepare_amp_backward()
+        (loss_of(model, 0) * scaler.loss_scale()).backward()
+        backend.flag |= overflow
+        scaler.clear_overflow_state()
+        optimizer._post_amp_backward(scaler)
+        assert scaler.update_scale() is overflow
+
+
 def test_an_adopted_optimizer_with_a_stash_copies_and_pickles():
     _, optimizer = make("O2")
     optimizer._amp_stash.my_own = 3
@@ -401,11 +453,11 @@ def test_views_write_through_and_scalers_pickle_in_apexs_format():
 
 @pytest.mark.parametrize("bad", [0, -1.0, "junk", float("inf")])
 def test_scalers_refuse_what_is_no_scale(bad):
-    with pytest.raises(ValueError, match="loss scale must be positive|could not convert"):
+    with pytest.raises(ValueError, match=r"loss scale must be positive|could not convert"):
         LossScaler(bad)
 
 
-# -------------------------------------------------------------------------------------------------- amp.init, OptimWrapper
+# ----------------------------------------------------------------------------------------------- amp.init, OptimWrapper
 
 
 def test_init_casts_and_deactivate_ends_it():
@@ -523,7 +575,7 @@ def test_scripts_can_go_from_a_handle_to_initialize():
     assert amp.last_step(optimizer).applied
 
 
-# ------------------------------------------------------------------------------------------------------ several optimizers
+# -------------------------------------------------------------------------------------------------- several optimizers
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -606,8 +606,7 @@ def test_saturating_devices_are_asked_for_their_flag(monkeypatch):
 
     backend = Saturating("cpu", "gloo")
     backend.log = []
-    # By its path: the package exports a function of the module's name.
-    monkeypatch.setattr(sys.modules["apex_npu.amp.scale_loss"], "for_device", lambda device: backend)
+    monkeypatch.setattr(sys.modules["apex_npu.amp.gradients"], "for_device", lambda device: backend)
     model, optimizer = make("O2", dynamic_init_scale=2.0**8)
     with amp.scale_loss(loss_of(model, 0), optimizer, delay_unscale=True) as scaled_loss:
         scaled_loss.backward()

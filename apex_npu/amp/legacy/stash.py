@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.gradients import GradUnit
+from apex_npu.amp.gradients import GradUnit, clear_overflow_flags, unscale_units
 from apex_npu.amp.legacy.scaler import LossScaler
 from apex_npu.amp.master_params import MasterPair, copy_masters_to_model
 from apex_npu.amp.policy import Policy
@@ -28,6 +28,7 @@ class Record(Protocol):
     pairs: list[MasterPair]
     grad_scale: float
     skip: str | None
+    aside: Aside | None
     legacy: dict[str, Any]
 
     def units(self, optimizer: Optimizer) -> list[GradUnit]:
@@ -44,6 +45,7 @@ def set_grads_aside(units: list[GradUnit]) -> Aside:
     Returns:
         What was there already, for ``bring_grads``. (Masters keep theirs: backward does not write there.)
     """
+    clear_overflow_flags(units)
     aside: Aside = {}
     for unit in units:
         unit.forget_cleared()
@@ -65,14 +67,10 @@ def bring_grads(units: list[GradUnit], aside: Aside, scaler: LossScaler) -> None
         aside: What that returned.
         scaler: Whose scale the gradients have, and who is told of an overflow.
     """
-    flags: dict[torch.device, Tensor] = {}
-    for unit in units:
-        if scaler.dynamic and unit.device not in flags:
-            flags[unit.device] = torch.zeros(1, dtype=torch.float32, device=unit.device)
-        unit.unscale_(1.0 / scaler.loss_scale(), flags.get(unit.device))
+    found_inf = unscale_units(units, scaler.loss_scale(), check=scaler.dynamic)
     for param, grad in aside.values():
         param.grad = grad if param.grad is None else param.grad.add_(grad)
-    scaler._has_overflow = scaler._has_overflow or any(bool(flag) for flag in flags.values())
+    scaler._has_overflow = scaler._has_overflow or found_inf
 
 
 # ------------------------------------------------------------------------------------------------------------ the stash
@@ -122,7 +120,7 @@ class AmpStash:
 
     def __dir__(self) -> list[str]:
         lists = _LISTS_WITH_MASTERS if self._record.policy.master_weights else _LISTS_WITHOUT_MASTERS
-        return sorted([*_FLAGS, *lists, *(name for name in self._record.legacy if name != _ASIDE)])
+        return sorted([*_FLAGS, *lists, *self._record.legacy])
 
     def _groups(self, kind: str) -> list[list[Tensor]]:
         """Per parameter group: "model" parameters that have masters, their "master"s, or "fp32" ones without."""
@@ -142,11 +140,10 @@ class AmpStash:
         return [p for p in params if (p.dtype in LOW_PRECISION) == low_precision]
 
     def _aside(self, params: list[Tensor]) -> list[Tensor | None]:
-        aside: Aside = self._record.legacy.get(_ASIDE, {})
+        aside = self._record.aside or {}
         return [aside[id(p)][1] if id(p) in aside else None for p in params]
 
 
-_ASIDE = "_grads_aside"
 _Getter = Callable[[AmpStash], Any]
 
 
@@ -197,12 +194,14 @@ class LegacyOptimizerNames(Optimizer):
         copy_masters_to_model(self._amp_record.pairs)
 
     def _prepare_amp_backward(self) -> None:
-        """Before a backward that is scaled by hand: set the gradients of earlier ones aside."""
+        """Before one or several backwards that are scaled by hand: set the gradients of earlier ones aside."""
         record: Record = self._amp_record
-        record.legacy[_ASIDE] = set_grads_aside(record.units(self))
+        if record.aside is None:
+            record.aside = set_grads_aside(record.units(self))
 
     def _post_amp_backward(self, loss_scaler: LossScaler) -> None:
         """After it: unscale the new gradients, bring them to the masters, and add the earlier ones."""
         record: Record = self._amp_record
-        bring_grads(record.units(self), record.legacy.pop(_ASIDE, {}), loss_scaler)
+        bring_grads(record.units(self), record.aside or {}, loss_scaler)
+        record.aside = None
         record.grad_scale = 1.0

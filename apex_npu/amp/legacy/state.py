@@ -97,7 +97,7 @@ class AmpState:
     def handle(self) -> AmpHandle:
         """O1's casts; at other levels there is none."""
         session = _session("handle")
-        if not session.policy.patch_torch_functions:
+        if not (session.policy.enabled and session.policy.patch_torch_functions):
             raise AttributeError(f"amp has a handle at O1 alone, not at {session.policy.opt_level}")
         return AmpHandle(session)
 

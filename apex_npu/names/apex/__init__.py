@@ -5,5 +5,6 @@
 from apex_npu.compat import install_as_apex
 
 __apex_npu__ = True
-# Puts the real modules into sys.modules, this name's included, where Python looks once this file is done.
-install_as_apex(force=True)
+if __name__ == "apex":
+    # Puts the real modules into sys.modules, this name's included, where Python looks once this file is done.
+    install_as_apex(force=True)
