@@ -68,7 +68,7 @@ types: setup-dev
 
 # On the simulated NPU, where it is installed, the tests that take their device from the environment.
 ON_NPU := tests/optimizers/test_fused_optimizers.py tests/amp/test_training.py tests/amp/test_all_optimizers.py \
-    tests/amp/test_overlay.py tests/amp/test_casting.py tests/amp/test_user_casts.py
+    tests/amp/test_overlay.py tests/amp/test_casting.py tests/amp/test_user_casts.py tests/amp/test_o1_modules.py
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
 
 pytest-quick: setup-dev

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data._utils import worker
 
 from apex_npu._extension import extension
 from apex_npu.amp import casting
@@ -463,7 +464,7 @@ def snapshot() -> dict[str, Any]:
     """Every attribute, registration and switch that the casts may touch."""
     state: dict[str, Any] = {
         f"{owner.__name__}.{name}": id(value)
-        for owner in (torch, Tensor, F, torch.autograd, BackwardCFunction)
+        for owner in (torch, Tensor, F, torch.autograd, BackwardCFunction, worker)
         for name, value in vars(owner).items()
         if name != "_dynamo"  # imported lazily
     }
