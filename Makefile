@@ -17,7 +17,7 @@ export PIP_ROOT_USER_ACTION := ignore
 export PYTHONUTF8 := 1
 
 PY := $(if $(filter system,$(VENV)),"$(PYTHON)","$(VENV)/bin/python")
-CHECKED := apex_npu examples tests setup.py
+CHECKED := apex_npu benchmarks examples tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
