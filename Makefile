@@ -17,7 +17,7 @@ export PIP_ROOT_USER_ACTION := ignore
 export PYTHONUTF8 := 1
 
 PY := $(if $(filter system,$(VENV)),"$(PYTHON)","$(VENV)/bin/python")
-CHECKED := apex_npu examples tests setup.py
+CHECKED := apex_npu benchmarks examples tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -72,10 +72,8 @@ types: setup-dev
 	@$(PY) -m mypy
 
 # On the simulated NPU, where it is installed, the tests that take their device from the environment.
-ON_NPU := tests/optimizers/test_fused_optimizers.py tests/amp/test_training.py tests/amp/test_all_optimizers.py \
-    tests/amp/test_overlay.py tests/amp/test_casting.py tests/amp/test_user_casts.py tests/amp/test_skips.py \
-    tests/amp/test_checkpoints.py tests/amp/test_twice.py tests/amp/test_submodule_cast.py tests/amp/test_fuse_unscale.py \
-    tests/amp/test_legacy.py tests/fp16_utils tests/normalization tests/parallel/test_larc.py
+ON_NPU := tests/amp tests/optimizers/test_fused_optimizers.py tests/fp16_utils tests/normalization \
+    tests/parallel/test_larc.py
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
 
 pytest-quick: setup-dev

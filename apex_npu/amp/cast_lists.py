@@ -48,6 +48,8 @@ HALF_OPS = (
     "gru_cell",
     "rnn_tanh_cell",
     "rnn_relu_cell",
+    # not Apex's: nn.MultiheadAttention in eval without grad, whose parts would give half
+    "_native_multi_head_attention",
 )
 
 # Sequence RNNs on cpu only: accelerators cast them inside their own kernels, with the weights in one flat buffer.
@@ -130,6 +132,59 @@ FLOAT_OPS = (
     "triplet_margin_loss",
     "ctc_loss.IntList",
     "ctc_loss.Tensor",
+    # not Apex's: nn.TransformerEncoderLayer in eval without grad, which ends in a layer_norm
+    "_transformer_encoder_layer_fwd",
+)
+
+# Not Apex's: decompositions and solvers, which no device computes in half. Autocast on cpu runs most of them in float,
+# on accelerators none. (torch.nn.utils.parametrizations.orthogonal needs some.)
+LINALG_FLOAT_OPS = (
+    "cholesky",
+    "cholesky_inverse",
+    "cholesky_solve",
+    "geqrf",
+    "inverse",
+    "linalg_cholesky",
+    "linalg_cholesky_ex",
+    "linalg_cond",
+    "linalg_cond.p_str",
+    "linalg_det",
+    "linalg_eig",
+    "linalg_eigh",
+    "linalg_eigvals",
+    "linalg_eigvalsh",
+    "linalg_householder_product",
+    "linalg_inv",
+    "linalg_inv_ex",
+    "linalg_lstsq",
+    "linalg_lu",
+    "linalg_lu_factor",
+    "linalg_lu_factor_ex",
+    "linalg_matrix_rank",
+    "linalg_matrix_rank.atol_rtol_float",
+    "linalg_matrix_rank.atol_rtol_tensor",
+    "linalg_matrix_rank.tol_tensor",
+    "linalg_pinv",
+    "linalg_pinv.atol_rtol_float",
+    "linalg_pinv.atol_rtol_tensor",
+    "linalg_pinv.rcond_tensor",
+    "linalg_qr",
+    "linalg_slogdet",
+    "linalg_solve",
+    "linalg_solve_ex",
+    "linalg_solve_triangular",
+    "linalg_svd",
+    "linalg_svdvals",
+    "linalg_tensorinv",
+    "linalg_tensorsolve",
+    "logdet",
+    "lu_solve",
+    "orgqr",
+    "ormqr",
+    "pinverse",
+    "qr",
+    "svd",
+    "triangular_solve",
 )
 
 # Registered by every accelerator's autocast in a way that does not keep Apex's promise: ours go on top. grid_sampler
@@ -144,7 +199,21 @@ UNCAST_OPS = ("linalg_matrix_exp",)
 PROMOTE_OPS = ("bilinear", "cross", "dot")
 
 # In place: the other arguments take the type of self; torch itself refuses mixed arguments.
-MATCH_SELF_OPS = ("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_")
+MATCH_SELF_OPS = (
+    "addmm_",
+    "addmv_",
+    "addr_",
+    "addbmm_",
+    "baddbmm_",
+    # not Apex's: x[indices] = y and its like
+    "index_put_",
+    "index_copy_",
+    "index_add_",
+    "masked_scatter_",
+    "scatter_.src",
+    "scatter_add_",
+    "scatter_reduce_.two",
+)
 
 
 def policies(device_type: str) -> dict[str, str]:
@@ -153,7 +222,7 @@ def policies(device_type: str) -> dict[str, str]:
     A policy is "half", "float", "uncast", "promote" or "match_self".
     """
     table = dict.fromkeys(HALF_OPS, "half")
-    table.update(dict.fromkeys(FLOAT_OPS, "float"))
+    table.update(dict.fromkeys((*FLOAT_OPS, *LINALG_FLOAT_OPS), "float"))
     table.update(dict.fromkeys(UNCAST_OPS, "uncast"))
     table.update(dict.fromkeys(PROMOTE_OPS, "promote"))
     table.update(dict.fromkeys(MATCH_SELF_OPS, "match_self"))

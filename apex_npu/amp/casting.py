@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.autograd
 from torch.autograd.function import BackwardCFunction
+from torch.utils.data._utils import worker
 
 from .forward_cast import ModelCast, convert_model
 from .overlay import install_dispatch_overlay
@@ -36,8 +37,8 @@ def enable_casts(policy: Policy, device_types: Sequence[str], patches: Sequence[
     """Switch O1's casts on in this thread, or do nothing for a policy that has none.
 
     Call it outside of autocast blocks: the end of a block puts back the autocast state of its beginning. Several
-    handles may be alive at once if they are undone last one first. A forked process, such as a DataLoader's worker,
-    inherits the casts.
+    handles may be alive at once if they are undone last one first. A forked process inherits the casts, except for a
+    DataLoader's worker.
 
     Args:
         policy: Its ``patch_torch_functions``, ``autocast_dtype`` and ``allow_banned`` count.
@@ -76,6 +77,7 @@ class CastHandle:
                 install_dispatch_overlay(undo, device_type)
             install_attribute_overlay(undo, self.device_types, allow_banned=allow_banned)
             self._patch_backward(undo)
+            patch_attribute(undo, worker, "_worker_loop", self._in_worker)
             self._enable_autocast(undo)
             for patch in patches:
                 patch_attribute(undo, *patch)
@@ -120,6 +122,13 @@ class CastHandle:
         torch.set_autocast_cache_enabled(False)
         for device_type in self.device_types:
             _set_autocast(undo, device_type, self.dtype)
+
+    def _in_worker(self, worker_loop: Callable[..., Any]) -> Callable[..., Any]:
+        def without_casts(*args: Any, **kwargs: Any) -> Any:
+            self.switch_off()  # for good: this process is the worker's own
+            return worker_loop(*args, **kwargs)
+
+        return without_casts
 
     # ---------------------------------------------------------------------------------------------------- backward
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data._utils import worker
 
 from apex_npu._extension import extension
 from apex_npu.amp import casting
@@ -175,14 +176,18 @@ class Recording(SavesFloat):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        Recording.seen = {"grad": grad.dtype, "cache": torch.is_autocast_cache_enabled()}
+        Recording.seen = {
+            "grad": grad.dtype,
+            "autocast": torch.is_autocast_enabled(DEVICE.type) and torch.get_autocast_dtype(DEVICE.type),
+            "cache": torch.is_autocast_cache_enabled(),
+        }
         return SavesFloat.backward(ctx, grad)
 
 
 def test_python_functions_get_the_casts_in_backward(casts: CastHandle) -> None:
     x, weight = positive(2, 3).requires_grad_(), positive(3, 4).requires_grad_()
     Recording.apply(x, weight).sum().backward()
-    assert Recording.seen == {"grad": HALF, "cache": False}
+    assert Recording.seen == {"grad": HALF, "autocast": HALF, "cache": False}
     with casts.disabled():
         torch.testing.assert_close(x.grad, torch.ones(2, 4, device=DEVICE) @ weight.t(), rtol=4e-3, atol=1e-3)
         torch.testing.assert_close(weight.grad, x.t() @ torch.ones(2, 4, device=DEVICE), rtol=4e-3, atol=1e-3)
@@ -193,6 +198,24 @@ def test_python_functions_get_no_casts_under_disabled(casts: CastHandle) -> None
     with casts.disabled():
         Recording.apply(x, weight).sum().backward()
     assert Recording.seen["grad"] == FLOAT
+    assert Recording.seen["autocast"] is False
+
+
+def test_python_functions_get_the_casts_of_their_forward(casts: CastHandle) -> None:
+    x, weight = positive(2, 3).requires_grad_(), positive(3, 4).requires_grad_()
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        output = Recording.apply(x, weight)
+    output.float().sum().backward()
+    assert Recording.seen == {"grad": torch.bfloat16, "autocast": torch.bfloat16, "cache": False}
+    with casts.disabled():
+        output = Recording.apply(x, weight)
+    output.sum().backward()
+    assert (Recording.seen["grad"], Recording.seen["autocast"]) == (FLOAT, False)
+    output = Recording.apply(x, weight).float().sum()
+    with casts.disabled():
+        output.backward()
+    assert (Recording.seen["grad"], Recording.seen["autocast"]) == (HALF, HALF)
+    assert torch.get_autocast_dtype(DEVICE.type) == HALF
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
@@ -396,6 +419,29 @@ def test_another_thread_casts_converted_models_only(casts: CastHandle) -> None:
     assert run_in_thread(lambda: bare(x)).dtype == FLOAT
 
 
+def test_two_threads_train_two_models(casts: CastHandle) -> None:
+    models, x = [Net().to(DEVICE), Net().to(DEVICE)], positive(2, 8)
+    for model in models:
+        convert_model(model, O1, (DEVICE.type,))
+
+    def gradients(model: Net) -> list[Tensor]:
+        model.zero_grad()
+        model(x).float().square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected, results = [gradients(model) for model in models], [[], []]  # type: ignore[var-annotated]
+    threads = [
+        threading.Thread(target=lambda i=i: results[i].extend(gradients(models[i]) for _ in range(20))) for i in (0, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for got, want in zip(results, expected, strict=True):
+        assert len(got) == 20
+        assert all(torch.equal(a, b) for once in got for a, b in zip(once, want, strict=True))
+
+
 # ------------------------------------------------------------------------------------------------------------- compile
 
 
@@ -443,15 +489,18 @@ def test_disabled_can_be_compiled(casts: CastHandle) -> None:
     assert (inside.dtype, after.dtype) == (FLOAT, HALF)
 
 
-def test_compiled_functions_use_the_overlay(casts: CastHandle) -> None:
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_functions_use_the_overlay(casts: CastHandle, backend: str) -> None:
     torch._dynamo.reset()
 
-    def function(half: Tensor, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.exp(half), F.gelu(half).std(), F.interpolate(image, scale_factor=2)
+    def function(half: Tensor, image: Tensor) -> tuple[Tensor, ...]:
+        target = torch.zeros(4, 4, device=DEVICE)
+        target[torch.arange(3, -1, -1, device=DEVICE)] = half
+        return torch.exp(half), F.gelu(half).std(), F.interpolate(image, scale_factor=2), target
 
     args = positive(4, 4, dtype=HALF), positive(1, 2, 6, 6, dtype=HALF)
-    compiled = torch.compile(function, backend="eager", fullgraph=True)(*args)
-    assert [result.dtype for result in compiled] == [FLOAT, FLOAT, FLOAT]
+    compiled = torch.compile(function, backend=backend, fullgraph=True)(*args)
+    assert {result.dtype for result in compiled} == {FLOAT}
     for got, want in zip(compiled, function(*args), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
@@ -463,7 +512,7 @@ def snapshot() -> dict[str, Any]:
     """Every attribute, registration and switch that the casts may touch."""
     state: dict[str, Any] = {
         f"{owner.__name__}.{name}": id(value)
-        for owner in (torch, Tensor, F, torch.autograd, BackwardCFunction)
+        for owner in (torch, Tensor, F, torch.autograd, BackwardCFunction, worker)
         for name, value in vars(owner).items()
         if name != "_dynamo"  # imported lazily
     }

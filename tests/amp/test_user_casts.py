@@ -420,6 +420,7 @@ def test_a_registered_attribute_that_is_gone_stops_initialize_before_it_changes_
         amp.initialize(model, opt_level="O1", verbosity=0)
     assert "forward" not in vars(model)
     assert not torch.is_autocast_enabled(DEVICE.type)
+    initialize("O2")
 
 
 # ------------------------------------------------------------------------------------------------------------- banned
