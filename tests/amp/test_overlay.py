@@ -387,3 +387,11 @@ def test_binary_cross_entropy_in_float_where_it_is_allowed() -> None:
         assert nn.BCELoss()(input=half.m, target=half.n).dtype == FLOAT
     finally:
         handle.undo()
+
+
+@pytest.mark.skipif(overlay.extension is None, reason="the C++ extension is not built")
+def test_a_table_with_an_unknown_policy_is_refused_whole() -> None:
+    before = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+    with pytest.raises(ValueError, match="policy must be half, float, uncast, promote or match_self, got quarter"):
+        overlay.extension.Overlay("cpu", [("exp", "float"), ("log", "quarter")])  # type: ignore[union-attr]
+    assert torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU") == before
