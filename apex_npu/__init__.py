@@ -33,3 +33,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return importlib.import_module(f"apex_npu.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -315,3 +315,10 @@ def test_an_unchanged_apex_script_trains(tmp_path):
     assert "Selected optimization level O2" in result.stdout
     # Float16 weights: the last bits of the sum stay away from float32's.
     assert float(result.stdout.split()[-1]) < 1e-4
+
+
+def test_patterns_of_public_scripts():
+    names = ["modelzoo", "timm", "dcgan", "private_scales", "bert", "moving_average", "imagenet"]
+    result = python("-m", "apex_npu", "run", str(ROOT / "tests" / "old_scripts" / "patterns.py"), *names)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == names

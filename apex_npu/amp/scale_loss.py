@@ -38,9 +38,8 @@ def scale_loss(
     gradient was inf or nan, the scale shrinks and that ``step()`` does nothing. At most one wait for the device happens
     here, with a dynamic scale, and none with a static one.
 
-    An exception inside the block leaves gradients unscaled and everything usable. An optimizer whose step will be
-    skipped loses its gradients at the next block; others that share that block step. After an overflow, further blocks
-    before the next ``step`` or ``zero_grad`` do not move the scale again.
+    An exception inside the block leaves gradients unscaled and everything usable. Gradients whose step will be skipped
+    are zeroed at the next block, so that what it finds, and tells its scaler and its other optimizers, is its own.
 
     Args:
         loss: The loss, computed under the policy of ``initialize``.
@@ -122,10 +121,17 @@ def _prepare(optimizers: Any) -> Work:
             )
         pair_masters(optimizer)  # for parameters that have been unfrozen
         units = record.units(optimizer)
-        if record.skip and not any(unit.has_grads() for unit in units):
-            record.verdict = None  # it was about gradients that are gone
+        if record.skip:
+            _forget_skip_of_cleared(record, units)
         work.append((record, units))
     return _without_repeats(work)
+
+
+def _forget_skip_of_cleared(record: OptimizerRecord, units: list[GradUnit]) -> None:
+    for unit in units:
+        unit.forget_cleared()
+    if not any(unit.has_grads() for unit in units):
+        record.verdict = None
 
 
 def _without_repeats(work: Work) -> Work:
@@ -160,11 +166,11 @@ def _scale_up(work: Work, scale: float) -> None:
     try:
         for record, units in work:
             for unit in units:
-                if record.skip:
-                    unit.zero_()  # what is found inf behind this block shall be this block's
                 if record.grad_scale == 1.0:
                     unit.forget_cleared()
                     unit.drop_source_grads()
+                if record.skip:
+                    unit.zero_()  # what is found inf behind this block shall be this block's
                 unit.scale_(scale / record.grad_scale)
                 done.append((unit, record.grad_scale / scale))
     except BaseException:
@@ -182,10 +188,10 @@ def _rescale_held(work: Work, scale: float) -> None:
         clear_overflow_flags([unit for _, units in work for unit in units])
     for record, units in work:
         for unit in units:
-            if record.skip:
-                unit.zero_()
             unit.forget_cleared()
             unit.drop_source_grads()
+            if record.skip:
+                unit.zero_()
             unit.scale_params_(scale / record.held_scale)
         record.held_scale = scale
 
@@ -225,8 +231,7 @@ def _unscale(work: Work, scale: float, *, check: bool) -> bool:
 
 def _decide(work: Work, loss_id: int, scaler: LossScaler, found_inf: bool) -> None:
     before = scaler.scale
-    if not any(record.skip for record, _ in work):
-        scaler.update(found_inf)
+    scaler.update(found_inf)
     verdict = Verdict(found_inf, loss_id, before, scaler.scale)
     for record, _ in work:
         if not record.skip:

@@ -98,6 +98,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Reduce them again."""
         self.require_backward_grad_sync = True
 
+    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
+        # torch refuses its SyncBatchNorm on the CPU, where ours works.
+        if self.device_type != "cpu" or any(type(m) is nn.SyncBatchNorm for m in module.modules()):
+            super()._passing_sync_batchnorm_handle(module)  # type: ignore[no-untyped-call]
+
 
 class _Reduction:
     """A communication hook: how one bucket of gradients is reduced."""

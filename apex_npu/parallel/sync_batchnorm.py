@@ -51,10 +51,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Normalize ``input``; ``z``, of the same shape, is added before the ReLU."""
         moved = self.channel_last and input.dim() > 2
         channels_second = input.movedim(-1, 1) if moved else input
-        if self.training and input.device.type == "cpu" and _has_peers(self.process_group):
+        if input.device.type != "cpu":
+            output = super().forward(channels_second)
+        elif self.training and _has_peers(self.process_group):
             output = self._forward_from_operators(channels_second)
         else:
-            output = super().forward(channels_second)
+            output = super(nn.SyncBatchNorm, self).forward(channels_second)  # batch norm, of this process alone
         output = output.movedim(1, -1) if moved else output
         if z is not None:
             output = output + z

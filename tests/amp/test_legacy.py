@@ -596,6 +596,51 @@ def test_an_overflow_skips_the_optimizers_of_its_block_alone(level):
     assert not torch.equal(values(models[1])["weight"], before[1]["weight"])
 
 
+def test_each_loss_moves_its_own_scale():
+    model, optimizer = make("O2", num_losses=2)
+    for factors, expected in (
+        ((float("inf"), 1.0), (2.0**15, 2.0**16)),
+        ((float("inf"), float("inf")), (2.0**14, 2.0**15)),
+    ):
+        optimizer.zero_grad()
+        for loss_id, factor in enumerate(factors):
+            with amp.scale_loss(loss_of(model, loss_id) * factor, optimizer, loss_id=loss_id) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+        assert amp.last_step(optimizer).skipped
+        assert tuple(entry["loss_scale"] for entry in amp.state_dict().values()) == expected
+    train(model, optimizer, [0])
+    assert amp.last_step(optimizer).applied
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_skip_outlives_a_block_without_gradients(level):
+    model, optimizer = make(level)
+    before = values(model)
+    with amp.scale_loss(loss_of(model, 0) * float("inf"), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    other = torch.ones((), device=DEVICE, requires_grad=True)
+    with amp.scale_loss(other * 2, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert amp.last_step(optimizer).skipped
+    assert torch.equal(model[0].weight, before["0.weight"].to(model[0].weight.dtype))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_skip_goes_with_gradients_that_the_model_clears(level):
+    model, optimizer = make(level)
+    with amp.scale_loss(loss_of(model, 0) * float("inf"), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    model.zero_grad()
+    with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert amp.last_step(optimizer).applied
+
+
 def test_an_overflow_skips_every_optimizer_of_a_shared_parameter():
     shared = nn.Linear(6, 3).to(DEVICE)
     pair = [torch.optim.SGD(shared.parameters(), lr=0.1) for _ in range(2)]

@@ -41,7 +41,8 @@ def for_device(source: str, device: str) -> str:
         (r"torch\.cuda\.(?=(Half|Float|Double|Int)Tensor)", prefix),
         (r"""(["'])cuda\1""", repr(device)),
         (r"\.cuda\(\)", f".to({device!r})"),
-        (r"torch\.cuda\.(synchronize|manual_seed)\b", r"torch.cpu.\1"),
+        (r"torch\.cuda\.manual_seed(_all)?\b", "torch.manual_seed"),
+        (r"torch\.cuda\.synchronize\b", "torch.cpu.synchronize"),
     ):
         source = re.sub(pattern, replacement, source)
     return source

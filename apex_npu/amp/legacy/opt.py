@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_adapter import adopt, check_adoptable, record_of
+from apex_npu.amp.optimizer_adapter import adopt, check_adoptable, inner_optimizer, record_of
 from apex_npu.amp.scale_loss import scale_loss
 from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
 
@@ -45,8 +45,8 @@ class OptimWrapper:
         session = getattr(amp_handle, "_session", None)
         if session is not None:
             if record_of(optimizer) is None:
-                check_adoptable(optimizer)
-                adopt(optimizer, session, {})
+                check_adoptable(inner_optimizer(optimizer))
+                adopt(inner_optimizer(optimizer), session, {})
             self._first_loss_id = len(session.scalers)
             loss_scale = session.policy.loss_scale
             session.scalers += [make_scaler(loss_scale, DynamicScaleOptions()) for _ in range(num_loss)]
