@@ -136,8 +136,9 @@ FLOAT_OPS = (
     "_transformer_encoder_layer_fwd",
 )
 
-# Not Apex's: decompositions and solvers, which no device computes in half. Autocast on cpu runs most of them in float,
-# on accelerators none. (torch.nn.utils.parametrizations.orthogonal needs some.)
+# Not Apex's: decompositions and solvers, which no device computes in half, and matrix_exp, whose half results are
+# garbage on cpu. Autocast on cpu runs most of them in float, on accelerators none.
+# (torch.nn.utils.parametrizations.orthogonal needs some.)
 LINALG_FLOAT_OPS = (
     "cholesky",
     "cholesky_inverse",
@@ -160,6 +161,7 @@ LINALG_FLOAT_OPS = (
     "linalg_lu",
     "linalg_lu_factor",
     "linalg_lu_factor_ex",
+    "linalg_matrix_exp",
     "linalg_matrix_rank",
     "linalg_matrix_rank.atol_rtol_float",
     "linalg_matrix_rank.atol_rtol_tensor",
@@ -192,9 +194,6 @@ LINALG_FLOAT_OPS = (
 # On cpu torch runs these in float already.
 ACCELERATOR_FORCED_OPS = ("grid_sampler", "linalg_matrix_norm", "linalg_matrix_norm.str_ord")
 
-# Not Apex's: made of listed operators inside, and unable to take it that these widen. Run without autocast.
-UNCAST_OPS = ("linalg_matrix_exp",)
-
 # The widest type wins; torch itself refuses mixed arguments.
 PROMOTE_OPS = ("bilinear", "cross", "dot")
 
@@ -219,11 +218,10 @@ MATCH_SELF_OPS = (
 def policies(device_type: str) -> dict[str, str]:
     """Operator → policy, on devices of one type.
 
-    A policy is "half", "float", "uncast", "promote" or "match_self".
+    A policy is "half", "float", "promote" or "match_self".
     """
     table = dict.fromkeys(HALF_OPS, "half")
     table.update(dict.fromkeys((*FLOAT_OPS, *LINALG_FLOAT_OPS), "float"))
-    table.update(dict.fromkeys(UNCAST_OPS, "uncast"))
     table.update(dict.fromkeys(PROMOTE_OPS, "promote"))
     table.update(dict.fromkeys(MATCH_SELF_OPS, "match_self"))
     if device_type == "cpu":

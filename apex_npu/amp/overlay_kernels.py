@@ -120,7 +120,6 @@ def _match_self_kernel(op: Kernel, device_type: str) -> Kernel:
 _FACTORIES: dict[str, Callable[[Kernel, str], Kernel]] = {
     "half": _half_kernel,
     "float": _float_kernel,
-    "uncast": _uncast_kernel,
     "promote": _promote_kernel,
     "match_self": _match_self_kernel,
 }

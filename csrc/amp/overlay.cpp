@@ -14,15 +14,14 @@ namespace {
 namespace autocast = at::autocast;
 using torch::jit::Stack;
 
-enum class Policy { kHalf, kFloat, kUncast, kPromote, kMatchSelf };
+enum class Policy { kHalf, kFloat, kPromote, kMatchSelf };
 
 Policy policy_named(const std::string& name) {
   if (name == "half") return Policy::kHalf;
   if (name == "float") return Policy::kFloat;
-  if (name == "uncast") return Policy::kUncast;
   if (name == "promote") return Policy::kPromote;
   if (name == "match_self") return Policy::kMatchSelf;
-  TORCH_CHECK_VALUE(false, "policy must be half, float, uncast, promote or match_self, got ", name);
+  TORCH_CHECK_VALUE(false, "policy must be half, float, promote or match_self, got ", name);
 }
 
 bool is_low_precision(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
@@ -69,8 +68,6 @@ class OverlayKernel final : public c10::OperatorKernel {
         // Into an integer tensor torch refuses floats, and rightly.
         if (!is_cast(arguments[0].toTensor())) return std::nullopt;
         return arguments[0].toTensor().scalar_type();
-      case Policy::kUncast:
-        break;
     }
     return std::nullopt;
   }

@@ -18,7 +18,7 @@ namespace apex_npu {
 // Registers on construction, unregisters in destroy() or on destruction: nothing is registered by loading the library.
 class Overlay {
  public:
-  // `table`: an aten operator, with its overload if it has one ("pow.Scalar"), and "half", "float", "uncast", "promote"
+  // `table`: an aten operator, with its overload if it has one ("pow.Scalar"), and "half", "float", "promote"
   // or "match_self".
   Overlay(const std::string& device_type, const std::vector<std::pair<std::string, std::string>>& table);
   void destroy();
