@@ -36,12 +36,12 @@ class Policy:
     combine_ddp: bool | None = None
     ddp_replica_count: int = 4
     user_cast_preferred: bool | None = None
+    # O1: functions that are not safe with half arguments get them in float32, rather than refuse them.
+    allow_banned: bool = False
     check_combined_tensors: bool | Literal["error"] | None = None
     cast_model_outputs: torch.dtype | None = None
     # The low-precision dtype that patch_torch_functions casts to.
     autocast_dtype: torch.dtype = torch.float16
-    # O1: functions that are refused in low precision run in float instead.
-    allow_banned: bool = False
 
     @property
     def model_dtype(self) -> torch.dtype | None:
