@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -322,3 +323,11 @@ def test_patterns_of_public_scripts():
     result = python("-m", "apex_npu", "run", str(ROOT / "tests" / "old_scripts" / "patterns.py"), *names)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == names
+
+
+def test_the_page_for_those_who_come_from_apex_names_what_is_there():
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    left = re.findall(r"^\| (`.*?) \|", page, flags=re.MULTILINE)
+    named = {name for cell in left for name in re.findall(r"`((?:apex|change_data_ptr)[\w.]*)`", cell)}
+    assert len(named) >= 10
+    assert named <= set(compat.MODULES)

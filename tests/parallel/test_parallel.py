@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[2]
     "checks",
     [
         ("gradients", "unused", "accumulation", "amp_levels"),
-        ("reductions", "flat_calls", "groups"),
-        ("sync_batchnorm",),
+        pytest.param(("reductions", "flat_calls", "groups"), marks=pytest.mark.slow),
+        pytest.param(("sync_batchnorm",), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
