@@ -53,7 +53,9 @@ def actions(dtype):
         "forget state": NOTHING,
     }
     if dtype != torch.float64:  # state that was float64 stays so in torch.optim, and does not mix
-        kinds["to dtype"] = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+        dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+        kinds["to dtype"] = dtypes
+        kinds["one to dtype"] = st.tuples(INDEX, dtypes)
     # Steps are what all else is about.
     names = [*kinds, *["step"] * (len(kinds) // 3)]
     return st.sampled_from(names).flatmap(lambda name: st.tuples(st.just(name), kinds[name]))
@@ -172,15 +174,21 @@ class Machine:
 
     def to_dtype(self, dtype):
         """As module.to does, gradients included."""
-        for p in self.params:
-            grad, p.grad = p.grad, None
-            p.data = p.data.to(dtype)
-            p.grad = None if grad is None else grad.to(dtype)
+        for i in range(len(self.params)):
+            self.one_to_dtype((i, dtype))
+
+    def one_to_dtype(self, index_and_dtype):
+        index, dtype = index_and_dtype
+        p = self.params[index]
+        grad, p.grad = p.grad, None
+        p.data = p.data.to(dtype)
+        p.grad = None if grad is None else grad.to(dtype)
 
     def tie(self):
         """Two Parameters, one memory; both are stepped."""
         self.params[-1].data = self.params[-1].data.clone()
         if self.params[6].shape == self.params[0].shape:
+            self.one_to_dtype((6, self.params[0].dtype))
             self.params[6].data = self.params[0].data
 
     def deepcopy(self):

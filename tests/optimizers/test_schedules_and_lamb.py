@@ -7,7 +7,7 @@ import reference_optimizers as reference
 import torch
 from torch import nn
 
-from apex_npu.optimizers import Lamb, NpuFusedBertAdam, NpuFusedLamb, WarmupLR
+from apex_npu.optimizers import FusedLAMB, Lamb, NpuFusedBertAdam, NpuFusedLamb, WarmupLR
 from apex_npu.optimizers.bert_adam import SCHEDULES
 
 
@@ -107,3 +107,13 @@ def test_unfused_lamb_refuses():
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match=r"sparse gradient, which Lamb does not support.*SparseAdam"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("cls", [NpuFusedLamb, Lamb, FusedLAMB])
+def test_an_overflow_shows_in_the_whole_parameter(cls):
+    """Its norm is NaN, so is the ratio; a ratio of 1 would hide it in one element."""
+    param = nn.Parameter(torch.ones(4))
+    optimizer = cls([param], lr=0.1)
+    param.grad = torch.tensor([1.0, 1.0, float("inf"), 1.0])
+    optimizer.step()
+    assert param.isnan().all()
