@@ -435,3 +435,13 @@ def test_the_ban_on_binary_cross_entropy_names_ways_out_that_work() -> None:
     loss = F.binary_cross_entropy(torch.sigmoid(logits), target)
     expected = F.binary_cross_entropy_with_logits(logits.cpu().double(), target.cpu().double())
     torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_handle_of_the_old_api_applies_registrations() -> None:
+    amp.register_float_function(torch, "mm")
+    try:
+        amp.init()
+        x = torch.ones(2, 2, device=DEVICE)
+        assert (torch.mm(x, x).dtype, (x @ x).dtype) == (torch.float32, torch.float16)
+    finally:
+        amp.unregister_function(torch, "mm")

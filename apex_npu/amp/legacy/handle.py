@@ -17,6 +17,7 @@ from apex_npu.amp.legacy.opt import OptimWrapper
 from apex_npu.amp.policy import resolve
 from apex_npu.amp.scale_loss import scale_loss
 from apex_npu.amp.session import Session, current, disable_casts, install
+from apex_npu.amp.user_casts import registered_patches
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "init", "scale_loss"]
 
@@ -46,6 +47,7 @@ def init(
     session = Session(policy, [], verbosity=2 if verbose else 1)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     session.device_types = ["cpu" if accelerator is None else accelerator.type]
+    session.patches = registered_patches(session.policy)
     install(session)
     return AmpHandle(session, has_cache=enable_caching)
 
