@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -21,13 +21,14 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from apex_npu._extension import disable_dynamo
+from apex_npu.amp.flat_model import FlatModel
 from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.legacy.stash import LegacyOptimizerNames
 from apex_npu.amp.master_params import MasterPair, copy_masters_to_model, make_masters
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import Session, current, disable_casts
 from apex_npu.amp.step_report import StepReport, Verdict, explain_skips, next_report
-from apex_npu.fusion import FlatGrads, clip_coefficient, clip_grad_norm_, plan, total_grad_norm
+from apex_npu.fusion import FlatGrads, FusedGroup, clip_coefficient, clip_grad_norm_, plan, total_grad_norm
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class OptimizerRecord:
     _units: list[GradUnit] = field(default_factory=list)
     _fitted_to: list[object] = field(default_factory=list)
     _own_flat: list[FlatGrads] = field(default_factory=list)
+    _flat_model: FlatModel | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over ``state``, and tell the session, so that the copied model's state dicts find their masters."""
@@ -72,7 +74,15 @@ class OptimizerRecord:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without buffers: a copy makes its own."""
-        return {**self.__dict__, "known_to": None, "aside": None, "_units": [], "_fitted_to": [], "_own_flat": []}
+        return {
+            **self.__dict__,
+            "known_to": None,
+            "aside": None,
+            "_units": [],
+            "_fitted_to": [],
+            "_own_flat": [],
+            "_flat_model": None,
+        }
 
     @property
     def skip(self) -> bool:
@@ -89,6 +99,22 @@ class OptimizerRecord:
             self._units = self._make_units(optimizer, flats)
             self._fitted_to = fitted_to
         return self._units
+
+    def copy_masters(self, optimizer: Optimizer) -> None:
+        """Round every master into its model parameter."""
+        fused = getattr(optimizer, "is_npu_fused_optimizer", False)
+        groups: list[FusedGroup] = optimizer.fused_groups() if fused else []  # type: ignore[attr-defined]
+        if not groups or not self.pairs:
+            copy_masters_to_model(self.pairs)
+            return
+        self.flat_model(groups).copy_masters()
+
+    def flat_model(self, groups: Sequence[FusedGroup]) -> FlatModel:
+        """The model's low-precision parameters, fused like their masters; made anew when either has moved."""
+        if self._flat_model is None or not self._flat_model.fits(groups, self.pairs):
+            self._flat_model = None  # first: its memory is let go of as parameters move out
+            self._flat_model = FlatModel.of(groups, self.pairs)
+        return self._flat_model
 
     def _flats(self, optimizer: Optimizer) -> list[FlatGrads]:
         if getattr(optimizer, "is_npu_fused_optimizer", False):
@@ -190,7 +216,7 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
         _hand_over_scale(self, record)
         with disable_casts():
             super().step()
-        copy_masters_to_model(record.pairs)
+        record.copy_masters(self)
         _drop_master_grads(record)
         _report(record)
         return loss
@@ -253,10 +279,11 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
         return [unit.flat.mask() for unit in self._amp_record.units(self) if unit.flat is not None]
 
     def get_model_combined_params(self) -> list[Tensor]:
-        """The flat buffers that the model's parameters lie in; of fused optimizers, without masters."""
-        _require_no_masters(self._amp_record, "get_model_combined_params", "get_optimizer_combined_params")
+        """The flat buffers that the model's parameters lie in, those without masters left out where there are any."""
         found: list[Tensor] = self.get_optimizer_combined_params()  # type: ignore[attr-defined]
-        return found
+        if not self._amp_record.pairs:
+            return found
+        return self._amp_record.flat_model(self.fused_groups()).flats  # type: ignore[attr-defined]
 
     def get_model_combined_grads(self) -> list[Tensor]:
         """The flat buffers of the model's gradients, without masters."""

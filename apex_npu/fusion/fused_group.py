@@ -13,8 +13,15 @@ from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer, owns_storage, plan
 from apex_npu.fusion.flat_grads import PRESENT, FlatGrads
-from apex_npu.fusion.layout import extent_numel, is_dense
-from apex_npu.fusion.storage import follows_aliases, has_unnamed_aliases, owns_memory, release_previous, slot_table
+from apex_npu.fusion.layout import Layout, Slot, extent_numel, is_dense
+from apex_npu.fusion.storage import (
+    follows_aliases,
+    has_unnamed_aliases,
+    owns_memory,
+    release_previous,
+    slot_table,
+    storage_numel,
+)
 from apex_npu.ops import Segments, wide_dtype
 from apex_npu.ops.reference import segment_ids
 
@@ -26,6 +33,10 @@ class HasFusedGroups(Protocol):
 
     def flat_grads(self) -> list[FlatGrads]:
         """The gradient buffers of all parameters, fused now if they were not."""
+        ...
+
+    def fused_groups(self) -> list[FusedGroup]:
+        """What the last step has stepped."""
         ...
 
 
@@ -239,6 +250,31 @@ class FusedGroup:
         """The step count of one parameter."""
         return int(self._counts[index])
 
+    def twin(self, tensors: Sequence[Tensor | None]) -> Twin | None:
+        """Move ``tensors``, one or None for each parameter, into a buffer of their own that is laid out like this one.
+
+        Only those move that are shaped and strided like their parameter, own their storage, and share a dtype.
+
+        Returns:
+            The buffer, or None where nothing can move.
+        """
+        movable = [
+            (i, t)
+            for i, (t, p) in enumerate(zip(tensors, self.params, strict=True))
+            if t is not None
+            and (t.device, t.size(), t.stride(), t.storage_offset()) == (p.device, p.size(), p.stride(), 0)
+            and storage_numel(t) == t.numel() > 0
+            and _may_move([t])
+        ]
+        movable = [(i, t) for i, t in movable if t.dtype == movable[0][1].dtype]
+        if not movable:
+            return None
+        moved = [t for _, t in movable]
+        buffer = FlatBuffer(self.param_flat.numel(), moved[0].dtype, moved[0].device)
+        slots = tuple(Slot(self._offsets[i], t.numel(), t.numel()) for i, t in movable)
+        buffer.adopt(moved, Layout(slots, tuple(range(len(slots))), buffer.flat.numel()))
+        return Twin(buffer.flat, moved)
+
     # Steps
 
     def advance(self, states: bytes, on_join: Callable[[int], None], *, counted: bool = True) -> list[Run]:
@@ -283,6 +319,28 @@ def _equal_neighbours(keys: Sequence[Hashable]) -> Iterable[tuple[int, int]]:
             if keys[first] is not None:
                 yield first, i - 1
             first = i
+
+
+class Twin:
+    """Tensors in a buffer laid out like a ``FusedGroup``'s.
+
+    Attributes:
+        flat: 1-D, as long as the group's; where a parameter has no twin it holds anything.
+        params: The tensors.
+    """
+
+    def __init__(self, flat: Tensor, params: Sequence[Tensor]) -> None:
+        """Over memory that ``params`` already lie in."""
+        self.flat = flat
+        self.params = list(params)
+        self._table = slot_table(self.params)
+        self._kept = [p for p in self.params if not release_previous(p)]
+
+    def broken(self) -> bool:
+        """True once a tensor no longer lies where it did."""
+        if self._kept:
+            self._kept = [p for p in self._kept if not release_previous(p)]
+        return bool(self._table.broken(self.params))
 
 
 def step_in_place(param: Tensor) -> FusedGroup:

@@ -213,6 +213,10 @@ class FusedOptimizer(Optimizer):
             self._fuse()
         return [fused.grads for record in self._fused for fused in record.groups]
 
+    def fused_groups(self) -> list[FusedGroup]:
+        """What the last step has stepped: none before the first."""
+        return [fused for record in self._fused for fused in record.groups]
+
     def clip_optimizer_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:

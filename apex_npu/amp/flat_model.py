@@ -1,0 +1,62 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Bring masters back to the model in one copy for each buffer, rather than one for each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_npu.amp.master_params import MasterPair, copy_masters_to_model
+from apex_npu.fusion import FusedGroup, Twin
+
+
+@dataclass(eq=False)
+class FlatModel:
+    """A model's low-precision parameters, in buffers laid out like those that a fused optimizer has for their masters.
+
+    Attributes:
+        fitted_to: The optimizer's groups, and then the pairs, that it was made for.
+        twins: For each group whose masters have such a buffer, the group and the buffer.
+        loose: Pairs whose model parameter cannot move, because its memory belongs to someone else, too.
+    """
+
+    fitted_to: list[Any]
+    twins: list[tuple[FusedGroup, Twin]]
+    loose: list[MasterPair]
+
+    @classmethod
+    def of(cls, groups: Sequence[FusedGroup], pairs: Sequence[MasterPair]) -> FlatModel:
+        """Move the model's parameters into buffers, values included."""
+        model_param_of = {id(pair.master_param): pair.model_param for pair in pairs}
+        twins: list[tuple[FusedGroup, Twin]] = []
+        for group in groups:
+            params = [model_param_of.get(id(p)) for p in group.params]
+            twin = group.twin(params)
+            if twin is not None:
+                twins.append((group, twin))
+        moved = {id(p) for _, twin in twins for p in twin.params}
+        return cls([*groups, *pairs], twins, [pair for pair in pairs if id(pair.model_param) not in moved])
+
+    def fits(self, groups: Sequence[FusedGroup], pairs: Sequence[MasterPair]) -> bool:
+        """False once groups or pairs are others, or somebody has moved a model parameter."""
+        now = [*groups, *pairs]
+        same = len(now) == len(self.fitted_to) and all(a is b for a, b in zip(now, self.fitted_to, strict=True))
+        return same and not any(twin.broken() for _, twin in self.twins)
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """The buffers."""
+        return [twin.flat for _, twin in self.twins]
+
+    @torch.no_grad()
+    def copy_masters(self) -> None:
+        """Round every master into its model parameter."""
+        for group, twin in self.twins:
+            twin.flat.copy_(group.param_flat)
+            torch.autograd.graph.increment_version(twin.params)
+        copy_masters_to_model(self.loose)

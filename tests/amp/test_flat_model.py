@@ -1,0 +1,158 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Masters and model parameters in buffers laid out alike: one copy brings all of them back."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from devices import DEVICE
+from torch import nn
+
+from apex_npu import amp, optimizers
+
+LEVELS = {"O2": torch.float16, "O5": torch.bfloat16}
+
+
+def make(level="O2", cls=optimizers.NpuFusedAdam, model=None):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 8), nn.Linear(8, 2)]
+    model = (model or nn.Sequential(*layers)).to(DEVICE)
+    return amp.initialize(model, cls(model.parameters(), lr=1e-2), opt_level=level, loss_scale=64.0, verbosity=0)
+
+
+def step(model, optimizer, number=0):
+    x = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+    with amp.scale_loss(model(x).square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def agrees(model, optimizer):
+    """Every model parameter is its master, rounded."""
+    masters = {p.model_param: p.master_param for p in optimizer._amp_record.pairs}
+    assert masters
+    return all(torch.equal(p, masters[p].to(p.dtype)) for p in model.parameters() if p in masters)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_keep_identity_and_values(level):
+    model, optimizer = make(level)
+    plain, other = make(level, torch.optim.Adam)
+    before = list(model.parameters())
+    for number in range(4):
+        step(model, optimizer, number)
+        step(plain, other, number)
+        assert agrees(model, optimizer)
+    assert all(p is q for p, q in zip(before, model.parameters(), strict=True))
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        # One optimizer rounds its float32 step otherwise than the other; in half precision that is one place at most.
+        torch.testing.assert_close(p, q, rtol=2 * torch.finfo(p.dtype).eps, atol=1e-6)
+    (flat,) = optimizer.get_model_combined_params()
+    assert flat.dtype == LEVELS[level]
+    begin, end = flat.data_ptr(), flat.data_ptr() + flat.numel() * flat.element_size()
+    assert all(begin <= p.data_ptr() < end for p in model.parameters() if p.dtype == LEVELS[level])
+
+
+def test_one_copy_for_all_parameters():
+    if DEVICE.type != "npu":
+        pytest.skip("launches are counted on the simulated NPU")
+    import npu_simulator
+
+    def launches(count):
+        model, optimizer = make(model=nn.Sequential(*[nn.Linear(4, 4) for _ in range(count)]))
+        for _ in range(2):
+            with amp.scale_loss(model(torch.ones(2, 4, device=DEVICE)).sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            with npu_simulator.count() as counted:
+                optimizer.step()
+            optimizer.zero_grad()
+        amp.shutdown()
+        return counted.launches
+
+    assert launches(4) == launches(30)
+
+
+@pytest.mark.parametrize("change", ["data", "to", "assign in place", "share", "add_param_group", "load", "freeze"])
+def test_what_users_do_in_between(change):
+    model, optimizer = make()
+    step(model, optimizer)
+    weight = model[3].weight
+    if change == "data":
+        weight.data = weight.data.clone()
+    elif change == "to":
+        model.double().half()
+        model[1].float()
+    elif change == "assign in place":
+        with torch.no_grad():
+            weight.zero_()
+    elif change == "share":
+        model[4].weight.data = torch.zeros(100, dtype=torch.float16, device=DEVICE)[7:23].view(2, 8)
+    elif change == "add_param_group":
+        extra = nn.Linear(2, 2).to(DEVICE).half()
+        model.append(extra)
+        optimizer.add_param_group({"params": extra.parameters()})
+    elif change == "load":
+        model.load_state_dict(model.state_dict())
+    elif change == "freeze":
+        weight.requires_grad_(False)
+    for number in range(2):
+        step(model, optimizer, number)
+        assert agrees(model, optimizer)
+
+
+def test_memory_of_others_is_left_alone():
+    """A weight that is part of a larger tensor, as a flattened RNN's, is copied for itself."""
+    model, optimizer = make()
+    row = torch.zeros(1000, dtype=torch.float16, device=DEVICE)
+    model[4].weight.data = row[10:26].view(2, 8)
+    step(model, optimizer)
+    assert agrees(model, optimizer)
+    assert torch.equal(row[10:26].view(2, 8), model[4].weight)
+    assert row[:10].count_nonzero() == row[26:].count_nonzero() == 0
+
+
+def test_a_copy_has_buffers_of_its_own():
+    model, optimizer = make()
+    step(model, optimizer)
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    before = [p.detach().clone() for p in model.parameters()]
+    step(twin, twin_optimizer)
+    assert agrees(twin, twin_optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+    step(model, optimizer)
+    assert agrees(model, optimizer)
+
+
+def test_channels_last_and_transposed_weights():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2)).to(memory_format=torch.channels_last)
+    model[2].weight.data = model[2].weight.data.t().contiguous().t()
+    model, optimizer = make(model=model)
+    strides = [p.stride() for p in model.parameters()]
+    for number in range(2):
+        step(model, optimizer, number)
+        assert agrees(model, optimizer)
+    assert [p.stride() for p in model.parameters()] == strides
+
+
+def test_autograd_notices_that_weights_have_changed():
+    model, optimizer = make()
+    step(model, optimizer)
+    x = torch.ones(4, 1, 8, 8, device=DEVICE)
+    loss = model(x).sum()
+    step(model, optimizer)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_memory_outside_torch_is_not_left_dangling():
+    if DEVICE.type != "cpu" or "numpy" not in sys.modules:
+        pytest.skip("an array looks at host memory")
+    model, optimizer = make()
+    array = model[4].weight.detach().numpy()
+    before = array.copy()
+    for number in range(3):
+        step(model, optimizer, number)
+    assert (array == before).all()  # the array keeps the former memory
