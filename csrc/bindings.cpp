@@ -7,13 +7,14 @@
 #include "amp/overlay.h"
 #include "combine_tensors/change_data_ptr.h"
 #include "combine_tensors/slot_table.h"
+#include "fused_optim/gather_cpu.h"
 #include "fused_optim/segments_cpu.h"
 
 namespace py = pybind11;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 2;
+  m.attr("API") = 3;
 
   m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"),
         py::arg("keep_previous"));
@@ -29,6 +30,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("keeps_previous", &apex_npu::keeps_previous, py::arg("tensor"));
   m.def("release_previous", &apex_npu::release_previous, py::arg("tensor"));
 
+  m.def("gather_cpu", &apex_npu::gather_cpu, py::arg("slots"), py::arg("grads"), py::arg("inv_scale"),
+        py::arg("found_inf"));
   m.def("segment_dot_cpu", &apex_npu::segment_dot_cpu, py::arg("a"), py::arg("b"), py::arg("starts"),
         py::arg("lengths"));
   m.def("segment_add_cpu", &apex_npu::segment_add_cpu, py::arg("x"), py::arg("y"), py::arg("factors"),

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from apex_npu.backends import for_device
 from apex_npu.fusion import FlatGrads
-from apex_npu.fusion.flat_grads import PRESENT
+from apex_npu.fusion.flat_grads import ABSENT, PRESENT
+from apex_npu.ops import gathers_in_one_pass
 
 
 class GradUnit:
@@ -121,6 +122,8 @@ class GradUnit:
         Raises:
             RuntimeError: A gradient is sparse.
         """
+        if self.flat is not None and self._take_all(self.flat, inv_scale, found_inf):
+            return
         if self.flat is not None and self._all_present(self.flat) and not self._masters:
             unscale_grads([self.flat.flat], inv_scale, found_inf)
             return
@@ -143,6 +146,20 @@ class GradUnit:
             unscale_grads(new, inv_scale, found_inf)
             torch._foreach_add_([_writable(self.params[i]) for i in later], new)
         self._delivered = {i: (g, g._version) for i in fresh if (g := self.sources[i].grad) is not None}
+
+    def _take_all(self, flat: FlatGrads, inv_scale: float, found_inf: Tensor | None) -> bool:
+        """Where no gradient is in its slot yet, gather, widen, unscale and check in one pass."""
+        if not gathers_in_one_pass(flat.flat):
+            return False
+        states = flat.states()
+        if PRESENT in states or any(states[i] != ABSENT for i in self._masters):
+            return False
+        fresh = [i for i, source in enumerate(self.sources) if source.grad is not None]
+        masters = set(self._masters)
+        grads = [_dense(self.sources[i].grad, self.sources[i]) if i in masters else flat.grad_of(i) for i in fresh]
+        flat.take(fresh, grads, inv_scale, found_inf)
+        self._delivered = {i: (g, g._version) for i in self._masters if (g := self.sources[i].grad) is not None}
+        return True
 
     @staticmethod
     def _all_present(flat: FlatGrads) -> bool:

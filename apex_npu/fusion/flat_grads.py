@@ -15,6 +15,7 @@ from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.storage import grad_states, slot_table
+from apex_npu.ops import gather_
 
 ABSENT, PRESENT, FOREIGN = 0, 1, 2
 
@@ -76,13 +77,17 @@ class FlatGrads:
         if FOREIGN not in states:
             return states
         foreign = [i for i, state in enumerate(states) if state == FOREIGN]
-        grads = [self.grad_of(i) for i in foreign]
-        views = self.views
-        with torch.no_grad():
-            torch._foreach_copy_([views[i] for i in foreign], grads)
-        for i in foreign:
-            self.params[i].grad = views[i]
+        self.take(foreign, [self.grad_of(i) for i in foreign])
         return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
+
+    def take(
+        self, indices: Sequence[int], grads: Sequence[Tensor], inv_scale: float = 1.0, found_inf: Tensor | None = None
+    ) -> None:
+        """Bring ``grads`` into the slots ``indices``, whose parameters have them from then on; see ``ops.gather_``."""
+        views = self.views
+        gather_([views[i] for i in indices], grads, inv_scale, found_inf)
+        for i in indices:
+            self.params[i].grad = views[i]
 
     def mask(self) -> Tensor:
         """float32, 1-D: one where a gradient is PRESENT, zero in padding and in ABSENT slots."""

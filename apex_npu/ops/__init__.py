@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Update rules on flat buffers: one schema per op, a kernel per device, the reference where there is none."""
 
+from apex_npu.ops.gather import gather_, gathers_in_one_pass
 from apex_npu.ops.reference import LOW_PRECISION, wide_dtype
 from apex_npu.ops.schemas import (
     adadelta_,
@@ -22,6 +23,8 @@ __all__ = [
     "adagrad_",
     "adam_",
     "adam_direction_",
+    "gather_",
+    "gathers_in_one_pass",
     "rmsprop_",
     "segment_add_",
     "segment_dot",

@@ -126,7 +126,7 @@ def test_amp_takes_it_at_every_level(level, inner):
             plain.zero_grad()
             nn.functional.mse_loss(reference(x), y).backward()
             plain.step()
-    assert amp.last_step(larc) == "applied"
+    assert amp.last_step(larc).applied
     assert all(p.dtype == torch.float32 for p in amp.master_params(larc)) == (level != "O3")
     tolerance = {"O0": 1e-6, "O1": 5e-3, "O2": 5e-3, "O3": 2e-2}[level]
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
@@ -144,6 +144,6 @@ def test_amp_skips_its_step_after_an_overflow(level):
     with amp.scale_loss(loss, [larc]) as scaled_loss:
         scaled_loss.backward()
     larc.step()
-    assert amp.last_step(larc) == "skipped"
+    assert amp.last_step(larc).skipped
     assert torch.equal(model.state_dict()["weight"], before)
     assert larc._amp_stash.lazy_init_called

@@ -1,0 +1,46 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients, as autograd has left them, on their way into slots. Not a dispatcher op: lists are slow to pass there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from apex_npu._extension import extension
+
+_DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+
+
+def gathers_in_one_pass(slot: Tensor) -> bool:
+    """True where ``gather_`` copies, widens, multiplies and looks at every element in one pass."""
+    return extension is not None and slot.device.type == "cpu" and slot.dtype in _DTYPES
+
+
+@torch.no_grad()
+def gather_(
+    slots: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: float = 1.0, found_inf: Tensor | None = None
+) -> None:
+    """Write grad · inv_scale into its slot, for each pair.
+
+    Args:
+        slots: Dense, of one dtype and device, not overlapping.
+        grads: Shaped like them; of any floating dtype, widened before they are multiplied.
+        inv_scale: 1 / loss scale.
+        found_inf: float32, one element; set to 1 where an element of a gradient is inf or nan. None: do not look.
+    """
+    if not slots:
+        return
+    if gathers_in_one_pass(slots[0]) and all(grad.dtype in _DTYPES for grad in grads):
+        assert extension is not None
+        extension.gather_cpu(slots, grads, inv_scale, found_inf)
+        return
+    slots = list(slots)
+    torch._foreach_copy_(slots, list(grads))
+    if found_inf is not None:
+        factor = torch.full((1,), inv_scale, dtype=torch.float32, device=found_inf.device)
+        torch._amp_foreach_non_finite_check_and_unscale_(slots, found_inf, factor)
+    elif inv_scale != 1.0:
+        torch._foreach_mul_(slots, inv_scale)

@@ -1,0 +1,100 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gathering gradients: values, dtypes, strides, and what counts as not finite."""
+
+import math
+
+import pytest
+import torch
+from devices import DEVICE
+
+from apex_npu.ops import gather_, gathers_in_one_pass
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+SHAPES = [(3, 5), (), (0,), (17,), (2, 3, 4), (40_000,)]
+
+
+def make(dtype, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+def test_widened_then_multiplied_then_rounded_once(source, target):
+    grads = make(source)
+    slots = [torch.empty(g.shape, dtype=target, device=DEVICE) for g in grads]
+    found_inf = torch.zeros(1, device=DEVICE)
+    gather_(slots, grads, 1 / 128, found_inf)
+    wide = torch.float64 if target == torch.float64 else torch.float32
+    for slot, grad in zip(slots, grads, strict=True):
+        expected = (grad.to(wide) / 128).to(target)
+        if gathers_in_one_pass(slot) or target == wide:
+            assert torch.equal(slot, expected)
+        else:  # copied first: a second rounding, in the slots' dtype
+            torch.testing.assert_close(slot, expected, rtol=torch.finfo(target).eps, atol=1e-7)
+    assert found_inf.item() == 0
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("where", [0, 3, -1])
+def test_every_element_is_looked_at(dtype, bad, where):
+    grads = make(dtype)
+    grads[where].view(-1)[grads[where].numel() // 2] = bad
+    slots = [torch.empty_like(g) for g in grads]
+    found_inf = torch.zeros(1, device=DEVICE)
+    gather_(slots, grads, 0.5, found_inf)
+    assert found_inf.item() == 1
+    gather_(slots, make(dtype), 0.5, found_inf)
+    assert found_inf.item() == 1  # what was found earlier stays
+    gather_(slots, grads)  # nobody asks
+
+
+def test_the_largest_finite_numbers_are_finite():
+    for dtype in DTYPES:
+        grads = [torch.full((9,), torch.finfo(dtype).max, dtype=dtype, device=DEVICE) for _ in range(100)]
+        found_inf = torch.zeros(1, device=DEVICE)
+        gather_([torch.empty_like(g) for g in grads], grads, 0.5, found_inf)
+        assert found_inf.item() == 0
+
+
+def test_other_strides_match_element_by_element():
+    grads = [
+        torch.randn(4, 6).t(),
+        torch.randn(1, 3).expand(5, 3),
+        torch.randn(8, 6)[::2, 1:4],
+        torch.randn(2, 3, 4, 4),
+    ]
+    grads = [g.to(DEVICE) for g in grads]
+    slots = [torch.empty(g.shape, device=DEVICE) for g in grads[:3]]
+    slots.append(torch.empty(2, 3, 4, 4, device=DEVICE).to(memory_format=torch.channels_last))
+    gather_(slots, grads, 2.0)
+    for slot, grad in zip(slots, grads, strict=True):
+        assert torch.equal(slot, grad * 2)
+
+
+def test_small_float16_gradients_survive():
+    grads = [torch.full((3,), 6e-8, dtype=torch.float16, device=DEVICE)]  # float16's smallest number
+    slots = [torch.empty(3, device=DEVICE)]
+    gather_(slots, grads, 2.0**-16)
+    torch.testing.assert_close(slots[0], grads[0].float() * 2.0**-16, rtol=0, atol=0)
+
+
+def test_bad_input():
+    if DEVICE.type != "cpu":
+        pytest.skip("checks of the C++ kernel")
+    if not gathers_in_one_pass(torch.ones(1)):
+        pytest.skip("there is no extension")
+    from apex_npu._extension import extension
+
+    ones = torch.ones(3)
+    for slots, grads, error, message in (
+        ([ones], [], ValueError, "one gradient per slot"),
+        ([ones], [torch.ones(4)], ValueError, r"gradient 0 has shape \[4\], its slot \[3\]"),
+        ([ones], [torch.ones(3, dtype=torch.int32)], TypeError, "got torch.FloatTensor and torch.IntTensor at index 0"),
+        ([torch.ones(6)[::2]], [ones], ValueError, "slot 0 must fill its memory"),
+        ([ones], [ones.to_sparse()], TypeError, "must be dense"),
+    ):
+        with pytest.raises(error, match=message):
+            extension.gather_cpu(slots, grads, 1.0, None)
