@@ -10,17 +10,13 @@ All variants run in one process, in turns; ratios are taken within a turn. READM
 from __future__ import annotations
 
 import argparse
-import csv
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from statistics import median, quantiles
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rounds import in_turns, open_device, rows, show, time_calls, write
 from torch import Tensor, nn
 
 from apex_npu import amp
@@ -28,10 +24,6 @@ from apex_npu.amp import overlay
 
 DTYPE = torch.float16
 VARIANTS = ("plain", "autocast", "O1", "O1, no extension")
-COLUMNS = (
-    "commit", "device", "torch", "dtype", "workload", "variant",
-    "median_ms", "p90_ms", "ratio_to_autocast", "ratio_low", "ratio_high",
-)  # fmt: skip
 
 
 def transformer() -> nn.Module:
@@ -83,87 +75,28 @@ def workloads(device: torch.device) -> dict[str, Callable[[nn.Module, str], None
     return {"forward": forward, "forward + backward": forward_backward, "one operator": operator}
 
 
-def measure(
-    work: Callable[[nn.Module, str], None], variants: tuple[str, ...], device: torch.device, rounds: int, repeats: int
-) -> dict[str, list[float]]:
-    """Milliseconds of a call in each round, per variant."""
-    torch.manual_seed(0)
-    model = transformer().to(device)
-    times: dict[str, list[float]] = {variant: [] for variant in variants}
-    for turn in range(rounds + 2):
-        # Rotated, so that no variant always follows the same one.
-        for i in range(len(variants)):
-            variant = variants[(turn + i) % len(variants)]
-            with set_up(variant, model):
-                work(model, variant)
-                synchronize(device)
-                # On the host, CPU time: other processes do not count, the engine's threads do.
-                clock = time.perf_counter if device.type == "cuda" else time.process_time
-                start = clock()
-                for _ in range(repeats):
-                    work(model, variant)
-                synchronize(device)
-                if turn >= 2:  # the first two warm up
-                    times[variant].append((clock() - start) * 1e3 / repeats)
-    return times
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-
-
-def rows(workload: str, times: dict[str, list[float]], device: torch.device) -> list[dict[str, str]]:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    same = {"commit": commit.stdout.strip(), "device": device.type, "torch": torch.__version__, "dtype": str(DTYPE)}
-    table = []
-    for variant, values in times.items():
-        ratios = [a / b for a, b in zip(values, times["autocast"], strict=True)]
-        twentieths = quantiles(ratios, n=40)
-        numbers = {
-            "median_ms": median(values),
-            "p90_ms": quantiles(values, n=10)[-1],
-            "ratio_to_autocast": median(ratios),
-            "ratio_low": twentieths[0],
-            "ratio_high": twentieths[-1],
-        }
-        table.append(
-            {**same, "workload": workload, "variant": variant, **{name: f"{x:.4f}" for name, x in numbers.items()}}
-        )
-    return table
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=150)
     parser.add_argument("--repeats", type=int, default=10, help="calls per round and variant")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.device == "npu":
-        import npu_simulator
-
-        npu_simulator.install()
-    device = torch.device(options.device)
+    device = open_device(options.device)
     variants = VARIANTS if overlay.extension is not None else ("plain", "autocast", "O1, no extension")
+    torch.manual_seed(0)
+    model = transformer().to(device)
     table: list[dict[str, str]] = []
     for workload, work in workloads(device).items():
         repeats = options.repeats * (100 if workload == "one operator" else 1)
-        table += rows(workload, measure(work, variants, device, options.rounds, repeats), device)
-    for row in table:
-        print(
-            f"{row['workload']:20} {row['variant']:17} {row['median_ms']:>8} ms   "
-            f"{row['ratio_to_autocast']} x autocast ({row['ratio_low']} .. {row['ratio_high']})"
-        )
-    path = Path(__file__).parent / "results" / f"o1_overhead_{device.type}.csv"
-    path.parent.mkdir(exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
-    print(f"written to {path}")
+
+        def time_one(variant: str) -> float:
+            with set_up(variant, model):
+                return time_calls(lambda: work(model, variant), device, repeats)  # noqa: B023
+
+        new = rows(device, DTYPE, workload, in_turns(variants, options.rounds, time_one), "autocast")
+        show(new)
+        table += new
+    write("o1_overhead", device, table)
 
 
 if __name__ == "__main__":

@@ -45,29 +45,29 @@ void reserve(c10::DeviceIndex index, int64_t nbytes) {
 void release(c10::DeviceIndex index, int64_t nbytes) noexcept { device_memory[index].allocated.fetch_sub(nbytes); }
 
 // Written in front of the bytes, so that context and data are one pointer: torch asks for that before it shares memory
-// copy-on-write.
+// copy-on-write. Of memory that a host kernel has allocated only the owner stands behind it.
 struct alignas(c10::gAlignment) Header {
   int64_t nbytes;
   c10::DeviceIndex index;
+  bool is_adopted;
 };
-
-void free_device_memory(void* data) {
-  auto* header = static_cast<Header*>(data) - 1;
-  release(header->index, header->nbytes);
-  c10::free_cpu(header);
-}
 
 struct Adopted {
   c10::DataPtr data;  // one of the two
   c10::Storage storage;
-  int64_t nbytes;
-  c10::DeviceIndex index;
 };
 
-void free_adopted(void* context) {
-  auto* adopted = static_cast<Adopted*>(context);
-  release(adopted->index, adopted->nbytes);
-  delete adopted;
+// One deleter for both: whoever compares it with the allocator's learns that the memory is this device's own.
+void free_device_memory(void* context) {
+  auto* header = static_cast<Header*>(context) - 1;
+  release(header->index, header->nbytes);
+  if (header->is_adopted) static_cast<Adopted*>(context)->~Adopted();
+  c10::free_cpu(header);
+}
+
+void* new_adopted(c10::DataPtr data, c10::Storage storage, int64_t nbytes, c10::DeviceIndex index) {
+  auto* header = new (c10::alloc_cpu(sizeof(Header) + sizeof(Adopted))) Header{nbytes, index, true};
+  return new (header + 1) Adopted{std::move(data), std::move(storage)};
 }
 
 void drop_storage(void* storage) {
@@ -94,7 +94,7 @@ struct NpuAllocator final : AllocatorBase {
       TORCH_CHECK_WITH(OutOfMemoryError, false, "NPU out of memory. Tried to allocate ", nbytes,
                        " bytes on npu:", static_cast<int>(index), ", which the host does not have");
     }
-    auto* header = new (memory) Header{static_cast<int64_t>(nbytes), index};
+    auto* header = new (memory) Header{static_cast<int64_t>(nbytes), index, false};
     void* data = header + 1;
     return {data, data, &free_device_memory, device};
   }
@@ -221,18 +221,18 @@ c10::Storage new_storage(int64_t nbytes, c10::DeviceIndex index) {
 c10::DataPtr adopt(c10::DataPtr host, int64_t nbytes, c10::DeviceIndex index) {
   reserve(index, nbytes);
   void* data = host.get();
-  auto* context = new Adopted{std::move(host), c10::Storage(), nbytes, index};
-  return {data, context, &free_adopted, c10::Device(kNpu, index)};
+  void* context = new_adopted(std::move(host), c10::Storage(), nbytes, index);
+  return {data, context, &free_device_memory, c10::Device(kNpu, index)};
 }
 
 c10::Storage adopt(const c10::Storage& host, c10::DeviceIndex index) {
   const auto nbytes = static_cast<int64_t>(host.nbytes());
   reserve(index, nbytes);
   void* data = host.unsafeGetStorageImpl()->mutable_data();
-  auto* context = new Adopted{c10::DataPtr(), host, nbytes, index};
+  void* context = new_adopted(c10::DataPtr(), host, nbytes, index);
   return c10::Storage(c10::make_intrusive<NpuStorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), nbytes, c10::DataPtr(data, context, &free_adopted, c10::Device(kNpu, index)),
-      npu_allocator(), /*resizable=*/true));
+      c10::StorageImpl::use_byte_size_t(), nbytes,
+      c10::DataPtr(data, context, &free_device_memory, c10::Device(kNpu, index)), npu_allocator(), /*resizable=*/true));
 }
 
 c10::intrusive_ptr<c10::StorageImpl> host_storage(c10::StorageImpl* npu) {
