@@ -14,7 +14,7 @@ namespace py = pybind11;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 3;
+  m.attr("API") = 4;
 
   m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"),
         py::arg("keep_previous"));
@@ -32,6 +32,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("gather_cpu", &apex_npu::gather_cpu, py::arg("slots"), py::arg("grads"), py::arg("inv_scale"),
         py::arg("found_inf"));
+  m.def("take_grads_cpu", &apex_npu::take_grads_cpu, py::arg("sources"), py::arg("params"), py::arg("slots"),
+        py::arg("inv_scale"), py::arg("found_inf"));
   m.def("segment_dot_cpu", &apex_npu::segment_dot_cpu, py::arg("a"), py::arg("b"), py::arg("starts"),
         py::arg("lengths"));
   m.def("segment_add_cpu", &apex_npu::segment_add_cpu, py::arg("x"), py::arg("y"), py::arg("factors"),

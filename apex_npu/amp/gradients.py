@@ -154,10 +154,7 @@ class GradUnit:
         states = flat.states()
         if PRESENT in states or any(states[i] != ABSENT for i in self._masters):
             return False
-        fresh = [i for i, source in enumerate(self.sources) if source.grad is not None]
-        masters = set(self._masters)
-        grads = [_dense(self.sources[i].grad, self.sources[i]) if i in masters else flat.grad_of(i) for i in fresh]
-        flat.take(fresh, grads, inv_scale, found_inf)
+        flat.take(self.sources, inv_scale, found_inf)
         self._delivered = {i: (g, g._version) for i in self._masters if (g := self.sources[i].grad) is not None}
         return True
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.storage import grad_states, slot_table
-from apex_npu.ops import gather_
+from apex_npu.ops import gather_, gathers_in_one_pass, take_grads_
 
 ABSENT, PRESENT, FOREIGN = 0, 1, 2
 
@@ -76,18 +76,25 @@ class FlatGrads:
         states = self.states()
         if FOREIGN not in states:
             return states
-        foreign = [i for i, state in enumerate(states) if state == FOREIGN]
-        self.take(foreign, [self.grad_of(i) for i in foreign])
+        if PRESENT in states or not gathers_in_one_pass(self.flat):
+            foreign = [i for i, state in enumerate(states) if state == FOREIGN]
+            grads = [self.grad_of(i) for i in foreign]
+            gather_([self.views[i] for i in foreign], grads)
+            for i in foreign:
+                self.params[i].grad = self.views[i]
+        else:
+            self.take(self.params)
         return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
 
-    def take(
-        self, indices: Sequence[int], grads: Sequence[Tensor], inv_scale: float = 1.0, found_inf: Tensor | None = None
-    ) -> None:
-        """Bring ``grads`` into the slots ``indices``, whose parameters have them from then on; see ``ops.gather_``."""
-        views = self.views
-        gather_([views[i] for i in indices], grads, inv_scale, found_inf)
-        for i in indices:
-            self.params[i].grad = views[i]
+    def take(self, sources: Sequence[Tensor], inv_scale: float = 1.0, found_inf: Tensor | None = None) -> None:
+        """Bring the gradients of ``sources`` into the slots, in one pass; see ``ops.take_grads_``.
+
+        Raises:
+            RuntimeError: A gradient is sparse, or not of its parameter's dtype; nothing has been copied then.
+        """
+        unfit = take_grads_(sources, self.params, self.views, inv_scale, found_inf)
+        if unfit is not None:
+            self._check_grad(unfit, sources[unfit].grad)
 
     def mask(self) -> Tensor:
         """float32, 1-D: one where a gradient is PRESENT, zero in padding and in ABSENT slots."""
@@ -104,8 +111,13 @@ class FlatGrads:
         Raises:
             RuntimeError: It is sparse, or of another dtype.
         """
+        grad = self.params[index].grad
+        assert grad is not None
+        self._check_grad(index, grad)
+        return grad.detach()
+
+    def _check_grad(self, index: int, grad: Tensor | None) -> None:
         param = self.params[index]
-        grad = param.grad
         assert grad is not None
         if grad.layout != torch.strided:
             raise RuntimeError(
@@ -117,4 +129,3 @@ class FlatGrads:
                 f"parameter {index} of shape {tuple(param.shape)} is {param.dtype} and has a gradient in {grad.dtype}, "
                 "which cannot be fused; leave its grad_dtype as it was, or use the unfused optimizer"
             )
-        return grad.detach()

@@ -19,6 +19,32 @@ def gathers_in_one_pass(slot: Tensor) -> bool:
     return extension is not None and slot.device.type == "cpu" and slot.dtype in _DTYPES
 
 
+def take_grads_(
+    sources: Sequence[Tensor],
+    params: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    inv_scale: float = 1.0,
+    found_inf: Tensor | None = None,
+) -> int | None:
+    """Gather the gradients of ``sources``, those that are there, into ``slots``, and make these ``params``' gradients.
+
+    Only where ``gathers_in_one_pass(slots[0])``: one call, however many there are. For the rest see ``gather_``.
+
+    Args:
+        sources: Where autograd leaves the gradients of ``params``: those, or for a master its model parameter.
+        params: One for each.
+        slots: Likewise.
+        inv_scale: See ``gather_``.
+        found_inf: See ``gather_``.
+
+    Returns:
+        The index of the first gradient that is sparse, or not of its parameter's dtype, with nothing written; or None.
+    """
+    assert extension is not None
+    unfit: int = extension.take_grads_cpu(sources, params, slots, inv_scale, found_inf)
+    return None if unfit < 0 else unfit
+
+
 @torch.no_grad()
 def gather_(
     slots: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: float = 1.0, found_inf: Tensor | None = None

@@ -82,14 +82,15 @@ bool gather(const at::Tensor& slot, const at::Tensor& grad, double inv_scale) {
   }
 }
 
+bool supported(const at::Tensor& t) {
+  const auto dtype = t.scalar_type();
+  return t.layout() == c10::kStrided && t.device().is_cpu() &&
+         (dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16);
+}
+
 void check(const std::vector<at::Tensor>& slots, const std::vector<at::Tensor>& grads) {
   TORCH_CHECK_VALUE(slots.size() == grads.size(), "gather: expected one gradient per slot (", slots.size(), "), got ",
                     grads.size());
-  const auto supported = [](const at::Tensor& t) {
-    const auto dtype = t.scalar_type();
-    return t.layout() == c10::kStrided && t.device().is_cpu() &&
-           (dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16);
-  };
   for (size_t i = 0; i < slots.size(); ++i) {
     TORCH_CHECK_TYPE(supported(slots[i]) && supported(grads[i]),
                      "gather: slots and gradients must be dense float16, bfloat16, float32 or float64 tensors on the "
@@ -117,6 +118,27 @@ void gather_cpu(const std::vector<at::Tensor>& slots, const std::vector<at::Tens
     }
   });
   if (bad && found_inf.has_value()) *found_inf->mutable_data_ptr<float>() = 1.0f;
+}
+
+int64_t take_grads_cpu(const std::vector<at::Tensor>& sources, const std::vector<at::Tensor>& params,
+                       const std::vector<at::Tensor>& slots, double inv_scale,
+                       const std::optional<at::Tensor>& found_inf) {
+  TORCH_CHECK_VALUE(sources.size() == params.size() && sources.size() == slots.size(),
+                    "take_grads: sources, params and slots must have one length");
+  std::vector<at::Tensor> present, grads;
+  std::vector<size_t> indices;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const at::Tensor& grad = sources[i].grad();
+    if (!grad.defined()) continue;
+    const bool own = sources[i].is_same(params[i]);
+    if (!supported(grad) || (own && grad.scalar_type() != slots[i].scalar_type())) return static_cast<int64_t>(i);
+    present.push_back(slots[i]);
+    grads.push_back(grad);
+    indices.push_back(i);
+  }
+  gather_cpu(present, grads, inv_scale, found_inf);
+  for (size_t i : indices) params[i].mutable_grad() = slots[i];
+  return -1;
 }
 
 }  // namespace apex_npu

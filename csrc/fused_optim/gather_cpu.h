@@ -17,4 +17,14 @@ namespace apex_npu {
 void gather_cpu(const std::vector<at::Tensor>& slots, const std::vector<at::Tensor>& grads, double inv_scale,
                 const std::optional<at::Tensor>& found_inf);
 
+// The gradients of `sources`, those that are there, gathered into `slots`, which become the gradients of `params`;
+// where autograd leaves a parameter's gradient on another tensor (a master's, on the model's parameter), that is its
+// source.
+//
+// Returns the index of the first gradient that is not dense, or not of the dtype that its parameter asks for; nothing
+// has been written then. -1 where all are well.
+int64_t take_grads_cpu(const std::vector<at::Tensor>& sources, const std::vector<at::Tensor>& params,
+                       const std::vector<at::Tensor>& slots, double inv_scale,
+                       const std::optional<at::Tensor>& found_inf);
+
 }  // namespace apex_npu
