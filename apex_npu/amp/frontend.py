@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from apex_npu.amp.forward_cast import convert_model, put_wrapper_back, wrapper_of
 from apex_npu.amp.master_params import give_fp32_state_dict, remove_fp32_state_dict
-from apex_npu.amp.optimizer_adapter import adopt, check_adoptable, inner_optimizer, record_of, release
+from apex_npu.amp.optimizer_adapter import adopt, check_adoptable, release
+from apex_npu.amp.optimizer_record import inner_optimizer, record_of
 from apex_npu.amp.policy import PRINTED_OPTIONS, Policy, resolve
 from apex_npu.amp.scaler import DynamicScaleOptions, in_apex_format, make_scaler
 from apex_npu.amp.session import (

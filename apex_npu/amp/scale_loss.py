@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.gradients import GradUnit, clear_overflow_flags, unscale_units
-from apex_npu.amp.optimizer_adapter import OptimizerRecord, inner_optimizer, pair_masters, record_of
+from apex_npu.amp.optimizer_adapter import pair_masters
+from apex_npu.amp.optimizer_record import OptimizerRecord, inner_optimizer, record_of
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session, require
 from apex_npu.amp.step_report import Verdict
