@@ -67,14 +67,20 @@ class GradUnit:
     @torch.no_grad()
     def scale_params_(self, factor: float) -> None:
         """Multiply the gradients of ``params``, masters' included, by ``factor``."""
-        if factor == 1.0:
-            return
-        if self.flat is not None and self._all_present(self.flat):
-            self.flat.flat.mul_(factor)
-            return
-        grads = [_writable(p) for p in self.params if p.grad is not None]
-        if grads:
+        if factor != 1.0 and (grads := self._grads_of_params()):
             torch._foreach_mul_(grads, factor)
+
+    @torch.no_grad()
+    def clip_params_(self, coefficient: Tensor) -> None:
+        """Multiply the gradients of ``params`` by ``coefficient``, one number on any device."""
+        coefficient = coefficient.reshape(()).to(self.device)
+        for grad in self._grads_of_params():
+            grad.mul_(coefficient.to(grad.dtype))
+
+    def _grads_of_params(self) -> list[Tensor]:
+        if self.flat is not None and self._all_present(self.flat):
+            return [self.flat.flat]
+        return [_writable(p) for p in self.params if p.grad is not None]
 
     def forget_cleared(self) -> None:
         """Clear masters' gradients whose model gradient somebody has cleared since it was brought to them."""

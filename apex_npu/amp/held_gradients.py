@@ -8,27 +8,47 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.optimizer_record import OptimizerRecord
 from apex_npu.fusion import FlatGrads, clip_coefficient, total_grad_norm
 
 
 def hand_over_scale(optimizer: Optimizer, record: OptimizerRecord) -> None:
     """Have held gradients divided by their scale: in the step itself, where the optimizer can."""
+    if record.held_scale == 1.0:
+        return
     units = record.units(optimizer)
-    if record.held_scale == 1.0 or not units:
+    # A hook before the step is to see true gradients.
+    if not getattr(optimizer, "is_npu_fused_optimizer", False) or optimizer._optimizer_step_pre_hooks or not units:
+        _settle(record, units)
         return
     scale = torch.full((1,), record.held_scale, dtype=torch.float32, device=units[0].device)
     if record.clip_coefficient is not None:
         scale /= record.clip_coefficient.to(scale.device)
-    record.held_scale, record.clip_coefficient = 1.0, None
-    if getattr(optimizer, "is_npu_fused_optimizer", False):
-        optimizer.grad_scale_of_step = scale  # type: ignore[attr-defined]
-        return
-    factor = scale.reciprocal()
-    with torch.no_grad():
+    optimizer.grad_scale_of_step = scale  # type: ignore[attr-defined]
+
+
+def finish_hand_over(optimizer: Optimizer, record: OptimizerRecord) -> None:
+    """After the step, or its failure: gradients are true now, or still held where it did not come to take the scale."""
+    if getattr(optimizer, "grad_scale_of_step", None) is None:
+        record.held_scale, record.clip_coefficient = 1.0, None
+    else:
+        optimizer.grad_scale_of_step = None  # type: ignore[attr-defined]
+
+
+def _settle(record: OptimizerRecord, units: list[GradUnit]) -> None:
+    clip_held(record, units)
+    for unit in units:
+        unit.scale_params_(1.0 / record.held_scale)
+    record.held_scale = 1.0
+
+
+def clip_held(record: OptimizerRecord, units: list[GradUnit]) -> None:
+    """Clip now what was to be clipped by the next step: gradients to come have no part in it."""
+    coefficient, record.clip_coefficient = record.clip_coefficient, None
+    if coefficient is not None:
         for unit in units:
-            for grad in [p.grad for p in unit.params if p.grad is not None]:
-                grad.mul_(factor.to(grad.device, grad.dtype))
+            unit.clip_params_(coefficient)
 
 
 def clip_at_step(

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from apex_npu._extension import disable_dynamo
-from apex_npu.amp.held_gradients import clip_at_step, hand_over_scale
+from apex_npu.amp.held_gradients import clip_at_step, finish_hand_over, hand_over_scale
 from apex_npu.amp.legacy.stash import LegacyOptimizerNames
 from apex_npu.amp.master_params import copy_masters_to_model, make_masters
 from apex_npu.amp.optimizer_record import OptimizerRecord, record_of, tell_masters
@@ -61,8 +61,11 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             return loss
         _check_gradients(self, record)
         hand_over_scale(self, record)
-        with disable_casts():
-            super().step()
+        try:
+            with disable_casts():
+                super().step()
+        finally:
+            finish_hand_over(self, record)
         copy_masters_to_model(record.pairs)
         _drop_master_grads(record)
         _report(record)
@@ -84,8 +87,10 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             elif pair.model_param.grad is not None:
                 with torch.no_grad():
                     pair.model_param.grad.zero_()
-        record.grad_scale = record.held_scale = 1.0
-        record.clip_coefficient = record.verdict = record.aside = None  # they were about gradients that are gone
+        if not record.in_block:  # there, what backward is about to add is scaled
+            record.grad_scale = record.held_scale = 1.0
+        # They were about gradients that are gone.
+        record.clip_coefficient = record.verdict = record.aside = record.unchecked = None
 
     def clip_optimizer_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -156,10 +161,16 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
 
 
 def _check_gradients(optimizer: Optimizer, record: OptimizerRecord) -> None:
-    if record.grad_scale != 1.0:
+    if record.scale_in_the_way != 1.0:
         raise RuntimeError(
-            f"the gradients are still multiplied with the loss scale {record.grad_scale}: the last scale_loss "
-            "had delay_unscale=True; before step(), close one without it, or call zero_grad()"
+            f"the gradients are still multiplied with the loss scale {record.scale_in_the_way}: "
+            + (
+                "step() was called inside scale_loss, at whose end they are unscaled and checked; call it behind the "
+                "block"
+                if record.in_block
+                else "the last scale_loss had delay_unscale=True; before step(), close one without it, or call "
+                "zero_grad()"
+            )
         )
     masters_lack = record.pairs and all(pair.master_param.grad is None for pair in record.pairs)
     if masters_lack and any(unit.has_undelivered() for unit in record.units(optimizer)):
@@ -200,7 +211,7 @@ def _skip_step(optimizer: Optimizer, record: OptimizerRecord) -> None:
 
 def _report(record: OptimizerRecord) -> StepReport:
     record.last_step = next_report(record.verdict, record.last_step)
-    record.verdict = None
+    record.verdict = record.unchecked = None
     return record.last_step
 
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class OptimizerRecord:
         clip_coefficient: With ``fuse_unscale``, what the next step has yet to multiply gradients by; float32, (1,).
         verdict: What scale_loss has decided about the next step; None: nothing since the last one.
         last_step: How the last call of ``step`` ended.
+        unchecked: The option by which the last block has put off looking at its gradients; None: it has looked.
         in_block: A scale_loss block is open.
         aside: ``id(param)`` → param and its gradient, while that makes way for a backward that is scaled by hand.
         legacy: What scripts have put into ``_amp_stash``.
@@ -43,6 +44,7 @@ class OptimizerRecord:
     clip_coefficient: Tensor | None = None
     verdict: Verdict | None = None
     last_step: StepReport | None = None
+    unchecked: Literal["delay_unscale", "delay_overflow_check"] | None = None
     in_block: bool = False
     aside: dict[int, tuple[Tensor, Tensor]] | None = None
     legacy: dict[str, Any] = field(default_factory=dict)
@@ -59,12 +61,27 @@ class OptimizerRecord:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without buffers: a copy makes its own."""
-        return {**self.__dict__, "known_to": None, "aside": None, "_units": [], "_fitted_to": [], "_own_flat": []}
+        own: dict[str, Any] = {
+            "known_to": None,
+            "in_block": False,
+            "aside": None,
+            "_units": [],
+            "_fitted_to": [],
+            "_own_flat": [],
+        }
+        return {**self.__dict__, **own}
 
     @property
     def skip(self) -> bool:
         """The next step is to be skipped."""
         return self.verdict is not None and self.verdict.skip
+
+    @property
+    def scale_in_the_way(self) -> float:
+        """What gradients are multiplied with that step must not see yet; 1: they are as they should be."""
+        if self.grad_scale != 1.0:
+            return self.grad_scale
+        return self.held_scale if self.in_block or self.unchecked == "delay_unscale" else 1.0
 
     def units(self, optimizer: Optimizer) -> list[GradUnit]:
         """How the gradients of ``optimizer`` travel; made anew when its parameters, or their buffers, have changed."""
