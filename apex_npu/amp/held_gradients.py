@@ -4,13 +4,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu.amp.gradients import GradUnit
-from apex_npu.amp.optimizer_record import OptimizerRecord
+from apex_npu.amp.optimizer_record import OptimizerRecord, inner_optimizer, record_of
+from apex_npu.amp.session import current
 from apex_npu.fusion import FlatGrads, clip_coefficient, total_grad_norm
+
+
+def check_unwrapped(optimizer: Any) -> None:
+    """Refuse a wrapper, such as LARC, that works on gradients before the step: it would find them scaled.
+
+    Raises:
+        RuntimeError: ``optimizer`` is one.
+    """
+    if inner_optimizer(optimizer) is not optimizer:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} works on gradients before step(), which with fuse_unscale=True are still "
+            "multiplied with the loss scale then; leave fuse_unscale out"
+        )
+
+
+def check_unshared(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse a parameter that two optimizers step, of ``optimizers`` and of those that hold gradients now.
+
+    Raises:
+        RuntimeError: There is one.
+    """
+    session = current()
+    adopted = [] if session is None else [o for o in session.adopted if o not in optimizers]
+    holding = [o for o in adopted if (record := record_of(o)) is not None and record.held_scale != 1.0]
+    if len(holding) + len(optimizers) < 2:
+        return
+    owners: dict[int, Optimizer] = {}
+    for optimizer in [*holding, *optimizers]:
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            owner = owners.setdefault(id(param), optimizer)
+            if owner is not optimizer:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} belongs to two optimizers, {type(owner).__name__} and "
+                    f"{type(optimizer).__name__}: with fuse_unscale=True each would unscale its gradient; leave "
+                    "fuse_unscale out"
+                )
 
 
 def hand_over_scale(optimizer: Optimizer, record: OptimizerRecord) -> None:

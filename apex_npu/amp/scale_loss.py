@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.gradients import GradUnit, clear_overflow_flags, unscale_units
-from apex_npu.amp.held_gradients import clip_held
+from apex_npu.amp.held_gradients import check_unshared, check_unwrapped, clip_held
 from apex_npu.amp.optimizer_adapter import pair_masters
 from apex_npu.amp.optimizer_record import OptimizerRecord, inner_optimizer, record_of
 from apex_npu.amp.scaler import LossScaler
@@ -74,7 +74,7 @@ def scale_loss(
             "parameter. Was it computed under torch.no_grad(), or detached, or are all parameters frozen?",
             stacklevel=4,  # the with statement
         )
-    hold = _hold(work)
+    hold = any(record.policy.fuse_unscale for record, _ in work)
     _scale_up(work, scale, hold)
     for record, _ in work:
         record.in_block = True
@@ -110,12 +110,12 @@ def _scaler(session: Session, loss_id: int) -> LossScaler:
 
 @disable_dynamo
 def _prepare(optimizers: Any) -> Work:
-    optimizers = inner_optimizer(optimizers)
-    listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
-    if not isinstance(listed, (list, tuple)):
+    given = [optimizers] if isinstance(inner_optimizer(optimizers), Optimizer) else optimizers
+    if not isinstance(given, (list, tuple)):
         raise TypeError(f"optimizers must be an optimizer or a list of them, got {type(optimizers).__name__}")
+    _check_holding(given)
     work: Work = []
-    for optimizer in map(inner_optimizer, listed):
+    for optimizer in map(inner_optimizer, given):
         record = record_of(optimizer)
         if record is None:
             raise RuntimeError(
@@ -131,6 +131,22 @@ def _prepare(optimizers: Any) -> Work:
             _forget_skip_of_cleared(record, units)
         work.append((record, units))
     return _without_repeats(work)
+
+
+def _check_holding(given: Sequence[Any]) -> None:
+    """Refuse what cannot be right where gradients stay scaled behind the block."""
+    records = [record for optimizer in given if (record := record_of(inner_optimizer(optimizer))) is not None]
+    held = [record.policy.fuse_unscale for record in records]
+    if not any(held):
+        return
+    if not all(held):
+        raise RuntimeError(
+            "scale_loss was given optimizers of two amp.initialize, one with fuse_unscale=True and one without: open a "
+            "block for each of them"
+        )
+    for optimizer in given:
+        check_unwrapped(optimizer)
+    check_unshared(given)
 
 
 def _forget_skip_of_cleared(record: OptimizerRecord, units: list[GradUnit]) -> None:
@@ -160,17 +176,6 @@ def _without_repeats(work: Work) -> Work:
                 kept.append(GradUnit([unit.params[i] for i in fresh], [unit.sources[i] for i in fresh]))
         distinct.append((record, kept))
     return distinct
-
-
-def _hold(work: Work) -> bool:
-    """Whether gradients stay scaled behind the block: as the ``initialize`` of these optimizers has it."""
-    held = [record.policy.fuse_unscale for record, _ in work]
-    if any(held) and not all(held):
-        raise RuntimeError(
-            "scale_loss was given optimizers of two amp.initialize, one with fuse_unscale=True and one without: open a "
-            "block for each of them"
-        )
-    return any(held)
 
 
 @disable_dynamo

@@ -12,6 +12,7 @@ from optimizer_specs import SPECS
 from torch import nn
 
 from apex_npu import amp, optimizers
+from apex_npu.parallel import LARC
 
 LEVELS = ["O0", "O1", "O2", "O3", "O5"]
 
@@ -167,6 +168,41 @@ def test_a_parameter_of_two_optimizers_is_refused():
     pair = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
     with pytest.raises(RuntimeError, match=r"shape \(2, 2\) belongs to two optimizers, SGD and SGD"):
         amp.initialize(model, pair, opt_level="O1", fuse_unscale=True, verbosity=0)
+
+
+def test_a_parameter_that_a_second_optimizer_gets_later_is_refused():
+    parts = [nn.Linear(2, 2).to(DEVICE) for _ in range(2)]
+    first, second = (torch.optim.SGD(part.parameters(), lr=1.0) for part in parts)
+    amp.initialize(parts, [first, second], opt_level="O1", dynamic_init_scale=2.0**7, fuse_unscale=True, verbosity=0)
+    second.add_param_group({"params": [parts[0].weight]})
+
+    def loss():
+        return parts[0](torch.ones(1, 2, device=DEVICE)).float().sum()
+
+    with pytest.raises(RuntimeError, match="belongs to two optimizers"), amp.scale_loss(loss(), [first, second]):
+        pass
+    with amp.scale_loss(loss(), first) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.raises(RuntimeError, match="belongs to two optimizers"), amp.scale_loss(loss(), second):
+        pass
+    before = parts[0].weight.detach().clone()
+    first.step()  # nothing has been lost
+    torch.testing.assert_close(parts[0].weight.detach(), before - 1.0)
+    first.zero_grad()
+    with amp.scale_loss(loss(), second) as scaled_loss:
+        scaled_loss.backward()
+    second.step()
+    torch.testing.assert_close(parts[0].weight.detach(), before - 2.0)
+
+
+def test_larc_is_refused():
+    model = nn.Linear(2, 2).to(DEVICE)
+    larc = LARC(torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(RuntimeError, match=r"LARC works on gradients before step\(\).*leave fuse_unscale out"):
+        amp.initialize(model, [larc], opt_level="O1", fuse_unscale=True, verbosity=0)
+    model, optimizer = make("O1", torch.optim.SGD)
+    with pytest.raises(RuntimeError, match="LARC works on gradients"):
+        backward(model, LARC(optimizer), 0)
 
 
 def test_after_a_skip_and_model_zero_grad_a_plain_backward_is_not_divided():
