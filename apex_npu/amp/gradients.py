@@ -82,6 +82,11 @@ class GradUnit:
             return [self.flat.flat]
         return [_writable(p) for p in self.params if p.grad is not None]
 
+    def take_over(self, former: Sequence[GradUnit]) -> None:
+        """Know what ``former``, in whose place this one comes, has brought to masters."""
+        known = {id(unit.params[i]): entry for unit in former for i, entry in unit._delivered.items()}
+        self._delivered = {i: known[id(p)] for i, p in enumerate(self.params) if id(p) in known}
+
     def forget_cleared(self) -> None:
         """Clear masters' gradients whose model gradient somebody has cleared since it was brought to them."""
         written = []

@@ -90,7 +90,9 @@ class OptimizerRecord:
         if len(fitted_to) != len(self._fitted_to) or any(
             a is not b for a, b in zip(fitted_to, self._fitted_to, strict=True)
         ):
-            self._units = self._make_units(optimizer, flats)
+            former, self._units = self._units, self._make_units(optimizer, flats)
+            for unit in self._units:
+                unit.take_over(former)
             self._fitted_to = fitted_to
         return self._units
 

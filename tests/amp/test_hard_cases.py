@@ -46,6 +46,17 @@ def test_model_zero_grad_without_a_step(level, combine_grad, set_to_none):
     assert grads(optimizer) == [[2, 2, 2]]
 
 
+@pytest.mark.parametrize("combine_grad", [None, True])
+@pytest.mark.parametrize("maker", [torch.optim.SGD, optimizers.NpuFusedSGD])
+def test_model_zero_grad_counts_when_a_group_was_added_in_between(maker, combine_grad):
+    model, optimizer = make("O2", maker, combine_grad=combine_grad)
+    backward(model, optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    model.zero_grad()
+    backward(model, optimizer)
+    assert grads(optimizer) == [[1, 1, 1], None]
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_nested_blocks_are_refused(level):
     model, optimizer = make(level)
