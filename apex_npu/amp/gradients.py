@@ -67,20 +67,22 @@ class GradUnit:
     @torch.no_grad()
     def scale_params_(self, factor: float) -> None:
         """Multiply the gradients of ``params``, masters' included, by ``factor``."""
-        if factor != 1.0 and (grads := self._grads_of_params()):
+        if factor == 1.0:
+            return
+        if self.flat is not None and self._all_present(self.flat):
+            self.flat.flat.mul_(factor)
+            return
+        grads = [_writable(p) for p in self.params if p.grad is not None]
+        if grads:
             torch._foreach_mul_(grads, factor)
 
     @torch.no_grad()
     def clip_params_(self, coefficient: Tensor) -> None:
         """Multiply the gradients of ``params`` by ``coefficient``, one number on any device."""
         coefficient = coefficient.reshape(()).to(self.device)
-        for grad in self._grads_of_params():
+        # One by one: a buffer's padding must stay 0, which times a coefficient that is nan it would not.
+        for grad in [_writable(p) for p in self.params if p.grad is not None]:
             grad.mul_(coefficient.to(grad.dtype))
-
-    def _grads_of_params(self) -> list[Tensor]:
-        if self.flat is not None and self._all_present(self.flat):
-            return [self.flat.flat]
-        return [_writable(p) for p in self.params if p.grad is not None]
 
     def take_over(self, former: Sequence[GradUnit]) -> None:
         """Know what ``former``, in whose place this one comes, has brought to masters."""

@@ -59,7 +59,8 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
         if record.skip:
             _skip_step(self, record)
             return loss
-        _check_gradients(self, record)
+        _check_unscaled(record, "step()")
+        _warn_of_missing_gradients(self, record)
         hand_over_scale(self, record)
         try:
             with disable_casts():
@@ -99,8 +100,12 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
 
         Call it behind scale_loss, before ``step``. Without combined gradients they are clipped one by one. With
         ``fuse_unscale`` nothing is written: the next step multiplies by what is missing.
+
+        Raises:
+            RuntimeError: Gradients are still to be unscaled: a scale_loss is open, or the last had ``delay_unscale``.
         """
         record = self._amp_record
+        _check_unscaled(record, "clipping")
         units = record.units(self)
         flats = [unit.flat for unit in units if unit.flat is not None]
         loose = [p for unit in units if unit.flat is None for p in unit.params]
@@ -160,18 +165,19 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
 # Functions rather than methods: a name of the mixin would hide the same name of the class it is put before.
 
 
-def _check_gradients(optimizer: Optimizer, record: OptimizerRecord) -> None:
-    if record.scale_in_the_way != 1.0:
-        raise RuntimeError(
-            f"the gradients are still multiplied with the loss scale {record.scale_in_the_way}: "
-            + (
-                "step() was called inside scale_loss, at whose end they are unscaled and checked; call it behind the "
-                "block"
-                if record.in_block
-                else "the last scale_loss had delay_unscale=True; before step(), close one without it, or call "
-                "zero_grad()"
-            )
+def _check_unscaled(record: OptimizerRecord, caller: str) -> None:
+    if record.scale_in_the_way == 1.0:
+        return
+    if record.in_block:
+        reason = f"{caller} was called inside scale_loss, at whose end they are unscaled and checked; call it behind it"
+    else:
+        reason = (
+            f"the last scale_loss had delay_unscale=True; before {caller}, close one without it, or call zero_grad()"
         )
+    raise RuntimeError(f"the gradients are still multiplied with the loss scale {record.scale_in_the_way}: {reason}")
+
+
+def _warn_of_missing_gradients(optimizer: Optimizer, record: OptimizerRecord) -> None:
     masters_lack = record.pairs and all(pair.master_param.grad is None for pair in record.pairs)
     if masters_lack and any(unit.has_undelivered() for unit in record.units(optimizer)):
         warnings.warn(

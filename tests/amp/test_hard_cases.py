@@ -223,6 +223,20 @@ def test_step_with_scaled_gradients_is_refused():
     assert model.weight.flatten().tolist() == [-1, -1, -1]
 
 
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+@pytest.mark.parametrize("maker", [torch.optim.SGD, optimizers.NpuFusedSGD])
+def test_clipping_scaled_gradients_is_refused(maker, fuse_unscale):
+    model, optimizer = make("O1", maker, fuse_unscale=fuse_unscale)
+    backward(model, optimizer, delay_unscale=True)
+    with pytest.raises(RuntimeError, match=r"loss scale 4.0: .*delay_unscale=True; before clipping, close one"):
+        optimizer.clip_optimizer_grad_norm_fused(1.0)
+    with amp.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        with pytest.raises(RuntimeError, match=r"loss scale 4.0: clipping was called inside scale_loss"):
+            optimizer.clip_optimizer_grad_norm_fused(1.0)
+    assert optimizer.clip_optimizer_grad_norm_fused(100.0).item() == pytest.approx(math.sqrt(12))
+
+
 def test_backward_outside_scale_loss_is_noticed():
     model, optimizer = make("O2")
     model(torch.ones(1, 3)).sum().backward()
