@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,13 @@ from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.optimizer_record import OptimizerRecord, inner_optimizer, record_of
 from apex_npu.amp.session import current
 from apex_npu.fusion import FlatGrads, clip_coefficient, total_grad_norm
+
+
+class HoldsGradients(Protocol):
+    """What is needed of an optimizer's record to end the holding."""
+
+    held_scale: float
+    clip_coefficient: Tensor | None
 
 
 def check_unwrapped(optimizer: Any) -> None:
@@ -60,7 +67,7 @@ def hand_over_scale(optimizer: Optimizer, record: OptimizerRecord) -> None:
     units = record.units(optimizer)
     # A hook before the step is to see true gradients.
     if not getattr(optimizer, "is_npu_fused_optimizer", False) or optimizer._optimizer_step_pre_hooks or not units:
-        _settle(record, units)
+        settle(record, units)
         return
     scale = torch.full((1,), record.held_scale, dtype=torch.float32, device=units[0].device)
     if record.clip_coefficient is not None:
@@ -76,14 +83,15 @@ def finish_hand_over(optimizer: Optimizer, record: OptimizerRecord) -> None:
         optimizer.grad_scale_of_step = None  # type: ignore[attr-defined]
 
 
-def _settle(record: OptimizerRecord, units: list[GradUnit]) -> None:
+def settle(record: HoldsGradients, units: list[GradUnit]) -> None:
+    """Divide held gradients by their scale, and clip them, now rather than in the step."""
     clip_held(record, units)
     for unit in units:
         unit.scale_params_(1.0 / record.held_scale)
     record.held_scale = 1.0
 
 
-def clip_held(record: OptimizerRecord, units: list[GradUnit]) -> None:
+def clip_held(record: HoldsGradients, units: list[GradUnit]) -> None:
     """Clip now what was to be clipped by the next step: gradients to come have no part in it."""
     coefficient, record.clip_coefficient = record.clip_coefficient, None
     if coefficient is not None:

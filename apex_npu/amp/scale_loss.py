@@ -187,6 +187,10 @@ def _scale_up(work: Work, scale: float, hold: bool) -> None:
     done: list[tuple[Callable[[float], None], float]] = []
     try:
         for record, units in work:
+            if hold and record.grad_scale != 1.0:  # a script has scaled them by hand, and said so
+                for unit in units:
+                    unit.unscale_(record.held_scale / record.grad_scale, None)
+                record.grad_scale = 1.0
             factor = scale / (record.held_scale if hold else record.grad_scale)
             for unit in units:
                 if hold or record.grad_scale == 1.0:

@@ -195,6 +195,38 @@ def test_a_parameter_that_a_second_optimizer_gets_later_is_refused():
     torch.testing.assert_close(parts[0].weight.detach(), before - 2.0)
 
 
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_backwards_scaled_by_hand_are_added_to_gradients_that_are_held(level):
+    """The two ways of recipes that scale for themselves, each behind an ordinary block."""
+    results = []
+    for by_hand in (None, "prepared", "declared"):
+        model, optimizer = make(level, optimizers.NpuFusedSGD)
+        scaler = amp._amp_state.loss_scalers[0]
+        backward(model, optimizer, 0)
+        if by_hand is None:
+            backward(model, optimizer, 1)
+        else:
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+            loss = model(x).float().square().mean() * scaler.loss_scale()
+            if by_hand == "prepared":
+                optimizer._prepare_amp_backward()
+            else:
+                for p in model.parameters():
+                    if p.dtype == torch.float16:
+                        p.grad = None  # its master has it
+                optimizer._amp_stash.params_have_scaled_gradients = True
+            loss.backward()
+            if by_hand == "prepared":
+                optimizer._post_amp_backward(scaler)
+        backward(model, optimizer, 2)
+        optimizer.step()
+        results.append([p.detach().clone() for p in amp.master_params(optimizer)])
+        amp.shutdown()
+    for result in results[1:]:
+        for p, q in zip(result, results[0], strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
 def test_larc_is_refused():
     model = nn.Linear(2, 2).to(DEVICE)
     larc = LARC(torch.optim.SGD(model.parameters(), lr=1.0))
