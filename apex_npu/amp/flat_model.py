@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class FlatModel:
     def fits(self, groups: Sequence[FusedGroup], pairs: Sequence[MasterPair]) -> bool:
         """False once groups or pairs are others, or somebody has moved a model parameter."""
         now = [*groups, *pairs]
-        same = len(now) == len(self.fitted_to) and all(a is b for a, b in zip(now, self.fitted_to, strict=True))
+        same = len(now) == len(self.fitted_to) and all(map(is_, now, self.fitted_to))
         return same and not any(twin.broken() for _, twin in self.twins)
 
     @property

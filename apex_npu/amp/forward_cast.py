@@ -212,13 +212,17 @@ class CastForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward as the settings say."""
         settings = self.settings
-        if settings is None:
+        if settings is None or self._calls_itself():
             return self._call_inner(args, kwargs)
         if settings.input_dtype is not None:
             args = tuple([cast_floating(value, settings.input_dtype) for value in args])
             kwargs = {name: cast_floating(value, settings.input_dtype) for name, value in kwargs.items()}
         output = self._call_marked(settings, args, kwargs)
         return output if settings.output_dtype is None else cast_floating(output, settings.output_dtype)
+
+    def _calls_itself(self) -> bool:
+        # As for submodules: inside the model's forward nothing is cast twice.
+        return bool(self.running) and not torch.compiler.is_compiling() and threading.get_ident() in self.running
 
     def _call_inner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.inner is not None:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex_npu.amp.forward_cast import convert_model, put_wrapper_back, wrapper_of
+from apex_npu.amp.held_gradients import check_unshared, check_unwrapped
 from apex_npu.amp.master_params import give_fp32_state_dict, remove_fp32_state_dict
-from apex_npu.amp.optimizer_adapter import adopt, check_adoptable, inner_optimizer, record_of, release
+from apex_npu.amp.optimizer_adapter import adopt, check_adoptable, release
+from apex_npu.amp.optimizer_record import inner_optimizer, record_of
 from apex_npu.amp.policy import PRINTED_OPTIONS, Policy, resolve
 from apex_npu.amp.scaler import DynamicScaleOptions, in_apex_format, make_scaler
 from apex_npu.amp.session import (
@@ -156,7 +158,9 @@ def initialize(
         session.patches = registered_patches(policy)
         _check(model_list, optimizer_list)
         if policy.fuse_unscale:
-            _check_unshared(optimizer_list)
+            for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+                check_unwrapped(optimizer)
+            check_unshared(optimizer_list)
         _check_devices(session.device_types)
         _print_options(session)
         _set_up(session, model_list, optimizer_list)
@@ -213,19 +217,6 @@ def _check(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
     for optimizer in optimizers:
         check_adoptable(optimizer)
-
-
-def _check_unshared(optimizers: list[Optimizer]) -> None:
-    owners: dict[int, str] = {}
-    for optimizer in optimizers:
-        for param in {id(p): p for group in optimizer.param_groups for p in group["params"]}.values():
-            if id(param) in owners:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(param.shape)} belongs to two optimizers, {owners[id(param)]} and "
-                    f"{type(optimizer).__name__}: with fuse_unscale=True each would unscale its gradient; leave "
-                    "fuse_unscale out"
-                )
-            owners[id(param)] = type(optimizer).__name__
 
 
 def _check_devices(device_types: list[str]) -> None:

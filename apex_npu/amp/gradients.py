@@ -77,6 +77,19 @@ class GradUnit:
         if grads:
             torch._foreach_mul_(grads, factor)
 
+    @torch.no_grad()
+    def clip_params_(self, coefficient: Tensor) -> None:
+        """Multiply the gradients of ``params`` by ``coefficient``, one number on any device."""
+        coefficient = coefficient.reshape(()).to(self.device)
+        # One by one: a buffer's padding must stay 0, which times a coefficient that is nan it would not.
+        for grad in [_writable(p) for p in self.params if p.grad is not None]:
+            grad.mul_(coefficient.to(grad.dtype))
+
+    def take_over(self, former: Sequence[GradUnit]) -> None:
+        """Know what ``former``, in whose place this one comes, has brought to masters."""
+        known = {id(unit.params[i]): entry for unit in former for i, entry in unit._delivered.items()}
+        self._delivered = {i: known[id(p)] for i, p in enumerate(self.params) if id(p) in known}
+
     def forget_cleared(self) -> None:
         """Clear masters' gradients whose model gradient somebody has cleared since it was brought to them."""
         written = []

@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -21,167 +20,15 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from apex_npu._extension import disable_dynamo
-from apex_npu.amp.flat_model import FlatModel
-from apex_npu.amp.gradients import GradUnit
+from apex_npu.amp.held_gradients import clip_at_step, finish_hand_over, hand_over_scale
 from apex_npu.amp.legacy.stash import LegacyOptimizerNames
-from apex_npu.amp.master_params import MasterPair, copy_masters_to_model, make_masters
-from apex_npu.amp.policy import Policy
+from apex_npu.amp.master_params import make_masters
+from apex_npu.amp.optimizer_record import OptimizerRecord, record_of, tell_masters
 from apex_npu.amp.session import Session, current, disable_casts
-from apex_npu.amp.step_report import StepReport, Verdict, explain_skips, next_report
-from apex_npu.fusion import FlatGrads, FusedGroup, clip_coefficient, clip_grad_norm_, plan, total_grad_norm
+from apex_npu.amp.step_report import StepReport, explain_skips, next_report
+from apex_npu.fusion import clip_grad_norm_
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class OptimizerRecord:
-    """What amp knows of one optimizer.
-
-    Attributes:
-        policy: Of the ``initialize`` that adopted it.
-        pairs: Model parameters and the masters that stand in ``param_groups`` in their stead.
-        grad_scale: What the gradients are multiplied with now: 1 but inside scale_loss, and after ``delay_unscale``.
-        held_scale: With ``fuse_unscale``, what the gradients of ``param_groups`` are multiplied with between blocks.
-        clip_coefficient: With ``fuse_unscale``, what the next step has yet to multiply gradients by; float32, (1,).
-        verdict: What scale_loss has decided about the next step; None: nothing since the last one.
-        last_step: How the last call of ``step`` ended.
-        in_block: A scale_loss block is open.
-        aside: ``id(param)`` → param and its gradient, while that makes way for a backward that is scaled by hand.
-        legacy: What scripts have put into ``_amp_stash``.
-    """
-
-    policy: Policy
-    pairs: list[MasterPair] = field(default_factory=list)
-    grad_scale: float = 1.0
-    held_scale: float = 1.0
-    clip_coefficient: Tensor | None = None
-    verdict: Verdict | None = None
-    last_step: StepReport | None = None
-    in_block: bool = False
-    aside: dict[int, tuple[Tensor, Tensor]] | None = None
-    legacy: dict[str, Any] = field(default_factory=dict)
-    # The session that knows the masters: another one, or that of a copy, has to be told.
-    known_to: Session | None = None
-    _units: list[GradUnit] = field(default_factory=list)
-    _fitted_to: list[object] = field(default_factory=list)
-    _own_flat: list[FlatGrads] = field(default_factory=list)
-    _flat_model: FlatModel | None = None
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over ``state``, and tell the session, so that the copied model's state dicts find their masters."""
-        self.__dict__.update(state)
-        tell_masters(self, current())
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without buffers: a copy makes its own."""
-        return {
-            **self.__dict__,
-            "known_to": None,
-            "aside": None,
-            "_units": [],
-            "_fitted_to": [],
-            "_own_flat": [],
-            "_flat_model": None,
-        }
-
-    @property
-    def skip(self) -> bool:
-        """The next step is to be skipped."""
-        return self.verdict is not None and self.verdict.skip
-
-    def units(self, optimizer: Optimizer) -> list[GradUnit]:
-        """How the gradients of ``optimizer`` travel; made anew when its parameters, or their buffers, have changed."""
-        flats = self._flats(optimizer)
-        fitted_to: list[object] = [*flats, *(p for group in optimizer.param_groups for p in group["params"])]
-        if len(fitted_to) != len(self._fitted_to) or any(
-            a is not b for a, b in zip(fitted_to, self._fitted_to, strict=True)
-        ):
-            self._units = self._make_units(optimizer, flats)
-            self._fitted_to = fitted_to
-        return self._units
-
-    def copy_masters(self, optimizer: Optimizer) -> None:
-        """Round every master into its model parameter."""
-        fused = getattr(optimizer, "is_npu_fused_optimizer", False)
-        groups: list[FusedGroup] = optimizer.fused_groups() if fused else []  # type: ignore[attr-defined]
-        if not groups or not self.pairs:
-            copy_masters_to_model(self.pairs)
-            return
-        self.flat_model(groups).copy_masters()
-
-    def flat_model(self, groups: Sequence[FusedGroup]) -> FlatModel:
-        """The model's low-precision parameters, fused like their masters; made anew when either has moved."""
-        if self._flat_model is None or not self._flat_model.fits(groups, self.pairs):
-            self._flat_model = None  # first: its memory is let go of as parameters move out
-            self._flat_model = FlatModel.of(groups, self.pairs)
-        return self._flat_model
-
-    def _flats(self, optimizer: Optimizer) -> list[FlatGrads]:
-        if getattr(optimizer, "is_npu_fused_optimizer", False):
-            fused: list[FlatGrads] = optimizer.flat_grads()  # type: ignore[attr-defined]
-            return fused
-        if not self.policy.combine_grad:
-            return []
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        held = [p for flat in self._own_flat for p in flat.params]
-        trainable = [p for p in params if p.requires_grad or p.grad is not None]
-        if (
-            len(held) != len(trainable)
-            or {id(p) for p in held} != {id(p) for p in trainable}
-            or any(flat.broken() for flat in self._own_flat)
-        ):
-            self._own_flat = _combine_grads(optimizer)
-        return self._own_flat
-
-    def _make_units(self, optimizer: Optimizer, flats: list[FlatGrads]) -> list[GradUnit]:
-        model_param_of = {id(pair.master_param): pair.model_param for pair in self.pairs}
-
-        def sources(params: list[Tensor]) -> list[Tensor]:
-            return [model_param_of.get(id(p), p) for p in params]
-
-        units = [GradUnit(flat.params, sources(flat.params), flat) for flat in flats]
-        held = {id(p) for flat in flats for p in flat.params}
-        loose: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if id(p) not in held:
-                    loose.setdefault((p.device, p.dtype), []).append(p)
-        return units + [GradUnit(params, sources(params)) for params in loose.values()]
-
-
-def _combine_grads(optimizer: Optimizer) -> list[FlatGrads]:
-    """One gradient buffer per (param_group, device, dtype) of an optimizer that has none of its own."""
-    flats = []
-    for group in optimizer.param_groups:
-        members: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for p in group["params"]:
-            if p.requires_grad or p.grad is not None:
-                members.setdefault((p.device, p.dtype), []).append(p)
-        for params in members.values():
-            # Planned for tensors of the same shapes: where the parameters themselves lie does not matter here.
-            planned = plan([torch.empty_like(p, device="meta") for p in params])
-            flats.append(FlatGrads(params, planned.offsets, planned.layout.total_numel))
-    return flats
-
-
-def tell_masters(record: OptimizerRecord, session: Session | None) -> None:
-    """Let ``session`` know the pairs of ``record``: state dicts look for masters there."""
-    if session is not None:
-        for pair in record.pairs:
-            session.masters[pair.model_param] = pair.master_param
-    record.known_to = session
-
-
-def inner_optimizer(optimizer: Any) -> Any:
-    """What a wrapper that changes gradients before the step, such as LARC, has as ``optim``; else ``optimizer``."""
-    inner = getattr(optimizer, "optim", None)
-    return inner if isinstance(inner, Optimizer) and not isinstance(optimizer, Optimizer) else optimizer
-
-
-def record_of(optimizer: Any) -> OptimizerRecord | None:
-    """What amp knows of ``optimizer``, or None where it was never passed to ``initialize``."""
-    record: OptimizerRecord | None = getattr(optimizer, "_amp_record", None)
-    return record
 
 
 class AmpOptimizerMixin(LegacyOptimizerNames):
@@ -212,10 +59,14 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
         if record.skip:
             _skip_step(self, record)
             return loss
-        _check_gradients(self, record)
-        _hand_over_scale(self, record)
-        with disable_casts():
-            super().step()
+        _check_unscaled(record, "step()")
+        _warn_of_missing_gradients(self, record)
+        hand_over_scale(self, record)
+        try:
+            with disable_casts():
+                super().step()
+        finally:
+            finish_hand_over(self, record)
         record.copy_masters(self)
         _drop_master_grads(record)
         _report(record)
@@ -237,8 +88,10 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             elif pair.model_param.grad is not None:
                 with torch.no_grad():
                     pair.model_param.grad.zero_()
-        record.grad_scale = record.held_scale = 1.0
-        record.clip_coefficient = record.verdict = record.aside = None  # they were about gradients that are gone
+        if not record.in_block:  # there, what backward is about to add is scaled
+            record.grad_scale = record.held_scale = 1.0
+        # They were about gradients that are gone.
+        record.clip_coefficient = record.verdict = record.aside = record.unchecked = None
 
     def clip_optimizer_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -247,13 +100,17 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
 
         Call it behind scale_loss, before ``step``. Without combined gradients they are clipped one by one. With
         ``fuse_unscale`` nothing is written: the next step multiplies by what is missing.
+
+        Raises:
+            RuntimeError: Gradients are still to be unscaled: a scale_loss is open, or the last had ``delay_unscale``.
         """
         record = self._amp_record
+        _check_unscaled(record, "clipping")
         units = record.units(self)
         flats = [unit.flat for unit in units if unit.flat is not None]
         loose = [p for unit in units if unit.flat is None for p in unit.params]
         if record.held_scale != 1.0:
-            return _clip_at_step(record, flats, loose, max_norm, norm_type, error_if_nonfinite)
+            return clip_at_step(record, flats, loose, max_norm, norm_type, error_if_nonfinite)
         return clip_grad_norm_(flats, loose, max_norm, norm_type, error_if_nonfinite)
 
     def clip_model_grad_norm_fused(
@@ -309,12 +166,19 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
 # Functions rather than methods: a name of the mixin would hide the same name of the class it is put before.
 
 
-def _check_gradients(optimizer: Optimizer, record: OptimizerRecord) -> None:
-    if record.grad_scale != 1.0:
-        raise RuntimeError(
-            f"the gradients are still multiplied with the loss scale {record.grad_scale}: the last scale_loss "
-            "had delay_unscale=True; before step(), close one without it, or call zero_grad()"
+def _check_unscaled(record: OptimizerRecord, caller: str) -> None:
+    if record.scale_in_the_way == 1.0:
+        return
+    if record.in_block:
+        reason = f"{caller} was called inside scale_loss, at whose end they are unscaled and checked; call it behind it"
+    else:
+        reason = (
+            f"the last scale_loss had delay_unscale=True; before {caller}, close one without it, or call zero_grad()"
         )
+    raise RuntimeError(f"the gradients are still multiplied with the loss scale {record.scale_in_the_way}: {reason}")
+
+
+def _warn_of_missing_gradients(optimizer: Optimizer, record: OptimizerRecord) -> None:
     masters_lack = record.pairs and all(pair.master_param.grad is None for pair in record.pairs)
     if masters_lack and any(unit.has_undelivered() for unit in record.units(optimizer)):
         warnings.warn(
@@ -332,44 +196,6 @@ def _check_gradients(optimizer: Optimizer, record: OptimizerRecord) -> None:
             "called, and behind zero_grad() rather than before it?",
             stacklevel=5,
         )
-
-
-def _hand_over_scale(optimizer: Optimizer, record: OptimizerRecord) -> None:
-    """Have held gradients divided by their scale: in the step itself, where the optimizer can."""
-    units = record.units(optimizer)
-    if record.held_scale == 1.0 or not units:
-        return
-    scale = torch.full((1,), record.held_scale, dtype=torch.float32, device=units[0].device)
-    if record.clip_coefficient is not None:
-        scale /= record.clip_coefficient.to(scale.device)
-    record.held_scale, record.clip_coefficient = 1.0, None
-    if getattr(optimizer, "is_npu_fused_optimizer", False):
-        optimizer.grad_scale_of_step = scale  # type: ignore[attr-defined]
-        return
-    factor = scale.reciprocal()
-    with torch.no_grad():
-        for unit in units:
-            for grad in [p.grad for p in unit.params if p.grad is not None]:
-                grad.mul_(factor.to(grad.device, grad.dtype))
-
-
-def _clip_at_step(
-    record: OptimizerRecord,
-    flats: list[FlatGrads],
-    loose: list[Tensor],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-) -> Tensor:
-    norm = total_grad_norm(flats, loose, norm_type)
-    if norm_type != 0:  # which counts, whatever the scale
-        norm = norm / record.held_scale
-    before = record.clip_coefficient
-    if before is not None and norm_type != 0:
-        norm = norm * before.to(norm.device).squeeze()
-    coefficient = clip_coefficient(norm, max_norm, norm_type, error_if_nonfinite).float().reshape(1)
-    record.clip_coefficient = coefficient if before is None else coefficient * before.to(coefficient.device)
-    return norm
 
 
 def _skip_step(optimizer: Optimizer, record: OptimizerRecord) -> None:
@@ -392,7 +218,7 @@ def _skip_step(optimizer: Optimizer, record: OptimizerRecord) -> None:
 
 def _report(record: OptimizerRecord) -> StepReport:
     record.last_step = next_report(record.verdict, record.last_step)
-    record.verdict = None
+    record.verdict = record.unchecked = None
     return record.last_step
 
 

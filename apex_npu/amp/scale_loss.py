@@ -4,22 +4,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.gradients import GradUnit, clear_overflow_flags, unscale_units
-from apex_npu.amp.optimizer_adapter import OptimizerRecord, inner_optimizer, pair_masters, record_of
+from apex_npu.amp.held_gradients import check_unshared, check_unwrapped, clip_held
+from apex_npu.amp.optimizer_adapter import pair_masters
+from apex_npu.amp.optimizer_record import OptimizerRecord, inner_optimizer, record_of
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session, require
 from apex_npu.amp.step_report import Verdict
 from apex_npu.ops import LOW_PRECISION
 
 Work = list[tuple[OptimizerRecord, list[GradUnit]]]
+PutOff = Literal["delay_unscale", "delay_overflow_check"] | None
 
 
 @contextmanager
@@ -71,26 +74,29 @@ def scale_loss(
             "parameter. Was it computed under torch.no_grad(), or detached, or are all parameters frozen?",
             stacklevel=4,  # the with statement
         )
-    hold = session.policy.fuse_unscale
-    (_rescale_held if hold else _scale_up)(work, scale)
+    hold = any(record.policy.fuse_unscale for record, _ in work)
+    _scale_up(work, scale, hold)
     for record, _ in work:
         record.in_block = True
     try:
         yield (loss.float() if loss.dtype in LOW_PRECISION else loss) * scale
     except BaseException:
-        (_drop_undelivered if hold else _scale_down)(work, scale)
+        _take_back(work, scale, hold)
         raise
     finally:
         for record, _ in work:
             record.in_block = False
+    put_off: PutOff = "delay_unscale" if delay_unscale else "delay_overflow_check" if delay_overflow_check else None
+    for record, _ in work:
+        record.unchecked = put_off
     if delay_unscale and not hold:
         return
     try:
-        found_inf = _unscale(work, 1.0 if hold else scale, check=scaler.dynamic and not delay_unscale)
+        found_inf = _unscale(work, 1.0 if hold else scale, check=scaler.dynamic and put_off is None)
     except BaseException:
         _drop_all(work)  # some are unscaled by now and some are not
         raise
-    if not (delay_overflow_check or delay_unscale):
+    if put_off is None:
         _decide(work, loss_id, scaler, found_inf)
 
 
@@ -104,12 +110,12 @@ def _scaler(session: Session, loss_id: int) -> LossScaler:
 
 @disable_dynamo
 def _prepare(optimizers: Any) -> Work:
-    optimizers = inner_optimizer(optimizers)
-    listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
-    if not isinstance(listed, (list, tuple)):
+    given = [optimizers] if isinstance(inner_optimizer(optimizers), Optimizer) else optimizers
+    if not isinstance(given, (list, tuple)):
         raise TypeError(f"optimizers must be an optimizer or a list of them, got {type(optimizers).__name__}")
+    _check_holding(given)
     work: Work = []
-    for optimizer in map(inner_optimizer, listed):
+    for optimizer in map(inner_optimizer, given):
         record = record_of(optimizer)
         if record is None:
             raise RuntimeError(
@@ -125,6 +131,22 @@ def _prepare(optimizers: Any) -> Work:
             _forget_skip_of_cleared(record, units)
         work.append((record, units))
     return _without_repeats(work)
+
+
+def _check_holding(given: Sequence[Any]) -> None:
+    """Refuse what cannot be right where gradients stay scaled behind the block."""
+    records = [record for optimizer in given if (record := record_of(inner_optimizer(optimizer))) is not None]
+    held = [record.policy.fuse_unscale for record in records]
+    if not any(held):
+        return
+    if not all(held):
+        raise RuntimeError(
+            "scale_loss was given optimizers of two amp.initialize, one with fuse_unscale=True and one without: open a "
+            "block for each of them"
+        )
+    for optimizer in given:
+        check_unwrapped(optimizer)
+    check_unshared(given)
 
 
 def _forget_skip_of_cleared(record: OptimizerRecord, units: list[GradUnit]) -> None:
@@ -157,58 +179,48 @@ def _without_repeats(work: Work) -> Work:
 
 
 @disable_dynamo
-def _scale_up(work: Work, scale: float) -> None:
-    """Bring the gradients that are there to ``scale``, so that backward adds like to like."""
+def _scale_up(work: Work, scale: float, hold: bool) -> None:
+    """Bring the gradients that are there to ``scale``, so that like is added to like: by backward, or behind it."""
     # Not while gradients of an earlier backward wait to be checked: the flag may be about them.
-    if all(record.grad_scale == 1.0 for record, _ in work):
+    if all(record.grad_scale == 1.0 and record.unchecked is None for record, _ in work):
         clear_overflow_flags([unit for _, units in work for unit in units])
-    done: list[tuple[GradUnit, float]] = []
+    done: list[tuple[Callable[[float], None], float]] = []
     try:
         for record, units in work:
+            if hold and record.grad_scale != 1.0:  # a script has scaled them by hand, and said so
+                for unit in units:
+                    unit.unscale_(record.held_scale / record.grad_scale, None)
+                record.grad_scale = 1.0
+            factor = scale / (record.held_scale if hold else record.grad_scale)
             for unit in units:
-                if record.grad_scale == 1.0:
+                if hold or record.grad_scale == 1.0:
                     unit.forget_cleared()
                     unit.drop_source_grads()
                 if record.skip:
                     unit.zero_()  # what is found inf behind this block shall be this block's
-                unit.scale_(scale / record.grad_scale)
-                done.append((unit, record.grad_scale / scale))
+                multiply: Callable[[float], None] = unit.scale_params_ if hold else unit.scale_
+                multiply(factor)
+                done.append((multiply, 1.0 / factor))
     except BaseException:
-        for unit, factor in done:
-            unit.scale_(factor)
+        for multiply, factor in done:
+            multiply(factor)
         raise
-    for record, _ in work:
-        record.grad_scale = scale
-
-
-@disable_dynamo
-def _rescale_held(work: Work, scale: float) -> None:
-    """Bring the gradients that are held to the scale of this block."""
-    if all(record.held_scale == 1.0 for record, _ in work):
-        clear_overflow_flags([unit for _, units in work for unit in units])
     for record, units in work:
-        for unit in units:
-            unit.forget_cleared()
-            unit.drop_source_grads()
-            if record.skip:
-                unit.zero_()
-            unit.scale_params_(scale / record.held_scale)
-        record.held_scale = scale
+        if hold:
+            record.held_scale = scale
+            clip_held(record, units)
+        else:
+            record.grad_scale = scale
 
 
 @disable_dynamo
-def _drop_undelivered(work: Work, scale: float) -> None:
-    for _, units in work:
-        for unit in units:
-            unit.drop_source_grads()
-
-
-@disable_dynamo
-def _scale_down(work: Work, scale: float) -> None:
+def _take_back(work: Work, scale: float, hold: bool) -> None:
+    """After an exception in the block: what backward has left is dropped, or unscaled with what was there before."""
     for record, units in work:
         for unit in units:
             unit.drop_source_grads()
-            unit.scale_(1.0 / scale)
+            if not hold:
+                unit.scale_(1.0 / scale)
         record.grad_scale = 1.0
 
 
@@ -219,6 +231,7 @@ def _drop_all(work: Work) -> None:
             for tensor in (*unit.params, *unit.sources):
                 tensor.grad = None
         record.grad_scale = record.held_scale = 1.0
+        record.clip_coefficient = record.unchecked = None
 
 
 @disable_dynamo

@@ -69,7 +69,7 @@ class Session:
         device_types: Where O1 casts.
         patches: The functions that users have registered casts for.
         masters: model_param → master_param, for as long as the model parameter lives.
-        adopted: The optimizers that were passed to ``initialize``.
+        adopted: The optimizers that were passed to ``initialize``, of this session and those before it.
         models: What was changed on models, by this session and those before it.
         casts: What O1 has changed in torch.
         ambient: Where these casts are on outside of models.
@@ -107,7 +107,8 @@ class Session:
     def enable(self) -> None:
         """Patch what this session needs patched; all of it, or nothing if something fails."""
         with ExitStack() as undo:
-            if self.policy.enabled and (self.policy.master_weights or self.policy.fuse_unscale):
+            policies = [self.policy, *(o._amp_record.policy for o in self.adopted)]
+            if self.policy.enabled and any(policy.master_weights or policy.fuse_unscale for policy in policies):
                 watch_clipping(undo, self._look_at_clipping)
             self.casts = enable_casts(self.policy, self.device_types, self.patches)
             self._watch = undo.pop_all()
@@ -121,10 +122,8 @@ class Session:
         self.ambient.active = False
 
     def _look_at_clipping(self, name: str, params: Iterable[Tensor]) -> None:
-        records = [(o, o._amp_record) for o in self.adopted if hasattr(o, "_amp_record")]
-        held = [
-            p for o, record in records if record.held_scale != 1.0 for group in o.param_groups for p in group["params"]
-        ]
+        holding = [o for o in self.adopted if o._amp_record.held_scale != 1.0]
+        held = [p for optimizer in holding for group in optimizer.param_groups for p in group["params"]]
         if {id(p) for p in held} & {id(p) for p in params}:
             self.warn_once(
                 f"torch.nn.utils.{name} was given gradients that fuse_unscale=True keeps multiplied with the loss "
@@ -178,6 +177,8 @@ def install(session: Session) -> None:
         former = _current
         if former is not None:
             former.undo()  # first: what two sessions patch nests like brackets
+            session.adopted.update(former.adopted)
+            session.masters.update(former.masters)
         try:
             session.enable()
         except BaseException:
@@ -190,7 +191,6 @@ def install(session: Session) -> None:
                 for model in kept:
                     model.shield(session.ambient, session.device_types)
             session.models[:0] = kept
-            session.masters.update(former.masters)
         _current = session
 
 

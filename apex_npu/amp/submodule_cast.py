@@ -29,20 +29,31 @@ class Wrapper(Protocol):
 
 @dataclass(eq=False)
 class CastInputs:
-    """Forward pre-hook of a submodule of ``model``. It holds no state, so copies of the model cast by their own."""
+    """Forward pre-hook of a submodule of ``model``; a copy's own has the copy.
+
+    Attributes:
+        model: Whose wrapped forward is asked.
+        alone: The last forward has called the submodule by itself.
+    """
 
     model: nn.Module
+    alone: bool = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Cast the inputs, unless the model itself is running in this thread, or is no longer wrapped."""
+        """Cast the inputs, unless the model itself is running in this thread, or is no longer wrapped.
+
+        Within backward the model is not running, yet what checkpointing calls there is the forward again.
+        """
         # A compiled graph starts at the model; what a thread does elsewhere cannot be asked while tracing.
         if torch.compiler.is_compiling():
             return None
         wrapper: Wrapper | None = self.model.__dict__.get("forward")
-        if wrapper is None or threading.get_ident() in getattr(wrapper, "running", ()):
-            return None
         dtype = getattr(wrapper, "input_dtype", None)
-        if dtype is None:
+        if wrapper is None or dtype is None:
+            return None
+        if torch._C._current_graph_task_id() == -1:  # not within backward
+            self.alone = threading.get_ident() not in wrapper.running
+        if not self.alone:
             return None
         return (
             tuple([cast_floating(value, dtype) for value in args]),

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from apex_npu.amp.legacy.scaler import LossScaler
 from apex_npu.amp.legacy.stash import Aside, bring_grads, set_grads_aside
 from apex_npu.amp.master_params import copy_masters_to_model, make_masters
-from apex_npu.amp.optimizer_adapter import OptimizerRecord, inner_optimizer
+from apex_npu.amp.optimizer_record import OptimizerRecord, inner_optimizer
 from apex_npu.amp.policy import OPT_LEVELS
 from apex_npu.ops import LOW_PRECISION
 

@@ -12,6 +12,7 @@ from optimizer_specs import SPECS
 from torch import nn
 
 from apex_npu import amp, optimizers
+from apex_npu.parallel import LARC
 
 LEVELS = ["O0", "O1", "O2", "O3", "O5"]
 
@@ -169,6 +170,73 @@ def test_a_parameter_of_two_optimizers_is_refused():
         amp.initialize(model, pair, opt_level="O1", fuse_unscale=True, verbosity=0)
 
 
+def test_a_parameter_that_a_second_optimizer_gets_later_is_refused():
+    parts = [nn.Linear(2, 2).to(DEVICE) for _ in range(2)]
+    first, second = (torch.optim.SGD(part.parameters(), lr=1.0) for part in parts)
+    amp.initialize(parts, [first, second], opt_level="O1", dynamic_init_scale=2.0**7, fuse_unscale=True, verbosity=0)
+    second.add_param_group({"params": [parts[0].weight]})
+
+    def loss():
+        return parts[0](torch.ones(1, 2, device=DEVICE)).float().sum()
+
+    with pytest.raises(RuntimeError, match="belongs to two optimizers"), amp.scale_loss(loss(), [first, second]):
+        pass
+    with amp.scale_loss(loss(), first) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.raises(RuntimeError, match="belongs to two optimizers"), amp.scale_loss(loss(), second):
+        pass
+    before = parts[0].weight.detach().clone()
+    first.step()  # nothing has been lost
+    torch.testing.assert_close(parts[0].weight.detach(), before - 1.0)
+    first.zero_grad()
+    with amp.scale_loss(loss(), second) as scaled_loss:
+        scaled_loss.backward()
+    second.step()
+    torch.testing.assert_close(parts[0].weight.detach(), before - 2.0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_backwards_scaled_by_hand_are_added_to_gradients_that_are_held(level):
+    """The two ways of recipes that scale for themselves, each behind an ordinary block."""
+    results = []
+    for by_hand in (None, "prepared", "declared"):
+        model, optimizer = make(level, optimizers.NpuFusedSGD)
+        scaler = amp._amp_state.loss_scalers[0]
+        backward(model, optimizer, 0)
+        if by_hand is None:
+            backward(model, optimizer, 1)
+        else:
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+            loss = model(x).float().square().mean() * scaler.loss_scale()
+            if by_hand == "prepared":
+                optimizer._prepare_amp_backward()
+            else:
+                for p in model.parameters():
+                    if p.dtype == torch.float16:
+                        p.grad = None  # its master has it
+                optimizer._amp_stash.params_have_scaled_gradients = True
+            loss.backward()
+            if by_hand == "prepared":
+                optimizer._post_amp_backward(scaler)
+        backward(model, optimizer, 2)
+        optimizer.step()
+        results.append([p.detach().clone() for p in amp.master_params(optimizer)])
+        amp.shutdown()
+    for result in results[1:]:
+        for p, q in zip(result, results[0], strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+def test_larc_is_refused():
+    model = nn.Linear(2, 2).to(DEVICE)
+    larc = LARC(torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(RuntimeError, match=r"LARC works on gradients before step\(\).*leave fuse_unscale out"):
+        amp.initialize(model, [larc], opt_level="O1", fuse_unscale=True, verbosity=0)
+    model, optimizer = make("O1", torch.optim.SGD)
+    with pytest.raises(RuntimeError, match="LARC works on gradients"):
+        backward(model, LARC(optimizer), 0)
+
+
 def test_after_a_skip_and_model_zero_grad_a_plain_backward_is_not_divided():
     model, optimizer = make("O0", optimizers.NpuFusedSGD)
     backward(model, optimizer, 0, bad=True)
@@ -181,6 +249,203 @@ def test_after_a_skip_and_model_zero_grad_a_plain_backward_is_not_divided():
     optimizer.step()
     for p, old, grad in zip(model.parameters(), before, grads, strict=True):
         torch.testing.assert_close(p.detach(), old - 1e-2 * grad)
+
+
+def plain_twin():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(DEVICE)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-2)
+
+
+def plain_backward(model, number, before=lambda: None):
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+    loss = model(x).square().mean()
+    before()
+    loss.backward()
+
+
+def assert_same_weights(optimizer, model, tolerance=1e-6):
+    for p, q in zip(amp.master_params(optimizer), model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("cls", [optimizers.NpuFusedSGD, torch.optim.SGD])
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+def test_zero_grad_inside_the_block_leaves_what_backward_adds_scaled(fuse_unscale, cls, delay):
+    model, optimizer = make("O0", cls, fuse_unscale)
+    twin, plain = plain_twin()
+    for number in range(0, 6, 2):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+        with amp.scale_loss(model(x).square().mean(), optimizer, delay_unscale=delay) as scaled_loss:
+            optimizer.zero_grad()
+            scaled_loss.backward()
+        plain_backward(twin, number, plain.zero_grad)
+        backward(model, optimizer, number + 1)
+        plain_backward(twin, number + 1)
+        optimizer.step()
+        plain.step()
+    assert_same_weights(optimizer, twin)
+
+
+@pytest.mark.parametrize("cls", [optimizers.NpuFusedSGD, torch.optim.SGD])
+def test_gradients_that_come_after_clipping_are_not_clipped(cls):
+    model, optimizer = make("O0", cls)
+    twin, plain = plain_twin()
+    for number in range(3):
+        backward(model, optimizer, 2 * number)
+        plain_backward(twin, 2 * number)
+        optimizer.clip_optimizer_grad_norm_fused(0.01)
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.01)
+        backward(model, optimizer, 2 * number + 1)
+        plain_backward(twin, 2 * number + 1)
+        norm = optimizer.clip_optimizer_grad_norm_fused(0.2)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.2))
+        optimizer.step()
+        plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+    assert_same_weights(optimizer, twin)
+
+
+def test_clipping_ends_with_gradients_that_the_model_clears():
+    """A loop that looks at the norm, and gives up on a batch whose norm is nan."""
+    model, optimizer = make("O0", optimizers.NpuFusedSGD)
+    twin, plain = plain_twin()
+    backward(model, optimizer, 0)
+    plain_backward(twin, 0)  # the running statistics of the batch norm
+    model[3].bias.grad[0] = math.nan
+    assert optimizer.clip_optimizer_grad_norm_fused(0.01).isnan()
+    model.zero_grad()
+    plain.zero_grad()
+    backward(model, optimizer, 1)
+    plain_backward(twin, 1)
+    optimizer.step()
+    plain.step()
+    assert_same_weights(optimizer, twin)
+
+
+def test_a_gradient_that_cannot_be_scaled_leaves_the_others():
+    shared, table = nn.Parameter(torch.ones(2, device=DEVICE)), nn.Embedding(3, 2, sparse=True, device=DEVICE)
+    parts = nn.ParameterList([shared, table.weight])
+    _, optimizer = amp.initialize(
+        parts,
+        torch.optim.SGD([{"params": [shared]}, {"params": [table.weight]}], lr=1.0),
+        opt_level="O0",
+        loss_scale=4.0,
+        combine_grad=True,
+        fuse_unscale=True,
+        verbosity=0,
+    )
+    with amp.scale_loss(shared.sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    amp._amp_state.loss_scalers[0]._loss_scale = 8.0
+    table(torch.tensor([0], device=DEVICE)).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse"), amp.scale_loss(shared.sum(), optimizer):
+        pass
+    table.weight.grad = None
+    optimizer.step()
+    assert shared.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+def test_step_inside_the_block_is_refused(fuse_unscale, level):
+    model, optimizer = make(level, optimizers.NpuFusedSGD, fuse_unscale)
+    with amp.scale_loss(model(torch.ones(2, 6, device=DEVICE)).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        with pytest.raises(RuntimeError, match=r"loss scale 128.0: step\(\) was called inside scale_loss"):
+            optimizer.step()
+
+
+def test_step_behind_a_block_that_has_looked_at_nothing_is_refused():
+    model, optimizer = make("O1", optimizers.NpuFusedSGD)
+    backward(model, optimizer, 0, bad=True, delay_unscale=True)
+    with pytest.raises(RuntimeError, match=r"loss scale 128.0: the last scale_loss had delay_unscale=True"):
+        optimizer.step()
+    backward(model, optimizer, 1)
+    optimizer.step()
+    assert amp.last_step(optimizer).skipped
+
+
+def test_gradients_are_still_held_behind_a_step_that_fails():
+    model, optimizer = make("O0", optimizers.NpuFusedSGD)
+    twin, plain = plain_twin()
+    backward(model, optimizer, 0)
+    plain_backward(twin, 0)
+    kept, model[3].bias.grad = model[3].bias.grad, torch.ones(3, device=DEVICE).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    model[3].bias.grad = kept
+    backward(model, optimizer, 1)
+    plain_backward(twin, 1)
+    optimizer.step()
+    plain.step()
+    assert_same_weights(optimizer, twin)
+
+
+@pytest.mark.parametrize("cls", [optimizers.NpuFusedSGD, torch.optim.SGD])
+def test_a_hook_before_the_step_sees_true_gradients(cls):
+    model, optimizer = make("O0", cls)
+    twin, _ = plain_twin()
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in model.parameters()))
+    backward(model, optimizer, 0)
+    plain_backward(twin, 0)
+    optimizer.step()
+    for grad, p in zip(seen, twin.parameters(), strict=True):
+        torch.testing.assert_close(grad, p.grad)
+
+
+@pytest.mark.parametrize("cls", [optimizers.NpuFusedSGD, torch.optim.SGD])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_parameter_without_dimensions_is_clipped(level, cls):
+    scale = nn.Parameter(torch.tensor(2.0, device=DEVICE))
+    _, optimizer = amp.initialize(
+        nn.ParameterList([scale]), cls([scale], lr=0.5), opt_level=level, loss_scale=8.0, fuse_unscale=True, verbosity=0
+    )
+    with amp.scale_loss(scale.float() * 3.0, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert optimizer.clip_optimizer_grad_norm_fused(1.0).item() == 3.0
+    optimizer.step()
+    assert scale.item() == pytest.approx(1.5)
+
+
+def test_half_gradients_keep_their_digits_when_clipped():
+    """1 / 2**12 times a coefficient near 0.006 is subnormal in float16: multiplied in two steps nothing is lost."""
+    lengths = []
+    for fuse_unscale in (False, True):
+        weight = nn.Parameter(torch.ones(64, device=DEVICE))
+        _, optimizer = amp.initialize(
+            nn.ParameterList([weight]),
+            torch.optim.SGD([weight], lr=1.0),
+            opt_level="O3",
+            loss_scale=2.0**12,
+            fuse_unscale=fuse_unscale,
+            verbosity=0,
+        )
+        with amp.scale_loss(weight.float().sum() * 2e-3, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.clip_optimizer_grad_norm_fused(1e-4)
+        optimizer.step()
+        lengths.append(weight.grad.float().norm().item())
+        amp.shutdown()
+    assert lengths[1] == pytest.approx(lengths[0], rel=1e-3)
+
+
+def test_an_optimizer_keeps_what_its_initialize_said():
+    model, optimizer = make("O0", torch.optim.SGD)
+    twin, plain = plain_twin()
+    backward(model, optimizer, 0)
+    _, stranger = make("O0", torch.optim.SGD, fuse_unscale=False)
+    with pytest.raises(RuntimeError, match=r"optimizers of two amp\.initialize, one with fuse_unscale=True"):
+        backward(model, [optimizer, stranger], 1)
+    backward(model, optimizer, 2)
+    optimizer.step()
+    plain_backward(twin, 0)
+    plain_backward(twin, 2)
+    plain.step()
+    assert_same_weights(optimizer, twin)
 
 
 def test_it_must_be_a_flag():

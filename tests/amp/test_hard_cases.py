@@ -46,6 +46,17 @@ def test_model_zero_grad_without_a_step(level, combine_grad, set_to_none):
     assert grads(optimizer) == [[2, 2, 2]]
 
 
+@pytest.mark.parametrize("combine_grad", [None, True])
+@pytest.mark.parametrize("maker", [torch.optim.SGD, optimizers.NpuFusedSGD])
+def test_model_zero_grad_counts_when_a_group_was_added_in_between(maker, combine_grad):
+    model, optimizer = make("O2", maker, combine_grad=combine_grad)
+    backward(model, optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    model.zero_grad()
+    backward(model, optimizer)
+    assert grads(optimizer) == [[1, 1, 1], None]
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_nested_blocks_are_refused(level):
     model, optimizer = make(level)
@@ -210,6 +221,20 @@ def test_step_with_scaled_gradients_is_refused():
     backward(model, optimizer)
     optimizer.step()
     assert model.weight.flatten().tolist() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+@pytest.mark.parametrize("maker", [torch.optim.SGD, optimizers.NpuFusedSGD])
+def test_clipping_scaled_gradients_is_refused(maker, fuse_unscale):
+    model, optimizer = make("O1", maker, fuse_unscale=fuse_unscale)
+    backward(model, optimizer, delay_unscale=True)
+    with pytest.raises(RuntimeError, match=r"loss scale 4.0: .*delay_unscale=True; before clipping, close one"):
+        optimizer.clip_optimizer_grad_norm_fused(1.0)
+    with amp.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        with pytest.raises(RuntimeError, match=r"loss scale 4.0: clipping was called inside scale_loss"):
+            optimizer.clip_optimizer_grad_norm_fused(1.0)
+    assert optimizer.clip_optimizer_grad_norm_fused(100.0).item() == pytest.approx(math.sqrt(12))
 
 
 def test_backward_outside_scale_loss_is_noticed():

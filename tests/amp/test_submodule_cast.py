@@ -10,6 +10,7 @@ import pytest
 import torch
 from devices import DEVICE
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from apex_npu import amp
 
@@ -90,6 +91,69 @@ def test_after_an_exception_in_the_forward_submodules_still_cast():
     with pytest.raises(RuntimeError):
         model(x(3, 5))
     assert model.encoder(x(3, 4)).dtype == torch.float16
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_a_model_that_calls_itself(level):
+    class Recursive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, depth=2):
+            return self.layer(self(x, depth - 1) if depth else x)
+
+    model = make(level, Recursive())
+    layers, z = model.layer, x(3, 4)
+    expected = layers(layers(layers(z)))
+    assert expected.dtype == HALF[level]
+    assert torch.equal(model(z), expected.float())
+
+
+class Normalised(nn.Module):
+    """Keeps a sum in float32, and looks at the type that its norm is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        normed = nn.functional.layer_norm(x.float(), (4,), self.gain.float()).to(x.dtype)
+        return x + self.layer(normed.to(self.layer.weight.dtype)).to(x.dtype)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.blocks = nn.ModuleList([Normalised(), Normalised()])
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        x = x.float()
+        for block in self.blocks:
+            x = block(x) if self.use_reentrant is None else checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_what_checkpointing_computes_again_is_cast_as_in_the_forward(level):
+    def grads(use_reentrant):
+        model = make(level, Checkpointed(use_reentrant))
+        model(x(3, 4).requires_grad_()).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    for use_reentrant in (False, True):
+        for p, q in zip(grads(use_reentrant), grads(None), strict=True):
+            assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_submodule_by_itself_can_be_checkpointed(use_reentrant):
+    model = make("O2")
+    z = checkpoint(model.encoder, x(3, 4).requires_grad_(), use_reentrant=use_reentrant)
+    z.float().sum().backward()
+    assert model.encoder[0].weight.grad.abs().sum() > 0
 
 
 def test_another_thread_is_another_call():

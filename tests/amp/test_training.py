@@ -587,7 +587,8 @@ def test_what_initialize_prints(capsys):
     assert "loss_scale             : 128.0" in lines
 
 
-def test_saturating_devices_are_asked_for_their_flag(monkeypatch):
+@pytest.fixture
+def saturating(monkeypatch):
     """A device that clamps instead of giving inf: overflow is known by its sticky flag alone."""
     from apex_npu.backends.ieee import IeeeBackend
 
@@ -607,14 +608,33 @@ def test_saturating_devices_are_asked_for_their_flag(monkeypatch):
     backend = Saturating("cpu", "gloo")
     backend.log = []
     monkeypatch.setattr(sys.modules["apex_npu.amp.gradients"], "for_device", lambda device: backend)
-    model, optimizer = make("O2", dynamic_init_scale=2.0**8)
-    with amp.scale_loss(loss_of(model, 0), optimizer, delay_unscale=True) as scaled_loss:
+    return backend
+
+
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+@pytest.mark.parametrize("put_off", ["delay_unscale", "delay_overflow_check"])
+def test_saturating_devices_are_asked_for_their_flag(saturating, put_off, fuse_unscale):
+    model, optimizer = make("O2", dynamic_init_scale=2.0**8, fuse_unscale=fuse_unscale)
+    with amp.scale_loss(loss_of(model, 0), optimizer, **{put_off: True}) as scaled_loss:
         scaled_loss.backward()
-        backend.flag = True
+        saturating.flag = True
     with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:  # must not clear what the first has raised
         scaled_loss.backward()
     optimizer.step()
     assert amp.last_step(optimizer).skipped
-    assert backend.log == ["clear"]
+    assert saturating.log == ["clear"]
     train(model, optimizer, [2])
     assert amp.last_step(optimizer).applied
+
+
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+def test_an_overflow_on_a_saturating_device_moves_the_scale_of_its_own_loss(saturating, fuse_unscale):
+    model, optimizer = make("O2", dynamic_init_scale=2.0**8, num_losses=2, fuse_unscale=fuse_unscale)
+    for loss_id in (0, 1):
+        with amp.scale_loss(loss_of(model, loss_id), optimizer, loss_id=loss_id) as scaled_loss:
+            scaled_loss.backward()
+            saturating.flag = saturating.flag or loss_id == 0
+    scales = [entry["loss_scale"] for entry in amp.state_dict().values()]
+    assert scales == [2.0**7, 2.0**8]
+    optimizer.step()
+    assert amp.last_step(optimizer).skipped

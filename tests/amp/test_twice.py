@@ -68,6 +68,22 @@ def test_each_model_keeps_the_level_it_was_initialised_at(first, second):
     assert two[0].seen == dtypes[second]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": "O2"}, "given parameters whose fp32 masters the optimizer steps"),
+        ({"level": "O0", "fuse_unscale": True}, "gradients that fuse_unscale=True keeps multiplied"),
+    ],
+)
+def test_clipping_is_watched_for_the_optimizers_of_an_earlier_initialize(options, message):
+    model, optimizer = make(**options)
+    make("O1")
+    with amp.scale_loss(model(torch.ones(2, 4, device=DEVICE)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.warns(RuntimeWarning, match=message):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
 def test_disabling_amp_for_a_second_pair_leaves_plain_training():
     make("O1")
     model, optimizer = make("O1", enabled=False)

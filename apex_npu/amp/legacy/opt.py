@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_adapter import adopt, check_adoptable, inner_optimizer, record_of
+from apex_npu.amp.optimizer_adapter import adopt, check_adoptable
+from apex_npu.amp.optimizer_record import inner_optimizer, record_of
 from apex_npu.amp.scale_loss import scale_loss
 from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu.amp.gradients import GradUnit, clear_overflow_flags, unscale_units
+from apex_npu.amp.held_gradients import HoldsGradients, settle
 from apex_npu.amp.legacy.scaler import LossScaler
 from apex_npu.amp.master_params import MasterPair, copy_masters_to_model
 from apex_npu.amp.policy import Policy
@@ -21,13 +22,13 @@ from apex_npu.ops import LOW_PRECISION
 Aside = dict[int, tuple[Tensor, Tensor]]
 
 
-class Record(Protocol):
+class Record(HoldsGradients, Protocol):
     """What is needed here of the record that amp keeps of an optimizer."""
 
     policy: Policy
     pairs: list[MasterPair]
     grad_scale: float
-    skip: str | None
+    skip: bool
     aside: Aside | None
     legacy: dict[str, Any]
 
@@ -197,6 +198,7 @@ class LegacyOptimizerNames(Optimizer):
         """Before one or several backwards that are scaled by hand: set the gradients of earlier ones aside."""
         record: Record = self._amp_record
         if record.aside is None:
+            settle(record, record.units(self))
             record.aside = set_grads_aside(record.units(self))
 
     def _post_amp_backward(self, loss_scaler: LossScaler) -> None:

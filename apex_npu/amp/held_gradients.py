@@ -1,0 +1,119 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""With ``fuse_unscale`` gradients are held, multiplied with the loss scale, until ``step`` divides and clips them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from apex_npu.amp.gradients import GradUnit
+from apex_npu.amp.optimizer_record import OptimizerRecord, inner_optimizer, record_of
+from apex_npu.amp.session import current
+from apex_npu.fusion import FlatGrads, clip_coefficient, total_grad_norm
+
+
+class HoldsGradients(Protocol):
+    """What is needed of an optimizer's record to end the holding."""
+
+    held_scale: float
+    clip_coefficient: Tensor | None
+
+
+def check_unwrapped(optimizer: Any) -> None:
+    """Refuse a wrapper, such as LARC, that works on gradients before the step: it would find them scaled.
+
+    Raises:
+        RuntimeError: ``optimizer`` is one.
+    """
+    if inner_optimizer(optimizer) is not optimizer:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} works on gradients before step(), which with fuse_unscale=True are still "
+            "multiplied with the loss scale then; leave fuse_unscale out"
+        )
+
+
+def check_unshared(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse a parameter that two optimizers step, of ``optimizers`` and of those that hold gradients now.
+
+    Raises:
+        RuntimeError: There is one.
+    """
+    session = current()
+    adopted = [] if session is None else [o for o in session.adopted if o not in optimizers]
+    holding = [o for o in adopted if (record := record_of(o)) is not None and record.held_scale != 1.0]
+    if len(holding) + len(optimizers) < 2:
+        return
+    owners: dict[int, Optimizer] = {}
+    for optimizer in [*holding, *optimizers]:
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            owner = owners.setdefault(id(param), optimizer)
+            if owner is not optimizer:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} belongs to two optimizers, {type(owner).__name__} and "
+                    f"{type(optimizer).__name__}: with fuse_unscale=True each would unscale its gradient; leave "
+                    "fuse_unscale out"
+                )
+
+
+def hand_over_scale(optimizer: Optimizer, record: OptimizerRecord) -> None:
+    """Have held gradients divided by their scale: in the step itself, where the optimizer can."""
+    if record.held_scale == 1.0:
+        return
+    units = record.units(optimizer)
+    # A hook before the step is to see true gradients.
+    if not getattr(optimizer, "is_npu_fused_optimizer", False) or optimizer._optimizer_step_pre_hooks or not units:
+        settle(record, units)
+        return
+    scale = torch.full((1,), record.held_scale, dtype=torch.float32, device=units[0].device)
+    if record.clip_coefficient is not None:
+        scale /= record.clip_coefficient.to(scale.device)
+    optimizer.grad_scale_of_step = scale  # type: ignore[attr-defined]
+
+
+def finish_hand_over(optimizer: Optimizer, record: OptimizerRecord) -> None:
+    """After the step, or its failure: gradients are true now, or still held where it did not come to take the scale."""
+    if getattr(optimizer, "grad_scale_of_step", None) is None:
+        record.held_scale, record.clip_coefficient = 1.0, None
+    else:
+        optimizer.grad_scale_of_step = None  # type: ignore[attr-defined]
+
+
+def settle(record: HoldsGradients, units: list[GradUnit]) -> None:
+    """Divide held gradients by their scale, and clip them, now rather than in the step."""
+    clip_held(record, units)
+    for unit in units:
+        unit.scale_params_(1.0 / record.held_scale)
+    record.held_scale = 1.0
+
+
+def clip_held(record: HoldsGradients, units: list[GradUnit]) -> None:
+    """Clip now what was to be clipped by the next step: gradients to come have no part in it."""
+    coefficient, record.clip_coefficient = record.clip_coefficient, None
+    if coefficient is not None:
+        for unit in units:
+            unit.clip_params_(coefficient)
+
+
+def clip_at_step(
+    record: OptimizerRecord,
+    flats: list[FlatGrads],
+    loose: list[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    """Leave it to the next step to clip; the arguments and the norm are those of ``clip_grad_norm_``."""
+    norm = total_grad_norm(flats, loose, norm_type)
+    if norm_type != 0:  # which counts, whatever the scale
+        norm = norm / record.held_scale
+    before = record.clip_coefficient
+    if before is not None and norm_type != 0:
+        norm = norm * before.to(norm.device).squeeze()
+    coefficient = clip_coefficient(norm, max_norm, norm_type, error_if_nonfinite).float().reshape(1)
+    record.clip_coefficient = coefficient if before is None else coefficient * before.to(coefficient.device)
+    return norm

@@ -1,0 +1,185 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``OptimizerRecord``: what amp knows of one optimizer, and how that is found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from apex_npu.amp.flat_model import FlatModel
+from apex_npu.amp.gradients import GradUnit
+from apex_npu.amp.master_params import MasterPair, copy_masters_to_model
+from apex_npu.amp.policy import Policy
+from apex_npu.amp.session import Session, current
+from apex_npu.amp.step_report import StepReport, Verdict
+from apex_npu.fusion import FlatGrads, FusedGroup, plan
+
+
+@dataclass(eq=False)
+class OptimizerRecord:
+    """What amp knows of one optimizer.
+
+    Attributes:
+        policy: Of the ``initialize`` that adopted it.
+        pairs: Model parameters and the masters that stand in ``param_groups`` in their stead.
+        grad_scale: What the gradients are multiplied with now: 1 but inside scale_loss, and after ``delay_unscale``.
+        held_scale: With ``fuse_unscale``, what the gradients of ``param_groups`` are multiplied with between blocks.
+        clip_coefficient: With ``fuse_unscale``, what the next step has yet to multiply gradients by; float32, (1,).
+        verdict: What scale_loss has decided about the next step; None: nothing since the last one.
+        last_step: How the last call of ``step`` ended.
+        unchecked: The option by which the last block has put off looking at its gradients; None: it has looked.
+        in_block: A scale_loss block is open.
+        aside: ``id(param)`` → param and its gradient, while that makes way for a backward that is scaled by hand.
+        legacy: What scripts have put into ``_amp_stash``.
+    """
+
+    policy: Policy
+    pairs: list[MasterPair] = field(default_factory=list)
+    grad_scale: float = 1.0
+    held_scale: float = 1.0
+    clip_coefficient: Tensor | None = None
+    verdict: Verdict | None = None
+    last_step: StepReport | None = None
+    unchecked: Literal["delay_unscale", "delay_overflow_check"] | None = None
+    in_block: bool = False
+    aside: dict[int, tuple[Tensor, Tensor]] | None = None
+    legacy: dict[str, Any] = field(default_factory=dict)
+    # The session that knows the masters: another one, or that of a copy, has to be told.
+    known_to: Session | None = None
+    _units: list[GradUnit] = field(default_factory=list)
+    _fitted_to: list[object] = field(default_factory=list)
+    _own_flat: list[FlatGrads] = field(default_factory=list)
+    _flat_model: FlatModel | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over ``state``, and tell the session, so that the copied model's state dicts find their masters."""
+        self.__dict__.update(state)
+        tell_masters(self, current())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without buffers: a copy makes its own."""
+        own: dict[str, Any] = {
+            "known_to": None,
+            "in_block": False,
+            "aside": None,
+            "_units": [],
+            "_fitted_to": [],
+            "_own_flat": [],
+            "_flat_model": None,
+        }
+        return {**self.__dict__, **own}
+
+    @property
+    def skip(self) -> bool:
+        """The next step is to be skipped."""
+        return self.verdict is not None and self.verdict.skip
+
+    @property
+    def scale_in_the_way(self) -> float:
+        """What gradients are multiplied with that step must not see yet; 1: they are as they should be."""
+        if self.grad_scale != 1.0:
+            return self.grad_scale
+        return self.held_scale if self.in_block or self.unchecked == "delay_unscale" else 1.0
+
+    def units(self, optimizer: Optimizer) -> list[GradUnit]:
+        """How the gradients of ``optimizer`` travel; made anew when its parameters, or their buffers, have changed."""
+        flats = self._flats(optimizer)
+        fitted_to: list[object] = [*flats]
+        for group in optimizer.param_groups:
+            fitted_to += group["params"]
+        if len(fitted_to) != len(self._fitted_to) or not all(map(is_, fitted_to, self._fitted_to)):
+            former, self._units = self._units, self._make_units(optimizer, flats)
+            for unit in self._units:
+                unit.take_over(former)
+            self._fitted_to = fitted_to
+        return self._units
+
+    def copy_masters(self, optimizer: Optimizer) -> None:
+        """Round every master into its model parameter."""
+        fused = getattr(optimizer, "is_npu_fused_optimizer", False)
+        groups: list[FusedGroup] = optimizer.fused_groups() if fused else []  # type: ignore[attr-defined]
+        if not groups or not self.pairs:
+            copy_masters_to_model(self.pairs)
+            return
+        self.flat_model(groups).copy_masters()
+
+    def flat_model(self, groups: Sequence[FusedGroup]) -> FlatModel:
+        """The model's low-precision parameters, fused like their masters; made anew when either has moved."""
+        if self._flat_model is None or not self._flat_model.fits(groups, self.pairs):
+            self._flat_model = None  # first: its memory is let go of as parameters move out
+            self._flat_model = FlatModel.of(groups, self.pairs)
+        return self._flat_model
+
+    def _flats(self, optimizer: Optimizer) -> list[FlatGrads]:
+        if getattr(optimizer, "is_npu_fused_optimizer", False):
+            fused: list[FlatGrads] = optimizer.flat_grads()  # type: ignore[attr-defined]
+            return fused
+        if not self.policy.combine_grad:
+            return []
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        held = [p for flat in self._own_flat for p in flat.params]
+        trainable = [p for p in params if p.requires_grad or p.grad is not None]
+        if (
+            len(held) != len(trainable)
+            or {id(p) for p in held} != {id(p) for p in trainable}
+            or any(flat.broken() for flat in self._own_flat)
+        ):
+            self._own_flat = _combine_grads(optimizer)
+        return self._own_flat
+
+    def _make_units(self, optimizer: Optimizer, flats: list[FlatGrads]) -> list[GradUnit]:
+        model_param_of = {id(pair.master_param): pair.model_param for pair in self.pairs}
+
+        def sources(params: list[Tensor]) -> list[Tensor]:
+            return [model_param_of.get(id(p), p) for p in params]
+
+        units = [GradUnit(flat.params, sources(flat.params), flat) for flat in flats]
+        held = {id(p) for flat in flats for p in flat.params}
+        loose: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in held:
+                    loose.setdefault((p.device, p.dtype), []).append(p)
+        return units + [GradUnit(params, sources(params)) for params in loose.values()]
+
+
+def _combine_grads(optimizer: Optimizer) -> list[FlatGrads]:
+    """One gradient buffer per (param_group, device, dtype) of an optimizer that has none of its own."""
+    flats = []
+    for group in optimizer.param_groups:
+        members: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for p in group["params"]:
+            if p.requires_grad or p.grad is not None:
+                members.setdefault((p.device, p.dtype), []).append(p)
+        for params in members.values():
+            # Planned for tensors of the same shapes: where the parameters themselves lie does not matter here.
+            planned = plan([torch.empty_like(p, device="meta") for p in params])
+            flats.append(FlatGrads(params, planned.offsets, planned.layout.total_numel))
+    return flats
+
+
+def tell_masters(record: OptimizerRecord, session: Session | None) -> None:
+    """Let ``session`` know the pairs of ``record``: state dicts look for masters there."""
+    if session is not None:
+        for pair in record.pairs:
+            session.masters[pair.model_param] = pair.master_param
+    record.known_to = session
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """What a wrapper that changes gradients before the step, such as LARC, has as ``optim``; else ``optimizer``."""
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, Optimizer) and not isinstance(optimizer, Optimizer) else optimizer
+
+
+def record_of(optimizer: Any) -> OptimizerRecord | None:
+    """What amp knows of ``optimizer``, or None where it was never passed to ``initialize``."""
+    record: OptimizerRecord | None = getattr(optimizer, "_amp_record", None)
+    return record
