@@ -39,7 +39,7 @@ def scale_loss(
     Behind the block ``param.grad`` of every optimizer parameter, the fp32 masters' at O2, is the true gradient,
     accumulated over all blocks since it was last cleared; clip it, or look at it, then call ``optimizer.step()``. If a
     gradient was inf or nan, the scale shrinks and that ``step()`` does nothing. At most one wait for the device happens
-    here, with a dynamic scale, and none with a static one. With ``fuse_unscale`` gradients stay scaled until ``step()``.
+    here, with a dynamic scale, and none with a static one. With ``fuse_unscale`` they stay scaled until ``step``.
 
     An exception inside the block leaves gradients unscaled and everything usable. Gradients whose step will be skipped
     are zeroed at the next block, so that what it finds, and tells its scaler and its other optimizers, is its own.
