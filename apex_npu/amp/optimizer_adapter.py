@@ -21,13 +21,14 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from apex_npu._extension import disable_dynamo
+from apex_npu.amp.data_parallel import DataParallel, LocalGrads
 from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.legacy.stash import LegacyOptimizerNames
 from apex_npu.amp.master_params import MasterPair, copy_masters_to_model, make_masters
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import Session, current, disable_casts
 from apex_npu.amp.step_report import StepReport, Verdict, explain_skips, next_report
-from apex_npu.fusion import FlatGrads, clip_coefficient, clip_grad_norm_, plan, total_grad_norm
+from apex_npu.fusion import FlatGrads, clip_coefficient, clip_grad_norm_, total_grad_norm
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class OptimizerRecord:
         verdict: What scale_loss has decided about the next step; None: nothing since the last one.
         last_step: How the last call of ``step`` ended.
         in_block: A scale_loss block is open.
+        parallel: Who averages the gradients with whom; None: nobody.
+        local_grads: Which gradients have not been averaged yet.
         aside: ``id(param)`` → param and its gradient, while that makes way for a backward that is scaled by hand.
         legacy: What scripts have put into ``_amp_stash``.
     """
@@ -57,6 +60,8 @@ class OptimizerRecord:
     verdict: Verdict | None = None
     last_step: StepReport | None = None
     in_block: bool = False
+    parallel: DataParallel | None = None
+    local_grads: LocalGrads = LocalGrads.NONE
     aside: dict[int, tuple[Tensor, Tensor]] | None = None
     legacy: dict[str, Any] = field(default_factory=dict)
     # The session that knows the masters: another one, or that of a copy, has to be told.
@@ -68,11 +73,22 @@ class OptimizerRecord:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over ``state``, and tell the session, so that the copied model's state dicts find their masters."""
         self.__dict__.update(state)
-        tell_masters(self, current())
+        session = current()
+        if self.policy.combine_ddp and session is not None:
+            self.parallel = session.data_parallel
+        tell_masters(self, session)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without buffers: a copy makes its own."""
-        return {**self.__dict__, "known_to": None, "aside": None, "_units": [], "_fitted_to": [], "_own_flat": []}
+        forgotten: dict[str, Any] = {
+            "known_to": None,
+            "aside": None,
+            "parallel": None,
+            "_units": [],
+            "_fitted_to": [],
+            "_own_flat": [],
+        }
+        return {**self.__dict__, **forgotten}
 
     @property
     def skip(self) -> bool:
@@ -125,16 +141,13 @@ class OptimizerRecord:
 
 def _combine_grads(optimizer: Optimizer) -> list[FlatGrads]:
     """One gradient buffer per (param_group, device, dtype) of an optimizer that has none of its own."""
-    flats = []
+    flats: list[FlatGrads] = []
     for group in optimizer.param_groups:
         members: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for p in group["params"]:
             if p.requires_grad or p.grad is not None:
                 members.setdefault((p.device, p.dtype), []).append(p)
-        for params in members.values():
-            # Planned for tensors of the same shapes: where the parameters themselves lie does not matter here.
-            planned = plan([torch.empty_like(p, device="meta") for p in params])
-            flats.append(FlatGrads(params, planned.offsets, planned.layout.total_numel))
+        flats.extend(FlatGrads.apart(params) for params in members.values())
     return flats
 
 
@@ -212,6 +225,7 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
                 with torch.no_grad():
                     pair.model_param.grad.zero_()
         record.grad_scale = record.held_scale = 1.0
+        record.local_grads = LocalGrads.NONE
         record.clip_coefficient = record.verdict = record.aside = None  # they were about gradients that are gone
 
     def clip_optimizer_grad_norm_fused(
@@ -287,6 +301,11 @@ def _check_gradients(optimizer: Optimizer, record: OptimizerRecord) -> None:
         raise RuntimeError(
             f"the gradients are still multiplied with the loss scale {record.grad_scale}: the last scale_loss "
             "had delay_unscale=True; before step(), close one without it, or call zero_grad()"
+        )
+    if record.local_grads is not LocalGrads.NONE:
+        raise RuntimeError(
+            "the gradients are those of this process alone: the last scale_loss was inside of amp.no_sync(); before "
+            "step(), close one outside of it, or call zero_grad()"
         )
     masters_lack = record.pairs and all(pair.master_param.grad is None for pair in record.pairs)
     if masters_lack and any(unit.has_undelivered() for unit in record.units(optimizer)):
@@ -433,7 +452,7 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
     """
     vars(optimizer).pop("step", None)
     policy = session.policy
-    optimizer._amp_record = OptimizerRecord(policy)  # type: ignore[attr-defined]
+    optimizer._amp_record = OptimizerRecord(policy, parallel=session.data_parallel)  # type: ignore[attr-defined]
     session.adopted.add(optimizer)
     cls: Any = type(optimizer)
     optimizer.__class__ = _adopted_class(cls)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex_npu.fusion.flat_buffer import FlatBuffer
+from apex_npu.fusion.flat_buffer import FlatBuffer, plan
 from apex_npu.fusion.storage import grad_states, slot_table
 
 ABSENT, PRESENT, FOREIGN = 0, 1, 2
@@ -35,6 +35,12 @@ class FlatGrads:
         self._buffer: FlatBuffer | None = None
         self._views: list[Tensor] = []
         self._table = slot_table(self.params)
+
+    @classmethod
+    def apart(cls, params: Sequence[Tensor]) -> FlatGrads:
+        """Slots in the order of ``params``, wherever those lie; each has one of its own."""
+        planned = plan([torch.empty_like(p, device="meta") for p in params])
+        return cls(params, planned.offsets, planned.layout.total_numel)
 
     def _allocate(self) -> FlatBuffer:
         if self._buffer is None:
@@ -63,8 +69,16 @@ class FlatGrads:
         """Indices of the parameters that no longer have the address, shape, dtype or device they were planned with."""
         return self._table.broken(self.params)
 
-    def gather(self) -> bytes:
+    def span(self, slots: range) -> Tensor:
+        """The memory of consecutive ``slots``, padding included."""
+        end = self.offsets[slots.stop] if slots.stop < len(self.offsets) else self._total_numel
+        return self.flat[self.offsets[slots.start] : end]
+
+    def gather(self, slots: range | None = None) -> bytes:
         """Bring every gradient into its slot: afterwards ``param.grad`` is None or the slot's view.
+
+        Args:
+            slots: Which; None: all.
 
         Returns:
             One byte per parameter, ABSENT or PRESENT.
@@ -72,10 +86,14 @@ class FlatGrads:
         Raises:
             RuntimeError: A gradient is sparse, or not of its parameter's dtype; nothing has been copied then.
         """
-        states = self.states()
+        if slots is None:
+            states, first = self.states(), 0
+        else:
+            first, views = slots.start, self._views or self.params
+            states = grad_states(self.params[first : slots.stop], views[first : slots.stop])
         if FOREIGN not in states:
             return states
-        foreign = [i for i, state in enumerate(states) if state == FOREIGN]
+        foreign = [i for i, state in enumerate(states, first) if state == FOREIGN]
         grads = [self.grad_of(i) for i in foreign]
         views = self.views
         with torch.no_grad():

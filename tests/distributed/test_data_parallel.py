@@ -1,0 +1,67 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""combine_ddp in several processes. What they check is in the workers beside; starting them takes the longest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import processes
+import pytest
+import torch.distributed as dist
+from devices import DEVICE
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+
+
+def run(worker, *checks, **options):
+    processes.run(Path(__file__).with_name(f"{worker}_worker.py"), *checks, **options)
+
+
+def test_parameters_are_those_of_one_process_that_sees_the_whole_batch():
+    run("training", "values_of_rank_0", "levels", "unused_parameters")
+
+
+def test_gradients_are_averages_whatever_backward_does():
+    run(
+        "backward",
+        "gradients_are_averages",
+        "sent_during_backward",
+        "recorded_order",
+        "unusual_backwards",
+        "accumulation",
+        "several_models",
+        "changing_parameters",
+        "precision_of_averages",
+        "held_scale",
+    )
+
+
+def test_processes_agree_or_fail_together():
+    run("agreement", "refusals", "smaller_group", "misuse", "copies", "overflow_in_a_micro_batch", "overflow_group")
+
+
+def test_what_goes_wrong_on_one_process_ends_the_block_on_all():
+    run("failures", "exceptions", "late_gradients")
+
+
+@pytest.mark.skipif(DEVICE.type != "npu", reason="only npus saturate")
+def test_a_flag_that_one_device_has_raised_skips_the_step_on_all():
+    run("agreement", "saturating_devices")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_all_levels_optimizers_and_accumulations_are_those_of_one_process(count):
+    run("training", "all_levels", processes=count, timeout=500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_parameters_are_those_of_torchs_distributed_data_parallel(count):
+    run("training", "same_as_ddp", processes=count)
+
+
+@pytest.mark.slow
+def test_gradients_are_averages_in_four_processes():
+    run("backward", "gradients_are_averages", "recorded_order", "accumulation", "several_models", processes=4)
