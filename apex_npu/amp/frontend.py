@@ -33,7 +33,7 @@ from apex_npu.amp.session import (
 )
 from apex_npu.amp.step_report import StepReport, next_report
 from apex_npu.amp.user_casts import registered_patches
-from apex_npu.fusion import ReduceOptions
+from apex_npu.fusion import ReduceOptions, wraps_tensors
 from apex_npu.ops import LOW_PRECISION
 
 
@@ -172,6 +172,8 @@ def initialize(
             session.device_types = _device_types(model_list, optimizer_list)
             session.patches = registered_patches(policy)
             _check(model_list, optimizer_list)
+            if policy.combine_grad:
+                _check_plain(optimizer_list)
             if policy.fuse_unscale:
                 _check_unshared(optimizer_list)
             _check_devices(session.device_types)
@@ -275,6 +277,15 @@ def _check_unwrapped(models: list[nn.Module]) -> None:
                     f"{name} is an instance of {type(module).__name__}, which averages gradients itself; leave it out "
                     "with combine_ddp=True"
                 )
+
+
+def _check_plain(optimizers: list[Optimizer]) -> None:
+    for param in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+        if wraps_tensors(param):
+            raise RuntimeError(
+                f"combine_grad=True puts gradients into flat memory, but a parameter of shape {tuple(param.shape)} is "
+                f"a {type(param.data).__name__}, which wraps other tensors; leave combine_grad out"
+            )
 
 
 def _check_unshared(optimizers: list[Optimizer]) -> None:

@@ -45,6 +45,16 @@ def test_what_goes_wrong_on_one_process_ends_the_block_on_all():
     run("failures", "exceptions", "late_gradients")
 
 
+def test_torchs_own_ways_to_train_in_parallel_work_or_are_refused():
+    run(
+        "beside",
+        "ddp_around_the_model",
+        "fully_sharded_parameters_are_refused",
+        "distributed_checkpoint",
+        "state_by_names",
+    )
+
+
 @pytest.mark.skipif(DEVICE.type != "npu", reason="only npus saturate")
 def test_a_flag_that_one_device_has_raised_skips_the_step_on_all():
     run("agreement", "saturating_devices")
