@@ -43,9 +43,14 @@ def finish(started: list[subprocess.Popen], timeout: float = 120) -> list[tuple[
     try:
         return [(process.communicate(timeout=timeout)[0], process.returncode)[::-1] for process in started]
     finally:
-        for process in started:
-            process.kill()
-            process.wait()
+        finish_by_force(started)
+
+
+def finish_by_force(started: list[subprocess.Popen]) -> None:
+    """End all that still run."""
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 def run(worker: Path, *checks: str, processes: int = 2, timeout: float = 120, **environment: str) -> list[str]:

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.ranks import RanksDifferError, failing_together
-from apex_npu.fusion import FlatGrads
-from apex_npu.fusion.grad_reducer import FindFlat, GradReducer, ReduceOptions, Report
+from apex_npu.fusion import FlatGrads, GradReducer, RankProgress, ReduceOptions
+from apex_npu.fusion.grad_reducer import FindFlat, Report
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +49,13 @@ class DataParallel:
 
     Attributes:
         options: How gradients are reduced.
+        progress: How far the processes got.
     """
 
     def __init__(self, options: ReduceOptions) -> None:
         """Nothing is planned yet: gradients are, at the first block of their optimizers."""
         self.options = options
+        self.progress = RankProgress(options.group)
         self._fitted: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], _Fitted]] = weakref.WeakKeyDictionary()
         self._agreed_scale: float | None = None
 
@@ -103,7 +105,7 @@ class DataParallel:
             )
         if before.reducer is not None:
             before.reducer.close()
-        known[key] = _Fitted(units, GradReducer(groups, self.options) if tensors else None, tensors)
+        known[key] = _Fitted(units, GradReducer(groups, self.options, self.progress) if tensors else None, tensors)
         return known[key]
 
     def check(self, report: Report | None, scale: float) -> None:
@@ -168,6 +170,8 @@ class Reduction:
         this block must be left waiting, or they would step without this process.
         """
         listening = dynamic or self._reducer.everybody_reads
+        if not self._reducer.broken:
+            self._parallel.progress.note(f"raised {error!r}", now=True)
         if self._reducer.broken or not listening or not isinstance(error, Exception):
             self._reducer.cancel()
             return

@@ -29,6 +29,7 @@ from apex_npu.fusion.buckets import (
     waits_little,
 )
 from apex_npu.fusion.flat_grads import ABSENT, FlatGrads
+from apex_npu.fusion.rank_progress import RankProgress
 
 # What holds the gradients of just these tensors already, if anything does.
 FindFlat = Callable[[Sequence[Tensor]], FlatGrads | None]
@@ -111,19 +112,19 @@ class GradReducer:
 
     Attributes:
         tensors: Whose gradients; in the order that was given, which must be the same on all processes.
-        reductions: How many have been completed.
         broken: A collective has failed; the group is of no use any more.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Tensor]], options: ReduceOptions) -> None:
+    def __init__(self, groups: Sequence[Sequence[Tensor]], options: ReduceOptions, progress: RankProgress) -> None:
         """Plan.
 
         Args:
             groups: Tensors of one device and dtype each, which may lie in one flat buffer already.
             options: How to reduce.
+            progress: Where to note how far it got.
         """
         self.options = options
-        self.reductions = 0
+        self._progress = progress
         self.broken = False
         self._size = dist.get_world_size(options.group)
         self._rank = dist.get_rank(options.group)
@@ -233,6 +234,7 @@ class GradReducer:
         self._next = 0
         self._deferred = not self._recorded
         self._armed = True
+        self._progress.note("begun a backward")
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         found = weakref.ref(self)  # a parameter may outlive its optimizer
@@ -275,7 +277,7 @@ class GradReducer:
         before, _ = divisors(wire_dtype, self._size)
         if before != 1.0:
             bucket.wire.mul_(1.0 / before)
-        with self._breaking():
+        with self._breaking(self._next):
             bucket.work = dist.all_reduce(bucket.wire, group=self.options.group, async_op=True)
         bucket.sent = True
         self._next += 1
@@ -316,11 +318,13 @@ class GradReducer:
         device = self.tensors[0].device
         said = [scale, -scale, float(self._rank + 1 if failed else 0)]
         ledger = torch.tensor(used + said, dtype=torch.float32, device=device)
-        with self._breaking():
+        with self._breaking(len(self._buckets)):
             ledger_work = dist.all_reduce(ledger, op=dist.ReduceOp.MAX, group=self.options.group, async_op=True)
-        for bucket in self._buckets:
+        for number, bucket in enumerate(self._buckets):
+            with self._breaking(number):
+                bucket.work.wait()
             self._receive(bucket)
-        with self._breaking():
+        with self._breaking(len(self._buckets)):
             ledger_work.wait()
         report = None
         if read or failed or 0.0 in used or self.everybody_reads:
@@ -332,7 +336,7 @@ class GradReducer:
             self._raise_late()
         if not self._recorded and report is not None and report.failed_rank is None:
             self._share_record()
-        self.reductions += 1
+        self._progress.reductions += 1
         return report
 
     def _raise_late(self) -> None:
@@ -348,8 +352,6 @@ class GradReducer:
     @torch.no_grad()
     def _receive(self, bucket: Bucket) -> None:
         assert bucket.wire is not None
-        with self._breaking():
-            bucket.work.wait()
         _, after = divisors(bucket.wire.dtype, self._size)
         if after != 1.0:
             bucket.wire.mul_(1.0 / after)
@@ -380,12 +382,22 @@ class GradReducer:
         self._adopt_order(arrival)
 
     @contextmanager
-    def _breaking(self) -> Iterator[None]:
+    def _breaking(self, number: int) -> Iterator[None]:
+        """Around a collective, that of bucket ``number``: what it raises is told with how far each process got."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.broken = True
-            raise
+            if not isinstance(error, RuntimeError):
+                raise
+            count = len(self._buckets)
+            place = f"bucket {number + 1} of {count}" if number < count else "the exchange behind the last bucket"
+            self._progress.note(f"failed in {place}", now=True)
+            raise RuntimeError(
+                f"rank {self._rank} could not average its gradients with the other processes: {place} failed in "
+                f"reduction {self._progress.reductions + 1}; a process has ended, or it is too late. "
+                f"Of reductions, {self._progress.tell()}. The cause is what the rank that is behind says. ({error})"
+            ) from error
 
     def cancel(self) -> None:
         """Reduce nothing more of what ``begin`` has begun; other processes are not told."""

@@ -6,8 +6,13 @@ Run in several processes; the arguments are names of functions here.
 """
 
 import contextlib
+import os
+import signal
+import threading
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from common import assert_averages, assert_equal_on_all, backward, data, local_grads, loss_on, main, mlp, start
 from devices import DEVICE
@@ -85,6 +90,37 @@ def late_gradients():
         backward(loss(model), optimizer)
         assert_averages(model, expected, rtol=1e-2, atol=1e-4)  # float16 products
         optimizer.zero_grad()
+
+
+def trained_until(fault):
+    """Train until ``fault``, which rank 1 has in the middle of the fourth backward; then print what rank 0 says."""
+    rank = dist.get_rank()
+    # Of its own: processes that are slow to start need more time to meet.
+    group = dist.new_group(timeout=timedelta(seconds=float(os.environ["PATIENCE"])))
+    model, optimizer = start(mlp(), level="O2", dynamic_init_scale=2.0**8, process_group=group)
+    steps = []
+    model[2].bias.register_hook(lambda grad: fault() if rank == 1 and len(steps) == 3 else None)
+    for step in range(6):
+        before = [p.detach().clone() for p in amp.master_params(optimizer)]
+        try:
+            backward(loss_on(data(step, 0, rank))(model), optimizer)
+        except RuntimeError as error:
+            assert len(steps) == 3
+            assert all(torch.equal(p, old) for p, old in zip(amp.master_params(optimizer), before, strict=True))
+            assert all(p.grad is None for p in amp.master_params(optimizer))
+            print(f"noticed: {error}", flush=True)
+            os._exit(0)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(step)
+
+
+def killed():
+    trained_until(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def stalled():
+    trained_until(lambda: threading.Event().wait())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import processes
@@ -58,6 +59,20 @@ def test_torchs_own_ways_to_train_in_parallel_work_or_are_refused():
 @pytest.mark.skipif(DEVICE.type != "npu", reason="only npus saturate")
 def test_a_flag_that_one_device_has_raised_skips_the_step_on_all():
     run("agreement", "saturating_devices")
+
+
+@pytest.mark.parametrize(("fault", "timeout"), [("killed", 60), ("stalled", 4)])
+def test_a_process_that_is_lost_is_an_error_that_says_how_far_each_got(fault, timeout, tmp_path):
+    worker = Path(__file__).with_name("failures_worker.py")
+    started = processes.start(worker, (fault,), 2, tmp_path / "store", TIMEOUT=str(timeout))
+    status, output = processes.finish(started[:1], timeout=40)[0]
+    processes.finish_by_force(started[1:])
+    assert status == 0, output
+    assert "noticed: rank 0 could not average its gradients" in output
+    assert "failed in reduction 4" in output
+    assert re.search(
+        r"rank 0 had completed 3 and failed in .*; rank 1 had completed [0-3] and begun a backward", output
+    )
 
 
 @pytest.mark.slow
