@@ -21,10 +21,11 @@ CHECKED := apex_npu benchmarks examples tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all bench-deps upstream dev lint types clean setup-demo setup-dev pytest-quick pytest-all
+.PHONY: help demo demo-ddp test test-all bench-deps upstream dev lint types clean setup-demo setup-dev pytest-quick pytest-all
 
 help: ## this list
 	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
+	@echo 'make demo-ddp   the same network on two processes, averaged by amp and by torch (SIMULATED_NPU=1: on hccl)'
 	@echo 'make test       lint, types, import contracts and the quick tests (under 10 minutes on 2 cores)'
 	@echo 'make test-all   the same, with the tests marked slow'
 	@echo 'make bench-deps other implementations of the optimizers, for tests that compare with them'
@@ -42,6 +43,10 @@ help: ## this list
 demo: setup-demo ## trains, shows the result
 	@echo '==> training (under 3 minutes on 2 cores)'
 	@$(PY) examples/digits.py
+
+demo-ddp: $(if $(SIMULATED_NPU),setup-dev,setup-demo) ## two processes on this machine, gloo on the CPU
+	@$(PY) -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 examples/ddp_digits.py \
+	    $(if $(SIMULATED_NPU),--simulated-npu) $(ARGS)
 
 test: lint types pytest-quick
 
@@ -72,7 +77,7 @@ types: setup-dev
 	@$(PY) -m mypy
 
 # On the simulated NPU, where it is installed, the tests that take their device from the environment.
-ON_NPU := tests/amp tests/fp16_utils tests/normalization tests/parallel/test_larc.py \
+ON_NPU := tests/amp tests/distributed tests/fp16_utils tests/normalization tests/parallel/test_larc.py \
     $(addprefix tests/optimizers/test_,fused_optimizers.py random_programs.py unusual_use.py novograd.py failures.py)
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
 

@@ -6,7 +6,7 @@ from apex_npu.amp.frontend import initialize, last_step, load_state_dict, master
 from apex_npu.amp.legacy.handle import init
 from apex_npu.amp.legacy.state import _amp_state
 from apex_npu.amp.scale_loss import scale_loss
-from apex_npu.amp.session import disable_casts, shutdown
+from apex_npu.amp.session import disable_casts, no_sync, shutdown
 from apex_npu.amp.step_report import StepReport
 from apex_npu.amp.user_casts import (
     float_function,
@@ -29,6 +29,7 @@ __all__ = [
     "last_step",
     "load_state_dict",
     "master_params",
+    "no_sync",
     "promote_function",
     "register_float_function",
     "register_half_function",

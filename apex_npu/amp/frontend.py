@@ -7,19 +7,21 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.forward_cast import convert_model, put_wrapper_back, wrapper_of
 from apex_npu.amp.held_gradients import check_unshared, check_unwrapped
-from apex_npu.amp.master_params import give_fp32_state_dict, remove_fp32_state_dict
+from apex_npu.amp.master_params import copy_masters_to_model, give_fp32_state_dict, remove_fp32_state_dict
 from apex_npu.amp.optimizer_adapter import adopt, check_adoptable, release
 from apex_npu.amp.optimizer_record import inner_optimizer, record_of
 from apex_npu.amp.policy import PRINTED_OPTIONS, Policy, resolve
+from apex_npu.amp.ranks import Description, broadcast_values, check_group, describe, failing_together
 from apex_npu.amp.scaler import DynamicScaleOptions, in_apex_format, make_scaler
 from apex_npu.amp.session import (
     ConvertedModel,
@@ -33,6 +35,7 @@ from apex_npu.amp.session import (
 )
 from apex_npu.amp.step_report import StepReport, next_report
 from apex_npu.amp.user_casts import registered_patches
+from apex_npu.fusion import ReduceOptions, wraps_tensors
 from apex_npu.ops import LOW_PRECISION
 
 
@@ -64,6 +67,9 @@ def initialize(
     user_cast_preferred: bool | None = None,
     check_combined_tensors: bool | Literal["error"] | None = None,
     fuse_unscale: bool | None = None,
+    process_group: Any = None,
+    ddp_reduce_dtype: torch.dtype | None = None,
+    overflow_group: Any = None,
 ) -> Any:
     """Set up mixed precision for models and optimizers, in place, and return them.
 
@@ -103,21 +109,28 @@ def initialize(
         skip_alarm: After so many skipped steps in a row an error is logged that says what to look at; None: never.
         combine_grad: Keep the gradients of each optimizer in flat buffers, and unscale and check those in one pass.
             Fused optimizers do so anyway.
-        combine_ddp: Not available yet.
-        ddp_replica_count: Number of buckets for ``combine_ddp``.
+        combine_ddp: Train data parallel, without DistributedDataParallel: all processes start from the first one's
+            parameters and buffers, and scale_loss averages the gradients, while backward runs. Needs combine_grad.
+        ddp_replica_count: Number of buckets that gradients are cut into for that; small models have fewer.
         user_cast_preferred: O1: the built-in lists do not act on functions that casts are registered for.
         check_combined_tensors: Fused optimizers follow parameters that leave their buffer; True also prints it, "error"
             raises instead.
         fuse_unscale: Leave gradients multiplied with the loss scale until ``step``, which divides them in the same pass
             as it updates (NpuFusedSGD, Adam and AdamW; others in one of their own). Behind scale_loss ``.grad`` is then
             still scaled: clip with ``optimizer.clip_optimizer_grad_norm_fused``, which costs no pass either.
+        process_group: For ``combine_ddp``: the processes that train together; None: all.
+        ddp_reduce_dtype: For ``combine_ddp``: torch.float32 or torch.bfloat16, what float16 and bfloat16 gradients are
+            added up in; None: as they are.
+        overflow_group: Processes that skip a step together where one of them has found inf or nan: those that share a
+            model without sharing gradients. None: each decides alone (with combine_ddp all gradients are the same).
 
     Returns:
         ``models``, or ``(models, optimizers)`` where optimizers were given: each a list where a list was given.
 
     Raises:
         RuntimeError: An unknown level, an override that contradicts it, a model that is already in half precision or
-            wrapped for parallel training, an optimizer that has been initialized before.
+            wrapped for parallel training, an optimizer that has been initialized before. With combine_ddp: there are no
+            process groups yet, or processes have other models or optimizers, or have failed.
         TypeError: An argument has the wrong type.
         ValueError: A number is out of range.
     """
@@ -135,6 +148,7 @@ def initialize(
         user_cast_preferred=user_cast_preferred,
         check_combined_tensors=check_combined_tensors,
         fuse_unscale=fuse_unscale,
+        ddp_reduce_dtype=ddp_reduce_dtype,
     )
     options = DynamicScaleOptions(
         dynamic_init_scale,
@@ -153,15 +167,28 @@ def initialize(
     scalers = [make_scaler(policy.loss_scale, options) for _ in range(num_losses)]
     session = Session(policy, scalers, verbosity if is_first_rank() else min(verbosity, 0), skip_alarm=skip_alarm)
     check_thread("amp.initialize")
+    process_group, overflow_group = _check_groups(policy, process_group, overflow_group, enabled=enabled)
     if enabled:
-        session.device_types = _device_types(model_list, optimizer_list)
-        session.patches = registered_patches(policy)
-        _check(model_list, optimizer_list)
-        if policy.fuse_unscale:
-            for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
-                check_unwrapped(optimizer)
-            check_unshared(optimizer_list)
-        _check_devices(session.device_types)
+        session.overflow_group = overflow_group
+        with _together(policy, process_group) as descriptions:
+            session.device_types = _device_types(model_list, optimizer_list)
+            session.patches = registered_patches(policy)
+            _check(model_list, optimizer_list)
+            if policy.combine_grad:
+                _check_plain(optimizer_list)
+            if policy.fuse_unscale:
+                for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+                    check_unwrapped(optimizer)
+                check_unshared(optimizer_list)
+            _check_devices(session.device_types)
+            if policy.combine_ddp:
+                _check_unwrapped(model_list)
+                settings_of_all = [("amp.initialize's options", f"{policy}, {options}, {num_losses} losses")]
+                descriptions.append(describe(model_list, optimizer_list, settings_of_all))
+                session.data_parallel = DataParallel(
+                    ReduceOptions(process_group, policy.ddp_replica_count, policy.ddp_reduce_dtype)
+                )
+                session.data_parallels.append(session.data_parallel)
         _print_options(session)
         _set_up(session, model_list, optimizer_list)
         session.verbosity = verbosity  # skipped steps are announced on every rank
@@ -219,6 +246,52 @@ def _check(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         check_adoptable(optimizer)
 
 
+def _check_groups(policy: Policy, process_group: Any, overflow_group: Any, *, enabled: bool) -> tuple[Any, Any]:
+    if policy.combine_ddp:
+        if not enabled:
+            raise RuntimeError(
+                "combine_ddp=True with enabled=False would train each process by itself; for data parallel training "
+                "without mixed precision use opt_level='O0'"
+            )
+        process_group = check_group(process_group, "process_group", "combine_ddp=True")
+    elif process_group is not None:
+        raise RuntimeError(
+            "process_group says who averages gradients under combine_ddp=True; leave it out without that"
+        )
+    if enabled and overflow_group is not None:
+        check_group(overflow_group, "overflow_group", "overflow_group")
+    return process_group, overflow_group
+
+
+@contextmanager
+def _together(policy: Policy, process_group: Any) -> Iterator[list[Description]]:
+    """Under combine_ddp what fails on one process fails on all."""
+    if not policy.combine_ddp:
+        yield []
+        return
+    with failing_together(process_group) as descriptions:
+        yield descriptions
+
+
+def _check_unwrapped(models: list[nn.Module]) -> None:
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+                raise RuntimeError(
+                    f"{name} is an instance of {type(module).__name__}, which averages gradients itself; leave it out "
+                    "with combine_ddp=True"
+                )
+
+
+def _check_plain(optimizers: list[Optimizer]) -> None:
+    for param in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+        if wraps_tensors(param):
+            raise RuntimeError(
+                f"combine_grad=True puts gradients into flat memory, but a parameter of shape {tuple(param.shape)} is "
+                f"a {type(param.data).__name__}, which wraps other tensors; leave combine_grad out"
+            )
+
+
 def _check_devices(device_types: list[str]) -> None:
     if "meta" in device_types:
         raise RuntimeError(
@@ -256,18 +329,32 @@ def _set_up(session: Session, models: list[nn.Module], optimizers: list[Optimize
     values = {id(t): (t, t.detach()) for m in models for t in [*m.parameters(), *m.buffers()]}
     with ExitStack() as undo:
         undo.callback(_put_back, list(values.values()))
-        for model in models:
-            undo.callback(put_wrapper_back, model, wrapper_of(model))
-            cast = convert_model(model, policy, device_types, session.ambient)
-            handles = [] if policy.model_dtype is None else give_fp32_state_dict(model)
-            for handle in handles:
-                undo.callback(handle.remove)
-            session.models.append(ConvertedModel(cast, remove_fp32_state_dict))
-        undo.callback(_release, as_they_were)
-        for optimizer in optimizers:
-            adopt(optimizer, session, {key: value for key, (_, value) in values.items()})
+        parallel = session.data_parallel
+        with _together(policy, None if parallel is None else parallel.group):
+            for model in models:
+                undo.callback(put_wrapper_back, model, wrapper_of(model))
+                cast = convert_model(model, policy, device_types, session.ambient)
+                handles = [] if policy.model_dtype is None else give_fp32_state_dict(model)
+                for handle in handles:
+                    undo.callback(handle.remove)
+                session.models.append(ConvertedModel(cast, remove_fp32_state_dict))
+            undo.callback(_release, as_they_were)
+            for optimizer in optimizers:
+                adopt(optimizer, session, {key: value for key, (_, value) in values.items()})
+        if parallel is not None:
+            _start_alike(parallel, models, optimizers)
         install(session)
         undo.pop_all()
+
+
+def _start_alike(parallel: DataParallel, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+    """Give parameters and buffers the values of the group's first process: masters exactly, then what follows them."""
+    pairs = [pair for optimizer in optimizers for pair in optimizer._amp_record.pairs]  # type: ignore[attr-defined]
+    followers = {id(pair.model_param) for pair in pairs}
+    tensors = [t for m in models for t in [*m.parameters(), *m.buffers()]]
+    tensors += [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    broadcast_values([t for t in tensors if id(t) not in followers], parallel.group)
+    copy_masters_to_model(pairs)
 
 
 def _release(optimizers: list[tuple[Optimizer, Any, list[list[Tensor]]]]) -> None:

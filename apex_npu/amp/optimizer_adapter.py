@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from apex_npu._extension import disable_dynamo
+from apex_npu.amp.data_parallel import LocalGrads
 from apex_npu.amp.held_gradients import clip_at_step, finish_hand_over, hand_over_scale
 from apex_npu.amp.legacy.stash import LegacyOptimizerNames
 from apex_npu.amp.master_params import make_masters
@@ -60,6 +61,7 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             _skip_step(self, record)
             return loss
         _check_unscaled(record, "step()")
+        _check_averaged(record)
         _warn_of_missing_gradients(self, record)
         hand_over_scale(self, record)
         try:
@@ -90,6 +92,7 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
                     pair.model_param.grad.zero_()
         if not record.in_block:  # there, what backward is about to add is scaled
             record.grad_scale = record.held_scale = 1.0
+        record.local_grads = LocalGrads.NONE
         # They were about gradients that are gone.
         record.clip_coefficient = record.verdict = record.aside = record.unchecked = None
 
@@ -176,6 +179,14 @@ def _check_unscaled(record: OptimizerRecord, caller: str) -> None:
             f"the last scale_loss had delay_unscale=True; before {caller}, close one without it, or call zero_grad()"
         )
     raise RuntimeError(f"the gradients are still multiplied with the loss scale {record.scale_in_the_way}: {reason}")
+
+
+def _check_averaged(record: OptimizerRecord) -> None:
+    if record.local_grads is not LocalGrads.NONE:
+        raise RuntimeError(
+            "the gradients are those of this process alone: the last scale_loss was inside of amp.no_sync(); before "
+            "step(), close one outside of it, or call zero_grad()"
+        )
 
 
 def _warn_of_missing_gradients(optimizer: Optimizer, record: OptimizerRecord) -> None:
@@ -286,7 +297,7 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
     """
     vars(optimizer).pop("step", None)
     policy = session.policy
-    optimizer._amp_record = OptimizerRecord(policy)  # type: ignore[attr-defined]
+    optimizer._amp_record = OptimizerRecord(policy, parallel=session.data_parallel)  # type: ignore[attr-defined]
     session.adopted.add(optimizer)
     cls: Any = type(optimizer)
     optimizer.__class__ = _adopted_class(cls)

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from apex_npu.amp.data_parallel import DataParallel, LocalGrads
 from apex_npu.amp.flat_model import FlatModel
 from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.master_params import MasterPair, copy_masters_to_model
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import Session, current
 from apex_npu.amp.step_report import StepReport, Verdict
-from apex_npu.fusion import FlatGrads, FusedGroup, plan
+from apex_npu.fusion import FlatGrads, FusedGroup
 
 
 @dataclass(eq=False)
@@ -36,6 +37,8 @@ class OptimizerRecord:
         last_step: How the last call of ``step`` ended.
         unchecked: The option by which the last block has put off looking at its gradients; None: it has looked.
         in_block: A scale_loss block is open.
+        parallel: Who averages the gradients with whom; None: nobody.
+        local_grads: Which gradients have not been averaged yet.
         aside: ``id(param)`` → param and its gradient, while that makes way for a backward that is scaled by hand.
         legacy: What scripts have put into ``_amp_stash``.
     """
@@ -49,6 +52,8 @@ class OptimizerRecord:
     last_step: StepReport | None = None
     unchecked: Literal["delay_unscale", "delay_overflow_check"] | None = None
     in_block: bool = False
+    parallel: DataParallel | None = None
+    local_grads: LocalGrads = LocalGrads.NONE
     aside: dict[int, tuple[Tensor, Tensor]] | None = None
     legacy: dict[str, Any] = field(default_factory=dict)
     # The session that knows the masters: another one, or that of a copy, has to be told.
@@ -61,7 +66,10 @@ class OptimizerRecord:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over ``state``, and tell the session, so that the copied model's state dicts find their masters."""
         self.__dict__.update(state)
-        tell_masters(self, current())
+        session = current()
+        if self.policy.combine_ddp and session is not None:
+            self.parallel = session.data_parallel
+        tell_masters(self, session)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without buffers: a copy makes its own."""
@@ -69,6 +77,7 @@ class OptimizerRecord:
             "known_to": None,
             "in_block": False,
             "aside": None,
+            "parallel": None,
             "_units": [],
             "_fitted_to": [],
             "_own_flat": [],
@@ -152,16 +161,13 @@ class OptimizerRecord:
 
 def _combine_grads(optimizer: Optimizer) -> list[FlatGrads]:
     """One gradient buffer per (param_group, device, dtype) of an optimizer that has none of its own."""
-    flats = []
+    flats: list[FlatGrads] = []
     for group in optimizer.param_groups:
         members: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for p in group["params"]:
             if p.requires_grad or p.grad is not None:
                 members.setdefault((p.device, p.dtype), []).append(p)
-        for params in members.values():
-            # Planned for tensors of the same shapes: where the parameters themselves lie does not matter here.
-            planned = plan([torch.empty_like(p, device="meta") for p in params])
-            flats.append(FlatGrads(params, planned.offsets, planned.layout.total_numel))
+        flats.extend(FlatGrads.apart(params) for params in members.values())
     return flats
 
 

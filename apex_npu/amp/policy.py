@@ -35,6 +35,8 @@ class Policy:
     combine_grad: bool | None = None
     combine_ddp: bool | None = None
     ddp_replica_count: int = 4
+    # What float16 and bfloat16 gradients are reduced in; None: as they are.
+    ddp_reduce_dtype: torch.dtype | None = None
     user_cast_preferred: bool | None = None
     # O1: functions that are not safe with half arguments get them in float32, rather than refuse them.
     allow_banned: bool = False
@@ -134,12 +136,12 @@ def _check_against_level(level: Policy, given: dict[str, Any]) -> None:
             "user_cast_preferred=True should only be set by selecting opt_level='O1' (or its bfloat16 form, 'O4'), "
             f"got {level.opt_level}"
         )
-    if given.get("combine_ddp"):
-        if not given.get("combine_grad"):
-            raise RuntimeError("combine_ddp=True needs combine_grad=True: it reduces the combined gradients")
-        raise NotImplementedError(
-            "combine_ddp=True is not available in this version; wrap the model in "
-            "torch.nn.parallel.DistributedDataParallel after amp.initialize instead"
+    if given.get("combine_ddp") and not given.get("combine_grad"):
+        raise RuntimeError("combine_ddp=True needs combine_grad=True: it reduces the combined gradients")
+    if "ddp_reduce_dtype" in given and not given.get("combine_ddp"):
+        raise RuntimeError(
+            f"ddp_reduce_dtype={given['ddp_reduce_dtype']} says how combine_ddp=True reduces gradients; leave it out "
+            "without that"
         )
 
 
@@ -160,6 +162,13 @@ def _dtype(name: str, value: Any) -> torch.dtype:
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
         raise TypeError(f"{name} must be a floating-point torch.dtype such as torch.float16, got {value!r}")
     return value
+
+
+def _reduce_dtype(name: str, value: Any) -> torch.dtype:
+    if value not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"{name} must be torch.float32, torch.bfloat16 or None, got {value!r}")
+    dtype: torch.dtype = value
+    return dtype
 
 
 def _dtype_or_false(name: str, value: Any) -> torch.dtype | Literal[False]:
@@ -194,6 +203,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "combine_grad": _flag,
     "combine_ddp": _flag,
     "ddp_replica_count": _count,
+    "ddp_reduce_dtype": _reduce_dtype,
     "user_cast_preferred": _flag,
     "check_combined_tensors": _flag_or_error,
     "fuse_unscale": _flag,

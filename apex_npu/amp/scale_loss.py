@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex_npu._extension import disable_dynamo
+from apex_npu.amp.block_of_ranks import BlockOfRanks
+from apex_npu.amp.data_parallel import LocalGrads
 from apex_npu.amp.gradients import GradUnit, clear_overflow_flags, unscale_units
 from apex_npu.amp.held_gradients import check_unshared, check_unwrapped, clip_held
 from apex_npu.amp.optimizer_adapter import pair_masters
@@ -44,6 +46,9 @@ def scale_loss(
     An exception inside the block leaves gradients unscaled and everything usable. Gradients whose step will be skipped
     are zeroed at the next block, so that what it finds, and tells its scaler and its other optimizers, is its own.
 
+    Under ``combine_ddp`` the gradients are averages over all processes when the block ends, and all of them call it
+    equally often. An exception on one ends the block on all, and drops their gradients.
+
     Args:
         loss: The loss, computed under the policy of ``initialize``.
         optimizers: Those whose parameters this loss's backward gives gradients to.
@@ -55,7 +60,8 @@ def scale_loss(
 
     Raises:
         RuntimeError: amp, or one of ``optimizers``, has not been initialized, or is in another such block already; a
-            gradient is sparse; ``fuse_unscale`` cannot be done for these ``optimizers`` together.
+            gradient is sparse; ``fuse_unscale`` cannot be done for these ``optimizers`` together; another process has
+            raised, or has another loss scale.
         TypeError: ``loss`` is no tensor, ``optimizers`` no optimizer.
         IndexError: ``loss_id`` is not below ``num_losses``.
     """
@@ -75,29 +81,73 @@ def scale_loss(
             stacklevel=4,  # the with statement
         )
     hold = any(record.policy.fuse_unscale for record, _ in work)
-    _scale_up(work, scale, hold)
+    put_off: PutOff = "delay_unscale" if delay_unscale else "delay_overflow_check" if delay_overflow_check else None
+    delivers = hold or not delay_unscale  # gradients reach masters in this block
+    decides = put_off is None
+    ranks = _join_ranks(session, work, optimizers, delivers=delivers, decides=decides and scaler.dynamic)
+    try:
+        _scale_up(work, scale, hold)
+    except BaseException as error:
+        if ranks.fail(error, scale, dynamic=scaler.dynamic):
+            _drop_all(work)
+        raise
     for record, _ in work:
         record.in_block = True
     try:
         yield (loss.float() if loss.dtype in LOW_PRECISION else loss) * scale
-    except BaseException:
-        _take_back(work, scale, hold)
+    except BaseException as error:
+        if ranks.fail(error, scale, dynamic=scaler.dynamic):
+            _drop_all(work)  # some are averages by now and some are not
+        else:
+            _take_back(work, scale, hold)
         raise
     finally:
         for record, _ in work:
             record.in_block = False
-    put_off: PutOff = "delay_unscale" if delay_unscale else "delay_overflow_check" if delay_overflow_check else None
     for record, _ in work:
         record.unchecked = put_off
-    if delay_unscale and not hold:
-        return
     try:
-        found_inf = _unscale(work, 1.0 if hold else scale, check=scaler.dynamic and put_off is None)
+        ranks.average_sources(scale, dynamic=scaler.dynamic)
+        if not delivers:
+            return
+        found_inf = _unscale(work, 1.0 if hold else scale, check=scaler.dynamic and decides)
+        ranks.average_masters(scale, dynamic=scaler.dynamic)
+        found_inf = ranks.agree(found_inf, scale)
     except BaseException:
         _drop_all(work)  # some are unscaled by now and some are not
         raise
-    if put_off is None:
+    if decides:
         _decide(work, loss_id, scaler, found_inf)
+
+
+@disable_dynamo
+def _join_ranks(session: Session, work: Work, optimizers: Any, *, delivers: bool, decides: bool) -> BlockOfRanks:
+    """What the processes do together in this block."""
+    records = [record for record, _ in work]
+    parallels = {id(record.parallel): record.parallel for record in records}
+    if len(parallels) > 1:
+        raise RuntimeError(
+            "the optimizers of one scale_loss block must come from one amp.initialize, where one of them averages "
+            "gradients over processes (combine_ddp=True); open a block for each"
+        )
+    units = [unit for _, part in work for unit in part]
+    parallel = records[0].parallel if records else None
+    if parallel is None and any(record.policy.combine_ddp for record in records):
+        raise RuntimeError(
+            "an optimizer that was copied or loaded under combine_ddp=True does not know its process group any more; "
+            "call amp.initialize before it is copied or loaded"
+        )
+    block = BlockOfRanks(records, units, decides=decides)
+    if session.overflow_group is not None:
+        block.agreeing.append(session.overflow_group)
+    if parallel is not None:
+        block.join(parallel, _listed(optimizers), local=session.no_sync_depth > 0, delivers=delivers)
+    return block
+
+
+def _listed(optimizers: Any) -> list[Optimizer]:
+    optimizers = inner_optimizer(optimizers)
+    return [inner_optimizer(o) for o in ([optimizers] if isinstance(optimizers, Optimizer) else optimizers)]
 
 
 def _scaler(session: Session, loss_id: int) -> LossScaler:
@@ -232,6 +282,7 @@ def _drop_all(work: Work) -> None:
                 tensor.grad = None
         record.grad_scale = record.held_scale = 1.0
         record.clip_coefficient = record.unchecked = None
+        record.local_grads = LocalGrads.NONE
 
 
 @disable_dynamo

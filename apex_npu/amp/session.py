@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.amp.casting import CastHandle, ModelCast, enable_casts
 from apex_npu.amp.clip_guard import watch_clipping
+from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.forward_cast import Ambient
 from apex_npu.amp.patched_functions import Patch
 from apex_npu.amp.policy import Policy
@@ -75,6 +76,10 @@ class Session:
         ambient: Where these casts are on outside of models.
         thread: The one that called ``initialize``.
         skip_alarm: Skipped steps in a row after which an error is logged; None: never.
+        overflow_group: The processes that decide together whether a step is skipped; None: this one alone.
+        data_parallel: Who averages gradients with whom; None: nobody here.
+        data_parallels: Those of this session and of those before it.
+        no_sync_depth: How many ``no_sync`` contexts are open.
     """
 
     policy: Policy
@@ -89,6 +94,10 @@ class Session:
     skip_alarm: int | None = 50
     ambient: Ambient = field(default_factory=Ambient)
     thread: threading.Thread = field(default_factory=threading.current_thread)
+    overflow_group: Any = None
+    data_parallel: DataParallel | None = None
+    data_parallels: list[DataParallel] = field(default_factory=list)
+    no_sync_depth: int = 0
     _watch: ExitStack = field(default_factory=ExitStack)
     _warned: set[str] = field(default_factory=set)
 
@@ -191,6 +200,7 @@ def install(session: Session) -> None:
                 for model in kept:
                     model.shield(session.ambient, session.device_types)
             session.models[:0] = kept
+            session.data_parallels[:0] = former.data_parallels
         _current = session
 
 
@@ -242,6 +252,8 @@ def shutdown() -> None:
         former, _current = _current, None
     if former is not None:
         former.undo()
+        for parallel in former.data_parallels:
+            parallel.close()
         for model in reversed(former.models):
             model.undo()
 
@@ -249,6 +261,30 @@ def shutdown() -> None:
 def disable_casts() -> AbstractContextManager[Any]:
     """A context in which O1 casts nothing; without O1 it does nothing. Re-entrant, and restored after an exception."""
     return nullcontext() if _current is None or _current.casts is None else _current.casts.disabled()
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """A context whose ``scale_loss`` blocks keep gradients to this process, under ``combine_ddp=True``.
+
+    For accumulation: open it around all blocks but the last of a step. Gradients are averaged by the first block
+    outside of it, all that have been added up since. A ``step()`` before that is refused. As with torch's
+    DistributedDataParallel, all processes must do the same. Without combine_ddp nothing happens.
+
+    Raises:
+        RuntimeError: amp has not been initialized; or this was opened inside of a ``scale_loss`` block.
+    """
+    session = require("amp.no_sync")
+    if any(o._amp_record.in_block for o in session.adopted if hasattr(o, "_amp_record")):
+        raise RuntimeError(
+            "amp.no_sync was opened inside of an amp.scale_loss block, which may have sent gradients already; open it "
+            "around the whole block"
+        )
+    session.no_sync_depth += 1
+    try:
+        yield
+    finally:
+        session.no_sync_depth -= 1
 
 
 def master_of(model_param: Tensor) -> Tensor | None:

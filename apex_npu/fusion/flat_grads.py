@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex_npu.fusion.flat_buffer import FlatBuffer
+from apex_npu.fusion.flat_buffer import FlatBuffer, plan
 from apex_npu.fusion.storage import grad_states, slot_table
 from apex_npu.ops import gather_, gathers_in_one_pass, take_grads_
 
@@ -36,6 +36,12 @@ class FlatGrads:
         self._buffer: FlatBuffer | None = None
         self._views: list[Tensor] = []
         self._table = slot_table(self.params)
+
+    @classmethod
+    def apart(cls, params: Sequence[Tensor]) -> FlatGrads:
+        """Slots in the order of ``params``, wherever those lie; each has one of its own."""
+        planned = plan([torch.empty_like(p, device="meta") for p in params])
+        return cls(params, planned.offsets, planned.layout.total_numel)
 
     def _allocate(self) -> FlatBuffer:
         if self._buffer is None:
@@ -64,8 +70,16 @@ class FlatGrads:
         """Indices of the parameters that no longer have the address, shape, dtype or device they were planned with."""
         return self._table.broken(self.params)
 
-    def gather(self) -> bytes:
+    def span(self, slots: range) -> Tensor:
+        """The memory of consecutive ``slots``, padding included."""
+        end = self.offsets[slots.stop] if slots.stop < len(self.offsets) else self._total_numel
+        return self.flat[self.offsets[slots.start] : end]
+
+    def gather(self, slots: range | None = None) -> bytes:
         """Bring every gradient into its slot: afterwards ``param.grad`` is None or the slot's view.
+
+        Args:
+            slots: Which; None: all.
 
         Returns:
             One byte per parameter, ABSENT or PRESENT.
@@ -73,17 +87,21 @@ class FlatGrads:
         Raises:
             RuntimeError: A gradient is sparse, or not of its parameter's dtype; nothing has been copied then.
         """
-        states = self.states()
+        if slots is None:
+            states, first = self.states(), 0
+        else:
+            first, views = slots.start, self._views or self.params
+            states = grad_states(self.params[first : slots.stop], views[first : slots.stop])
         if FOREIGN not in states:
             return states
-        if PRESENT in states or not gathers_in_one_pass(self.flat):
-            foreign = [i for i, state in enumerate(states) if state == FOREIGN]
-            grads = [self.grad_of(i) for i in foreign]
-            gather_([self.views[i] for i in foreign], grads)
-            for i in foreign:
-                self.params[i].grad = self.views[i]
-        else:
+        if slots is None and PRESENT not in states and gathers_in_one_pass(self.flat):
             self.take(self.params)
+            return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
+        foreign = [i for i, state in enumerate(states, first) if state == FOREIGN]
+        grads = [self.grad_of(i) for i in foreign]
+        gather_([self.views[i] for i in foreign], grads)
+        for i in foreign:
+            self.params[i].grad = self.views[i]
         return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
 
     def take(self, sources: Sequence[Tensor], inv_scale: float = 1.0, found_inf: Tensor | None = None) -> None:

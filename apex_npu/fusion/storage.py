@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.utils.dlpack
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from apex_npu._extension import extension
 from apex_npu.fusion.layout import extent_numel
@@ -175,6 +176,11 @@ def grad_states(tensors: Sequence[Tensor], views: Sequence[Tensor]) -> bytes:
         return states
     grads = [t.grad for t in tensors]
     return bytes(0 if g is None else 1 if g is v else 2 for g, v in zip(grads, views, strict=True))
+
+
+def wraps_tensors(tensor: Any) -> bool:
+    """True for a subclass that has no memory but its inner tensors', such as DTensor."""
+    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def owns_memory(tensor: Tensor) -> bool:

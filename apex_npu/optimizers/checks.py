@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_npu.fusion import wraps_tensors
+
 # What fused optimizers can step.
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 
@@ -124,10 +126,17 @@ def check_params(params: Sequence[Tensor]) -> None:
     """Require trainable parameters of a dtype that can be fused, each once.
 
     Raises:
-        TypeError: One has another dtype.
+        TypeError: One has another dtype, or is a subclass that has no memory of its own, such as DTensor.
         ValueError: One is listed twice.
     """
     for i, p in enumerate(params):
+        if wraps_tensors(p):
+            raise TypeError(
+                f"parameter {i} of shape {tuple(p.shape)} is a {type(p.data).__name__}, as fully_shard and "
+                "distribute_tensor make them, which wraps tensors and has no memory that could be fused. Use "
+                "torch.optim's optimizer of the same rule for it (its fused=True takes DTensors), or replicate the "
+                "model, with combine_ddp=True or DistributedDataParallel"
+            )
         if p.dtype not in DTYPES and p.requires_grad:
             raise TypeError(
                 f"parameter {i} of shape {tuple(p.shape)} is {p.dtype}; fused optimizers take float32, float16, "

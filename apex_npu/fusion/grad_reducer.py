@@ -1,0 +1,434 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Averages flat gradients over processes, bucket by bucket, while backward still computes the next ones.
+
+What goes over the wire, and in which order, follows from the list of tensors and their sizes alone, never from where
+they lie in memory here: processes whose memory differs still send the same.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from apex_npu.fusion.buckets import (
+    MAX_BUCKET_NBYTES,
+    MIN_BUCKET_NBYTES,
+    bucket_nbytes,
+    order_of_completion,
+    plan_buckets,
+    waits_little,
+)
+from apex_npu.fusion.flat_grads import ABSENT, FlatGrads
+from apex_npu.fusion.rank_progress import RankProgress
+
+# What holds the gradients of just these tensors already, if anything does.
+FindFlat = Callable[[Sequence[Tensor]], FlatGrads | None]
+
+
+@dataclass(frozen=True)
+class ReduceOptions:
+    """How gradients are averaged.
+
+    Attributes:
+        group: Over which processes.
+        bucket_count: How many buckets are asked for; the sizes below go before it.
+        low_precision_dtype: What float16 and bfloat16 gradients are reduced in; None: as they are.
+        min_bucket_nbytes: No bucket but the last is smaller.
+        max_bucket_nbytes: A bucket that has this size is closed.
+    """
+
+    group: Any
+    bucket_count: int
+    low_precision_dtype: torch.dtype | None = None
+    min_bucket_nbytes: int = MIN_BUCKET_NBYTES
+    max_bucket_nbytes: int = MAX_BUCKET_NBYTES
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What gradients of ``dtype`` are reduced in."""
+        low = dtype in (torch.float16, torch.bfloat16)
+        return self.low_precision_dtype if low and self.low_precision_dtype is not None else dtype
+
+
+@dataclass(frozen=True)
+class Report:
+    """What all processes have said at the end of a reduction.
+
+    Attributes:
+        largest_scale: Of their loss scales.
+        smallest_scale: Of their loss scales.
+        failed_rank: The last of the group's ranks whose backward has failed; None: all is well.
+    """
+
+    largest_scale: float
+    smallest_scale: float
+    failed_rank: int | None
+
+
+class LateGradientError(RuntimeError):
+    """A gradient has come after its bucket was sent."""
+
+
+def divisors(dtype: torch.dtype, size: int) -> tuple[float, float]:
+    """What gradients are divided by before and after they are summed over ``size`` processes.
+
+    The first is a power of two, so that dividing by it rounds nothing but float16's smallest numbers. For float16 it is
+    about the square root of ``size``: dividing by all of it first would lose small gradients, dividing afterwards alone
+    would overflow large sums. Elsewhere range is no concern, and the largest power of two saves a second pass.
+    """
+    exponent = math.log2(size)
+    before = 2.0 ** (math.ceil(exponent / 2) if dtype == torch.float16 else math.floor(exponent))
+    return before, size / before
+
+
+class Bucket:
+    """A range of slots that is reduced by one collective."""
+
+    def __init__(self, row: int, slots: range, members: Sequence[int]) -> None:
+        """``members`` are the numbers that the reducer knows the slots by."""
+        self.row, self.slots, self.members = row, slots, list(members)
+        self.awaited = 0
+        self.sent = False
+        self.absent: list[int] = []  # slots without a gradient here
+        self.wire: Tensor | None = None
+        self.work: Any = None
+
+
+class GradReducer:
+    """The gradients of some tensors, averaged over a process group.
+
+    A bucket is sent when all its gradients have come, but never before the ones that precede it: so all processes send
+    the same ones in the same order, whatever order backward has on each. In the first reduction nothing is sent before
+    the end, while it is recorded in which order gradients come, and how often; rank 0's order then holds for all.
+
+    Attributes:
+        tensors: Whose gradients; in the order that was given, which must be the same on all processes.
+        broken: A collective has failed; the group is of no use any more.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Tensor]], options: ReduceOptions, progress: RankProgress) -> None:
+        """Plan.
+
+        Args:
+            groups: Tensors of one device and dtype each, which may lie in one flat buffer already.
+            options: How to reduce.
+            progress: Where to note how far it got.
+        """
+        self.options = options
+        self._progress = progress
+        self.broken = False
+        self._size = dist.get_world_size(options.group)
+        self._rank = dist.get_rank(options.group)
+        self._lock = threading.Lock()
+        self.tensors: list[Tensor] = []
+        self._rows: list[list[int]] = []
+        # Lists that are merged, or whose order is not backward's, lie in memory of their own.
+        self._apart: list[bool] = []
+        for group, merged in _merged_if_small(groups, options.min_bucket_nbytes):
+            self._rows.append(list(range(len(self.tensors), len(self.tensors) + len(group))))
+            self._apart.append(merged)
+            self.tensors.extend(group)
+        self._nbytes = [t.numel() * options.wire_dtype(t.dtype).itemsize for t in self.tensors]
+        self._grads: list[FlatGrads] = []
+        self._own: dict[int, FlatGrads] = {}
+        self._seen: dict[int, FlatGrads] = {}  # foreign memory that is known to be laid out alike
+        self._buckets: list[Bucket] = []
+        self._cut()
+        self._hooks: list[Any] = []
+        self._expected = [1] * len(self.tensors)
+        self._come = [0] * len(self.tensors)
+        self._arrivals: list[int] = []
+        self._armed = self._deferred = False
+        self._recorded = False
+        self._late: int | None = None
+        self._next = 0
+
+    # Planning
+
+    def _cut(self) -> None:
+        target = bucket_nbytes(
+            sum(self._nbytes),
+            self.options.bucket_count,
+            self.options.min_bucket_nbytes,
+            self.options.max_bucket_nbytes,
+        )
+        buckets = []
+        for row, members in enumerate(self._rows):
+            for slots in plan_buckets([self._nbytes[i] for i in members], target):
+                buckets.append(Bucket(row, slots, [members[slot] for slot in slots]))
+        # Without a record the last parameters come first.
+        self._set_order(sorted(buckets, key=lambda bucket: -max(bucket.members)))
+
+    def _set_order(self, buckets: list[Bucket]) -> None:
+        self._buckets = buckets
+        self._bucket_of: list[Bucket] = [buckets[0]] * len(self.tensors)
+        for bucket in buckets:
+            for i in bucket.members:
+                self._bucket_of[i] = bucket
+
+    def _adopt_order(self, arrival: list[int]) -> None:
+        """Send buckets in the order in which they were complete; where that does not fit memory, lie in that order."""
+        by_members = [bucket.members for bucket in self._buckets]
+        order = order_of_completion(by_members, arrival)
+        if waits_little([by_members[b] for b in order], self._nbytes, arrival):
+            self._set_order([self._buckets[b] for b in order])
+            return
+        for row, members in enumerate(self._rows):
+            # Rows are cut from their end.
+            self._rows[row] = sorted(members, key=arrival.__getitem__, reverse=True)
+            self._apart[row] = True
+            self._own.pop(row, None)
+        self._grads = []
+        self._cut()
+        by_members = [bucket.members for bucket in self._buckets]
+        self._set_order([self._buckets[b] for b in order_of_completion(by_members, arrival)])
+
+    @property
+    def bucket_sizes(self) -> list[int]:
+        """Bytes of the gradients in each bucket, in the order in which they are sent."""
+        return [sum(self._nbytes[i] for i in bucket.members) for bucket in self._buckets]
+
+    def _place(self, find_flat: FindFlat) -> None:
+        """Find, or make, the flat memory of each row."""
+        self._grads = []
+        for row, members in enumerate(self._rows):
+            tensors = [self.tensors[i] for i in members]
+            found = None if self._apart[row] else find_flat(tensors)
+            if found is not None and (found is self._seen.get(row) or found.offsets == _offsets_apart(tensors)):
+                self._own.pop(row, None)
+                self._seen[row] = found
+            else:
+                found = self._own.get(row)
+                if found is None or found.broken():
+                    found = self._own[row] = FlatGrads.apart(tensors)
+            self._grads.append(found)
+
+    # One reduction
+
+    def begin(self, find_flat: FindFlat) -> None:
+        """Reduce the gradients that backward is about to give.
+
+        Args:
+            find_flat: What already holds the gradients of a list of tensors; used where it is laid out alike.
+        """
+        self._place(find_flat)
+        if not self._hooks:
+            for i, tensor in enumerate(self.tensors):
+                if tensor.requires_grad and tensor.is_leaf:
+                    self._hooks.append(tensor.register_post_accumulate_grad_hook(self._hook(i)))
+        for bucket in self._buckets:
+            bucket.awaited, bucket.sent, bucket.absent = len(bucket.members), False, []
+            bucket.wire = bucket.work = None
+        self._come = [0] * len(self.tensors)
+        self._arrivals = []
+        self._late = None
+        self._next = 0
+        self._deferred = not self._recorded
+        self._armed = True
+        self._progress.note("begun a backward")
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        found = weakref.ref(self)  # a parameter may outlive its optimizer
+
+        def hook(tensor: Tensor) -> None:
+            reducer = found()
+            if reducer is not None and reducer._armed:
+                reducer._arrived(index)
+
+        return hook
+
+    def _arrived(self, index: int) -> None:
+        with self._lock:  # devices have threads of their own in backward
+            self._come[index] += 1
+            bucket = self._bucket_of[index]
+            if bucket.sent:
+                self._late = index
+                return
+            if not self._recorded:
+                self._arrivals.append(index)
+            grad = self.tensors[index].grad
+            if grad is not None and grad.requires_grad:
+                self._deferred = True  # create_graph=True: gradients are needed as they are until the block ends
+            if self._come[index] == self._expected[index]:
+                bucket.awaited -= 1
+            if not self._deferred:
+                while self._next < len(self._buckets) and not self._buckets[self._next].awaited:
+                    self._send(self._buckets[self._next])
+
+    @torch.no_grad()
+    def _send(self, bucket: Bucket, *, empty: bool = False) -> None:
+        grads = self._grads[bucket.row]
+        states = bytes(len(bucket.slots)) if empty else grads.gather(bucket.slots)
+        bucket.absent = [slot for slot, state in zip(bucket.slots, states, strict=True) if state == ABSENT]
+        if bucket.absent:
+            torch._foreach_zero_([grads.views[slot] for slot in bucket.absent])
+        part = grads.span(bucket.slots)
+        wire_dtype = self.options.wire_dtype(part.dtype)
+        bucket.wire = part if part.dtype == wire_dtype else part.to(wire_dtype)
+        before, _ = divisors(wire_dtype, self._size)
+        if before != 1.0:
+            bucket.wire.mul_(1.0 / before)
+        with self._breaking(self._next):
+            bucket.work = dist.all_reduce(bucket.wire, group=self.options.group, async_op=True)
+        bucket.sent = True
+        self._next += 1
+
+    @property
+    def everybody_reads(self) -> bool:
+        """True where all processes read the report of this reduction, whatever ``finish`` is told."""
+        return not self._recorded or self.tensors[0].device.type == "cpu"
+
+    def finish(
+        self, scale: float, *, failed: bool = False, read: bool = True, others_read: bool = True
+    ) -> Report | None:
+        """Send what has not been sent yet, and wait for all.
+
+        Afterwards every tensor that has a gradient on any process has the average on all; where a process had none it
+        counts as zeros. Tensors without a gradient anywhere have none.
+
+        Args:
+            scale: This process's loss scale, to be compared.
+            failed: This process's gradients are of no use: what is not sent yet is sent as zeros.
+            read: False: return no report, unless it has to be read anyway. Reading waits for the device.
+            others_read: All processes read it.
+
+        Raises:
+            LateGradientError: A gradient has come after its bucket was sent. If the others read the report, they are
+                told; else the reduction stays open, so that they do not step without this process.
+        """
+        self._armed = False
+        if self._late is not None and not (others_read or self.everybody_reads):
+            self._raise_late()
+        failed = failed or self._late is not None
+        for bucket in self._buckets[self._next :]:
+            self._send(bucket, empty=failed)
+        used = [1.0] * len(self.tensors)
+        for bucket in self._buckets:
+            for slot in bucket.absent:
+                used[bucket.members[slot - bucket.slots.start]] = 0.0
+        device = self.tensors[0].device
+        said = [scale, -scale, float(self._rank + 1 if failed else 0)]
+        ledger = torch.tensor(used + said, dtype=torch.float32, device=device)
+        with self._breaking(len(self._buckets)):
+            ledger_work = dist.all_reduce(ledger, op=dist.ReduceOp.MAX, group=self.options.group, async_op=True)
+        for number, bucket in enumerate(self._buckets):
+            with self._breaking(number):
+                bucket.work.wait()
+            self._receive(bucket)
+        with self._breaking(len(self._buckets)):
+            ledger_work.wait()
+        report = None
+        if read or failed or 0.0 in used or self.everybody_reads:
+            heard = ledger.tolist()
+            self._show_others(heard)
+            largest, smallest, failed_rank = heard[len(self.tensors) :]
+            report = Report(largest, -smallest, int(failed_rank) - 1 if failed_rank else None)
+        if self._late is not None:
+            self._raise_late()
+        if not self._recorded and report is not None and report.failed_rank is None:
+            self._share_record()
+        self._progress.reductions += 1
+        return report
+
+    def _raise_late(self) -> None:
+        assert self._late is not None
+        shape, self._late = tuple(self.tensors[self._late].shape), None
+        self._expected = [max(pair) for pair in zip(self._expected, self._come, strict=True)]
+        raise LateGradientError(
+            f"the gradient of a parameter of shape {shape} has changed after its bucket was sent to the other "
+            "processes: backward has reached it more often than before. Call backward once in each amp.scale_loss "
+            "block, on the sum of the losses, or open one block for each loss"
+        )
+
+    @torch.no_grad()
+    def _receive(self, bucket: Bucket) -> None:
+        assert bucket.wire is not None
+        _, after = divisors(bucket.wire.dtype, self._size)
+        if after != 1.0:
+            bucket.wire.mul_(1.0 / after)
+        part = self._grads[bucket.row].span(bucket.slots)
+        if bucket.wire.dtype != part.dtype:
+            part.copy_(bucket.wire)
+        bucket.wire = bucket.work = None
+
+    def _show_others(self, used: Sequence[float]) -> None:
+        for bucket in self._buckets:
+            for slot in bucket.absent:
+                if used[bucket.members[slot - bucket.slots.start]]:
+                    grads = self._grads[bucket.row]
+                    grads.params[slot].grad = grads.views[slot]
+
+    def _share_record(self) -> None:
+        """Take over rank 0's order of arrival; called by all processes behind their first reduction."""
+        place = {index: n for n, index in enumerate(self._arrivals)}  # of the last time that it came
+        never = [i for i in reversed(range(len(self.tensors))) if i not in place]
+        order = [*sorted(place, key=place.__getitem__), *never]
+        shared = torch.tensor(order, dtype=torch.int64, device=self.tensors[0].device)
+        dist.broadcast(shared, dist.get_global_rank(self.options.group, 0), group=self.options.group)
+        arrival = [0] * len(order)
+        for n, index in enumerate(shared.tolist()):
+            arrival[index] = n
+        self._expected = [max(1, come) for come in self._come]
+        self._recorded = True
+        self._adopt_order(arrival)
+
+    @contextmanager
+    def _breaking(self, number: int) -> Iterator[None]:
+        """Around a collective, that of bucket ``number``: what it raises is told with how far each process got."""
+        try:
+            yield
+        except BaseException as error:
+            self.broken = True
+            if not isinstance(error, RuntimeError):
+                raise
+            count = len(self._buckets)
+            place = f"bucket {number + 1} of {count}" if number < count else "the exchange behind the last bucket"
+            self._progress.note(f"failed in {place}", now=True)
+            raise RuntimeError(
+                f"rank {self._rank} could not average its gradients with the other processes: {place} failed in "
+                f"reduction {self._progress.reductions + 1}; a process has ended, or it is too late. "
+                f"Of reductions, {self._progress.tell()}. The cause is what the rank that is behind says. ({error})"
+            ) from error
+
+    def cancel(self) -> None:
+        """Reduce nothing more of what ``begin`` has begun; other processes are not told."""
+        self._armed = False
+
+    def close(self) -> None:
+        """Leave the tensors alone from now on."""
+        self.cancel()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def _offsets_apart(tensors: Sequence[Tensor]) -> list[int]:
+    return FlatGrads.apart(tensors).offsets
+
+
+def _merged_if_small(groups: Sequence[Sequence[Tensor]], floor_nbytes: int) -> list[tuple[list[Tensor], bool]]:
+    """``groups``, or where one of several is too small for a bucket of its own, one list per device and dtype.
+
+    Returns:
+        The lists, and whether each has been merged.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[Sequence[Tensor]]] = {}
+    for group in groups:
+        kinds.setdefault((group[0].device, group[0].dtype), []).append(group)
+    rows: list[tuple[list[Tensor], bool]] = []
+    for alike in kinds.values():
+        small = any(sum(t.numel() * t.dtype.itemsize for t in group) < floor_nbytes for group in alike)
+        if small and len(alike) > 1:
+            rows.append(([t for group in alike for t in group], True))
+        else:
+            rows.extend((list(group), False) for group in alike)
+    return rows

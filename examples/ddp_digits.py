@@ -1,0 +1,155 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Trains the network of digits.py on several processes, each with its part of every batch.
+
+Gradients are averaged by amp itself (``combine_ddp``), by torch's DistributedDataParallel (``ddp``), or, without
+``--engine``, by one after the other, which shows that losses agree and how long a step takes with each:
+
+    torchrun --nproc-per-node 2 examples/ddp_digits.py
+    torchrun --nproc-per-node 2 examples/ddp_digits.py --engine combine_ddp --opt-level O2
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from digits import DigitNet, Digits, Parser, UserError, epoch_batches, find_device, load_data, number
+from torch.nn import functional as F
+
+from apex_npu import amp, optimizers
+from apex_npu.backends import for_device
+from apex_npu.parallel import DistributedDataParallel
+
+ENGINES = ("combine_ddp", "ddp")
+# Losses of the two engines, relative to each other. With two processes they are the same bit for bit; with more they
+# may divide by another number before they add, and float16 shows it soon.
+TOLERANCE = {"O0": 1e-5, "O1": 2e-2, "O2": 2e-2}
+
+
+class Training:
+    """One engine's model and optimizer on this process, and what it measured."""
+
+    def __init__(self, engine: str, args: argparse.Namespace, device: torch.device) -> None:
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        torch.manual_seed(args.seed)
+        model = DigitNet().to(device)
+        optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=3e-3)
+        self.inner, self.optimizer = amp.initialize(
+            model,
+            optimizer,
+            opt_level=args.opt_level,
+            combine_grad=True,
+            combine_ddp=engine == "combine_ddp",
+            verbosity=0,
+        )
+        self.model = self.inner
+        if engine == "ddp":
+            # torch's; running averages of batch norms stay each process's own, as with combine_ddp.
+            self.model = DistributedDataParallel(self.inner, find_unused_parameters=False)
+
+    def train(self, data: Digits, args: argparse.Namespace) -> None:
+        """All epochs; of every batch each process takes every n-th sample."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.model.train()
+        for epoch in range(args.epochs):
+            for batch in epoch_batches(len(data.train_labels), seed=args.seed, epoch=epoch):
+                own = batch[rank::world]
+                started = time.perf_counter()
+                loss = self.step(data.train_images[own], data.train_labels[own])
+                self.seconds.append(time.perf_counter() - started)
+                mean = loss.detach().float()
+                dist.all_reduce(mean)
+                self.losses.append(mean.item() / world)
+
+    def step(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Forward, backward and update."""
+        loss = F.cross_entropy(self.model(images), labels)
+        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    @torch.no_grad()
+    def accuracy(self, data: Digits) -> float:
+        """On the half of the data that is not trained on."""
+        self.inner.eval()
+        return (self.inner(data.test_images).argmax(1) == data.test_labels).float().mean().item()
+
+
+def run(args: argparse.Namespace, device: torch.device) -> bool:
+    """Train with each engine that is asked for; True if their losses agree."""
+    data = load_data(device, samples=0)
+    losses = {}
+    for engine in [args.engine] if args.engine else ENGINES:
+        training = Training(engine, args, device)
+        training.train(data, args)
+        accuracy = training.accuracy(data)
+        amp.shutdown()
+        losses[engine] = training.losses
+        if dist.get_rank() == 0:
+            # The first steps plan buckets and warm up.
+            step = statistics.median(training.seconds[3:] or training.seconds)
+            print(
+                f"{engine:12} last loss {training.losses[-1]:.4f}  test accuracy {accuracy:.2%}  "
+                f"{1000 * step:.1f} ms a step"
+            )
+    if len(losses) == 1:
+        return True
+    apart = max(abs(a - b) / max(abs(b), 0.1) for a, b in zip(*losses.values(), strict=True))
+    agree = apart <= TOLERANCE[args.opt_level]
+    if dist.get_rank() == 0:
+        print(f"losses {'agree' if agree else 'DIFFER'}: by at most {apart:.1e} of their size, over all steps")
+    return agree
+
+
+def make_parser() -> Parser:
+    parser = Parser(description="Trains a small residual network on several processes.", allow_abbrev=False)
+    parser.add_argument("--engine", choices=ENGINES, help="the default is both, one after the other")
+    parser.add_argument("--opt-level", choices=sorted(TOLERANCE), default="O0")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default="cpu")
+    parser.add_argument("--simulated-npu", action="store_true", help="device npu in host memory, with hccl")
+    parser.add_argument("--epochs", type=lambda text: number(text, kind=int, low=1), default=2, metavar="N")
+    parser.add_argument("--seed", type=lambda text: number(text, kind=int, low=0, high=2**32 - 1), default=0)
+    return parser
+
+
+def set_up_device(args: argparse.Namespace) -> torch.device:
+    """This process's own device of the kind that is asked for."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if args.simulated_npu:
+        import npu_simulator
+
+        npu_simulator.install(device_count=int(os.environ["LOCAL_WORLD_SIZE"]))
+        args.device = "npu"
+    device = find_device(args.device)
+    if device.type == "cpu":
+        return device
+    getattr(torch, device.type).set_device(local_rank)
+    return torch.device(device.type, local_rank)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit status: 0, 1 where losses differ, 2 for a mistake in the command."""
+    args = make_parser().parse_args(argv)
+    torch.set_num_threads(1)
+    try:
+        if "LOCAL_RANK" not in os.environ:
+            raise UserError("start it with torchrun: torchrun --nproc-per-node 2 examples/ddp_digits.py")
+        device = set_up_device(args)
+        dist.init_process_group(for_device(device).comm_backend)
+        agree = run(args, device)
+    except (UserError, ImportError) as error:
+        print(f"ddp_digits.py: {error}", file=sys.stderr)
+        return 2
+    dist.destroy_process_group()
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What processes agree on: set-up, loss scales, overflow.
+
+Run in several processes; the arguments are names of functions here.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import assert_averages, assert_equal_on_all, backward, data, local_grads, loss_on, main, mlp, start
+from devices import DEVICE
+from torch import nn
+
+from apex_npu import amp
+from apex_npu.amp.ranks import RanksDifferError
+
+
+def refusals():
+    rank = dist.get_rank()
+
+    def refused(model, said, error=RanksDifferError, optimizer=None, **options):
+        before = {name: (p, p.dtype, p.clone()) for name, p in model.named_parameters()}
+        kind = type(optimizer)
+        with pytest.raises(error, match=said):
+            start(model, optimizer, level="O2", **options)
+        assert optimizer is None or type(optimizer) is kind
+        for name, (p, dtype, value) in before.items():
+            assert dict(model.named_parameters())[name] is p
+            assert p.dtype == dtype
+            assert torch.equal(p, value)
+
+    refused(
+        nn.Linear(3, 4 if rank else 2), r"ranks 0 and 1 .* differ in parameter weight: .*\(2, 3\).* rank 0, \(4, 3\)"
+    )
+    refused(nn.Linear(3, 2, bias=not rank), "where rank 0 has parameter bias")
+    double = nn.Linear(3, 2)
+    double.bias = nn.Parameter(double.bias.double() if rank else double.bias.clone())
+    refused(double, "float32.* on rank 0, .*float64")
+    names = [("a", nn.Linear(2, 2)), ("b", nn.Linear(2, 2))]
+    model = nn.ModuleDict(dict(names[::-1] if rank else names))
+    refused(model, "where rank 0 has parameter a.weight .* rank 1 has parameter b.weight")
+    model = mlp()
+    order = list(model.parameters())
+    refused(model, r"param_groups\[0\]", optimizer=torch.optim.SGD(order[::-1] if rank else order, lr=0.1))
+    refused(mlp().requires_grad_(rank == 0), "trainable on rank 0")
+    refused(mlp(), "options", ddp_replica_count=1 + rank)
+    # What fails on one rank alone fails on all.
+    model = mlp()
+    error, said = (
+        (RuntimeError, "expected torch.float32") if rank else (RanksDifferError, "rank 1 .* has failed.*Found param")
+    )
+    refused(model.half() if rank else model, said, error)
+    wrapped = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+    refused(wrapped, "0 is an instance of DistributedDataParallel", RuntimeError)
+    refused(mlp(), "combine_ddp=True with enabled=False", RuntimeError, enabled=False)
+    refused(mlp(), "ddp_replica_count must be an integer >= 1, got 0", ValueError, ddp_replica_count=0)
+    refused(mlp(), "must be a torch.distributed process group or None, got 3", TypeError, process_group=3)
+    alone = dist.new_group([0])
+    if rank:
+        refused(
+            mlp(), "process_group does not contain this process, which has global rank", ValueError, process_group=alone
+        )
+        with pytest.raises(ValueError, match="overflow_group does not contain this process"):
+            amp.initialize(mlp(), opt_level="O1", overflow_group=alone, verbosity=0)
+    with pytest.raises(RuntimeError, match="process_group says who averages"):
+        amp.initialize(mlp(), opt_level="O1", process_group=dist.group.WORLD)
+    amp.initialize(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1), combine_ddp=False, verbosity=0)
+
+
+def smaller_group():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group([r]) for r in range(world)]
+    model, optimizer = start(mlp(), process_group=groups[rank])
+    x = data(0, 0, rank)
+    expected = local_grads(model, lambda m: m(x).square().mean())
+    backward(model(x).square().mean(), optimizer)
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, grad)
+
+
+def misuse():
+    rank = dist.get_rank()
+    model, optimizer = start(mlp())
+    x = data(0, 0, rank)
+    with (
+        pytest.raises(RuntimeError, match="opened inside of an amp"),
+        amp.scale_loss(loss_on(x)(model), optimizer),
+        amp.no_sync(),
+    ):
+        pass
+    plain = torch.optim.SGD([nn.Parameter(torch.ones(2, device=DEVICE))], lr=0.1)
+    _, plain = amp.initialize(nn.Linear(2, 2).to(DEVICE), plain, opt_level="O0", verbosity=0)
+    with pytest.raises(RuntimeError, match="must come from one amp"):
+        backward(loss_on(x)(model), [optimizer, plain])
+    # An optimizer of a former initialize still averages.
+    expected = local_grads(model, loss_on(x))
+    backward(loss_on(x)(model), optimizer)
+    assert_averages(model, expected)
+    amp.shutdown()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+    model, optimizer = start(mlp(), level="O1", loss_scale=64.0)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 64.0 if rank else 32.0, "unskipped": 0}})
+    with pytest.raises(RanksDifferError, match=r"different loss scales: 32\.0 and 64\.0"):
+        backward(loss_on(x)(model), optimizer)
+
+
+def copies():
+    """A copy of model and optimizer averages, too."""
+    rank = dist.get_rank()
+    model, optimizer = start(mlp(), level="O2", loss_scale=1.0)
+    model, optimizer = copy.deepcopy((model, optimizer))
+    x = data(0, 0, rank)
+    for _ in range(2):
+        backward(model(x).float().square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal_on_all(list(amp.master_params(optimizer)))
+
+
+def overflow_in_a_micro_batch():
+    """Of one rank, in a block that averages nothing: all ranks skip, and their scales stay the same."""
+    rank = dist.get_rank()
+    for level in ("O1", "O2"):
+        model, optimizer = start(mlp(), level=level, dynamic_init_scale=2.0**8)
+        before = [p.detach().clone() for p in amp.master_params(optimizer)]
+        x = data(0, 0, rank)
+        with amp.no_sync():
+            backward((model(x).float() * (torch.inf if rank == 1 else 1.0)).mean(), optimizer)
+        backward(model(x).float().mean(), optimizer)
+        optimizer.step()
+        assert not amp.last_step(optimizer).applied
+        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**7
+        for p, value in zip(amp.master_params(optimizer), before, strict=True):
+            assert torch.equal(p, value)
+        optimizer.zero_grad()
+        backward(model(x).float().mean(), optimizer)
+        optimizer.step()
+        assert amp.last_step(optimizer).applied
+        assert_equal_on_all(list(amp.master_params(optimizer)))
+        amp.shutdown()
+
+
+def overflow_group():
+    """Ranks that share no gradients skip together, and notice when their scales part."""
+    rank = dist.get_rank()
+    for level in ("O1", "O2"):
+        model, optimizer = mlp(), None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, verbosity=0, overflow_group=dist.group.WORLD, dynamic_init_scale=2.0**8
+        )
+        for step in range(3):
+            bad = step == 1 and rank == 1
+            backward((model(data(step, 0, rank)).float() * (torch.inf if bad else 1.0)).mean(), optimizer)
+            optimizer.step()
+            assert amp.last_step(optimizer).applied == (step != 1)
+            optimizer.zero_grad()
+        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**7
+        if rank:
+            amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**9, "unskipped": 0}})
+        with pytest.raises(RanksDifferError, match=r"different loss scales: 128\.0 and 512\.0"):
+            backward(model(data(0, 0, rank)).float().mean(), optimizer)
+        amp.shutdown()
+
+
+def saturating_devices():
+    """The flag is of one device alone, and all that their gradients show is a large number."""
+    import npu_simulator
+
+    rank = dist.get_rank()
+    npu_simulator.configure(saturate="fp16")
+    model, optimizer = start(mlp(), level="O2", dynamic_init_scale=2.0**8)
+    for step in range(3):
+        x = data(step, 0, rank)
+        factor = 1e6 if step == 1 and rank == 1 else 1.0
+        backward((model(x) * factor).float().mean(), optimizer)
+        optimizer.step()
+        assert amp.last_step(optimizer).applied == (step != 1)
+        optimizer.zero_grad()
+    assert_equal_on_all(list(amp.master_params(optimizer)))
+
+
+if __name__ == "__main__":
+    main(globals())

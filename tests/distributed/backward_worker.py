@@ -1,0 +1,297 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Backward in all its forms: the gradients behind scale_loss are averages.
+
+Run in several processes; the arguments are names of functions here.
+"""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import assert_averages, assert_equal_on_all, average, backward, data, local_grads, loss_on, main, mlp, start
+from devices import DEVICE
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from apex_npu import amp, optimizers
+
+
+def gradients_are_averages():
+    rank = dist.get_rank()
+    for options in ({}, {"ddp_replica_count": 1}, {"ddp_replica_count": 100}):
+        model, optimizer = start(mlp(), **options)
+        for step in range(3):
+            loss = loss_on(data(step, 0, rank))
+            expected = local_grads(model, loss)
+            backward(loss(model), optimizer)
+            assert_averages(model, expected)
+            optimizer.zero_grad(set_to_none=bool(step % 2))
+        amp.shutdown()
+
+
+def sent_during_backward():
+    """All buckets but the last are on their way before the first layer's gradient is there."""
+    torch.manual_seed(0)
+    model, optimizer = start(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).to(DEVICE))
+    reducer, sent = None, []
+    x = torch.randn(3, 16, device=DEVICE)
+
+    def look(grad):
+        sent.append([bucket.sent for bucket in reducer._buckets] if reducer else [])
+
+    model[0].weight.register_hook(look)
+    for _ in range(3):
+        backward(loss_on(x)(model), optimizer)
+        reducer = reducer_of(optimizer)
+    assert len(reducer._buckets) == 4
+    assert sent[1:] == [[True] * (len(reducer._buckets) - 1) + [False]] * 2
+
+
+class Backwards(nn.Module):
+    """Layers are called in the opposite of the order in which they are registered."""
+
+    def __init__(self, layers=6):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in reversed(self.layers):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def recorded_order():
+    for level in ("O0", "O2"):
+        train_backwards(level)
+        amp.shutdown()
+
+
+def train_backwards(level):
+    torch.manual_seed(0)
+    model, optimizer = start(Backwards().to(DEVICE), level=level, loss_scale=1.0, ddp_replica_count=6)
+    early, reducers = [], []
+    model.layers[-1].weight.register_hook(
+        lambda grad: early.append([bucket.sent for reducer in reducers for bucket in reducer._buckets])
+    )
+    for step in range(3):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step * 10 + dist.get_rank())).to(DEVICE)
+        reducers[:] = [reducer_of(optimizer)] if step else []
+        early.clear()
+        if level == "O0":
+            expected = local_grads(model, loss_on(x))
+            early.clear()
+        backward(loss_on(x)(model), optimizer)
+        if level == "O0":
+            assert_averages(model, expected)
+        optimizer.step()
+        optimizer.zero_grad()
+        # layers[-1] comes last in backward: all others are on their way by then.
+        assert early == [[True] * (len(reducers[0]._buckets) - 1) + [False]] if step else [[]]
+
+
+def reducer_of(optimizer):
+    (fitted,) = next(iter(optimizer._amp_record.parallel._fitted.values())).values()
+    return fitted.reducer
+
+
+def several_forwards(forward, *inputs):
+    def loss(model):
+        return sum(forward(model, x) for x in inputs).square().mean()
+
+    return loss
+
+
+def unusual_backwards():
+    rank = dist.get_rank()
+    x, y = data(0, 0, rank), data(1, 0, rank)
+    # Called several times before one backward; then checkpointed, which reaches parameters several times.
+    for forward in (
+        lambda m, x: m(x),
+        lambda m, x: checkpoint(m, x, use_reentrant=False),
+        lambda m, x: checkpoint(m, x.clone().requires_grad_(), use_reentrant=True),
+    ):
+        model, optimizer = start(mlp())
+        loss = several_forwards(forward, x, y)
+        for _ in range(3):
+            expected = local_grads(model, loss)
+            backward(loss(model), optimizer)
+            assert_averages(model, expected)
+            optimizer.zero_grad()
+        amp.shutdown()
+
+    # Two backward calls in a block, always.
+    model, optimizer = start(mlp())
+    for _ in range(3):
+        expected = local_grads(model, lambda m: loss_on(x)(m) + loss_on(y)(m))
+        with amp.scale_loss(loss_on(x)(model), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            loss_on(y)(model).backward()
+        assert_averages(model, expected)
+        optimizer.zero_grad()
+    amp.shutdown()
+
+    # A gradient penalty through .grad.
+    model, optimizer = start(mlp())
+    for _ in range(3):
+
+        def penalised(m):
+            loss_on(x)(m).backward(create_graph=True)
+            penalty = sum(p.grad.square().sum() for p in m.parameters())
+            for p in m.parameters():
+                p.grad = None
+            return penalty
+
+        expected = local_grads(model, penalised)
+        with amp.scale_loss(loss_on(x)(model), optimizer) as scaled_loss:
+            scaled_loss.backward(create_graph=True)
+            penalty = sum(p.grad.square().sum() for p in model.parameters())
+            for p in model.parameters():
+                p.grad = None
+            penalty.backward()
+        assert_averages(model, expected)
+        optimizer.zero_grad()
+
+
+def accumulation():
+    for level, tolerance in (("O0", {}), ("O2", {"rtol": 2e-2, "atol": 1e-3})):
+        for apart in (amp.no_sync, contextlib.nullcontext):
+            for kind in (optimizers.NpuFusedSGD, torch.optim.SGD):
+                accumulate(level, apart, kind, tolerance)
+                accumulate(level, apart, kind, tolerance, delay_unscale=True)
+
+
+def accumulate(level, apart, kind, tolerance, **options):
+    losses = [loss_on(data(0, micro, dist.get_rank())) for micro in range(3)]
+    model = mlp()
+    expected = local_grads(model, lambda m: sum(loss(m) for loss in losses))
+    model, optimizer = start(model, kind(model.parameters(), lr=0.1), level=level, loss_scale=64.0)
+    for _ in range(2):
+        for loss in losses[:-1]:
+            with apart():
+                backward(loss(model), optimizer, **options)
+        if apart is amp.no_sync:
+            with pytest.raises(RuntimeError, match=r"of this process alone|delay_unscale=True"):
+                optimizer.step()
+        backward(losses[-1](model), optimizer)
+        found = [p.grad for p in amp.master_params(optimizer)]
+        for grad, local in zip(found, expected, strict=True):
+            torch.testing.assert_close(grad.cpu().double(), average(local), **{"rtol": 1e-6, "atol": 1e-7, **tolerance})
+        assert_equal_on_all(found)
+        optimizer.zero_grad()
+    amp.shutdown()
+
+
+def several_models():
+    """As in a GAN: a block reduces the gradients of its own optimizers alone."""
+    rank = dist.get_rank()
+    one, two = mlp(), nn.Linear(2, 2).to(DEVICE)
+    free = nn.Linear(2, 2).to(DEVICE)  # in no optimizer
+    opts = [torch.optim.SGD(one.parameters(), lr=0.1), optimizers.NpuFusedAdam(two.parameters(), lr=0.1)]
+    (one, two, free), opts = start([one, two, free], opts, num_losses=2)
+    x = data(0, 0, rank)
+    for _ in range(2):
+        both = nn.Sequential(one, two)
+        expected = local_grads(both, loss_on(x))
+        backward(free(both(x)).square().mean() * 0 + loss_on(x)(both), opts[1], loss_id=1)
+        for p, local in zip(two.parameters(), expected[-2:], strict=True):
+            torch.testing.assert_close(p.grad.cpu().double(), average(local), rtol=1e-6, atol=1e-7)
+        for p, local in zip(one.parameters(), expected, strict=False):
+            torch.testing.assert_close(p.grad, local)  # of this process
+        one.zero_grad()
+        two.zero_grad()
+        backward(loss_on(x)(both), opts)
+        assert_averages(both, expected)
+        both.zero_grad()
+
+
+def changing_parameters():
+    for kind in (torch.optim.SGD, optimizers.NpuFusedSGD):
+        change_parameters(kind)
+        amp.shutdown()
+
+
+def change_parameters(kind):
+    rank = dist.get_rank()
+    model = mlp()
+    model[2].requires_grad_(False)
+    model, optimizer = start(model, kind(model.parameters(), lr=0.1))
+    x = data(0, 0, rank)
+
+    def check():
+        expected = local_grads(model, loss_on(x))
+        optimizer.zero_grad()
+        backward(loss_on(x)(model), optimizer)
+        for p, local in zip(model.parameters(), expected, strict=True):
+            if local is None:
+                assert p.grad is None
+            else:
+                torch.testing.assert_close(p.grad.cpu().double(), average(local), rtol=1e-6, atol=1e-7)
+        optimizer.step()
+
+    check()
+    check()
+    model[0].requires_grad_(False)  # frozen on the way
+    check()
+    model[2].requires_grad_(True)  # new to the reduction
+    check()
+    check()
+    model.append(nn.Linear(2, 2).to(DEVICE))
+    with torch.no_grad():
+        model[-1].weight.fill_(0.5)
+        model[-1].bias.zero_()
+    optimizer.add_param_group({"params": model[-1].parameters()})
+    check()
+    check()
+    model[0].weight.data = model[0].weight.data.clone()  # leaves its slot, on one rank or on all
+    if rank:
+        model[4].weight.data = model[4].weight.data.clone()
+    check()
+    # Frozen in the middle of an accumulation: what it has is averaged, and no more is added.
+    optimizer.zero_grad()
+    expected = local_grads(model, loss_on(x))[-1]
+    with amp.no_sync():
+        backward(loss_on(x)(model), optimizer)
+    model[-1].bias.requires_grad_(False)
+    backward(loss_on(x)(model), optimizer)
+    torch.testing.assert_close(model[-1].bias.grad.cpu().double(), average(expected), rtol=1e-6, atol=1e-7)
+
+
+def precision_of_averages():
+    for dtype, expected in ((None, torch.float16), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        model = nn.Linear(4, 1, bias=False).to(DEVICE)
+        model, optimizer = start(model, level="O2", loss_scale=1.0, ddp_reduce_dtype=dtype)
+        # Near float16's largest number: a plain sum would be inf.
+        backward(model(torch.full((1, 4), 40000.0, device=DEVICE)).sum(), optimizer)
+        (master,) = amp.master_params(optimizer)
+        want = torch.tensor(40000.0).to(expected).half().float()
+        assert torch.equal(master.grad.cpu(), want.expand(1, 4)), (dtype, master.grad)
+        amp.shutdown()
+    # The smallest number that float16 has survives where two processes have it, and is not made of nothing.
+    tiny = 2.0**-23
+    model, optimizer = start(nn.Linear(4, 1, bias=False).to(DEVICE), level="O2", loss_scale=1.0)
+    backward(model(torch.full((1, 4), tiny, device=DEVICE)).sum(), optimizer)
+    (master,) = amp.master_params(optimizer)
+    assert torch.equal(master.grad.cpu(), torch.full((1, 4), tiny))
+
+
+def held_scale():
+    for level, tolerance in (("O0", {"rtol": 1e-5, "atol": 1e-6}), ("O2", {"rtol": 2e-2, "atol": 1e-3})):
+        model = mlp()
+        loss = loss_on(data(0, 0, dist.get_rank()))
+        expected = local_grads(model, lambda m, loss=loss: 2 * loss(m))
+        optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=1.0)
+        model, optimizer = start(model, optimizer, level=level, loss_scale=64.0, fuse_unscale=True)
+        before = [p.detach().clone() for p in amp.master_params(optimizer)]
+        with amp.no_sync():
+            backward(loss(model), optimizer)
+        backward(loss(model), optimizer)
+        optimizer.step()
+        for p, old, local in zip(amp.master_params(optimizer), before, expected, strict=True):
+            torch.testing.assert_close((old - p).detach().cpu().double(), average(local), **tolerance)
+        amp.shutdown()
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,146 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""torch's own ways to train in parallel, around our models and optimizers.
+
+Run in several processes; the arguments are names of functions here.
+"""
+
+import shutil
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import average, backward, data, local_grads, loss_on, main, mlp, start
+from devices import DEVICE
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from apex_npu import amp, optimizers
+
+
+def ddp_around_the_model():
+    for level in ("O1", "O2"):
+        for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
+            for combine_grad in (True, False):
+                wrap(level, options, combine_grad=combine_grad)
+        wrap(level, {"gradient_as_bucket_view": True}, hook=fp16_compress_hook)
+
+
+def wrap(level, options, *, combine_grad=True, hook=None):
+    model = mlp()
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, combine_grad=combine_grad, loss_scale=64.0, verbosity=0
+    )
+    wrapped = nn.parallel.DistributedDataParallel(model, **options)
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook)
+    for step in range(4):
+        loss = loss_on(data(step, 0, dist.get_rank()))
+        twin = mlp()
+        for p, q in zip(twin.parameters(), amp.master_params(optimizer), strict=True):
+            p.data.copy_(q)
+        expected = local_grads(twin, loss)
+        backward(loss(wrapped), optimizer)
+        for p, local in zip(amp.master_params(optimizer), expected, strict=True):
+            # Float16 products.
+            torch.testing.assert_close(p.grad.cpu().double(), average(local), rtol=2e-2, atol=1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    amp.shutdown()
+
+
+def sharded(model):
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+def fully_sharded_parameters_are_refused():
+    model = sharded(mlp())
+    before = [p.full_tensor() for p in model.parameters()]
+    with pytest.raises(TypeError, match=r"NpuFusedAdam: parameter 0 .* is a DTensor, .* fused=True takes DTensors"):
+        optimizers.NpuFusedAdam(model.parameters())
+    optimizer = optimizers.NpuFusedSGD(mlp().parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="is a DTensor"):
+        optimizer.add_param_group({"params": model.parameters()})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(RuntimeError, match=r"combine_grad=True .* is a DTensor"):
+        start(model, torch.optim.SGD(model.parameters(), lr=0.1), combine_ddp=None)
+    # The way out.
+    theirs = torch.optim.Adam(model.parameters(), fused=DEVICE.type != "npu")
+    loss_on(data(0, 0, dist.get_rank()))(model).backward()
+    theirs.step()
+    assert not any(torch.equal(p.full_tensor(), value) for p, value in zip(model.parameters(), before, strict=True))
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        backward(loss_on(data(step, 0, dist.get_rank()))(model), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def distributed_checkpoint():
+    """What torch.distributed.checkpoint saves and loads goes on bit for bit."""
+    for level in ("O0", "O2"):
+        for kind in (optimizers.NpuFusedAdam, optimizers.NpuFusedSGD):
+            options = {"momentum": 0.9} if kind is optimizers.NpuFusedSGD else {}
+            folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(folder, 0)
+            model = mlp()
+            model, optimizer = start(model, kind(model.parameters(), lr=0.01, **options), level=level)
+            train(model, optimizer, range(3))
+            dcp.save(state_of(model, optimizer), checkpoint_id=folder[0])
+            train(model, optimizer, range(3, 6))
+            expected = [p.detach().clone() for p in amp.master_params(optimizer)]
+            amp.shutdown()
+
+            model = mlp()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(2)
+            model, optimizer = start(model, kind(model.parameters(), lr=0.5, **options), level=level)
+            train(model, optimizer, range(1))  # there has to be state for dcp to load into
+            state = state_of(model, optimizer)
+            dcp.load(state, checkpoint_id=folder[0])
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            amp.load_state_dict(state["amp"])
+            train(model, optimizer, range(3, 6))
+            for p, value in zip(amp.master_params(optimizer), expected, strict=True):
+                assert torch.equal(p, value)
+            amp.shutdown()
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder[0])
+
+
+def state_of(model, optimizer):
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
+
+
+def state_by_names():
+    """torch's names of parameters instead of numbers, on both sides."""
+    model = mlp()
+    optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=0.01)
+    loss_on(data(0, 0, 0))(model).backward()
+    optimizer.step()
+    state = get_optimizer_state_dict(model, optimizer)
+    twin = mlp()
+    other = optimizers.NpuFusedAdam(twin.parameters(), lr=0.5)
+    set_optimizer_state_dict(twin, other, state)
+    assert other.param_groups[0]["lr"] == 0.01
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        for name, value in optimizer.state[p].items():
+            assert torch.equal(other.state[q][name], value)
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,92 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""combine_ddp in several processes. What they check is in the workers beside; starting them takes the longest."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import processes
+import pytest
+import torch.distributed as dist
+from devices import DEVICE
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+
+
+def run(worker, *checks, **options):
+    processes.run(Path(__file__).with_name(f"{worker}_worker.py"), *checks, **options)
+
+
+def test_parameters_are_those_of_one_process_that_sees_the_whole_batch():
+    run("training", "values_of_rank_0", "levels", "unused_parameters")
+
+
+def test_gradients_are_averages_whatever_backward_does():
+    run(
+        "backward",
+        "gradients_are_averages",
+        "sent_during_backward",
+        "recorded_order",
+        "unusual_backwards",
+        "accumulation",
+        "several_models",
+        "changing_parameters",
+        "precision_of_averages",
+        "held_scale",
+    )
+
+
+def test_processes_agree_or_fail_together():
+    run("agreement", "refusals", "smaller_group", "misuse", "copies", "overflow_in_a_micro_batch", "overflow_group")
+
+
+def test_what_goes_wrong_on_one_process_ends_the_block_on_all():
+    run("failures", "exceptions", "late_gradients")
+
+
+def test_torchs_own_ways_to_train_in_parallel_work_or_are_refused():
+    run(
+        "beside",
+        "ddp_around_the_model",
+        "fully_sharded_parameters_are_refused",
+        "distributed_checkpoint",
+        "state_by_names",
+    )
+
+
+@pytest.mark.skipif(DEVICE.type != "npu", reason="only npus saturate")
+def test_a_flag_that_one_device_has_raised_skips_the_step_on_all():
+    run("agreement", "saturating_devices")
+
+
+@pytest.mark.parametrize(("fault", "timeout"), [("killed", 60), ("stalled", 4)])
+def test_a_process_that_is_lost_is_an_error_that_says_how_far_each_got(fault, timeout, tmp_path):
+    worker = Path(__file__).with_name("failures_worker.py")
+    started = processes.start(worker, (fault,), 2, tmp_path / "store", TIMEOUT=str(timeout))
+    status, output = processes.finish(started[:1], timeout=40)[0]
+    processes.finish_by_force(started[1:])
+    assert status == 0, output
+    assert "noticed: rank 0 could not average its gradients" in output
+    assert "failed in reduction 4" in output
+    assert re.search(
+        r"rank 0 had completed 3 and failed in .*; rank 1 had completed [0-3] and begun a backward", output
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_all_levels_optimizers_and_accumulations_are_those_of_one_process(count):
+    run("training", "all_levels", processes=count, timeout=500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_parameters_are_those_of_torchs_distributed_data_parallel(count):
+    run("training", "same_as_ddp", processes=count)
+
+
+@pytest.mark.slow
+def test_gradients_are_averages_in_four_processes():
+    run("backward", "gradients_are_averages", "recorded_order", "accumulation", "several_models", processes=4)

@@ -1,0 +1,188 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Trainings of 20 steps, against one process that sees the whole batch and against DistributedDataParallel.
+
+Run in several processes; the arguments are names of functions here.
+"""
+
+import contextlib
+import copy
+import itertools
+
+import torch
+import torch.distributed as dist
+from common import assert_equal_on_all, average, backward, data, main, start
+from devices import DEVICE
+from torch import nn
+
+from apex_npu import amp, optimizers
+
+STEPS = 20
+# Model parameters in float16 round what the two computations share to within one of their own steps.
+TOLERANCE = {"O0": 1e-6, "O1": 1e-3, "O2": 1e-3, "O5": 1e-2}
+
+
+OPTIMIZERS = {
+    "torch": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "fused": lambda p: optimizers.NpuFusedSGD(p, lr=0.05, momentum=0.9),
+    "adam": lambda p: optimizers.NpuFusedAdam(p, lr=0.01, eps=1e-3),
+}
+
+
+class Net(nn.Module):
+    """Everything that makes gradients come late, twice, or not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 12)
+        self.norm = nn.LayerNorm(12)
+        self.tied = nn.Linear(12, 12)
+        self.again = nn.Linear(12, 12)
+        self.again.weight = self.tied.weight
+        self.branch = nn.Linear(12, 12)  # reached on rank 0 alone, and not always
+        self.never = nn.Linear(5, 3)
+        self.frozen = nn.Linear(12, 12).requires_grad_(False)
+        self.last = nn.Linear(12, 2)
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x, rank=0, step=0):
+        x = torch.tanh(self.norm(self.first(x)))
+        x = torch.tanh(self.again(torch.tanh(self.tied(x))))
+        if rank == 0 and step % 3:
+            x = x + torch.tanh(self.branch(x))
+        return self.last(torch.tanh(self.frozen(x))) * self.temperature
+
+
+def net():
+    torch.manual_seed(0)
+    return Net().to(DEVICE)
+
+
+def loss_of(model, x, rank, step):
+    return model(x, rank, step).float().square().mean()
+
+
+def grouped(model):
+    """Two groups, the second far too small for a bucket of its own."""
+    named = dict(model.named_parameters())
+    small = [p for name, p in named.items() if name.endswith("bias")]
+    return [{"params": [p for name, p in named.items() if not name.endswith("bias")]}, {"params": small}]
+
+
+def train(level, kind, engine, *, accumulate=1, overflow=False, groups=False, steps=STEPS, **options):
+    """Parameters, and how many steps were skipped; ``engine``: alone, combine_ddp or ddp."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = net()
+    optimizer = OPTIMIZERS[kind](grouped(model) if groups else model.parameters())
+    scale = {"loss_scale": "dynamic", "dynamic_init_scale": 2.0**10} if level != "O5" else {}
+    shared = {"combine_ddp": True, "ddp_replica_count": 3} if engine == "combine_ddp" else {}
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, combine_grad=True, verbosity=0, **scale, **shared, **options
+    )
+    if engine == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    for step in range(steps):
+        for micro in range(accumulate):
+            last = micro == accumulate - 1
+            xs = [data(step, micro, r) for r in range(world)]
+            if overflow and step == 5 and micro == 0:
+                xs[1][0, 0] = torch.inf
+            if engine == "alone":
+                # Where a rank does not reach the branch its gradient counts as zeros.
+                loss = sum(loss_of(model, x, r, step) for r, x in enumerate(xs)) / world
+            else:
+                loss = loss_of(wrapped if engine == "ddp" else model, xs[rank], rank, step)
+            apart = amp.no_sync if engine == "combine_ddp" and not last else contextlib.nullcontext
+            with apart(), amp.scale_loss(loss / accumulate, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        assert model.never.weight.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+    skipped = amp.last_step(optimizer).skipped_steps
+    values = [p.detach().float().clone() for p in amp.master_params(optimizer)]
+    amp.shutdown()
+    return values, skipped
+
+
+def assert_close(found, expected, tolerance):
+    for a, b in zip(found, expected, strict=True):
+        difference = (a - b).abs().max() / b.abs().max().clamp(min=1e-3)
+        assert difference <= tolerance, difference
+
+
+def same_as_alone(cases):
+    for level, kind, accumulate, overflow, groups in cases:
+        expected, skips = train(level, kind, "alone", accumulate=accumulate, overflow=overflow, groups=groups)
+        found, skipped = train(level, kind, "combine_ddp", accumulate=accumulate, overflow=overflow, groups=groups)
+        assert skipped == skips == int(overflow)
+        assert_equal_on_all(found)
+        assert_close(found, expected, TOLERANCE[level])
+
+
+def levels():
+    same_as_alone(
+        [
+            ("O0", "torch", 1, False, False),
+            ("O0", "adam", 4, True, True),
+            ("O1", "fused", 1, True, False),
+            ("O2", "fused", 4, True, True),
+            ("O2", "torch", 1, True, False),
+        ]
+    )
+
+
+def all_levels():
+    same_as_alone(itertools.product(("O0", "O1", "O2", "O5"), OPTIMIZERS, (1, 4), (False,), (False, True)))
+    same_as_alone(itertools.product(("O0", "O1", "O2"), ("torch", "adam"), (1, 4), (True,), (False,)))
+
+
+def same_as_ddp():
+    for level, tolerance in (("O0", 1e-6), ("O1", 1e-3), ("O2", 1e-3)):
+        for kind in ("torch", "fused"):
+            expected, _ = train(level, kind, "ddp")
+            found, _ = train(level, kind, "combine_ddp")
+            assert_close(found, expected, tolerance)
+
+
+def unused_parameters():
+    rank = dist.get_rank()
+    model, optimizer = start(net())
+    for step in range(1, 4):
+        loss = loss_of(model, data(step, 0, rank), rank, step)
+        twin = copy.deepcopy(model)
+        loss_of(twin, data(step, 0, rank), rank, step).backward()
+        backward(loss, optimizer)
+        assert model.never.weight.grad is None
+        branch = twin.branch.weight.grad
+        if step % 3:
+            expected = average(torch.zeros_like(model.branch.weight) if branch is None else branch)
+            torch.testing.assert_close(model.branch.weight.grad.cpu().double(), expected, rtol=1e-6, atol=1e-8)
+        else:
+            assert model.branch.weight.grad is None
+        optimizer.zero_grad()
+
+
+def values_of_rank_0():
+    rank = dist.get_rank()
+    for level in ("O0", "O2", "O5"):
+        model = net()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(rank * 0.1)
+        model.seen.fill_(7 - rank)
+        expected = {name: value.clone() for name, value in net().state_dict().items()}
+        expected["seen"].fill_(7)
+        model, optimizer = start(model, level=level)
+        for name, value in model.state_dict().items():
+            want = expected[name]
+            if name.startswith("frozen") and level != "O0":  # without masters
+                want = want.to(model.frozen.weight.dtype).float()
+            assert torch.equal(value, want), name
+        for pair in optimizer._amp_record.pairs:
+            assert torch.equal(pair.model_param, pair.master_param.to(pair.model_param.dtype))
+        amp.shutdown()
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,52 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The example of data parallel training."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "examples" / "ddp_digits.py")
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("LOCAL_RANK", None)
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+@pytest.mark.slow
+def test_both_engines_give_the_same_losses():
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    result = run(*torchrun, SCRIPT, "--epochs", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = [line for line in result.stdout.splitlines() if line]
+    assert [line.split()[0] for line in lines] == ["combine_ddp", "ddp", "losses"]
+    assert lines[2].startswith("losses agree")
+    losses = [line.split("last loss ")[1].split()[0] for line in lines[:2]]
+    assert losses[0] == losses[1]
+
+
+def test_without_torchrun_it_says_how_to_start_it():
+    result = run(SCRIPT)
+    assert result.returncode == 2
+    assert result.stderr.strip().endswith("start it with torchrun: torchrun --nproc-per-node 2 examples/ddp_digits.py")
