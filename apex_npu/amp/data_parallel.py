@@ -98,15 +98,25 @@ class DataParallel:
         if fitted is not None and _same(fitted.tensors, tensors):
             fitted.units = units
             return fitted
-        with failing_together(self.group) as descriptions:
-            descriptions.append(
-                [(f"gradient {i}", f"{tuple(t.shape)}, {t.dtype}") for i, t in enumerate(tensors)]
-                + [("the number of parameter groups with gradients", str(len(groups)))]
-            )
+        self._compare(tensors, len(groups))
         if before.reducer is not None:
             before.reducer.close()
         known[key] = _Fitted(units, GradReducer(groups, self.options, self.progress) if tensors else None, tensors)
         return known[key]
+
+    def _compare(self, tensors: Sequence[Tensor], group_count: int) -> None:
+        description = [(f"gradient {i}", f"{tuple(t.shape)}, {t.dtype}") for i, t in enumerate(tensors)]
+        description.append(("the number of parameter groups with gradients", str(group_count)))
+        try:
+            with failing_together(self.group) as descriptions:
+                descriptions.append(description)
+        except RanksDifferError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                "the list of trainable parameters is new on this process (parameters were unfrozen, added or replaced), "
+                f"but other processes have not come to compare theirs; change it on all of them alike. ({error})"
+            ) from error
 
     def check(self, report: Report | None, scale: float) -> None:
         """Raise what a reduction has brought to light.

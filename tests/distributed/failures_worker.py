@@ -123,5 +123,23 @@ def stalled():
     trained_until(lambda: threading.Event().wait())
 
 
+def unfrozen_alone():
+    """What rank 1 alone starts to train would be sent by it alone: an error on both, and no hang."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    model = mlp()
+    model[0].requires_grad_(False)
+    model, optimizer = start(model, process_group=group)
+    loss = loss_on(data(0, 0, dist.get_rank()))
+    for _ in range(2):
+        backward(loss(model), optimizer)
+        optimizer.zero_grad()
+    dist.barrier()
+    model[0].requires_grad_(dist.get_rank() == 1)
+    said = "other processes have not come to compare" if dist.get_rank() else "could not average its gradients"
+    with pytest.raises(RuntimeError, match=said):
+        backward(loss(model), optimizer)
+    os._exit(0)  # the group is of no use any more
+
+
 if __name__ == "__main__":
     main(globals())
