@@ -35,6 +35,7 @@ class FlatGrads:
         self._total_numel = total_numel
         self._buffer: FlatBuffer | None = None
         self._views: list[Tensor] = []
+        self._padding: Tensor | None = None
         self._table = slot_table(self.params)
 
     @classmethod
@@ -61,6 +62,15 @@ class FlatGrads:
         """One per parameter, shaped like it."""
         self._allocate()
         return self._views
+
+    def clear_padding(self) -> None:
+        """Write zeros between the slots."""
+        if self._padding is None:
+            used = torch.zeros(self._total_numel, dtype=torch.bool)
+            for param, offset in zip(self.params, self.offsets, strict=True):
+                used[offset : offset + param.numel()] = True
+            self._padding = (~used).nonzero().flatten().to(self.flat.device)
+        self.flat.index_fill_(0, self._padding, 0.0)
 
     def states(self) -> bytes:
         """One byte per parameter: ABSENT, PRESENT or FOREIGN."""

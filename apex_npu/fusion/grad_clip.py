@@ -40,6 +40,8 @@ def clip_grad_norm_(
     coefficient = clip_coefficient(total, max_norm, norm_type, error_if_nonfinite)
     for grad in grads:
         grad.mul_(coefficient.to(grad.device, grad.dtype))
+    for flat in flats:
+        flat.clear_padding()  # 0 times a coefficient that is nan is nan, and would be found in every later gradient
     return total
 
 
