@@ -114,8 +114,9 @@ class DataParallel:
             raise
         except RuntimeError as error:
             raise RuntimeError(
-                "the list of trainable parameters is new on this process (parameters were unfrozen, added or replaced), but "
-                f" other processes have not come to compare theirs; change it on all of them alike. ({error})"
+                "the list of trainable parameters is new on this process (parameters were unfrozen, added or "
+                "replaced), but other processes have not come to compare theirs; change it on all of them alike. "
+                f"({error})"
             ) from error
 
     def check(self, report: Report | None, scale: float) -> None:
