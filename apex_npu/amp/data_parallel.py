@@ -114,8 +114,8 @@ class DataParallel:
             raise
         except RuntimeError as error:
             raise RuntimeError(
-                "the list of trainable parameters is new on this process (parameters were unfrozen, added or replaced), "
-                f"but other processes have not come to compare theirs; change it on all of them alike. ({error})"
+                "the list of trainable parameters is new on this process (some were unfrozen, added or replaced), but "
+                f"other processes have not come to compare theirs; change it on all of them alike. ({error})"
             ) from error
 
     def check(self, report: Report | None, scale: float) -> None:
