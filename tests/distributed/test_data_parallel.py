@@ -46,6 +46,7 @@ def test_what_goes_wrong_on_one_process_ends_the_block_on_all():
     run("failures", "exceptions", "late_gradients")
 
 
+@pytest.mark.slow
 def test_torchs_own_ways_to_train_in_parallel_work_or_are_refused():
     run(
         "beside",
@@ -61,7 +62,7 @@ def test_a_flag_that_one_device_has_raised_skips_the_step_on_all():
     run("agreement", "saturating_devices")
 
 
-@pytest.mark.parametrize(("fault", "patience"), [("killed", 60), ("stalled", 8)])
+@pytest.mark.parametrize(("fault", "patience"), [("killed", 60), pytest.param("stalled", 8, marks=pytest.mark.slow)])
 def test_a_process_that_is_lost_is_an_error_that_says_how_far_each_got(fault, patience, tmp_path):
     worker = Path(__file__).with_name("failures_worker.py")
     started = processes.start(worker, (fault,), 2, tmp_path / "store", PATIENCE=str(patience))
