@@ -89,3 +89,5 @@ def main(checks):
         checks[name]()
         amp.shutdown()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may outlive the group, and end an interpreter that is tearing down with an abort
