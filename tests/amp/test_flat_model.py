@@ -11,6 +11,7 @@ from devices import DEVICE
 from torch import nn
 
 from apex_npu import amp, optimizers
+from apex_npu.fusion.storage import follows_aliases
 
 LEVELS = {"O2": torch.float16, "O5": torch.bfloat16}
 
@@ -155,4 +156,7 @@ def test_memory_outside_torch_is_not_left_dangling():
     before = array.copy()
     for number in range(3):
         step(model, optimizer, number)
-    assert (array == before).all()  # the array keeps the former memory
+    if follows_aliases():
+        assert (array == before).all()  # the array keeps the former memory
+    else:
+        assert (array == model[4].weight.detach().numpy()).all()  # pure torch leaves what others look at in place
