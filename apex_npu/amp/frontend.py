@@ -18,10 +18,17 @@ from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.forward_cast import convert_model, put_wrapper_back, wrapper_of
 from apex_npu.amp.held_gradients import check_unshared, check_unwrapped
 from apex_npu.amp.master_params import copy_masters_to_model, give_fp32_state_dict, remove_fp32_state_dict
-from apex_npu.amp.optimizer_adapter import adopt, check_adoptable, release
+from apex_npu.amp.optimizer_adapter import adopt, release
 from apex_npu.amp.optimizer_record import inner_optimizer, record_of
 from apex_npu.amp.policy import PRINTED_OPTIONS, Policy, resolve
-from apex_npu.amp.ranks import Description, broadcast_values, check_group, describe, failing_together
+from apex_npu.amp.preconditions import (
+    check_devices,
+    check_groups,
+    check_incoming,
+    check_nothing_averages,
+    check_plain,
+)
+from apex_npu.amp.ranks import Description, broadcast_values, describe, failing_together
 from apex_npu.amp.scaler import DynamicScaleOptions, in_apex_format, make_scaler
 from apex_npu.amp.session import (
     ConvertedModel,
@@ -31,12 +38,10 @@ from apex_npu.amp.session import (
     install,
     is_first_rank,
     require,
-    settings,
 )
 from apex_npu.amp.step_report import StepReport, next_report
 from apex_npu.amp.user_casts import registered_patches
-from apex_npu.fusion import ReduceOptions, wraps_tensors
-from apex_npu.ops import LOW_PRECISION
+from apex_npu.fusion import ReduceOptions
 
 
 def initialize(
@@ -167,22 +172,22 @@ def initialize(
     scalers = [make_scaler(policy.loss_scale, options) for _ in range(num_losses)]
     session = Session(policy, scalers, verbosity if is_first_rank() else min(verbosity, 0), skip_alarm=skip_alarm)
     check_thread("amp.initialize")
-    process_group, overflow_group = _check_groups(policy, process_group, overflow_group, enabled=enabled)
+    process_group, overflow_group = check_groups(policy, process_group, overflow_group, enabled=enabled)
     if enabled:
         session.overflow_group = overflow_group
         with _together(policy, process_group) as descriptions:
             session.device_types = _device_types(model_list, optimizer_list)
             session.patches = registered_patches(policy)
-            _check(model_list, optimizer_list)
+            check_incoming(model_list, optimizer_list)
             if policy.combine_grad:
-                _check_plain(optimizer_list)
+                check_plain(optimizer_list)
             if policy.fuse_unscale:
                 for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
                     check_unwrapped(optimizer)
                 check_unshared(optimizer_list)
-            _check_devices(session.device_types)
+            check_devices(session.device_types)
             if policy.combine_ddp:
-                _check_unwrapped(model_list)
+                check_nothing_averages(model_list)
                 settings_of_all = [("amp.initialize's options", f"{policy}, {options}, {num_losses} losses")]
                 descriptions.append(describe(model_list, optimizer_list, settings_of_all))
                 session.data_parallel = DataParallel(
@@ -221,48 +226,6 @@ def _types(values: Sequence[Any]) -> str:
     return ", ".join(type(v).__name__ for v in values)
 
 
-def _check(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-    for model in models:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            raise RuntimeError(
-                f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be applied "
-                "AFTER the model has been returned from amp.initialize"
-            )
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if nn.parameter.is_lazy(tensor):
-                raise RuntimeError(
-                    f"parameter {name} has no shape yet; run the model once on a batch before amp.initialize, so that "
-                    "its lazy modules know theirs"
-                )
-            if tensor.dtype in LOW_PRECISION and not settings.accept_low_precision_models:
-                raise RuntimeError(
-                    f"Found param {name} with type {tensor.dtype}, expected torch.float32. When using amp.initialize, "
-                    "you do not need to call .half() or .bfloat16() on your model before passing it, no matter what "
-                    "optimization level you choose; drop that call"
-                )
-    if len({id(o) for o in optimizers}) != len(optimizers):
-        raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
-    for optimizer in optimizers:
-        check_adoptable(optimizer)
-
-
-def _check_groups(policy: Policy, process_group: Any, overflow_group: Any, *, enabled: bool) -> tuple[Any, Any]:
-    if policy.combine_ddp:
-        if not enabled:
-            raise RuntimeError(
-                "combine_ddp=True with enabled=False would train each process by itself; for data parallel training "
-                "without mixed precision use opt_level='O0'"
-            )
-        process_group = check_group(process_group, "process_group", "combine_ddp=True")
-    elif process_group is not None:
-        raise RuntimeError(
-            "process_group says who averages gradients under combine_ddp=True; leave it out without that"
-        )
-    if enabled and overflow_group is not None:
-        check_group(overflow_group, "overflow_group", "overflow_group")
-    return process_group, overflow_group
-
-
 @contextmanager
 def _together(policy: Policy, process_group: Any) -> Iterator[list[Description]]:
     """Under combine_ddp what fails on one process fails on all."""
@@ -271,41 +234,6 @@ def _together(policy: Policy, process_group: Any) -> Iterator[list[Description]]
         return
     with failing_together(process_group) as descriptions:
         yield descriptions
-
-
-def _check_unwrapped(models: list[nn.Module]) -> None:
-    for model in models:
-        for name, module in model.named_modules():
-            if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-                raise RuntimeError(
-                    f"{name} is an instance of {type(module).__name__}, which averages gradients itself; leave it out "
-                    "with combine_ddp=True"
-                )
-
-
-def _check_plain(optimizers: list[Optimizer]) -> None:
-    for param in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
-        if wraps_tensors(param):
-            raise RuntimeError(
-                f"combine_grad=True puts gradients into flat memory, but a parameter of shape {tuple(param.shape)} is "
-                f"a {type(param.data).__name__}, which wraps other tensors; leave combine_grad out"
-            )
-
-
-def _check_devices(device_types: list[str]) -> None:
-    if "meta" in device_types:
-        raise RuntimeError(
-            "models and optimizers must have their memory when they are passed to amp.initialize, got tensors on the "
-            "meta device; call model.to_empty(device=...) and initialise the weights first"
-        )
-    former = current()
-    ours = former is not None and former.policy.patch_torch_functions
-    for device_type in device_types:
-        if torch.is_autocast_enabled(device_type) and not ours:
-            raise RuntimeError(
-                f"amp.initialize was called inside torch.autocast({device_type!r}), whose end would switch amp's casts "
-                "off again; call it outside"
-            )
 
 
 def _print_options(session: Session) -> None:

@@ -9,7 +9,6 @@ the block does what they mean.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from apex_npu.backends import for_device
 from apex_npu.fusion import FlatGrads
 from apex_npu.fusion.flat_grads import ABSENT, PRESENT
-from apex_npu.ops import gathers_in_one_pass
+from apex_npu.ops import gathers_in_one_pass, unscale_grads
 
 
 class GradUnit:
@@ -230,26 +229,3 @@ def unscale_units(units: Sequence[GradUnit], scale: float, *, check: bool) -> bo
         overflowed = backend.overflow_flag(device) if backend.saturates() else False
         found_inf |= overflowed or bool(flag)
     return found_inf
-
-
-def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | None) -> None:
-    """Multiply ``grads``, all of one device and dtype, by ``inv_scale``.
-
-    Args:
-        grads: Dense tensors.
-        inv_scale: 1 / loss scale.
-        found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
-    """
-    if not grads:
-        return
-    if found_inf is not None and inv_scale == 1.0:
-        # The largest element is nan or inf where any is; nothing has to be written.
-        norms = torch._foreach_norm([grad for grad in grads if grad.numel()], math.inf)
-        if norms:
-            found_inf.masked_fill_(~torch.stack(norms).isfinite().all(), 1.0)
-    elif found_inf is not None:
-        # One pass that multiplies and looks at every element.
-        factor = torch.full((1,), inv_scale, dtype=torch.float32, device=found_inf.device)
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
-    elif inv_scale != 1.0:
-        torch._foreach_mul_(grads, inv_scale)

@@ -275,7 +275,7 @@ def no_sync() -> Iterator[None]:
         RuntimeError: amp has not been initialized; or this was opened inside of a ``scale_loss`` block.
     """
     session = require("amp.no_sync")
-    if any(o._amp_record.in_block for o in session.adopted if hasattr(o, "_amp_record")):
+    if any(o._amp_record.in_block for o in session.adopted):
         raise RuntimeError(
             "amp.no_sync was opened inside of an amp.scale_loss block, which may have sent gradients already; open it "
             "around the whole block"

@@ -40,8 +40,10 @@ def clip_grad_norm_(
     coefficient = clip_coefficient(total, max_norm, norm_type, error_if_nonfinite)
     for grad in grads:
         grad.mul_(coefficient.to(grad.device, grad.dtype))
+    whole = {id(grad) for grad in grads}
     for flat in flats:
-        flat.clear_padding()  # 0 times a coefficient that is nan is nan, and would be found in every later gradient
+        if id(flat.flat) in whole:
+            flat.clear_padding()  # 0 times a coefficient that is nan is nan, and would be found in later gradients
     return total
 
 

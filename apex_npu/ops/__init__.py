@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Update rules on flat buffers: one schema per op, a kernel per device, the reference where there is none."""
 
-from apex_npu.ops.gather import gather_, gathers_in_one_pass, take_grads_
+from apex_npu.ops.gather import gather_, gathers_in_one_pass, take_grads_, unscale_grads
 from apex_npu.ops.reference import LOW_PRECISION, wide_dtype
 from apex_npu.ops.schemas import (
     adadelta_,
@@ -30,5 +30,6 @@ __all__ = [
     "segment_dot",
     "sgd_",
     "take_grads_",
+    "unscale_grads",
     "wide_dtype",
 ]

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -65,8 +66,27 @@ def gather_(
         return
     slots = list(slots)
     torch._foreach_copy_(slots, list(grads))
-    if found_inf is not None:
+    unscale_grads(slots, inv_scale, found_inf)
+
+
+def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | None) -> None:
+    """Multiply ``grads``, all of one device and dtype, by ``inv_scale``.
+
+    Args:
+        grads: Dense tensors.
+        inv_scale: 1 / loss scale.
+        found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
+    """
+    if not grads:
+        return
+    if found_inf is not None and inv_scale == 1.0:
+        # The largest element is nan or inf where any is; nothing has to be written.
+        norms = torch._foreach_norm([grad for grad in grads if grad.numel()], math.inf)
+        if norms:
+            found_inf.masked_fill_(~torch.stack(norms).isfinite().all(), 1.0)
+    elif found_inf is not None:
+        # One pass that multiplies and looks at every element.
         factor = torch.full((1,), inv_scale, dtype=torch.float32, device=found_inf.device)
-        torch._amp_foreach_non_finite_check_and_unscale_(slots, found_inf, factor)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
     elif inv_scale != 1.0:
-        torch._foreach_mul_(slots, inv_scale)
+        torch._foreach_mul_(grads, inv_scale)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_npu.amp.gradients import unscale_grads
 from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
 from apex_npu.amp.scaler import LossScaler as Scaler
+from apex_npu.ops import unscale_grads
 
 __all__ = ["LossScaler"]
 
