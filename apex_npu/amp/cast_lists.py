@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import torch
 
-# What a "float" function widens, and what an in-place "float" function refuses.
-LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
+from apex_npu.ops import LOW_PRECISION
+
 # What a "half" function narrows. float64 was asked for by name and stays.
 AUTOCAST_FLOATS = LOW_PRECISION | {torch.float32}
 # What a whole-model cast (O0, O2, O3) converts. 8-bit floats are storage formats with scales of their own, and stay.

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_npu.ops import LOW_PRECISION
+
 from . import cast_lists
 
 Kernel = Callable[..., Any]
@@ -31,7 +33,7 @@ def make_kernel(policy: str, op: Kernel, device_type: str) -> Kernel:
 
 def _to_float(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in cast_lists.LOW_PRECISION else value
+        return value.float() if value.dtype in LOW_PRECISION else value
     if isinstance(value, (list, tuple)):
         return [_to_float(item) for item in value]
     return value

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from apex_npu.ops import LOW_PRECISION
+
 from . import cast_lists
 
 Function = Callable[..., Any]
@@ -78,7 +80,7 @@ def install_attribute_overlay(undo: ExitStack, device_types: tuple[str, ...], *,
         return device_type in device_types and torch.is_autocast_enabled(device_type)
 
     def low_precision(value: Any) -> bool:
-        return isinstance(value, Tensor) and value.dtype in cast_lists.LOW_PRECISION and casting(value)
+        return isinstance(value, Tensor) and value.dtype in LOW_PRECISION and casting(value)
 
     for name in cast_lists.FLOAT_FUNCTIONS:
         patch_attribute(undo, F, name, functools.partial(_float_function, low_precision))

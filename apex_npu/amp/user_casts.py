@@ -35,11 +35,12 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
-from apex_npu.amp.cast_lists import AUTOCAST_FLOATS, LOW_PRECISION, MODEL_FLOATS
+from apex_npu.amp.cast_lists import AUTOCAST_FLOATS, MODEL_FLOATS
 from apex_npu.amp.casting import CastHandle
 from apex_npu.amp.patched_functions import Patch
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current
+from apex_npu.ops import LOW_PRECISION
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 Kind = Literal["half", "float", "promote"]

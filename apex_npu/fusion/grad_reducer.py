@@ -30,6 +30,7 @@ from apex_npu.fusion.buckets import (
 )
 from apex_npu.fusion.flat_grads import ABSENT, FlatGrads
 from apex_npu.fusion.rank_progress import RankProgress
+from apex_npu.ops import LOW_PRECISION
 
 # What holds the gradients of just these tensors already, if anything does.
 FindFlat = Callable[[Sequence[Tensor]], FlatGrads | None]
@@ -55,7 +56,7 @@ class ReduceOptions:
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What gradients of ``dtype`` are reduced in."""
-        low = dtype in (torch.float16, torch.bfloat16)
+        low = dtype in LOW_PRECISION
         return self.low_precision_dtype if low and self.low_precision_dtype is not None else dtype
 
 

@@ -3,7 +3,7 @@
 """Update rules on flat buffers: one schema per op, a kernel per device, the reference where there is none."""
 
 from apex_npu.ops.gather import gather_, gathers_in_one_pass, take_grads_, unscale_grads
-from apex_npu.ops.reference import LOW_PRECISION, wide_dtype
+from apex_npu.ops.reference import FLOATS, LOW_PRECISION, wide_dtype
 from apex_npu.ops.schemas import (
     adadelta_,
     adagrad_,
@@ -17,6 +17,7 @@ from apex_npu.ops.schemas import (
 from apex_npu.ops.segments import Segments
 
 __all__ = [
+    "FLOATS",
     "LOW_PRECISION",
     "Segments",
     "adadelta_",

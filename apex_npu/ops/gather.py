@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from apex_npu._extension import extension
-
-_DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+from apex_npu.ops.reference import FLOATS
 
 
 def gathers_in_one_pass(slot: Tensor) -> bool:
     """True where ``gather_`` copies, widens, multiplies and looks at every element in one pass."""
-    return extension is not None and slot.device.type == "cpu" and slot.dtype in _DTYPES
+    return extension is not None and slot.device.type == "cpu" and slot.dtype in FLOATS
 
 
 def take_grads_(
@@ -60,7 +59,7 @@ def gather_(
     """
     if not slots:
         return
-    if gathers_in_one_pass(slots[0]) and all(grad.dtype in _DTYPES for grad in grads):
+    if gathers_in_one_pass(slots[0]) and all(grad.dtype in FLOATS for grad in grads):
         assert extension is not None
         extension.gather_cpu(slots, grads, inv_scale, found_inf)
         return

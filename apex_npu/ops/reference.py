@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOW_PRECISION = (torch.float16, torch.bfloat16)
+LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
+# What can be stepped and gathered.
+FLOATS = LOW_PRECISION | {torch.float32, torch.float64}
 
 # Large enough to hide Python, small enough that a chunk of every operand stays in a core's cache. An accelerator has no
 # such cache but a launch cost, hence larger there.

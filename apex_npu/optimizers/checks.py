@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.fusion import wraps_tensors
-
-# What fused optimizers can step.
-DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+from apex_npu.ops import FLOATS
 
 
 @contextmanager
@@ -137,7 +135,7 @@ def check_params(params: Sequence[Tensor]) -> None:
                 "torch.optim's optimizer of the same rule for it (its fused=True takes DTensors), or replicate the "
                 "model, with combine_ddp=True or DistributedDataParallel"
             )
-        if p.dtype not in DTYPES and p.requires_grad:
+        if p.dtype not in FLOATS and p.requires_grad:
             raise TypeError(
                 f"parameter {i} of shape {tuple(p.shape)} is {p.dtype}; fused optimizers take float32, float16, "
                 "bfloat16 and float64. Use torch.optim for it"

@@ -9,7 +9,8 @@ from operator import is_
 from torch import Tensor
 
 from apex_npu.fusion import FusedGroup, fuse, is_slot, step_in_place
-from apex_npu.optimizers.checks import DTYPES, check_params
+from apex_npu.ops import FLOATS
+from apex_npu.optimizers.checks import check_params
 
 
 class FusedParamGroup:
@@ -44,9 +45,9 @@ class FusedParamGroup:
         if outdated:
             self._take_apart(outdated)
             changed = True
-        if any(p.requires_grad and p.dtype not in DTYPES for p in self._unfused):
+        if any(p.requires_grad and p.dtype not in FLOATS for p in self._unfused):
             check_params(params)  # says which
-        ready = [p for p in self._unfused if (p.requires_grad or p.grad is not None) and p.dtype in DTYPES]
+        ready = [p for p in self._unfused if (p.requires_grad or p.grad is not None) and p.dtype in FLOATS]
         if ready:
             self.groups.extend(fuse(ready))
             held = {id(p) for p in ready}
