@@ -92,6 +92,6 @@ def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _norm(grad: Tensor, norm_type: float) -> Tensor:
-    if norm_type == 2.0 and grad.dim() == 1 and grad.is_contiguous():
-        return norm(grad)
-    return torch.linalg.vector_norm(grad, norm_type, dtype=wide_dtype(grad.dtype))
+    flat = norm_type == 2.0 and grad.dim() == 1 and grad.is_contiguous()
+    total: Tensor = norm(grad) if flat else torch.linalg.vector_norm(grad, norm_type, dtype=wide_dtype(grad.dtype))
+    return total
