@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Fused kernels of Ascend's CANN, where this torch_npu has them: one launch for what the reference needs eight for.
 
-``npu_apply_adam_w``: https://gitee.com/ascend/op-plugin, docs, "torch_npu.npu_apply_adam_w". It is AdamW's rule; without
-decay, Adam's. For AMSGrad it is not used: whether it keeps the maximum is not documented.
+``npu_apply_adam_w`` (https://gitee.com/ascend/op-plugin) is AdamW's rule; without decay, Adam's. For AMSGrad it is not
+used: whether it keeps the maximum is not documented.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _apply_adam_w(
     grad = reference.in_dtype(grad, grad.dtype, maximize and bool(l2), grad_scale)
     if l2:
         grad = grad.add(param, alpha=l2)
-    # The kernel would take 1 − beta2^step in float32, which for the first steps has five digits: it is told that there is
-    # nothing to correct (powers of 0), and gets a learning rate and an eps that amount to the same.
+    # The kernel would take 1 − beta2^step in float32, which for the first steps has five digits: it is told that there
+    # is nothing to correct (powers of 0), and gets a learning rate and an eps that amount to the same.
     bias_correction1, root2 = (1 - beta1**step, (1 - beta2**step) ** 0.5) if bias_correction else (1.0, 1.0)
     step_size = lr * root2 / bias_correction1
     decay = weight_decay * bias_correction1 / root2 if decoupled else 0.0
