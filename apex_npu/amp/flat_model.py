@@ -58,6 +58,7 @@ class FlatModel:
     def copy_masters(self) -> None:
         """Round every master into its model parameter."""
         for group, twin in self.twins:
-            twin.flat.copy_(group.param_flat)
+            if not group.has_copied_to(twin):
+                twin.flat.copy_(group.param_flat)
             torch.autograd.graph.increment_version(twin.params)
         copy_masters_to_model(self.loose)

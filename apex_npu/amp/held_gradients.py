@@ -75,11 +75,9 @@ def hand_over_scale(optimizer: Optimizer, record: OptimizerRecord) -> None:
     optimizer.grad_scale_of_step = scale  # type: ignore[attr-defined]
 
 
-def finish_hand_over(optimizer: Optimizer, record: OptimizerRecord) -> None:
-    """After the step, or its failure: gradients are true now, or still held where it did not come to take the scale."""
-    if getattr(optimizer, "grad_scale_of_step", None) is None:
-        record.held_scale, record.clip_coefficient = 1.0, None
-    else:
+def finish_hand_over(optimizer: Optimizer) -> None:
+    """After the step, or its failure: a scale that it did not come to take is not for the next one."""
+    if getattr(optimizer, "grad_scale_of_step", None) is not None:
         optimizer.grad_scale_of_step = None  # type: ignore[attr-defined]
 
 

@@ -68,7 +68,7 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             with disable_casts():
                 super().step()
         finally:
-            finish_hand_over(self, record)
+            finish_hand_over(self)
         record.copy_masters(self)
         _drop_master_grads(record)
         _report(record)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -23,7 +24,7 @@ from apex_npu.fusion.storage import (
     storage_numel,
 )
 from apex_npu.ops import Segments, wide_dtype
-from apex_npu.ops.reference import segment_ids
+from apex_npu.ops.reference_segments import segment_ids
 
 _T = TypeVar("_T")
 
@@ -46,9 +47,9 @@ class Run:
     Attributes:
         params: The parameters themselves.
         param: 1-D, dtype of the parameters; padding between slots included.
-        grad: Likewise.
         step: How many times these slots have been updated, this time included.
-        grad_scale: What the gradients have yet to be divided by, one float32 number; None: they are as they should be.
+        scaled_grad: The gradients as they lie in their buffer; not to be written.
+        grad_scale: What these have yet to be divided by, one float32 number; None: they are as they should be.
     """
 
     def __init__(self, group: FusedGroup, first: int, last: int, step: int) -> None:
@@ -57,13 +58,14 @@ class Run:
         self.first, self.last = first, last
         self.params = group.params[first : last + 1]
         self._begin, self._end = group.span(first, last)
+        self._is_whole = (first, last) == (0, len(group.params) - 1)
         self.step, self.step_before = step, float(step)
         self.grad_scale: Tensor | None = None
         self.param = group.param_flat[self._begin : self._end]
-        self.grad = group.grads.flat[self._begin : self._end]
+        self.scaled_grad = group.grads.flat[self._begin : self._end]
         self._slices: dict[tuple[str, str], Tensor] = {}
         self._segments: dict[bool, Segments] = {}
-        self._remembered: dict[str, Any] = {}
+        self._remembered: dict[str, tuple[object, Any]] = {}
 
     def take_back(self) -> None:
         """Count the step that ``FusedGroup.advance`` has counted no longer: it could not be taken."""
@@ -87,11 +89,11 @@ class Run:
             found = self._slices[kind, name] = flat(name)[self._begin : self._end]
         return found
 
-    def remember(self, name: str, make: Callable[[], _T]) -> _T:
-        """What ``make`` gives, made once for as long as the same slots step together."""
-        if name not in self._remembered:
-            self._remembered[name] = make()
-        remembered: _T = self._remembered[name]
+    def remember(self, name: str, value: object, make: Callable[[], _T]) -> _T:
+        """What ``make`` gives, made once for as long as the same slots step together and ``value`` is the same."""
+        if name not in self._remembered or self._remembered[name][0] != value:
+            self._remembered[name] = (value, make())
+        remembered: _T = self._remembered[name][1]
         return remembered
 
     def wide_param(self) -> Tensor:
@@ -100,11 +102,21 @@ class Run:
             return self.param
         return self.scratch("param").copy_(self.param)
 
+    @property
+    def grad(self) -> Tensor:
+        """The gradients, of the dtype of the parameters; a copy where they have to be divided first."""
+        return self.scaled_grad if self.grad_scale is None else self.wide_grad().to(self.scaled_grad.dtype)
+
     def wide_grad(self) -> Tensor:
-        """``grad`` in the state's dtype: itself, not to be written, or a copy."""
-        if self.grad.dtype == self._group.state_dtype:
-            return self.grad
-        return self.scratch("grad").copy_(self.grad)
+        """The gradients in the state's dtype, not to be written; a copy where they have another, or have a scale."""
+        if self.scaled_grad.dtype == self._group.state_dtype and self.grad_scale is None:
+            return self.scaled_grad
+        grad = self.scratch("grad").copy_(self.scaled_grad)
+        return grad if self.grad_scale is None else grad.div_(self.grad_scale)
+
+    def model_param(self) -> Tensor | None:
+        """The low-precision copy of ``param``, for an op that writes both; None: there is none, or not of this run."""
+        return self._group.take_copy() if self._is_whole else None
 
     def write_back(self, param: Tensor) -> None:
         """Round what ``wide_param`` gave, and a rule has changed, into ``param``."""
@@ -175,6 +187,8 @@ class FusedGroup:
         self._states: dict[str, FlatBuffer] = {}
         self._state_views: dict[str, list[Tensor]] = {}
         self._scratch: dict[str, FlatBuffer] = {}
+        self._twin: weakref.ref[Twin] | None = None
+        self._copied: Tensor | None = None
         # Float, on the host: torch.optim's `step` entries are such tensors, and here they are views of this one.
         self._steps = FlatBuffer(len(params), torch.float32, torch.device("cpu"))
         self._counts = self._steps.flat.numpy()  # the same memory; numpy is quicker with a handful of numbers
@@ -273,7 +287,19 @@ class FusedGroup:
         buffer = FlatBuffer(self.param_flat.numel(), moved[0].dtype, moved[0].device)
         slots = tuple(Slot(self._offsets[i], t.numel(), t.numel()) for i, t in movable)
         buffer.adopt(moved, Layout(slots, tuple(range(len(slots))), buffer.flat.numel()))
-        return Twin(buffer.flat, moved)
+        twin = Twin(buffer.flat, moved)
+        self._twin = weakref.ref(twin)
+        return twin
+
+    def take_copy(self) -> Tensor | None:
+        """The buffer of the last ``twin``, if still in use, for an op that writes it together with ``param_flat``."""
+        twin = None if self._twin is None else self._twin()
+        self._copied = None if twin is None else twin.flat
+        return self._copied
+
+    def has_copied_to(self, twin: Twin) -> bool:
+        """True where the last step has brought all parameters to ``twin``."""
+        return self._copied is twin.flat
 
     # Steps
 
@@ -285,6 +311,7 @@ class FusedGroup:
             on_join: Called with the index of every such slot whenever the runs are cut anew, before counting.
             counted: False leaves the step counts as they are: the rule keeps no state.
         """
+        self._copied = None
         if states != self._runs_states or not all(self._is_uniform(run) for run in self._runs):
             self._partition(states, on_join)
         for run in self._runs:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.fusion.flat_grads import PRESENT, FlatGrads
+from apex_npu.ops import norm, wide_dtype
 
 
 @torch.no_grad()
@@ -84,11 +85,13 @@ def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     if not grads:
         return torch.tensor(0.0)
     norm_type = float(norm_type)
-    norms = [
-        torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
-        for grad in grads
-        if grad.numel() or norm_type >= 0
-    ]
+    norms = [_norm(grad, norm_type) for grad in grads if grad.numel() or norm_type >= 0]
     device, dtype = norms[0].device, max((n.dtype for n in norms), key=lambda d: d.itemsize)
     total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(device, dtype) for n in norms]), norm_type)
+    return total
+
+
+def _norm(grad: Tensor, norm_type: float) -> Tensor:
+    flat = norm_type == 2.0 and grad.dim() == 1 and grad.is_contiguous()
+    total: Tensor = norm(grad) if flat else torch.linalg.vector_norm(grad, norm_type, dtype=wide_dtype(grad.dtype))
     return total

@@ -3,11 +3,12 @@
 """torch's own fused kernels on flat buffers: one call, one pass. They take one dtype; else there is the reference.
 
 On a single flat tensor torch's CPU kernels come close to the memory's speed, which a list of small tensors does not let
-them.
+them. Scaled gradients they would divide in place, which no op here does: chunks of them are divided on the side.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,19 +17,37 @@ from torch import Tensor
 from apex_npu.ops import reference
 
 
-def _one_dtype(*tensors: Tensor | None) -> bool:
-    return len({t.dtype for t in tensors if t is not None}) == 1
-
-
-def sgd_(param: Tensor, grad: Tensor, momentum_buffer: Tensor | None, *, first: bool, **options: Any) -> None:
+def sgd_(
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor | None,
+    model_param: Tensor | None = None,
+    *,
+    first: bool,
+    decoupled: bool = False,
+    grad_scale: Tensor | None = None,
+    **options: Any,
+) -> None:
     """See ``apex_npu.ops.schemas.sgd_``."""
-    if not _one_dtype(param, grad, momentum_buffer) or param.dtype in reference.LOW_PRECISION:
-        reference.sgd_(param, grad, momentum_buffer, first=first, **options)
+    decays = decoupled and options["weight_decay"] != 0
+    if decays or not _one_dtype(param, grad, momentum_buffer) or param.dtype in reference.LOW_PRECISION:
+        reference.sgd_(
+            param,
+            grad,
+            momentum_buffer,
+            model_param,
+            first=first,
+            decoupled=decoupled,
+            grad_scale=grad_scale,
+            **options,
+        )
         return
-    buffers = [] if momentum_buffer is None else [momentum_buffer]
     if momentum_buffer is None:
         options = {**options, "momentum": 0.0, "nesterov": False}  # torch would look for the buffer
-    torch._fused_sgd_([param], [grad], buffers, is_first_step=first, found_inf=None, **options)
+    for p, g, b in _unscaled((param, grad, momentum_buffer), grad_scale):
+        torch._fused_sgd_([p], [g], [] if b is None else [b], is_first_step=first, found_inf=None, **options)
+    if model_param is not None:
+        model_param.copy_(param)
 
 
 def adam_(
@@ -37,24 +56,55 @@ def adam_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     max_exp_avg_sq: Tensor | None,
+    model_param: Tensor | None = None,
     *,
     decoupled: bool,
     step: int,
+    bias_correction: bool = True,
+    grad_scale: Tensor | None = None,
     **options: Any,
 ) -> None:
     """See ``apex_npu.ops.schemas.adam_``."""
-    if not _one_dtype(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq):
-        reference.adam_(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, decoupled=decoupled, step=step, **options)
+    # Without bias correction: torch has no such option, but steps so many that there is nothing left to correct.
+    steps = float(step) if bias_correction else _endless(options["beta1"], options["beta2"])
+    if steps is None or not _one_dtype(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq):
+        reference.adam_(
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            max_exp_avg_sq,
+            model_param,
+            decoupled=decoupled,
+            step=step,
+            bias_correction=bias_correction,
+            grad_scale=grad_scale,
+            **options,
+        )
         return
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    kernel(
-        [param],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        [] if max_exp_avg_sq is None else [max_exp_avg_sq],
-        [torch.full((), float(step), dtype=torch.float32, device=param.device)],
-        amsgrad=max_exp_avg_sq is not None,
-        found_inf=None,
-        **options,
-    )
+    count = torch.full((), steps, dtype=torch.float32, device=param.device)
+    for p, g, m, v, v_max in _unscaled((param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq), grad_scale):
+        v_maxes = [] if v_max is None else [v_max]
+        kernel([p], [g], [m], [v], v_maxes, [count], amsgrad=v_max is not None, found_inf=None, **options)
+    if model_param is not None:
+        model_param.copy_(param)
+
+
+def _one_dtype(*tensors: Tensor | None) -> bool:
+    return len({t.dtype for t in tensors if t is not None}) == 1
+
+
+def _endless(beta1: float, beta2: float) -> float | None:
+    """A step count at which both betas to its power are far below a rounding error; None where there is none."""
+    steps = 2.0**24
+    return steps if max(beta1, beta2) ** steps < 1e-30 else None
+
+
+def _unscaled(tensors: tuple[Tensor | None, ...], grad_scale: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """The operands, whole; or, where the second has to be divided by ``grad_scale``, piece by piece."""
+    if grad_scale is None:
+        yield tensors
+        return
+    for param, grad, *states in reference.chunks(tensors):
+        yield param, reference.in_dtype(grad, grad.dtype, False, grad_scale), *states

@@ -23,33 +23,37 @@ FLOATS = LOW_PRECISION | {torch.float32, torch.float64}
 _CHUNK_NUMEL = 1 << 16
 _CHUNK_NUMEL_ACCELERATOR = 1 << 26
 
-# Partial sums of one segment.
-_MAX_LANES = 1 << 14
-
 
 # Of operands, each a tensor or None: Any, since what is given as a tensor comes back as one.
-def _chunks(tensors: tuple[Tensor | None, ...]) -> Iterator[tuple[Any, ...]]:
+def chunks(tensors: tuple[Tensor | None, ...]) -> Iterator[tuple[Any, ...]]:
+    """The operands, of one length, piece by piece."""
     first = tensors[0]
     assert first is not None
-    chunk_numel = _CHUNK_NUMEL if first.device.type == "cpu" else _CHUNK_NUMEL_ACCELERATOR
-    for begin in range(0, first.numel(), chunk_numel):
-        end = min(begin + chunk_numel, first.numel())
+    step = chunk_numel(first.device)
+    for begin in range(0, first.numel(), step):
+        end = min(begin + step, first.numel())
         yield tuple(None if t is None else t[begin:end] for t in tensors)
 
 
-def _in_dtype(grad: Tensor, dtype: torch.dtype, maximize: bool, grad_scale: Tensor | None = None) -> Tensor:
+def chunk_numel(device: torch.device) -> int:
+    """How many elements are worth a call; a power of two."""
+    return _CHUNK_NUMEL if device.type == "cpu" else _CHUNK_NUMEL_ACCELERATOR
+
+
+def in_dtype(grad: Tensor, dtype: torch.dtype, maximize: bool, grad_scale: Tensor | None) -> Tensor:
+    """What a rule steps by, in ``dtype``: ±grad / grad_scale."""
+    grad = grad.to(dtype)  # widened first: divided in float16, a small gradient would be lost
     if grad_scale is not None:
-        # Widened first: in float16 a small gradient would be lost.
-        unscaled = grad.to(dtype).mul(grad_scale.reciprocal())
-        grad.copy_(unscaled)
-        grad = unscaled
-    grad = grad.to(dtype)
+        grad = grad * grad_scale.to(dtype).reciprocal()
     return grad.neg() if maximize else grad
 
 
-def _write_back(param: Tensor, value: Tensor) -> None:
+def write_back(param: Tensor, value: Tensor, model_param: Tensor | None) -> None:
+    """Round ``value`` into ``param`` and its low-precision copy, where they are not the same."""
     if value is not param:
         param.copy_(value)
+    if model_param is not None:
+        model_param.copy_(value)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -61,6 +65,7 @@ def sgd_(
     param: Tensor,
     grad: Tensor,
     momentum_buffer: Tensor | None,
+    model_param: Tensor | None = None,
     *,
     lr: float,
     momentum: float,
@@ -69,14 +74,17 @@ def sgd_(
     nesterov: bool,
     maximize: bool,
     first: bool,
+    decoupled: bool = False,
     grad_scale: Tensor | None = None,
 ) -> None:
     """See ``apex_npu.ops.schemas.sgd_``."""
     compute_dtype = wide_dtype(param.dtype)
-    for p_chunk, g_chunk, b in _chunks((param, grad, momentum_buffer)):
+    for p_chunk, g_chunk, b, model_chunk in chunks((param, grad, momentum_buffer, model_param)):
         p = p_chunk.to(compute_dtype)
-        update = _in_dtype(g_chunk, compute_dtype, maximize, grad_scale)
-        if weight_decay:
+        update = in_dtype(g_chunk, compute_dtype, maximize, grad_scale)
+        if weight_decay and decoupled:
+            p.mul_(1 - lr * weight_decay)
+        elif weight_decay:
             update = update.add(p, alpha=weight_decay)
         if b is not None:
             if first:
@@ -85,7 +93,7 @@ def sgd_(
                 b.mul_(momentum).add_(update, alpha=1 - dampening)
             update = update.add(b, alpha=momentum) if nesterov else b
         p.add_(update, alpha=-lr)
-        _write_back(p_chunk, p)
+        write_back(p_chunk, p, model_chunk)
 
 
 def adam_(
@@ -94,6 +102,7 @@ def adam_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     max_exp_avg_sq: Tensor | None,
+    model_param: Tensor | None = None,
     *,
     lr: float,
     beta1: float,
@@ -103,14 +112,16 @@ def adam_(
     decoupled: bool,
     maximize: bool,
     step: int,
+    bias_correction: bool = True,
     grad_scale: Tensor | None = None,
 ) -> None:
     """See ``apex_npu.ops.schemas.adam_``."""
-    step_size = lr / (1 - beta1**step)
-    bias_correction2_sqrt = (1 - beta2**step) ** 0.5
-    for p_chunk, g_chunk, m, v, v_max in _chunks((param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq)):
+    step_size = lr / (1 - beta1**step) if bias_correction else lr
+    bias_correction2_sqrt = (1 - beta2**step) ** 0.5 if bias_correction else 1.0
+    operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, model_param)
+    for p_chunk, g_chunk, m, v, v_max, model_chunk in chunks(operands):
         p = p_chunk.to(exp_avg.dtype)
-        g = _in_dtype(g_chunk, exp_avg.dtype, maximize, grad_scale)
+        g = in_dtype(g_chunk, exp_avg.dtype, maximize, grad_scale)
         if weight_decay and decoupled:
             p.mul_(1 - lr * weight_decay)
         elif weight_decay:
@@ -119,47 +130,11 @@ def adam_(
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         if v_max is not None:
             torch.maximum(v_max, v, out=v_max)
-        denom = (v if v_max is None else v_max).sqrt().div_(bias_correction2_sqrt).add_(eps)
-        p.addcdiv_(m, denom, value=-step_size)
-        _write_back(p_chunk, p)
-
-
-def adam_direction_(
-    direction: Tensor,
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    beta1: float,
-    beta2: float,
-    beta3: float,
-    eps: float,
-    bias_correction1: float,
-    bias_correction2: float,
-    l2: float,
-    decay: float,
-    grad_divisor: Tensor | None,
-    nesterov: bool,
-    maximize: bool,
-) -> None:
-    """See ``apex_npu.ops.schemas.adam_direction_``."""
-    for u, p_chunk, g_chunk, m, v in _chunks((direction, param, grad, exp_avg, exp_avg_sq)):
-        p = p_chunk.to(exp_avg.dtype)
-        g = _in_dtype(g_chunk, exp_avg.dtype, maximize)
-        if grad_divisor is not None:
-            g = g / grad_divisor
-        if l2:
-            g = g.add(p, alpha=l2)
-        m.mul_(beta1).add_(g, alpha=beta3)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        denom = torch.sqrt(v).div_(bias_correction2**0.5).add_(eps)
-        numerator = torch.mul(m, beta1).add_(g, alpha=beta3) if nesterov else m
-        torch.div(numerator, denom, out=u)
-        if bias_correction1 != 1.0:
-            u.div_(bias_correction1)
-        if decay:
-            u.add_(p, alpha=decay)
+        denom = (v if v_max is None else v_max).sqrt()
+        if bias_correction2_sqrt != 1.0:
+            denom.div_(bias_correction2_sqrt)
+        p.addcdiv_(m, denom.add_(eps), value=-step_size)
+        write_back(p_chunk, p, model_chunk)
 
 
 def rmsprop_(
@@ -168,6 +143,7 @@ def rmsprop_(
     square_avg: Tensor,
     grad_avg: Tensor | None,
     momentum_buffer: Tensor | None,
+    model_param: Tensor | None = None,
     *,
     lr: float,
     alpha: float,
@@ -178,11 +154,13 @@ def rmsprop_(
     decoupled: bool,
     lr_in_momentum: bool,
     maximize: bool,
+    grad_scale: Tensor | None = None,
 ) -> None:
     """See ``apex_npu.ops.schemas.rmsprop_``."""
-    for p_chunk, g_chunk, s, mean, b in _chunks((param, grad, square_avg, grad_avg, momentum_buffer)):
+    operands = (param, grad, square_avg, grad_avg, momentum_buffer, model_param)
+    for p_chunk, g_chunk, s, mean, b, model_chunk in chunks(operands):
         p = p_chunk.to(square_avg.dtype)
-        g = _in_dtype(g_chunk, square_avg.dtype, maximize)
+        g = in_dtype(g_chunk, square_avg.dtype, maximize, grad_scale)
         if weight_decay and decoupled:
             p.mul_(1 - weight_decay)
         elif weight_decay:
@@ -200,7 +178,7 @@ def rmsprop_(
             p.sub_(b.mul_(momentum).addcdiv_(g, denom, value=lr))
         else:
             p.add_(b.mul_(momentum).addcdiv_(g, denom), alpha=-lr)
-        _write_back(p_chunk, p)
+        write_back(p_chunk, p, model_chunk)
 
 
 def adadelta_(
@@ -208,41 +186,45 @@ def adadelta_(
     grad: Tensor,
     square_avg: Tensor,
     acc_delta: Tensor,
+    model_param: Tensor | None = None,
     *,
     lr: float,
     rho: float,
     eps: float,
     weight_decay: float,
     maximize: bool,
+    grad_scale: Tensor | None = None,
 ) -> None:
     """See ``apex_npu.ops.schemas.adadelta_``."""
-    for p_chunk, g_chunk, s, a in _chunks((param, grad, square_avg, acc_delta)):
+    for p_chunk, g_chunk, s, a, model_chunk in chunks((param, grad, square_avg, acc_delta, model_param)):
         p = p_chunk.to(square_avg.dtype)
-        g = _in_dtype(g_chunk, square_avg.dtype, maximize)
+        g = in_dtype(g_chunk, square_avg.dtype, maximize, grad_scale)
         if weight_decay:
             g = g.add(p, alpha=weight_decay)
         s.mul_(rho).addcmul_(g, g, value=1 - rho)
         delta = a.add(eps).sqrt_().div_(s.add(eps).sqrt_()).mul_(g)
         a.mul_(rho).addcmul_(delta, delta, value=1 - rho)
         p.add_(delta, alpha=-lr)
-        _write_back(p_chunk, p)
+        write_back(p_chunk, p, model_chunk)
 
 
 def adagrad_(
     param: Tensor,
     grad: Tensor,
     square_sum: Tensor,
+    model_param: Tensor | None = None,
     *,
     lr: float,
     eps: float,
     weight_decay: float,
     decoupled: bool,
     maximize: bool,
+    grad_scale: Tensor | None = None,
 ) -> None:
     """See ``apex_npu.ops.schemas.adagrad_``."""
-    for p_chunk, g_chunk, s in _chunks((param, grad, square_sum)):
+    for p_chunk, g_chunk, s, model_chunk in chunks((param, grad, square_sum, model_param)):
         p = p_chunk.to(square_sum.dtype)
-        g = _in_dtype(g_chunk, square_sum.dtype, maximize)
+        g = in_dtype(g_chunk, square_sum.dtype, maximize, grad_scale)
         if weight_decay and not decoupled:
             g = g.add(p, alpha=weight_decay)
         s.addcmul_(g, g)
@@ -250,38 +232,13 @@ def adagrad_(
         if weight_decay and decoupled:
             p.mul_(1 - lr * weight_decay)
         p.addcdiv_(g, denom, value=-lr)
-        _write_back(p_chunk, p)
+        write_back(p_chunk, p, model_chunk)
 
 
-def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> Tensor:
-    """See ``apex_npu.ops.schemas.segment_dot``."""
-    ids = segment_ids(starts, lengths, a.numel(), a.device) if ids is None else ids
-    products = a * b
-    # An NPU has no float64 to speak of; elsewhere it costs little, and long sums need it.
-    wide = products if a.device.type == "npu" else products.double()
-    # Each segment has many partial sums: in a single float32 one, the millionth element would hardly count.
-    count = starts.numel() + 1
-    lanes = max(1, min(_MAX_LANES, a.numel() // (4 * count)))
-    whole = a.numel() - a.numel() % lanes
-    partial = wide.new_zeros(count, lanes)
-    partial.scatter_add_(0, ids[:whole].view(-1, lanes), wide[:whole].view(-1, lanes))
-    sums = partial.sum(1).index_add_(0, ids[whole:], wide[whole:])
-    return sums[:-1].to(a.dtype)
-
-
-def segment_add_(x: Tensor, y: Tensor, factors: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> None:
-    """See ``apex_npu.ops.schemas.segment_add_``."""
-    ids = segment_ids(starts, lengths, x.numel(), x.device) if ids is None else ids
-    x.addcmul_(y, torch.cat([factors, factors.new_zeros(1)])[ids])
-
-
-def segment_ids(starts: Tensor, lengths: Tensor, numel: int, device: torch.device) -> Tensor:
-    """For each of ``numel`` elements the index of its segment, or ``len(starts)`` outside all of them (int64)."""
-    count = starts.numel()
-    ids = torch.full((numel,), count, dtype=torch.int64)
-    # Every covered element in order of segments: its position, and whose it is.
-    owner = torch.repeat_interleave(torch.arange(count), lengths)
-    before = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-    positions = torch.arange(owner.numel()) - before + torch.repeat_interleave(starts, lengths)
-    ids[positions] = owner
-    return ids.to(device)
+def norm(x: Tensor) -> Tensor:
+    """See ``apex_npu.ops.schemas.norm``."""
+    if x.device.type != "cpu":
+        total: Tensor = torch.linalg.vector_norm(x, dtype=wide_dtype(x.dtype))
+        return total
+    sums = [chunk.double().square().sum() for (chunk,) in chunks((x,))] or [x.double().sum()]
+    return torch.stack(sums).sum().sqrt_().to(wide_dtype(x.dtype))

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from apex_npu.ops import cpu, reference
+from apex_npu.ops import cpu
+from apex_npu.ops.reference_segments import segment_ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,8 +21,8 @@ class Segments:
     Attributes:
         starts: int64 on the host: the first element of each.
         lengths: int64 on the host: how many elements each has.
-        ids: int64 on the device: for each element of the buffer the index of its segment, ``len(starts)`` for padding.
-            None where the kernel for the device does without.
+        ids: int64 on the device: for each element of the buffer the index of its segment, ``len(starts)`` for padding;
+            see ``reference_segments.segment_ids``. None where the kernel for the device does without.
     """
 
     starts: Tensor
@@ -33,4 +34,4 @@ class Segments:
         """Segments of a buffer of ``numel`` elements on ``device``."""
         start, length = torch.tensor(starts, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)
         without_ids = device.type == "cpu" and cpu.available
-        return Segments(start, length, None if without_ids else reference.segment_ids(start, length, numel, device))
+        return Segments(start, length, None if without_ids else segment_ids(start, length, numel, device))

@@ -69,12 +69,14 @@ class NpuFusedAdadelta(FusedOptimizer):
         """Apply the rule."""
         adadelta_(
             run.param,
-            run.grad,
+            run.scaled_grad,
             run.state("square_avg"),
             run.state("acc_delta"),
+            run.model_param(),
             lr=float(group["lr"]),
             rho=group["rho"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             maximize=group["maximize"],
+            grad_scale=run.grad_scale,
         )

@@ -64,10 +64,12 @@ class FusedAdagrad(FusedOptimizer):
         """Apply the rule."""
         adagrad_(
             run.param,
-            run.grad,
+            run.scaled_grad,
             run.state("sum"),
+            run.model_param(),
             lr=float(group["lr"]),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             decoupled=group["adagrad_w_mode"],
+            grad_scale=run.grad_scale,
         )

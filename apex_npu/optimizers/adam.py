@@ -46,7 +46,6 @@ class NpuFusedAdam(FusedOptimizer):
     """
 
     decoupled: ClassVar[bool] = False
-    unscales_in_update = True
     optional_states: ClassVar[tuple[str, ...]] = ("max_exp_avg_sq",)
 
     def __init__(
@@ -88,10 +87,11 @@ class NpuFusedAdam(FusedOptimizer):
         beta1, beta2 = group["betas"]
         adam_(
             run.param,
-            run.grad,
+            run.scaled_grad,
             run.state("exp_avg"),
             run.state("exp_avg_sq"),
             run.state("max_exp_avg_sq") if group["amsgrad"] else None,
+            run.model_param(),
             lr=float(group["lr"]),
             beta1=float(beta1),
             beta2=float(beta2),

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run, row_count
-from apex_npu.ops import Segments, adam_direction_, segment_add_, segment_dot
+from apex_npu.ops import adamp_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_non_negative
 
@@ -89,64 +89,39 @@ class NpuFusedAdamP(FusedOptimizer):
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""
         beta1, beta2 = group["betas"]
-        lr = float(group["lr"])
-        # All memory is taken before anything moves.
-        direction, param, grad = run.scratch("direction"), run.wide_param(), run.wide_grad()
-        adam_direction_(
-            direction,
-            param,
-            grad,
+        delta = group["delta"]
+        adamp_(
+            run.param,
+            run.scaled_grad,
             run.state("exp_avg"),
             run.state("exp_avg_sq"),
+            run.model_param(),
+            run.scratch("direction"),
+            run.segments(rows=True),
+            *run.remember("AdamP", delta, lambda: _owner_and_limits(run, delta)),
+            lr=float(group["lr"]),
             beta1=beta1,
             beta2=beta2,
-            beta3=1 - beta1,
             eps=group["eps"],
-            bias_correction2=1 - beta2**run.step,
+            weight_decay=group["weight_decay"],
+            wd_ratio=group["wd_ratio"],
             nesterov=group["nesterov"],
             maximize=group["maximize"],
+            step=run.step,
+            grad_scale=run.grad_scale,
         )
-        rows = run.segments(rows=True)
-        coefficient, projected = _projection(run, rows, param, grad, direction, group["delta"], group["eps"])
-        segment_add_(direction, param, coefficient, rows)
-        if group["weight_decay"]:
-            ratio = torch.ones_like(coefficient).masked_fill_(projected, group["wd_ratio"])
-            segment_add_(param, param, ratio.mul_(-lr * group["weight_decay"]), rows)
-        param.add_(direction, alpha=-lr / (1 - beta1**run.step))
-        run.write_back(param)
 
 
-def _projection(
-    run: Run, rows: Segments, param: Tensor, grad: Tensor, direction: Tensor, delta: float, eps: float
-) -> tuple[Tensor, Tensor]:
-    """What multiple of each row of ``param`` to add to ``direction``, and for each row whether it is projected."""
-    owner, row_length, numel, matrix = run.remember("AdamP", lambda: _geometry(run))
-
-    def whole(of_rows: Tensor) -> Tensor:
-        return of_rows.new_zeros(len(numel)).index_add_(0, owner, of_rows)
-
-    def cosine(grad_param: Tensor, grad_sq: Tensor, param_sq: Tensor) -> Tensor:
-        return grad_param.abs() / ((grad_sq.sqrt() + eps) * (param_sq.sqrt() + eps))
-
-    grad_param, grad_sq = segment_dot(grad, param, rows), segment_dot(grad, grad, rows)
-    param_sq, param_direction = segment_dot(param, param, rows), segment_dot(param, direction, rows)
-    row_cosine = param_sq.new_zeros(len(numel)).scatter_reduce_(0, owner, cosine(grad_param, grad_sq, param_sq), "amax")
-    by_row = matrix & (row_cosine < delta / row_length.sqrt())
-    whole_cosine = cosine(whole(grad_param), whole(grad_sq), whole(param_sq))
-    by_whole = matrix & ~by_row & (whole_cosine < delta / numel.sqrt())
-
-    row_coefficient = -param_direction / (param_sq.sqrt() + eps).square()
-    whole_coefficient = -whole(param_direction) / (whole(param_sq).sqrt() + eps).square()
-    coefficient = torch.where(by_whole[owner], whole_coefficient[owner], torch.zeros_like(row_coefficient))
-    return torch.where(by_row[owner], row_coefficient, coefficient), (by_row | by_whole)[owner]
-
-
-def _geometry(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """On the device: each row's parameter; each parameter's row length and size, and whether it has rows at all."""
+def _owner_and_limits(run: Run, delta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``adamp_`` has to know: whose each row is, and below which cosines rows and wholes are projected."""
     counts = [row_count(p) for p in run.params]
-    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    row_length = torch.tensor([max(1, p.numel() // n) for p, n in zip(run.params, counts, strict=True)])
-    numel = torch.tensor([max(1, p.numel()) for p in run.params])
-    matrix = torch.tensor([p.dim() > 1 for p in run.params])
-    device = run.param.device
-    return owner.to(device), row_length.to(device), numel.to(device), matrix.to(device)
+    owner = torch.repeat_interleave(torch.arange(1, len(counts) + 1), torch.tensor(counts))
+    lengths = [(max(1, p.numel() // n), max(1, p.numel())) for p, n in zip(run.params, counts, strict=True)]
+    limits = [(0.0, 0.0)] + [
+        (delta / row**0.5, delta / whole**0.5) if p.dim() > 1 else (0.0, 0.0)
+        for p, (row, whole) in zip(run.params, lengths, strict=True)
+    ]
+    dtype, device = run.state("exp_avg").dtype, run.param.device
+    row_limit, whole_limit = torch.tensor(limits, dtype=dtype).unbind(1)
+    owner = torch.cat([owner, owner.new_zeros(1)])
+    return owner.to(device), row_limit.contiguous().to(device), whole_limit.contiguous().to(device)

@@ -37,8 +37,8 @@ class FusedOptimizer(Optimizer):
     Parameters without a gradient are left alone, their step count included, as torch.optim does.
 
     Every fused optimizer takes ``fuse_grad_scaler``: True lets ``torch.amp.GradScaler.step`` hand over its scale and
-    its overflow flag, so that unscaling is part of the step. Then ``.grad`` is still scaled until ``step`` has run, and
-    tools that clip in between must be told (``scaler.unscale_``), as with torch's own fused optimizers.
+    its overflow flag, so that unscaling is part of the step. Then ``.grad`` stays scaled, before and behind the step,
+    and tools that clip in between must be told (``scaler.unscale_``), as with torch's own fused optimizers.
     """
 
     is_npu_fused_optimizer = True
@@ -48,8 +48,6 @@ class FusedOptimizer(Optimizer):
     optional_states: ClassVar[tuple[str, ...]] = ()
     # States of one number for each parameter, rather than one for each element.
     scalar_states: ClassVar[tuple[str, ...]] = ()
-    # True where ``update`` hands ``run.grad_scale`` to its kernel.
-    unscales_in_update: ClassVar[bool] = False
     # What gradients have to be divided by in the next step alone, one float32 number: how amp hands over its scale.
     grad_scale_of_step: Tensor | None = None
     # True: print when parameters had to be fused again, and why; "error": raise instead.
@@ -92,7 +90,11 @@ class FusedOptimizer(Optimizer):
         """Called once a step with all runs, before the first ``update``: for what spans all parameters."""
 
     def update(self, run: Run, group: ParamGroup) -> None:
-        """Apply the rule to ``run``: flat ``param``, ``grad``, ``state(name)``, and ``step``, counted from 1."""
+        """Apply the rule to ``run``: flat ``param``, ``grad``, ``state(name)``, and ``step``, counted from 1.
+
+        ``run.grad`` is never to be written. Ops that take a ``grad_scale`` and a ``model_param`` get
+        ``run.scaled_grad``, ``run.grad_scale`` and ``run.model_param()`` instead, and save a pass or two.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define update(run, group)")
 
     # What users call
@@ -129,7 +131,7 @@ class FusedOptimizer(Optimizer):
         try:
             for group, fused, states in work:
                 runs += [(run, group) for run in self._advance(group, fused, states)]
-            self._unscale(runs)
+            self._hand_scale_to(runs)
             self.before_updates(runs)
             for run, group in runs:
                 self.update(run, group)
@@ -156,14 +158,11 @@ class FusedOptimizer(Optimizer):
         scaler = getattr(self, "grad_scale", None) if self._step_supports_amp_scaling else None
         return told if told is not None else scaler
 
-    def _unscale(self, runs: list[tuple[Run, ParamGroup]]) -> None:
-        """Divide gradients in the same pass as the update, where the rule's kernel can, else in one of their own."""
+    def _hand_scale_to(self, runs: list[tuple[Run, ParamGroup]]) -> None:
+        """Have gradients divided in the same pass as the update."""
         scale = self._take_grad_scale()
         for run, _ in runs:
-            run.grad_scale = None if scale is None else scale.to(run.grad.device, torch.float32)
-            if run.grad_scale is not None and not self.unscales_in_update:
-                run.grad.mul_(run.grad_scale.double().reciprocal().float())
-                run.grad_scale = None
+            run.grad_scale = None if scale is None else scale.to(run.param.device, torch.float32).reshape(1)
 
     def _advance(self, group: ParamGroup, fused: FusedGroup, states: bytes) -> list[Run]:
         if PRESENT not in states:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
-from apex_npu.ops import adam_direction_, segment_add_, segment_dot
+from apex_npu.ops import adam_, segment_add_, segment_dot
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import as_number, check_half_open_interval, check_non_negative
 from apex_npu.optimizers.schedules import SCHEDULES, warmup_constant, warmup_cosine, warmup_linear, warmup_poly
@@ -114,23 +114,25 @@ class NpuFusedBertAdam(FusedOptimizer):
 
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""
-        grad = run.grad if group["max_grad_norm"] <= 0 else _clipped(run, group["max_grad_norm"])
-        direction, param = run.scratch("direction"), run.wide_param()
-        adam_direction_(
-            direction,
-            param,
-            grad,
+        clips = group["max_grad_norm"] > 0
+        adam_(
+            run.param,
+            _clipped(run, group["max_grad_norm"]) if clips else run.scaled_grad,
             run.state("exp_avg"),
             run.state("exp_avg_sq"),
+            None,
+            run.model_param(),
+            lr=_scheduled_lr(group, run.step - 1),
             beta1=group["b1"],
             beta2=group["b2"],
-            beta3=1 - group["b1"],
             eps=group["e"],
-            decay=group["weight_decay"],
+            weight_decay=group["weight_decay"],
+            decoupled=True,
             maximize=group["maximize"],
+            step=run.step,
+            bias_correction=False,
+            grad_scale=None if clips else run.grad_scale,
         )
-        param.add_(direction, alpha=-_scheduled_lr(group, run.step - 1))
-        run.write_back(param)
 
 
 def _clipped(run: Run, max_norm: float) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu.fusion import Run
-from apex_npu.ops import adam_direction_, segment_add_, segment_dot, wide_dtype
+from apex_npu.ops import lamb_, norm, wide_dtype
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, naming
 
@@ -94,27 +94,25 @@ class NpuFusedLamb(FusedOptimizer):
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""
         beta1, beta2 = group["betas"]
-        divisor = self._grad_divisor if group["use_global_grad_norm"] else None
-        direction, param = run.scratch("direction"), run.wide_param()
-        adam_direction_(
-            direction,
-            param,
-            run.grad,
+        lamb_(
+            run.param,
+            run.scaled_grad,
             run.state("exp_avg"),
             run.state("exp_avg_sq"),
+            run.model_param(),
+            run.scratch("direction"),
+            run.segments(),
+            lr=float(group["lr"]),
             beta1=beta1,
             beta2=beta2,
             beta3=1 - beta1,
             eps=group["eps"],
             decay=group["weight_decay"],
-            grad_divisor=None if divisor is None else divisor.to(param.device),
+            adapt=not group["adam"],
+            max_weight_norm=MAX_WEIGHT_NORM,
             maximize=group["maximize"],
+            grad_scale=times(run.grad_scale, self._grad_divisor if group["use_global_grad_norm"] else None, run.param),
         )
-        if group["adam"]:
-            param.add_(direction, alpha=-float(group["lr"]))
-        else:
-            step_by_trust_ratio(run, param, direction, float(group["lr"]), MAX_WEIGHT_NORM)
-        run.write_back(param)
 
 
 def check_lamb(group: ParamGroup) -> None:
@@ -125,33 +123,17 @@ def check_lamb(group: ParamGroup) -> None:
 
 def global_grad_norm(runs: list[tuple[Run, ParamGroup]]) -> Tensor:
     """The 2-norm of the gradients of all runs together: 0-dim, float32 or wider, without a host sync on one device."""
-    norms = [
-        torch.linalg.vector_norm(run.grad, dtype=torch.promote_types(run.grad.dtype, torch.float32)) for run, _ in runs
-    ]
+    norms = [norm(run.scaled_grad) / (1.0 if run.grad_scale is None else run.grad_scale.squeeze()) for run, _ in runs]
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return total
 
 
-def step_by_trust_ratio(
-    run: Run, param: Tensor, direction: Tensor, lr: float, max_weight_norm: float | None = None
-) -> None:
-    """Do p ← p − lr · ‖p‖ / ‖u‖ · u for each parameter p of ``run``, or p − lr · u where either norm is 0.
-
-    Args:
-        run: Says where each parameter lies.
-        param: Flat, updated in place.
-        direction: u, flat.
-        lr: Learning rate.
-        max_weight_norm: ‖p‖ counts no more than this; None: in full.
-    """
-    segments = run.segments()
-    weight_norm = segment_dot(param, param, segments).sqrt_()
-    if max_weight_norm is not None:
-        weight_norm.clamp_max_(max_weight_norm)
-    direction_norm = segment_dot(direction, direction, segments).sqrt_()
-    usable = (weight_norm != 0) & (direction_norm != 0)  # NaN is: what has overflowed must show
-    ratio = torch.where(usable, weight_norm / direction_norm, torch.ones_like(weight_norm))
-    segment_add_(param, direction, ratio.mul_(-lr), segments)
+def times(grad_scale: Tensor | None, divisor: Tensor | None, like: Tensor) -> Tensor | None:
+    """What gradients have to be divided by, where ``divisor`` comes on top of their scale: on ``like``.device."""
+    if divisor is None:
+        return grad_scale
+    divisor = divisor.to(like.device).reshape(1)
+    return divisor if grad_scale is None else grad_scale * divisor
 
 
 class Lamb(Optimizer):

@@ -11,10 +11,10 @@ from __future__ import annotations
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
-from apex_npu.ops import adam_, adam_direction_, sgd_
+from apex_npu.ops import adam_, lamb_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad, check_non_negative
-from apex_npu.optimizers.lamb import global_grad_norm, step_by_trust_ratio
+from apex_npu.optimizers.lamb import global_grad_norm, times
 from apex_npu.optimizers.sgd import NpuFusedSGD
 
 
@@ -93,39 +93,24 @@ class FusedAdam(FusedOptimizer):
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""
         beta1, beta2 = group["betas"]
-        lr, weight_decay, decoupled = float(group["lr"]), group["weight_decay"], group["adam_w_mode"]
-        moments = run.state("exp_avg"), run.state("exp_avg_sq")
-        if group["bias_correction"]:
-            adam_(
-                run.param,
-                run.grad,
-                *moments,
-                None,
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                eps=group["eps"],
-                weight_decay=weight_decay,
-                decoupled=decoupled,
-                maximize=False,
-                step=run.step,
-            )
-            return
-        direction, param = run.scratch("direction"), run.wide_param()
-        adam_direction_(
-            direction,
-            param,
-            run.grad,
-            *moments,
+        adam_(
+            run.param,
+            run.scaled_grad,
+            run.state("exp_avg"),
+            run.state("exp_avg_sq"),
+            None,
+            run.model_param(),
+            lr=float(group["lr"]),
             beta1=beta1,
             beta2=beta2,
-            beta3=1 - beta1,
             eps=group["eps"],
-            l2=0.0 if decoupled else weight_decay,
-            decay=weight_decay if decoupled else 0.0,
+            weight_decay=group["weight_decay"],
+            decoupled=group["adam_w_mode"],
+            maximize=False,
+            step=run.step,
+            bias_correction=bool(group["bias_correction"]),
+            grad_scale=run.grad_scale,
         )
-        param.add_(direction, alpha=-lr)
-        run.write_back(param)
 
 
 class FusedSGD(NpuFusedSGD):
@@ -148,8 +133,6 @@ class FusedSGD(NpuFusedSGD):
         ValueError: A value is out of range.
         TypeError: A value is no number, or ``lr`` is missing.
     """
-
-    unscales_in_update = False  # decay after momentum works on the unscaled gradient
 
     def __init__(
         self,
@@ -180,28 +163,6 @@ class FusedSGD(NpuFusedSGD):
         """Check ``group``."""
         super().validate(group)
         check_bool("wd_after_momentum", group["wd_after_momentum"])
-
-    def update(self, run: Run, group: ParamGroup) -> None:
-        """Apply the rule."""
-        if not (group["wd_after_momentum"] and group["weight_decay"]):
-            super().update(run, group)
-            return
-        # The decay sees the parameter before the step: p (1 − lr · wd), then the step without decay.
-        param, lr = run.wide_param(), float(group["lr"])
-        param.mul_(1 - lr * group["weight_decay"])
-        sgd_(
-            param,
-            run.wide_grad(),
-            run.state("momentum_buffer") if group["momentum"] else None,
-            lr=lr,
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            weight_decay=0.0,
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-            first=run.step == 1,
-        )
-        run.write_back(param)
 
 
 class FusedLAMB(FusedOptimizer):
@@ -289,16 +250,17 @@ class FusedLAMB(FusedOptimizer):
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""
         beta1, beta2 = group["betas"]
-        decay, decoupled, lr = group["weight_decay"], group["adam_w_mode"], float(group["lr"])
+        decay, decoupled = group["weight_decay"], group["adam_w_mode"]
         corrected = group["bias_correction"]
-        direction, param = run.scratch("direction"), run.wide_param()
-        divisor = self._grad_divisor
-        adam_direction_(
-            direction,
-            param,
-            run.grad,
+        lamb_(
+            run.param,
+            run.scaled_grad,
             run.state("exp_avg"),
             run.state("exp_avg_sq"),
+            run.model_param(),
+            run.scratch("direction"),
+            run.segments(),
+            lr=float(group["lr"]),
             beta1=beta1,
             beta2=beta2,
             beta3=1 - beta1 if group["grad_averaging"] else 1.0,
@@ -307,10 +269,6 @@ class FusedLAMB(FusedOptimizer):
             bias_correction2=1 - beta2**run.step if corrected else 1.0,
             l2=0.0 if decoupled else decay,
             decay=decay if decoupled else 0.0,
-            grad_divisor=None if divisor is None else divisor.to(param.device),
+            adapt=bool(decay or group["use_nvlamb"]),
+            grad_scale=times(run.grad_scale, self._grad_divisor, run.param),
         )
-        if decay or group["use_nvlamb"]:
-            step_by_trust_ratio(run, param, direction, lr)
-        else:
-            param.add_(direction, alpha=-lr)
-        run.write_back(param)

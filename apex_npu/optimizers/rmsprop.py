@@ -83,16 +83,18 @@ class NpuFusedRMSprop(FusedOptimizer):
         """Apply the rule."""
         rmsprop_(
             run.param,
-            run.grad,
+            run.scaled_grad,
             run.state("square_avg"),
             run.state("grad_avg") if group["centered"] else None,
             run.state("momentum_buffer") if group["momentum"] else None,
+            run.model_param(),
             lr=float(group["lr"]),
             alpha=group["alpha"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             maximize=group["maximize"],
+            grad_scale=run.grad_scale,
         )
 
 

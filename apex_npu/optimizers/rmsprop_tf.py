@@ -101,10 +101,11 @@ class NpuFusedRMSpropTF(FusedOptimizer):
         """Apply the rule."""
         rmsprop_(
             run.param,
-            run.grad,
+            run.scaled_grad,
             run.state("square_avg"),
             run.state("grad_avg") if group["centered"] else None,
             run.state("momentum_buffer") if group["momentum"] else None,
+            run.model_param(),
             lr=float(group["lr"]),
             alpha=group["alpha"],
             eps=group["eps"],
@@ -114,4 +115,5 @@ class NpuFusedRMSpropTF(FusedOptimizer):
             decoupled=group["decoupled_decay"],
             lr_in_momentum=group["lr_in_momentum"],
             maximize=group["maximize"],
+            grad_scale=run.grad_scale,
         )

@@ -43,7 +43,6 @@ class NpuFusedSGD(FusedOptimizer):
     """
 
     has_step_state = False
-    unscales_in_update = True
     optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
     def __init__(
@@ -91,8 +90,9 @@ class NpuFusedSGD(FusedOptimizer):
         """Apply the rule."""
         sgd_(
             run.param,
-            run.grad,
+            run.scaled_grad,
             run.state("momentum_buffer") if group["momentum"] else None,
+            run.model_param(),
             lr=float(group["lr"]),
             momentum=group["momentum"],
             dampening=group["dampening"],
@@ -100,5 +100,6 @@ class NpuFusedSGD(FusedOptimizer):
             nesterov=group["nesterov"],
             maximize=group["maximize"],
             first=run.step == 1,
+            decoupled=group.get("wd_after_momentum", False),
             grad_scale=run.grad_scale,
         )

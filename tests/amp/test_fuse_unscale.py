@@ -126,7 +126,27 @@ def test_what_grad_holds_before_and_after_step(level):
     optimizer.step()
     if level != "O2":  # there the masters' are dropped
         for p, grad in zip(amp.master_params(optimizer), expected, strict=True):
-            torch.testing.assert_close(p.grad, grad, rtol=1e-6, atol=0)
+            torch.testing.assert_close(p.grad, grad * 2.0**7, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_a_second_step_and_a_second_block_find_what_the_first_step_left(level):
+    """Without zero_grad in between gradients add up, clipped ones as they were clipped: like with torch alone."""
+
+    def run(fuse_unscale):
+        model, optimizer = make(level, optimizers.NpuFusedSGD, fuse_unscale, combine_grad=True)
+        backward(model, optimizer, 0)
+        optimizer.clip_optimizer_grad_norm_fused(0.1)
+        optimizer.step()
+        optimizer.step()
+        backward(model, optimizer, 1)
+        optimizer.step()
+        result = [p.detach().clone() for p in amp.master_params(optimizer)]
+        amp.shutdown()
+        return result
+
+    for p, q in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf, 0.0, 3.0])

@@ -81,30 +81,120 @@ def test_any_length(numel):
 @pytest.mark.parametrize("momentum_buffer", [True, False])
 def test_opcheck_sgd(momentum_buffer):
     param, grad, buffer = buffers(3, numel=40)
-    torch.library.opcheck(torch.ops.apex_npu.sgd_.default, (param, grad, buffer if momentum_buffer else None), SGD)
+    args = (param, grad, buffer if momentum_buffer else None, None)
+    torch.library.opcheck(torch.ops.apex_npu.sgd_.default, args, SGD)
 
 
 @pytest.mark.parametrize("amsgrad", [True, False])
 def test_opcheck_adam(amsgrad):
     *args, v_max = buffers(5, numel=40)
-    torch.library.opcheck(torch.ops.apex_npu.adam_.default, (*args, v_max if amsgrad else None), ADAM)
+    torch.library.opcheck(torch.ops.apex_npu.adam_.default, (*args, v_max if amsgrad else None, None), ADAM)
+
+
+# For each rule its options, and how many states it has.
+RMSPROP = {"lr": 0.01, "alpha": 0.9, "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9, "eps_inside_sqrt": False,
+           "decoupled": False, "lr_in_momentum": False, "maximize": False}  # fmt: skip
+RULES = {
+    "sgd_": (SGD, 1),
+    "adam_": (ADAM, 3),
+    "rmsprop_": (RMSPROP, 3),
+    "adadelta_": ({"lr": 0.5, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.1, "maximize": False}, 2),
+    "adagrad_": ({"lr": 0.1, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True, "maximize": False}, 1),
+    "lamb_": ({"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "beta3": 0.1, "eps": 1e-8, "decay": 0.1}, 2),
+    "adamp_": (
+        {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "wd_ratio": 0.1, "nesterov": False,
+         "maximize": False, "step": 3}, 2,
+    ),
+}  # fmt: skip
+NUMEL = 5_000
+
+
+def segments_for(name, dtype):
+    """What the rules that look at segments take beside the operands: two parameters of 20 rows, and padding."""
+    direction = torch.empty(NUMEL, dtype=dtype)
+    if name == "lamb_":
+        return [direction, ops.Segments.of([0, 2_600], [2_500, 2_300], NUMEL, direction.device)]
+    starts = [*range(0, 2_500, 125), *range(2_600, 4_900, 115)]
+    rows = ops.Segments.of(starts, [125] * 20 + [115] * 20, NUMEL, direction.device)
+    owner = torch.tensor([1] * 20 + [2] * 20 + [0])
+    # The first is projected as a whole (its rows are not: a limit of 0), the second by rows.
+    return [direction, rows, owner, torch.tensor([0.0, 0.0, 1.0], dtype=dtype), torch.tensor([0.0, 1, 1], dtype=dtype)]
+
+
+def apply(name, operands, model_param=None, **options):
+    """One step on copies of ``operands``, and what they are then, without the gradient, which must be what it was."""
+    copies = [None if t is None else t.clone() for t in operands]
+    more = segments_for(name, copies[2].dtype) if name in ("lamb_", "adamp_") else []
+    getattr(ops, name)(*copies, model_param, *more, **{**RULES[name][0], **options})
+    torch.testing.assert_close(copies[1], operands[1], rtol=0, atol=0)
+    return [copies[0], *copies[2:]]
+
+
+def operands_of(name, dtype):
+    operands = buffers(2 + RULES[name][1], NUMEL, dtype, torch.float32 if dtype.itemsize == 2 else dtype)
+    if name == "rmsprop_":
+        operands[3].mul_(0.1).clamp_max_(operands[2].sqrt())  # a mean, whose square is no larger than the mean square
+        operands[2].add_(0.1)
+    return operands
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("name", "options", "states"), [("sgd_", SGD, 1), ("adam_", ADAM, 2)])
-def test_grad_scale_divides_the_gradient_first(name, options, states, dtype):
+@pytest.mark.parametrize("name", RULES)
+def test_grad_scale_divides_what_is_not_written(name, dtype):
     """float16 gradients of 1e-7 times 2¹⁰, which float16 itself could not be divided back into."""
-    args = buffers(2 + states, dtype=dtype, state_dtype=torch.float32 if dtype.itemsize == 2 else dtype)
-    args += [None] * (name == "adam_")
-    true = args[1].double() * 1e-7
-    scaled = (true * 2.0**10).to(dtype)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    exact = scaled.double() / 2.0**10
-    for op in (getattr(ops, name), getattr(reference, name)):
-        param, grad, *state = run(op, [args[0], scaled, *args[2:]], {**options, "grad_scale": torch.tensor([2.0**10])})
-        wanted, _, *wanted_state = run(op, [args[0].to(wide), exact.to(wide), *args[2:]], options)
-        torch.testing.assert_close(param.to(wide), wanted, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).tiny)
-        torch.testing.assert_close(grad.double(), exact.to(dtype).double(), rtol=1e-6, atol=torch.finfo(dtype).tiny)
-        for got, want in zip(state, wanted_state, strict=True):
-            if got is not None:
-                torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=1e-12)
+    param, grad, *states = operands_of(name, dtype)
+    scaled = (grad.double() * 1e-7 * 2.0**10).to(dtype)
+    wide = states[0].dtype
+    got = apply(name, [param, scaled, *states], grad_scale=torch.tensor([2.0**10]))
+    want = apply(name, [param.to(wide), scaled.to(wide) / 2.0**10, *states])
+    torch.testing.assert_close(got[0].to(wide), want[0], rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).tiny)
+    for state, wanted in zip(got[1:], want[1:], strict=True):
+        torch.testing.assert_close(state.double(), wanted.double(), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", RULES)
+def test_model_param_gets_the_new_param_rounded(name, dtype):
+    operands = operands_of(name, torch.float32)
+    model_param = torch.full((NUMEL,), 7.0, dtype=dtype)
+    param, *_ = apply(name, operands, model_param)
+    inside = slice(0, 2_500)
+    torch.testing.assert_close(model_param[inside], param[inside].to(dtype), rtol=0, atol=0)
+    torch.testing.assert_close(param, apply(name, operands)[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", RULES)
+def test_gradients_of_low_precision_beside_float32_parameters(name, dtype):
+    param, grad, *states = operands_of(name, torch.float32)
+    low = grad.to(dtype)
+    for got, want in zip(apply(name, [param, low, *states]), apply(name, [param, low.float(), *states]), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_opcheck_every_rule(name):
+    operands = operands_of(name, torch.float32)
+    more = []
+    for extra in segments_for(name, torch.float32) if name in ("lamb_", "adamp_") else []:
+        more += [extra.starts, extra.lengths, extra.ids] if isinstance(extra, ops.Segments) else [extra]
+    lamb = {"bias_correction1": 1.0, "bias_correction2": 1.0, "l2": 0.0, "adapt": True, "max_weight_norm": 10.0}
+    options = {**RULES[name][0], **({**lamb, "maximize": False} if name == "lamb_" else {})}
+    model_param = torch.empty(NUMEL, dtype=torch.float16)
+    torch.library.opcheck(getattr(torch.ops.apex_npu, name).default, (*operands, model_param, *more), options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norm_of_large_tiny_and_odd_values(dtype):
+    for x in (torch.full((300,), 1e30), torch.full((300,), 1e-30), torch.randn(1_000_003), torch.zeros(0)):
+        x = x.to(dtype)
+        torch.testing.assert_close(ops.norm(x), torch.linalg.vector_norm(x.double()).float(), rtol=1e-7, atol=0)
+    for bad in (torch.inf, torch.nan):
+        for place in (0, 500, 1_000):
+            x = torch.randn(1_001).to(dtype)
+            x[place] = bad
+            assert not ops.norm(x).isfinite()
+
+
+def test_opcheck_norm():
+    torch.library.opcheck(torch.ops.apex_npu.norm.default, (torch.randn(40),))

@@ -1,0 +1,234 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ops that look at one parameter, or one row of it, at a time, in plain torch; see reference.py.
+
+Whatever the number of segments, the number of torch calls is the same, and nothing waits for the device: sums are
+scattered by a map from elements to segments, in which padding is a segment of its own, the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from apex_npu.ops.reference import chunk_numel, chunks, in_dtype, write_back
+
+# Partial sums of one segment: in a single float32 one, the millionth element would hardly count.
+_MAX_LANES = 1 << 14
+
+
+def segment_ids(starts: Tensor, lengths: Tensor, numel: int, device: torch.device) -> Tensor:
+    """For each of ``numel`` elements the index of its segment, or ``len(starts)`` outside all of them (int64).
+
+    There are some more, up to a multiple of what ``_lanes`` says: ``len(starts) + 1``, for elements that are not there.
+    """
+    count = starts.numel()
+    lanes = _lanes(numel, count)
+    ids = torch.full((-(-numel // lanes) * lanes,), count, dtype=torch.int64)
+    ids[numel:] = count + 1
+    # Every covered element in order of segments: its position, and whose it is.
+    owner = torch.repeat_interleave(torch.arange(count), lengths)
+    before = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    positions = torch.arange(owner.numel()) - before + torch.repeat_interleave(starts, lengths)
+    ids[positions] = owner
+    return ids.to(device)
+
+
+def _lanes(numel: int, count: int) -> int:
+    """How many partial sums a segment has: a power of two, and so few that all of them are less than the buffer."""
+    lanes = max(1, min(_MAX_LANES, numel // (4 * (count + 2))))
+    return 1 << (lanes.bit_length() - 1)
+
+
+def _sums(pairs: Sequence[tuple[Tensor, Tensor]], ids: Tensor, count: int, zeros: int = 0) -> Tensor:
+    """For each of ``pairs`` a row: the sum of a · b over each of ``count`` segments, and over the padding.
+
+    Then comes one arbitrary number, and as many zeros as asked for.
+    """
+    first = pairs[0][0]
+    numel, lanes = first.numel(), _lanes(first.numel(), count)
+    # An NPU has no float64 to speak of; elsewhere it costs little, and long sums need it.
+    wide = first.dtype if first.device.type == "npu" else torch.float64
+    partial = first.new_zeros(len(pairs), count + 2 + zeros, lanes, dtype=wide)
+    step = max(lanes, chunk_numel(first.device))
+    for begin in range(0, numel, step):
+        end = min(begin + step, numel)
+        owner = ids[begin : begin + step]
+        products = first.new_empty(len(pairs), owner.numel(), dtype=wide)
+        for product, (a, b) in zip(products, pairs, strict=True):
+            torch.mul(a[begin:end].to(wide), b[begin:end].to(wide), out=product[: end - begin])
+        owner = owner.view(1, -1, lanes).expand(len(pairs), -1, -1)
+        partial.scatter_add_(1, owner, products.view(len(pairs), -1, lanes))
+    return partial.sum(2).to(first.dtype)
+
+
+def _update_moments_(
+    direction: Tensor,
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    beta3: float,
+    eps: float,
+    bias_correction2: float,
+    l2: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool,
+    grad_scale: Tensor | None,
+) -> None:
+    """Adam's moments, and in ``direction`` the first over the root of the second."""
+    dtype = exp_avg.dtype
+    for u, p, g_chunk, m, v in chunks((direction, param, grad, exp_avg, exp_avg_sq)):
+        g = in_dtype(g_chunk, dtype, maximize, grad_scale)
+        if l2:
+            g = g.add(p, alpha=l2)
+        if beta3 == 1 - beta1:
+            m.lerp_(g, beta3)
+        else:
+            m.mul_(beta1).add_(g, alpha=beta3)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        denom = v.sqrt()
+        if bias_correction2 != 1.0:
+            denom.div_(bias_correction2**0.5)
+        numerator = m.mul(beta1).add_(g, alpha=beta3) if nesterov else m
+        torch.div(numerator, denom.add_(eps), out=u)
+
+
+def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> Tensor:
+    """See ``apex_npu.ops.schemas.segment_dot``."""
+    ids = segment_ids(starts, lengths, a.numel(), a.device) if ids is None else ids
+    return _sums([(a, b)], ids, starts.numel())[0, : starts.numel()]
+
+
+def segment_add_(x: Tensor, y: Tensor, factors: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> None:
+    """See ``apex_npu.ops.schemas.segment_add_``."""
+    ids = segment_ids(starts, lengths, x.numel(), x.device) if ids is None else ids
+    x.addcmul_(y, torch.cat([factors, factors.new_zeros(1)])[ids[: x.numel()]])
+
+
+def lamb_(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    model_param: Tensor | None,
+    direction: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    ids: Tensor | None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    beta3: float,
+    eps: float,
+    bias_correction1: float,
+    bias_correction2: float,
+    l2: float,
+    decay: float,
+    adapt: bool,
+    max_weight_norm: float,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+) -> None:
+    """See ``apex_npu.ops.schemas.lamb_``."""
+    p = param.to(exp_avg.dtype)
+    _update_moments_(
+        direction,
+        p,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        beta1=beta1,
+        beta2=beta2,
+        beta3=beta3,
+        eps=eps,
+        bias_correction2=bias_correction2,
+        l2=l2,
+        maximize=maximize,
+        grad_scale=grad_scale,
+    )
+    if bias_correction1 != 1.0:
+        direction.div_(bias_correction1)
+    if decay:
+        direction.add_(p, alpha=decay)
+    if adapt:
+        ids = segment_ids(starts, lengths, param.numel(), param.device) if ids is None else ids
+        norms = _sums([(p, p), (direction, direction)], ids, starts.numel())[:, :-1].sqrt_()
+        unusable = (norms == 0).any(0)  # NaN is not: what has overflowed must show
+        ratio = norms[0].clamp_max_(max_weight_norm).div_(norms[1]).masked_fill_(unusable, 1.0)
+        p.addcmul_(direction, ratio[ids[: p.numel()]], value=-lr)
+    else:
+        p.add_(direction, alpha=-lr)
+    write_back(param, p, model_param)
+
+
+def adamp_(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    model_param: Tensor | None,
+    direction: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    ids: Tensor | None,
+    owner: Tensor,
+    row_limit: Tensor,
+    whole_limit: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    wd_ratio: float,
+    nesterov: bool,
+    maximize: bool,
+    step: int,
+    grad_scale: Tensor | None = None,
+) -> None:
+    """See ``apex_npu.ops.schemas.adamp_``."""
+    ids = segment_ids(starts, lengths, param.numel(), param.device) if ids is None else ids
+    p = param.to(exp_avg.dtype)
+    _update_moments_(
+        direction,
+        p,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        beta1=beta1,
+        beta2=beta2,
+        beta3=1 - beta1,
+        eps=eps,
+        bias_correction2=1 - beta2**step,
+        nesterov=nesterov,
+        maximize=maximize,
+        grad_scale=grad_scale,
+    )
+
+    # Columns: every row, the padding, and behind an arbitrary one what `owner` counts: no parameter, each parameter.
+    rows, whole = starts.numel() + 1, starts.numel() + 2
+    sums = _sums([(p, grad), (grad, grad), (p, p), (p, direction)], ids, rows - 1, zeros=whole_limit.numel())
+    sums[:, whole:].index_add_(1, owner, sums[:, :rows])
+    if grad_scale is not None:
+        sums[:2].div_(torch.cat([grad_scale, grad_scale.square()]).unsqueeze(1))
+    norms = sums[1:3].sqrt().add_(eps)
+    cosine = sums[0].abs().div_(norms[0] * norms[1])
+    largest = torch.zeros_like(row_limit).scatter_reduce_(0, owner, cosine[:rows], "amax")
+    by_row, by_whole = largest < row_limit, cosine[whole:] < whole_limit
+    multiple = sums[3].div_(norms[1].square())  # of p, in u
+    of_whole = multiple[whole:].masked_fill_(~by_whole, 0.0)
+    multiple = torch.where(by_row[owner], multiple[:rows], of_whole[owner])
+    ids = ids[: p.numel()]
+    direction.addcmul_(p, multiple[ids], value=-1)
+    if weight_decay:
+        ratio = torch.ones_like(row_limit).masked_fill_(by_row | by_whole, wd_ratio)
+        p.addcmul_(p, ratio[owner][ids], value=-lr * weight_decay)
+    p.add_(direction, alpha=-lr / (1 - beta1**step))
+    write_back(param, p, model_param)
