@@ -105,6 +105,10 @@ class GradUnit:
                 if not kept:
                     self.params[i].grad = None
 
+    def know_zeroed(self) -> None:
+        """Masters' gradients have been cleared with their model's: ``forget_cleared`` need not look for that."""
+        self._delivered = {i: (g, g._version) for i, (g, _) in self._delivered.items() if self.sources[i].grad is g}
+
     def drop_source_grads(self) -> None:
         """Forget the gradients of model parameters that have masters: what they held is in the masters'."""
         for i in self._masters:
