@@ -58,7 +58,9 @@ RULES: dict[str, Rule] = {
     ),
     "AdamW": Rule(optimizers.NpuFusedAdamW, "one_pass_3", torch="AdamW", torch_fused=True),
     "RMSprop": Rule(optimizers.NpuFusedRMSprop, "one_pass_2", torch="RMSprop"),
-    "RMSpropTF": Rule(optimizers.NpuFusedRMSpropTF, "one_pass_2", others={"timm": ("timm.optim.rmsprop_tf", "RMSpropTF", {})}),
+    "RMSpropTF": Rule(
+        optimizers.NpuFusedRMSpropTF, "one_pass_2", others={"timm": ("timm.optim.rmsprop_tf", "RMSpropTF", {})}
+    ),
     "Adadelta": Rule(optimizers.NpuFusedAdadelta, "one_pass_3", torch="Adadelta"),
     "BertAdam": Rule(optimizers.NpuFusedBertAdam, "one_pass_3", {"lr": 1e-3}),
     "LAMB": Rule(
@@ -97,7 +99,9 @@ def imported(module: str, name: str) -> Any:
     return None
 
 
-def stepping(make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer], bench: Bench, shapes: Shapes | None) -> Step:
+def stepping(
+    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer], bench: Bench, shapes: Shapes | None
+) -> Step:
     """``step`` of an optimizer over new parameters that have gradients for good."""
     params = bench.params(shapes)
     bench.gradients(params, fixed=True)
@@ -108,7 +112,9 @@ def variants(name: str, bench: Bench) -> dict[str, Callable[[], Step]]:
     """Everyone who has the rule ``name``; each makes its own parameters when it is called."""
     rule, device = RULES[name], bench.device.type
 
-    def of(make: Callable[..., torch.optim.Optimizer], shapes: Shapes | None = None, **options: Any) -> Callable[[], Step]:
+    def of(
+        make: Callable[..., torch.optim.Optimizer], shapes: Shapes | None = None, **options: Any
+    ) -> Callable[[], Step]:
         return lambda: stepping(partial(make, **{**rule.options, **options}), bench, shapes)
 
     found: dict[str, Callable[[], Step]] = {

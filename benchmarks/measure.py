@@ -20,10 +20,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import bare_steps
+import iterations
 import overhead
 import torch
 import whole_steps
-from rounds import Spread, Times, open_device, steps_in_turns
+from rounds import Counter, Spread, Times, open_device, steps_in_turns
 from workloads import WORKLOADS, Bench
 
 from apex_npu import amp
@@ -42,6 +43,8 @@ def _comparisons() -> dict[str, Make]:
         found[f"whole {precision} step"] = found[f"{NO_COMPILER}whole {precision} step"] = whole
     for what in ("step", "O1", "O2"):
         found[f"overhead of {what}"] = lambda bench, what=what: overhead.variants(what, bench)
+    for model in iterations.MODELS:
+        found[f"iteration of {model}"] = lambda bench, model=model: iterations.variants(model, bench.device)
     return found
 
 
@@ -83,6 +86,21 @@ def measure(
         steps = {}
         amp.shutdown()
         gc.collect()
+
+
+def count(
+    comparison: str, workload: str, device: torch.device, *, patterns: Sequence[str] = ("*",)
+) -> dict[str, dict[str, int]]:
+    """Launches, bytes and waits of a step of each variant on the simulated npu."""
+    bench = Bench(device, WORKLOADS[workload]())
+    assert isinstance(bench.watch, Counter)
+    counts = {}
+    for name, make in COMPARISONS[comparison](bench).items():
+        if any(fnmatchcase(name, p) for p in patterns):
+            counts[name] = bench.watch.of(make())
+            amp.shutdown()
+            gc.collect()
+    return counts
 
 
 def _measure_without_extension(
@@ -130,7 +148,9 @@ def main() -> None:
     reference = next(iter(times))
     for name, values in times.items():
         ms, ratio = Spread.of(values), Spread.of([a / b for a, b in zip(values, times[reference], strict=True)])
-        print(f"{name:42} {ms.middle:10.3f} ms  {ratio.middle:7.2f} ({ratio.low:.2f} .. {ratio.high:.2f}) × {reference}")
+        print(
+            f"{name:42} {ms.middle:10.3f} ms  {ratio.middle:7.2f} ({ratio.low:.2f} .. {ratio.high:.2f}) × {reference}"
+        )
 
 
 if __name__ == "__main__":

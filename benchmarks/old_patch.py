@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the patch of Apex for Ascend does on its flat buffers, as operators of ATen in the same order, temporaries included.
+"""What the patch of Apex for Ascend does on its flat buffers: ATen's operators in the same order, temporaries included.
 
-Written anew after what it computes. Hyper-parameters are fixed: it is here to be timed, and to have its launches counted.
+Written anew after what it computes. Hyper-parameters are fixed: it is here to be timed, and for its launches.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def sgd(flat: Flat) -> None:
     flat.param.add_(flat.one, alpha=-LR)
 
 
-def _moments(flat: Flat) -> None:
+def _moments(flat: Flat, beta2: float = BETA2) -> None:
     flat.one.mul_(BETA1).add_(flat.grad, alpha=1 - BETA1)
-    flat.two.mul_(BETA2).addcmul_(flat.grad, flat.grad, value=1 - BETA2)
+    flat.two.mul_(beta2).addcmul_(flat.grad, flat.grad, value=1 - beta2)
 
 
 def adam(flat: Flat) -> None:
@@ -80,7 +80,7 @@ def adadelta(flat: Flat) -> None:
 
 
 def bert_adam(flat: Flat) -> None:
-    _moments(flat)
+    _moments(flat, 0.99)
     update = flat.one / (flat.two.sqrt() + 1e-6)
     update += 0.01 * flat.param
     flat.param.add_(-(LR * update))

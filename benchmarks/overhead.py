@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What Python costs where there is next to nothing to compute: a step, a scale_loss block, a wrapped forward, an import."""
+"""What Python costs where there is next to nothing to compute: step, scale_loss, a wrapped forward, the import."""
 
 from __future__ import annotations
 

@@ -32,6 +32,15 @@ def open_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def is_simulated(device: torch.device) -> bool:
+    """True where times say nothing, and what counts is counted."""
+    if device.type != "npu":
+        return False
+    import npu_simulator
+
+    return bool(npu_simulator.installed())
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the device."""
     if device.type != "cpu":
@@ -39,14 +48,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds: wall time of cuda, else CPU time, in which others do not count.
+    """Seconds: wall time of accelerators, else CPU time, in which others do not count.
 
-    On cpu of this thread, which all of torch runs in; on the simulated npu of the process, for there the autograd
-    engine has a thread of its own.
+    On cpu of this thread, which all of torch runs in; on a simulated npu of the process, for there the autograd engine
+    has a thread of its own.
     """
-    if device.type == "cuda":
-        return time.perf_counter()
-    return time.thread_time() if device.type == "cpu" else time.process_time()
+    if device.type == "cpu":
+        return time.thread_time()
+    return time.process_time() if is_simulated(device) else time.perf_counter()
 
 
 class Stopwatch:
@@ -95,6 +104,32 @@ class Stopwatch:
             step()
         self.stop()
         return self.take_ms() / repeats
+
+
+class Counter(Stopwatch):
+    """Counts launches, bytes and waits of the simulated npu between ``start`` and ``stop``."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.counts = {"launches": 0, "bytes": 0, "syncs": 0}
+
+    def start(self) -> None:
+        import npu_simulator
+
+        self._context = npu_simulator.count()
+        self._count = self._context.__enter__()
+
+    def stop(self) -> None:
+        self._context.__exit__(None, None, None)
+        for name in self.counts:
+            self.counts[name] += getattr(self._count, name)
+
+    def of(self, step: Callable[[], object]) -> dict[str, int]:
+        """Counts of one ``step``, after two that set up."""
+        for _ in range(3):
+            self.counts = dict.fromkeys(self.counts, 0)
+            self.time(step, 1)
+        return dict(self.counts)  # what sets up the next one is counted, too
 
 
 def time_calls(call: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -169,9 +204,7 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def rows(
-    device: torch.device, dtype: torch.dtype, workload: str, times: Times, reference: str
-) -> list[dict[str, str]]:
+def rows(device: torch.device, dtype: torch.dtype, workload: str, times: Times, reference: str) -> list[dict[str, str]]:
     """One row per variant; README.md explains the columns."""
     same = {"commit": commit(), "device": device.type, "torch": torch.__version__, "dtype": str(dtype)}
     table = []

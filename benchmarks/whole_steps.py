@@ -84,7 +84,7 @@ def torch_o2(bench: Bench) -> Step:
 
 
 def ours(bench: Bench, level: str, *, fold: bool = False, set_to_none: bool = True) -> Step:
-    """scale_loss and NpuFusedAdam; clipped by torch, or ``fold``: by the optimizer, with what fuse_unscale leaves to it."""
+    """scale_loss and NpuFusedAdam; clipped by torch, or with ``fold`` in the step, as is the loss scale."""
     model = Params(bench.params())
     model, optimizer = amp.initialize(
         model,

@@ -8,9 +8,10 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from rounds import Stopwatch
+from rounds import Counter, Stopwatch, is_simulated
 from torch import Tensor, nn
 
 Shapes = list[tuple[int, ...]]
@@ -45,7 +46,17 @@ def bert() -> Shapes:
     """The parameters of BERT-base: 199 tensors, 109.5 million elements."""
     width, inner = 768, 3072
     attention: Shapes = [(width, width), (width,)] * 4
-    layer: Shapes = [*attention, (width,), (width,), (inner, width), (inner,), (width, inner), (width,), (width,), (width,)]
+    layer: Shapes = [
+        *attention,
+        (width,),
+        (width,),
+        (inner, width),
+        (inner,),
+        (width, inner),
+        (width,),
+        (width,),
+        (width,),
+    ]
     embeddings: Shapes = [(30522, width), (512, width), (2, width), (width,), (width,)]
     return [*embeddings, *layer * 12, (width, width), (width,)]
 
@@ -55,7 +66,17 @@ def tiny() -> Shapes:
     return [(4, 4), (4,), (4, 4), (4,)]
 
 
+def even(total: int, tensors: int) -> Shapes:
+    """``total`` elements in ``tensors`` vectors of one size."""
+    return [(total // tensors,)] * tensors
+
+
 WORKLOADS: dict[str, Callable[[], Shapes]] = {f.__name__: f for f in (small2000, resnet50, bert, tiny)}
+# How cost grows with the number of tensors at a fixed size, and with the size at a fixed number.
+COUNTS = {f"4e6 in {count}": count for count in (1, 10, 100, 1000, 10_000)}
+SIZES = {f"1e{k} in 100": 10**k for k in range(4, 10)}
+WORKLOADS |= {name: partial(even, 4_000_000, count) for name, count in COUNTS.items()}
+WORKLOADS |= {name: partial(even, size, 100) for name, size in SIZES.items()}
 
 
 def numel(shapes: Shapes) -> int:
@@ -73,7 +94,7 @@ class Bench:
     _noise: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.watch = Stopwatch(self.device)
+        self.watch = Counter(self.device) if is_simulated(self.device) else Stopwatch(self.device)
 
     def _scaled_grads(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
         if dtype not in self._noise:
