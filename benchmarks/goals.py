@@ -21,7 +21,7 @@ import torch
 from measure import NO_COMPILER, measure, variant_names
 from overhead import import_ms
 from rounds import RESULTS, Spread, Times, commit, open_device, write_csv
-from whole_steps import REFERENCE
+from whole_steps import IN_PLACE, REFERENCE
 
 LARGE, SMALL, TINY = "resnet50", "small2000", "tiny"
 ANY, CPU, CUDA = ("cpu", "cuda"), ("cpu",), ("cuda",)
@@ -99,9 +99,12 @@ def _goals() -> Iterator[Goal]:
         ("O2", SMALL, written, 6.0),
         ("O2", SMALL, folded, 7.0),
     ):
-        yield Goal(f"whole {precision} step", workload, variant, REFERENCE[precision], least)
+        for how in ("", IN_PLACE):
+            yield Goal(f"whole {precision} step", workload, f"{variant}{how}", f"{REFERENCE[precision]}{how}", least)
     for workload, least in ((LARGE, 1.3), (SMALL, 5.0)):
-        yield Goal(f"{NO_COMPILER}whole fp32 step", workload, folded, REFERENCE["fp32"], least)
+        for how in ("", IN_PLACE):
+            comparison, rival = f"{NO_COMPILER}whole fp32 step", f"{REFERENCE['fp32']}{how}"
+            yield Goal(comparison, workload, f"{folded}{how}", rival, least)
     for precision, workload, least in (("fp32", "bert", 1.3), ("fp32", SMALL, 3.0), ("O2", "bert", 1.6)):
         yield Goal(f"whole {precision} step", workload, folded, REFERENCE[precision], least, devices=CUDA)
 

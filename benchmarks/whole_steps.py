@@ -18,6 +18,8 @@ from workloads import LOSS_SCALE, MAX_NORM, Bench, Gradients
 from apex_npu import amp, optimizers
 
 Step = Callable[[], object]
+# Of variants whose gradients stay, as zeros, for the next backward to add to: zero_grad(set_to_none=False).
+IN_PLACE = ", in place"
 REFERENCE = {"fp32": "GradScaler, clip, fused", "O2": "foreach copies, GradScaler, clip, fused"}
 
 
@@ -58,7 +60,7 @@ def torch_fp32(bench: Bench, *, set_to_none: bool = True) -> Step:
     return step
 
 
-def torch_o2(bench: Bench) -> Step:
+def torch_o2(bench: Bench, *, set_to_none: bool = True) -> Step:
     """Half parameters, float32 masters with gradients of their own, torch's foreach copies and fused Adam."""
     masters = bench.params()
     params = [nn.Parameter(m.detach().half()) for m in masters]
@@ -67,9 +69,11 @@ def torch_o2(bench: Bench) -> Step:
     for master in masters:
         master.grad = torch.zeros_like(master)
     grads = [m.grad for m in masters]
+    take = gradients.hand_over if set_to_none else gradients.add_up
+    clear = nn.ParameterList(params).zero_grad
 
     def step() -> None:
-        gradients.hand_over()
+        take()
         torch._foreach_copy_(grads, [p.grad for p in params])
         scaler.unscale_(optimizer)
         clip_grad_norm_(masters, MAX_NORM)
@@ -77,8 +81,7 @@ def torch_o2(bench: Bench) -> Step:
         scaler.update()
         with torch.no_grad():
             torch._foreach_copy_(params, masters)
-        for p in params:
-            p.grad = None
+        clear(set_to_none)
 
     return step
 
@@ -127,19 +130,15 @@ def old(bench: Bench) -> Step:
 
 def variants(precision: str, bench: Bench) -> dict[str, Callable[[], Step]]:
     """Those of "fp32" or "O2"; each makes its own parameters when it is called."""
-    if precision == "O2":
-        return {
-            REFERENCE["O2"]: lambda: torch_o2(bench),
-            "apex_npu, as written": lambda: ours(bench, "O2"),
-            "apex_npu, folded": lambda: ours(bench, "O2", fold=True),
-        }
-    return {
-        REFERENCE["fp32"]: lambda: torch_fp32(bench),
-        "apex_npu, as written": lambda: ours(bench, "O0"),
-        "apex_npu, folded": lambda: ours(bench, "O0", fold=True),
-        "old patch": lambda: old(bench),
-        # Gradients that stay, as zeros, for the next backward to add to.
-        f"{REFERENCE['fp32']}, zeros": lambda: torch_fp32(bench, set_to_none=False),
-        "apex_npu, as written, zeros": lambda: ours(bench, "O0", set_to_none=False),
-        "apex_npu, folded, zeros": lambda: ours(bench, "O0", fold=True, set_to_none=False),
+    theirs, level = (torch_o2, "O2") if precision == "O2" else (torch_fp32, "O0")
+    found: dict[str, Callable[[], Step]] = {
+        REFERENCE[precision]: lambda: theirs(bench),
+        "apex_npu, as written": lambda: ours(bench, level),
+        "apex_npu, folded": lambda: ours(bench, level, fold=True),
+        f"{REFERENCE[precision]}{IN_PLACE}": lambda: theirs(bench, set_to_none=False),
+        f"apex_npu, as written{IN_PLACE}": lambda: ours(bench, level, set_to_none=False),
+        f"apex_npu, folded{IN_PLACE}": lambda: ours(bench, level, fold=True, set_to_none=False),
     }
+    if precision == "fp32":
+        found["old patch"] = lambda: old(bench)
+    return found

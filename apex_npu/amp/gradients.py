@@ -50,9 +50,13 @@ class GradUnit:
         """Multiply the gradients that backward is about to add to by ``factor``."""
         if factor == 1.0:
             return
-        if self.flat is not None and not self._masters and self._all_present(self.flat):
-            self.flat.flat.mul_(factor)
-            return
+        if self.flat is not None and not self._masters:
+            states = self.flat.gather()
+            if PRESENT not in states:
+                return
+            if ABSENT not in states:
+                self.flat.flat.mul_(factor)
+                return
         grads = [_writable(s) for s in self.sources if s.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
