@@ -8,13 +8,13 @@
 #include "combine_tensors/change_data_ptr.h"
 #include "combine_tensors/slot_table.h"
 #include "fused_optim/gather_cpu.h"
-#include "fused_optim/segments_cpu.h"
+#include "fused_optim/kernels_cpu.h"
 
 namespace py = pybind11;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 4;
+  m.attr("API") = 5;
 
   m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"),
         py::arg("keep_previous"));
@@ -34,10 +34,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("found_inf"));
   m.def("take_grads_cpu", &apex_npu::take_grads_cpu, py::arg("sources"), py::arg("params"), py::arg("slots"),
         py::arg("inv_scale"), py::arg("found_inf"));
-  m.def("segment_dot_cpu", &apex_npu::segment_dot_cpu, py::arg("a"), py::arg("b"), py::arg("starts"),
-        py::arg("lengths"));
-  m.def("segment_add_cpu", &apex_npu::segment_add_cpu, py::arg("x"), py::arg("y"), py::arg("factors"),
-        py::arg("starts"), py::arg("lengths"));
+  py::class_<apex_npu::KernelsCpu>(m, "KernelsCpu").def(py::init<>());
 
   py::class_<apex_npu::SlotTable>(m, "SlotTable")
       .def(py::init<const std::vector<at::Tensor>&>(), py::arg("tensors"))

@@ -50,9 +50,13 @@ class GradUnit:
         """Multiply the gradients that backward is about to add to by ``factor``."""
         if factor == 1.0:
             return
-        if self.flat is not None and not self._masters and self._all_present(self.flat):
-            self.flat.flat.mul_(factor)
-            return
+        if self.flat is not None and not self._masters:
+            states = self.flat.gather()
+            if PRESENT not in states:
+                return
+            if ABSENT not in states:
+                self.flat.flat.mul_(factor)
+                return
         grads = [_writable(s) for s in self.sources if s.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
@@ -104,6 +108,10 @@ class GradUnit:
             for (i, _), kept in zip(written, nonzero, strict=True):
                 if not kept:
                     self.params[i].grad = None
+
+    def know_zeroed(self) -> None:
+        """Masters' gradients have been cleared with their model's: ``forget_cleared`` need not look for that."""
+        self._delivered = {i: (g, g._version) for i, (g, _) in self._delivered.items() if self.sources[i].grad is g}
 
     def drop_source_grads(self) -> None:
         """Forget the gradients of model parameters that have masters: what they held is in the masters'."""

@@ -84,12 +84,11 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             set_to_none = bool(getattr(self, "set_grad_none", True))
         super().zero_grad(set_to_none)
         record = self._amp_record
-        for pair in record.pairs:
-            if set_to_none:
+        if set_to_none:
+            for pair in record.pairs:
                 pair.model_param.grad = None
-            elif pair.model_param.grad is not None:
-                with torch.no_grad():
-                    pair.model_param.grad.zero_()
+        elif record.pairs:
+            record.zero_model_grads()
         if not record.in_block:  # there, what backward is about to add is scaled
             record.grad_scale = record.held_scale = 1.0
         record.local_grads = LocalGrads.NONE

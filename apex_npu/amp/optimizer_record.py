@@ -110,6 +110,15 @@ class OptimizerRecord:
             self._fitted_to = fitted_to
         return self._units
 
+    @torch.no_grad()
+    def zero_model_grads(self) -> None:
+        """Write zeros into the gradients behind masters, where there are any."""
+        grads = [grad for pair in self.pairs if (grad := pair.model_param.grad) is not None]
+        if grads:
+            torch._foreach_zero_(grads)
+        for unit in self._units:
+            unit.know_zeroed()
+
     def copy_masters(self, optimizer: Optimizer) -> None:
         """Round every master into its model parameter."""
         fused = getattr(optimizer, "is_npu_fused_optimizer", False)

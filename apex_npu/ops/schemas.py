@@ -58,12 +58,10 @@ def _in_place_only(*args: object, **kwargs: object) -> None:
     """Shapes do not change and nothing is returned: all that tracing needs to know."""
 
 
-# For each device the modules that may have a kernel, the best one first.
-_KERNELS = {
-    "CPU": [cpu, aten_fused] if cpu.available else [aten_fused],
-    "CUDA": [aten_fused],
-    "PrivateUse1": [npu],
-}
+# For each device a module that may have a kernel. Those of the extension are registered by cpu.py.
+_KERNELS = {"CUDA": aten_fused, "PrivateUse1": npu}
+if not cpu.available:
+    _KERNELS["CPU"] = aten_fused
 
 
 def _register(reference: ModuleType, names: Sequence[str]) -> None:
@@ -71,9 +69,8 @@ def _register(reference: ModuleType, names: Sequence[str]) -> None:
     for name in names:
         _library.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
         for key, kernels in _KERNELS.items():
-            kernel = next((getattr(module, name) for module in kernels if hasattr(module, name)), None)
-            if kernel is not None:
-                _library.impl(name, kernel, key)
+            if hasattr(kernels, name):
+                _library.impl(name, getattr(kernels, name), key)
 
 
 for _schema in _SCHEMAS:
@@ -84,6 +81,7 @@ _library.impl("norm", lambda x: x.new_empty((), dtype=reference.wide_dtype(x.dty
 
 _register(reference, ("sgd_", "adam_", "rmsprop_", "adadelta_", "adagrad_", "norm"))
 _register(reference_segments, ("lamb_", "adamp_", "segment_dot", "segment_add_"))
+_cpu_kernels = cpu.register()  # lives as long as _library
 
 
 def sgd_(

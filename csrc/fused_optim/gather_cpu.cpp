@@ -2,84 +2,94 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "fused_optim/gather_cpu.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/copy.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <type_traits>
+
+#include "fused_optim/convert.h"
+#include "fused_optim/pieces.h"
+#include "fused_optim/vectors.h"
 
 namespace apex_npu {
 namespace {
 
-// Elements worth a thread of their own.
-constexpr int64_t kGrainNumel = 1 << 15;
-
 // Looks at the exponent's bits, which unlike std::isfinite the compiler turns into vector instructions.
-inline uint32_t not_finite(float x) {
+APEX_NPU_INLINE uint32_t not_finite(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   return (bits & 0x7f800000u) == 0x7f800000u;
 }
 
-inline uint64_t not_finite(double x) {
+APEX_NPU_INLINE uint64_t not_finite(double x) {
   uint64_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   return (bits & 0x7ff0000000000000u) == 0x7ff0000000000000u;
 }
 
-// A second version for wider vectors, chosen when the library is loaded; the plain one runs anywhere.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define APEX_NPU_WIDE_VECTORS __attribute__((target_clones("avx2", "default")))
-#else
-#define APEX_NPU_WIDE_VECTORS
-#endif
-
-template <typename Dst, typename Src>
-APEX_NPU_WIDE_VECTORS bool gather_one(Dst* dst, const Src* src, int64_t n, double inv_scale) {
-  using Wide = std::conditional_t<std::is_same_v<Dst, double>, double, float>;
-  const Wide factor = static_cast<Wide>(inv_scale);
-  decltype(not_finite(Wide())) bad = 0;
-  for (int64_t j = 0; j < n; ++j) {
-    const Wide value = static_cast<Wide>(src[j]);
-    bad |= not_finite(value);
-    dst[j] = static_cast<Dst>(value * factor);
+// Returns whether an element of src is inf or nan. dst may be src.
+struct Unscale {
+  template <typename T>
+  APEX_NPU_INLINE bool operator()(T* dst, const T* src, T inv_scale, int64_t n) const {
+    decltype(not_finite(T())) bad = 0;
+#pragma omp simd reduction(| : bad)
+    for (int64_t i = 0; i < n; ++i) {
+      bad |= not_finite(src[i]);
+      dst[i] = src[i] * inv_scale;
+    }
+    return bad != 0;
   }
-  return bad != 0;
+};
+
+struct Cast {
+  template <typename To, typename From>
+  APEX_NPU_INLINE void operator()(To* dst, const From* src, int64_t n) const {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) dst[i] = static_cast<To>(src[i]);
+  }
+};
+
+// Elements that are converted at a time: they are in the first-level cache when they are looked at again.
+constexpr int64_t kBlockNumel = 1024;
+
+const void* from(const at::Tensor& t, int64_t i) {
+  return static_cast<const char*>(t.const_data_ptr()) + i * static_cast<int64_t>(t.element_size());
 }
 
-template <typename Dst>
-bool gather_into(const at::Tensor& slot, const at::Tensor& grad, double inv_scale) {
-  Dst* dst = slot.mutable_data_ptr<Dst>();
-  const int64_t n = slot.numel();
-  switch (grad.scalar_type()) {
-    case at::kFloat:
-      return gather_one(dst, grad.const_data_ptr<float>(), n, inv_scale);
-    case at::kDouble:
-      return gather_one(dst, grad.const_data_ptr<double>(), n, inv_scale);
-    case at::kHalf:
-      return gather_one(dst, grad.const_data_ptr<at::Half>(), n, inv_scale);
-    default:
-      return gather_one(dst, grad.const_data_ptr<at::BFloat16>(), n, inv_scale);
-  }
+void* into(const at::Tensor& t, int64_t i) {
+  return static_cast<char*>(t.mutable_data_ptr()) + i * static_cast<int64_t>(t.element_size());
 }
 
-bool gather(const at::Tensor& slot, const at::Tensor& grad, double inv_scale) {
-  if (slot.strides() != grad.strides()) {
-    slot.copy_(grad);  // in the slot's order of elements
-    return gather(slot, slot, inv_scale);
+// Elements [begin, begin + n) of `t` as float: where they lie, where they are float, else in `copy`.
+const float* as_float(const at::Tensor& t, int64_t begin, int64_t n, float* copy) {
+  if (t.scalar_type() == at::kFloat) return static_cast<const float*>(from(t, begin));
+  if (t.scalar_type() == at::kDouble) {
+    vectorized(Cast(), copy, static_cast<const double*>(from(t, begin)), n);
+  } else {
+    widen(from(t, begin), t.scalar_type(), copy, n);
   }
-  switch (slot.scalar_type()) {
-    case at::kFloat:
-      return gather_into<float>(slot, grad, inv_scale);
-    case at::kDouble:
-      return gather_into<double>(slot, grad, inv_scale);
-    case at::kHalf:
-      return gather_into<at::Half>(slot, grad, inv_scale);
-    default:
-      return gather_into<at::BFloat16>(slot, grad, inv_scale);
+  return copy;
+}
+
+bool gather_block(const at::Tensor& slot, const at::Tensor& grad, int64_t begin, int64_t n, double inv_scale) {
+  alignas(64) float copy[kBlockNumel];
+  if (slot.scalar_type() == at::kDouble) {
+    auto* dst = static_cast<double*>(into(slot, begin));
+    if (grad.scalar_type() == at::kDouble) {
+      return vectorized(Unscale(), dst, static_cast<const double*>(from(grad, begin)), inv_scale, n);
+    }
+    vectorized(Cast(), dst, as_float(grad, begin, n, copy), n);
+    return vectorized(Unscale(), dst, static_cast<const double*>(dst), inv_scale, n);
   }
+  const auto factor = static_cast<float>(inv_scale);
+  const float* src = as_float(grad, begin, n, copy);
+  if (slot.scalar_type() == at::kFloat) {
+    return vectorized(Unscale(), static_cast<float*>(into(slot, begin)), src, factor, n);
+  }
+  const bool bad = vectorized(Unscale(), static_cast<float*>(copy), src, factor, n);
+  narrow(copy, into(slot, begin), slot.scalar_type(), n);
+  return bad;
 }
 
 bool supported(const at::Tensor& t) {
@@ -107,15 +117,23 @@ void check(const std::vector<at::Tensor>& slots, const std::vector<at::Tensor>& 
 void gather_cpu(const std::vector<at::Tensor>& slots, const std::vector<at::Tensor>& grads, double inv_scale,
                 const std::optional<at::Tensor>& found_inf) {
   check(slots, grads);
-  const auto count = static_cast<int64_t>(slots.size());
-  int64_t numel = 0;
-  for (const at::Tensor& slot : slots) numel += slot.numel();
+  Pieces pieces;
+  std::vector<bool> copied(slots.size());
+  for (size_t i = 0; i < slots.size(); ++i) {
+    copied[i] = slots[i].strides() != grads[i].strides();
+    if (copied[i]) slots[i].copy_(grads[i]);  // in the slot's order of elements
+    pieces.add_segment(static_cast<int64_t>(i), 0, slots[i].numel());
+  }
   std::atomic<bool> bad{false};
-  const int64_t per_thread = std::max<int64_t>(1, kGrainNumel * count / std::max<int64_t>(1, numel));
-  at::parallel_for(0, count, per_thread, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (gather(slots[i], grads[i], inv_scale)) bad.store(true, std::memory_order_relaxed);
+  pieces.parallel_for_each([&](size_t i) {
+    const Piece& piece = pieces[i];
+    const at::Tensor& slot = slots[piece.segment];
+    const at::Tensor& grad = copied[piece.segment] ? slot : grads[piece.segment];
+    bool found = false;
+    for (int64_t done = 0; done < piece.numel; done += kBlockNumel) {
+      found |= gather_block(slot, grad, piece.begin + done, std::min(kBlockNumel, piece.numel - done), inv_scale);
     }
+    if (found) bad.store(true, std::memory_order_relaxed);
   });
   if (bad && found_inf.has_value()) *found_inf->mutable_data_ptr<float>() = 1.0f;
 }
