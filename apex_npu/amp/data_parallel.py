@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from operator import is_
 from typing import Any
 
 import torch
@@ -196,7 +197,7 @@ class Reduction:
 
 
 def _same(found: Sequence[object], expected: Sequence[object]) -> bool:
-    return len(found) == len(expected) and all(a is b for a, b in zip(found, expected, strict=True))
+    return len(found) == len(expected) and all(map(is_, found, expected))
 
 
 def _groups(
