@@ -46,6 +46,7 @@ class NpuFusedAdam(FusedOptimizer):
     """
 
     decoupled: ClassVar[bool] = False
+    elementwise = True
     unscales_in_update = True
     optional_states: ClassVar[tuple[str, ...]] = ("max_exp_avg_sq",)
 
