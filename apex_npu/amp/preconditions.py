@@ -83,9 +83,7 @@ def check_plain(optimizers: list[Optimizer]) -> None:
             )
 
 
-def check_sharded(
-    policy: Policy, overflow_group: Any, models: list[nn.Module], optimizers: list[Optimizer]
-) -> None:
+def check_sharded(policy: Policy, overflow_group: Any, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
     """Refuse what cannot be done to parameters of which each process has a part (DTensor)."""
     of_models = [p for model in models for p in model.parameters()]
     of_optimizers = [p for o in optimizers for group in o.param_groups for p in group["params"]]

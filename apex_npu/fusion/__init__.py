@@ -8,7 +8,7 @@ from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups, Run, Twin, f
 from apex_npu.fusion.grad_clip import clip_coefficient, clip_grad_norm_, total_grad_norm
 from apex_npu.fusion.grad_reducer import GradReducer, ReduceOptions
 from apex_npu.fusion.rank_progress import RankProgress
-from apex_npu.fusion.shards import is_partial, is_sharded, local_grad, local_part, local_part_as, whole
+from apex_npu.fusion.shards import is_partial, is_sharded, local_grad, local_part, local_part_as, sharded_like
 from apex_npu.fusion.storage import change_data_ptr, is_slot, storage_view, wraps_tensors
 
 __all__ = [
@@ -35,9 +35,9 @@ __all__ = [
     "owns_storage",
     "plan",
     "row_count",
+    "sharded_like",
     "step_in_place",
     "storage_view",
     "total_grad_norm",
-    "whole",
     "wraps_tensors",
 ]

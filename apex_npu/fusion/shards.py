@@ -22,10 +22,10 @@ def is_sharded(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-@torch.no_grad()
 def local_part(tensor: Any) -> Tensor:
     """The part that this process holds, the very tensor inside; of any other tensor itself."""
-    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    # to_local() would give a new view each time, which cannot be recognised in the next step.
+    part: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor
     return part
 
 
@@ -54,8 +54,8 @@ def local_grad(param: Any) -> Tensor | None:
     return local_part_as(param.grad, param)
 
 
-def whole(part: Tensor, like: Any) -> Tensor:
-    """``part`` as users see it: a DTensor cut as ``like`` is, over the same memory; ``part`` where ``like`` is plain."""
+def sharded_like(part: Tensor, like: Any) -> Tensor:
+    """``part`` as users see it: a DTensor cut as ``like`` is, over the same memory; or itself, where that is plain."""
     if not is_sharded(like):
         return part
     cls: Any = sys.modules["torch.distributed.tensor"].DTensor

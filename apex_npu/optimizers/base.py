@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu._extension import disable_dynamo
-from apex_npu.fusion import FlatGrads, FusedGroup, Run, clip_grad_norm_, local_part_as, whole
+from apex_npu.fusion import FlatGrads, FusedGroup, Run, clip_grad_norm_, local_part_as, sharded_like
 from apex_npu.fusion.flat_grads import PRESENT
 from apex_npu.optimizers.checks import check_bool, check_params, find_problems, find_unsharded, naming
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
@@ -423,7 +423,9 @@ class FusedOptimizer(Optimizer):
 
     def _owners_of(self, parts: list[Tensor]) -> list[Tensor]:
         """The sharded parameters that any of ``parts`` are parts of."""
-        return [record.owners[id(p)] for record in self._fused if record.owners for p in parts if id(p) in record.owners]
+        return [
+            record.owners[id(p)] for record in self._fused if record.owners for p in parts if id(p) in record.owners
+        ]
 
     def _count_of(self, entry: dict[str, Any], group: ParamGroup) -> float:
         """Steps that the state ``entry`` stands for; a rule without a count only tells the first from later ones."""
@@ -446,7 +448,7 @@ class FusedOptimizer(Optimizer):
         """Let the parameter's entry of ``state`` show the buffers' views, beside whatever else a user put there."""
         param = next(iter(self._owners_of([fused.params[index]])), fused.params[index])
         views = {
-            name: whole(fused.state_view(name, index, scalar=name in self.scalar_states), param)
+            name: sharded_like(fused.state_view(name, index, scalar=name in self.scalar_states), param)
             for name in self.state_names(group)
         }
         if self.has_step_state:

@@ -8,6 +8,7 @@ Run in several processes; the arguments are names of functions here.
 import copy
 import shutil
 import tempfile
+from operator import is_
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from apex_npu import amp, optimizers
+from apex_npu.contrib.combine_tensors import combine_npu
 
 # Ours, and torch's of the same rule.
 RULES = [
@@ -112,7 +114,10 @@ def parts_are_fused():
     model = sharded()
     optimizer = optimizers.NpuFusedAdam(model.parameters())
     train(model, optimizer, range(2))
-    largest = max(optimizer.fused_groups(), key=lambda group: len(group.params))
+    groups = optimizer.fused_groups()
+    train(model, optimizer, range(2, 4))
+    assert all(map(is_, optimizer.fused_groups(), groups))  # not made anew in every step
+    largest = max(groups, key=lambda group: len(group.params))
     assert len(largest.params) >= 6  # the three layers of mlp()
     begin, end = largest.param_flat.data_ptr(), largest.param_flat.data_ptr() + largest.param_flat.nbytes
     assert all(begin <= p.to_local().data_ptr() < end for p in model.layers.parameters())
@@ -239,6 +244,8 @@ def refusals():
     with pytest.raises(RuntimeError, match=r"sharded over processes .*clip_grad_norm_"):
         optimizer.clip_optimizer_grad_norm_fused(1.0)
 
+    with pytest.raises(TypeError, match=r"must be a plain tensor .* got .*; pass its local tensor"):
+        combine_npu(list(model.parameters()))
     theirs = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def refused(said, given, **options):
