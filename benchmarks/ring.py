@@ -3,8 +3,8 @@
 """How long gradients travel behind backward: a formula for rings of any size, and a simulation to check it against.
 
 Backward takes ``backward`` seconds and gives ``nbytes`` of gradients at an even pace, cut into ``buckets`` of one size.
-Each is averaged by a ring all-reduce, one after the other: 2 (P − 1) rounds, in each of which all processes send 1/P
-of the bucket to its neighbour. A round takes the link's latency and the time of those bytes.
+Each is averaged by a ring all-reduce, one after the other: 2 (P − 1) rounds, in each of which every process sends a
+part, 1/P of the bucket, to its neighbour. A round takes the link's latency and the time of those bytes.
 """
 
 from __future__ import annotations

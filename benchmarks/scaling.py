@@ -59,7 +59,7 @@ def draw(path: Path) -> None:
             axes.plot([NBYTES / MIB / count for count in counts], [1e3 * x for x in found], "o", color=line.get_color())
     axes.set_xlabel("bucket, MiB")
     axes.set_ylabel("wait behind backward, ms")
-    axes.set_title("420 MiB of gradients, backward 150 ms, 100 Gbit/s; dots: simulated, triangles: best size", fontsize=9)
+    axes.set_title("420 MiB of gradients, backward 150 ms, 100 Gbit/s; dots: simulated, triangles: best", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(title="processes")
     figure.tight_layout()

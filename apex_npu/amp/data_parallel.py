@@ -65,6 +65,12 @@ class DataParallel:
         """The processes."""
         return self.options.group
 
+    @property
+    def reducers(self) -> list[GradReducer]:
+        """What averages, one for each list of optimizers that has had a block."""
+        fitted = [fitted for known in self._fitted.values() for fitted in known.values()]
+        return [one.reducer for one in fitted if one.reducer is not None]
+
     def begin(
         self, records: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradUnit], *, masters: bool
     ) -> Reduction | None:
@@ -142,10 +148,8 @@ class DataParallel:
 
     def close(self) -> None:
         """Take all hooks off."""
-        for known in self._fitted.values():
-            for fitted in known.values():
-                if fitted.reducer is not None:
-                    fitted.reducer.close()
+        for reducer in self.reducers:
+            reducer.close()
         self._fitted.clear()
 
 

@@ -190,9 +190,9 @@ class GradReducer:
         self._set_order([self._buckets[b] for b in order_of_completion(by_members, arrival)])
 
     @property
-    def bucket_sizes(self) -> list[int]:
-        """Bytes of the gradients in each bucket, in the order in which they are sent."""
-        return [sum(self._nbytes[i] for i in bucket.members) for bucket in self._buckets]
+    def bucket_members(self) -> list[list[int]]:
+        """The indices of the tensors in each bucket, in the order in which buckets are sent."""
+        return [list(bucket.members) for bucket in self._buckets]
 
     def _place(self, find_flat: FindFlat) -> None:
         """Find, or make, the flat memory of each row."""
