@@ -47,7 +47,7 @@ def draw(path: Path) -> None:
     from matplotlib import pyplot as plt
 
     link = LINKS["100 Gbit/s"]
-    sizes = [NBYTES / MIB / count for count in (*range(1, 20), *range(20, 420, 20), 420, 840)]
+    sizes = [NBYTES / MIB / count for count in sorted({round(1.08**power) for power in range(90)})]
     figure, axes = plt.subplots(figsize=(7.0, 4.0), dpi=80)
     for processes in (SIMULATED, *PROCESSES[1:]):
         (line,) = axes.loglog(sizes, [exposed_ms(size, processes, link) for size in sizes], label=f"{processes:,}")
