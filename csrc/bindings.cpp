@@ -2,15 +2,36 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // Python names for csrc; no logic.
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "amp/overlay.h"
 #include "combine_tensors/change_data_ptr.h"
 #include "combine_tensors/slot_table.h"
+#include "data_parallel/grad_arrivals.h"
 #include "fused_optim/gather_cpu.h"
 #include "fused_optim/kernels_cpu.h"
 
 namespace py = pybind11;
+
+// For a C++ thread that may not hold Python's lock: neither when it calls, nor when it lets go of `function`.
+static std::function<void(int64_t)> from_any_thread(py::function function) {
+  const std::shared_ptr<py::function> shared(new py::function(std::move(function)), [](py::function* held) {
+    py::gil_scoped_acquire gil;
+    delete held;
+  });
+  return [shared](int64_t n) {
+    py::gil_scoped_acquire gil;
+    try {
+      (*shared)(n);
+    } catch (py::error_already_set& error) {
+      error.restore();
+      python_error raised;  // what autograd's engine carries over to the thread that waits for it
+      raised.persist();
+      throw raised;
+    }
+  };
+}
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
@@ -50,4 +71,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init<const std::string&, const std::vector<std::pair<std::string, std::string>>&>(),
            py::arg("device_type"), py::arg("table"))
       .def("destroy", &apex_npu::Overlay::destroy);
+
+  py::class_<apex_npu::GradArrivals>(m, "GradArrivals")
+      .def(py::init([](const std::vector<at::Tensor>& tensors, py::function on_full) {
+             return std::make_unique<apex_npu::GradArrivals>(tensors, from_any_thread(std::move(on_full)));
+           }),
+           py::arg("tensors"), py::arg("on_full"))
+      .def("plan", &apex_npu::GradArrivals::plan, py::arg("bucket_of"), py::arg("expected"))
+      .def("begin", &apex_npu::GradArrivals::begin, py::arg("deferred"))
+      .def("end", &apex_npu::GradArrivals::end)
+      .def("close", &apex_npu::GradArrivals::close)
+      .def_property_readonly("order", &apex_npu::GradArrivals::order)
+      .def_property_readonly("counts", &apex_npu::GradArrivals::counts)
+      .def_property_readonly("late", &apex_npu::GradArrivals::late);
 }

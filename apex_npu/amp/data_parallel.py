@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from operator import is_
 from typing import Any
 
 import torch
@@ -63,6 +64,12 @@ class DataParallel:
     def group(self) -> Any:
         """The processes."""
         return self.options.group
+
+    @property
+    def reducers(self) -> list[GradReducer]:
+        """What averages, one for each list of optimizers that has had a block."""
+        fitted = [fitted for known in self._fitted.values() for fitted in known.values()]
+        return [one.reducer for one in fitted if one.reducer is not None]
 
     def begin(
         self, records: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradUnit], *, masters: bool
@@ -141,10 +148,8 @@ class DataParallel:
 
     def close(self) -> None:
         """Take all hooks off."""
-        for known in self._fitted.values():
-            for fitted in known.values():
-                if fitted.reducer is not None:
-                    fitted.reducer.close()
+        for reducer in self.reducers:
+            reducer.close()
         self._fitted.clear()
 
 
@@ -196,7 +201,7 @@ class Reduction:
 
 
 def _same(found: Sequence[object], expected: Sequence[object]) -> bool:
-    return len(found) == len(expected) and all(a is b for a, b in zip(found, expected, strict=True))
+    return len(found) == len(expected) and all(map(is_, found, expected))
 
 
 def _groups(

@@ -104,8 +104,8 @@ class FlatGrads:
             states = grad_states(self.params[first : slots.stop], views[first : slots.stop])
         if FOREIGN not in states:
             return states
-        if slots is None and PRESENT not in states and gathers_in_one_pass(self.flat):
-            self.take(self.params)
+        if PRESENT not in states and gathers_in_one_pass(self.flat):
+            self.take(self.params, slots=slots)
             return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
         foreign = [i for i, state in enumerate(states, first) if state == FOREIGN]
         grads = [self.grad_of(i) for i in foreign]
@@ -114,15 +114,22 @@ class FlatGrads:
             self.params[i].grad = self.views[i]
         return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
 
-    def take(self, sources: Sequence[Tensor], inv_scale: float = 1.0, found_inf: Tensor | None = None) -> None:
-        """Bring the gradients of ``sources`` into the slots, in one pass; see ``ops.take_grads_``.
+    def take(
+        self,
+        sources: Sequence[Tensor],
+        inv_scale: float = 1.0,
+        found_inf: Tensor | None = None,
+        slots: range | None = None,
+    ) -> None:
+        """Bring the gradients of ``sources`` into the slots, or some of them, in one pass; see ``ops.take_grads_``.
 
         Raises:
             RuntimeError: A gradient is sparse, or not of its parameter's dtype; nothing has been copied then.
         """
-        unfit = take_grads_(sources, self.params, self.views, inv_scale, found_inf)
+        first, last = (0, len(self.params)) if slots is None else (slots.start, slots.stop)
+        unfit = take_grads_(sources[first:last], self.params[first:last], self.views[first:last], inv_scale, found_inf)
         if unfit is not None:
-            self._check_grad(unfit, sources[unfit].grad)
+            self._check_grad(first + unfit, sources[first + unfit].grad)
 
     def mask(self) -> Tensor:
         """float32, 1-D: one where a gradient is PRESENT, zero in padding and in ABSENT slots."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu._extension import disable_dynamo
-from apex_npu.fusion import FlatGrads, FusedGroup, Run, clip_grad_norm_
+from apex_npu.fusion import FlatGrads, FusedGroup, Run, clip_grad_norm_, local_part_as, sharded_like
 from apex_npu.fusion.flat_grads import PRESENT
-from apex_npu.optimizers.checks import check_bool, check_params, find_problems, naming
+from apex_npu.optimizers.checks import check_bool, check_params, find_problems, find_unsharded, naming
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
 
 logger = logging.getLogger("apex_npu")
@@ -48,6 +48,8 @@ class FusedOptimizer(Optimizer):
     optional_states: ClassVar[tuple[str, ...]] = ()
     # States of one number for each parameter, rather than one for each element.
     scalar_states: ClassVar[tuple[str, ...]] = ()
+    # True where no element's update depends on other elements, so that a part of a parameter can be stepped by itself.
+    elementwise: ClassVar[bool] = False
     # What gradients have to be divided by in the next step alone, one float32 number: how amp hands over its scale.
     grad_scale_of_step: Tensor | None = None
     # True: print when parameters had to be fused again, and why; "error": raise instead.
@@ -121,6 +123,8 @@ class FusedOptimizer(Optimizer):
         if self._overflowed():
             return loss
         self._fuse()
+        for record in self._fused:
+            record.bring_gradients()
         work = [
             (group, fused, fused.grads.gather())
             for group, record in zip(self.param_groups, self._fused, strict=True)
@@ -139,6 +143,7 @@ class FusedOptimizer(Optimizer):
                 # Writes to the flat buffer are invisible to autograd: without this it could not notice that a parameter
                 # changed between forward and backward.
                 torch.autograd.graph.increment_version(run.params)
+                torch.autograd.graph.increment_version(self._owners_of(run.params))
         except BaseException:
             for run, _ in runs[updated:]:
                 run.take_back()
@@ -177,7 +182,7 @@ class FusedOptimizer(Optimizer):
         Without an argument they are dropped, as torch does; NVIDIA's signatures have a ``set_grad_none`` for that.
         """
         set_to_none = self.set_grad_none if set_to_none is None else set_to_none
-        if set_to_none or not self._fused:
+        if set_to_none or not self._fused or any(record.owners for record in self._fused):
             super().zero_grad(set_to_none)
             return
         for grads in self.flat_grads():
@@ -200,16 +205,30 @@ class FusedOptimizer(Optimizer):
         super().add_param_group(param_group)
         try:
             with naming(type(self).__name__):
-                check_params(self.param_groups[-1]["params"])
+                check_params(
+                    self.param_groups[-1]["params"],
+                    shards=self.elementwise,
+                    scaled=self._step_supports_amp_scaling,
+                )
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
 
     @disable_dynamo
     def flat_grads(self) -> list[FlatGrads]:
-        """The gradient buffers of all parameters, in order; fuses them if they are not."""
+        """The gradient buffers of all parameters, in order; fuses them if they are not.
+
+        Raises:
+            RuntimeError: Parameters are sharded over processes: their gradients are whole nowhere.
+        """
         with torch.no_grad():
             self._fuse()
+        if any(record.owners for record in self._fused):
+            raise RuntimeError(
+                f"{type(self).__name__} has parameters that are sharded over processes (DTensor), of whose gradients "
+                "each buffer holds a part. Clip them with torch.nn.utils.clip_grad_norm_, which takes the norm over "
+                "all processes"
+            )
         return [fused.grads for record in self._fused for fused in record.groups]
 
     def fused_groups(self) -> list[FusedGroup]:
@@ -307,6 +326,7 @@ class FusedOptimizer(Optimizer):
                     shapes = self._state_shapes(merged, params[index])
                     optional = (*self.optional_states, *(("step",) if "step" in merged else ()))
                     problems += find_problems(entry, shapes, optional, f"parameter {index}")
+                    problems += find_unsharded(entry, params[index], f"parameter {index}")
         if problems:
             more = f", and {len(problems) - 10} more" if len(problems) > 10 else ""
             raise ValueError(
@@ -387,16 +407,24 @@ class FusedOptimizer(Optimizer):
                 view = fused.state_view(name, index, scalar=name in self.scalar_states)
                 if value is None:
                     view.fill_(self.initial_state(name, group))
-                elif value is not view:
-                    view.copy_(value)
+                else:
+                    value = local_part_as(value, param)
+                    if value is not view:
+                        view.copy_(value)
             self._show_state(group, fused, index)
         self._remember_state()
 
     def _slots(self) -> Iterator[tuple[ParamGroup, FusedGroup, int, Tensor]]:
         for group, record in zip(self.param_groups, self._fused, strict=True):
             for fused in record.groups:
-                for index, param in enumerate(fused.params):
-                    yield group, fused, index, param
+                for index, part in enumerate(fused.params):
+                    yield group, fused, index, record.owner_of(part)
+
+    def _owners_of(self, parts: list[Tensor]) -> list[Tensor]:
+        """The sharded parameters that any of ``parts`` are parts of."""
+        return [
+            record.owners[id(p)] for record in self._fused if record.owners for p in parts if id(p) in record.owners
+        ]
 
     def _count_of(self, entry: dict[str, Any], group: ParamGroup) -> float:
         """Steps that the state ``entry`` stands for; a rule without a count only tells the first from later ones."""
@@ -417,13 +445,15 @@ class FusedOptimizer(Optimizer):
 
     def _show_state(self, group: ParamGroup, fused: FusedGroup, index: int) -> None:
         """Let the parameter's entry of ``state`` show the buffers' views, beside whatever else a user put there."""
+        param = next(iter(self._owners_of([fused.params[index]])), fused.params[index])
         views = {
-            name: fused.state_view(name, index, scalar=name in self.scalar_states) for name in self.state_names(group)
+            name: sharded_like(fused.state_view(name, index, scalar=name in self.scalar_states), param)
+            for name in self.state_names(group)
         }
         if self.has_step_state:
             views = {"step": fused.step_view(index), **views}
         if views:
-            self.state[fused.params[index]].update(views)
+            self.state[param].update(views)
 
     def _remember_state(self) -> None:
         self._joined = False

@@ -92,8 +92,8 @@ def train_backwards(level):
 
 
 def reducer_of(optimizer):
-    (fitted,) = next(iter(optimizer._amp_record.parallel._fitted.values())).values()
-    return fitted.reducer
+    (reducer,) = optimizer._amp_record.parallel.reducers
+    return reducer
 
 
 def several_forwards(forward, *inputs):

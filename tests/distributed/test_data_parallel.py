@@ -47,14 +47,20 @@ def test_what_goes_wrong_on_one_process_ends_the_block_on_all():
 
 
 @pytest.mark.slow
-def test_torchs_own_ways_to_train_in_parallel_work_or_are_refused():
+def test_distributed_data_parallel_and_distributed_checkpoints_work():
     run(
         "beside",
         "ddp_around_the_model",
-        "fully_sharded_parameters_are_refused",
         "distributed_checkpoint",
         "state_by_names",
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_sharded_parameters_are_stepped_part_by_part(count):
+    even = ["parts_are_fused", "refusals", "amp_with_torchs_optimizers"] if count == 2 else []
+    run("sharded", "same_as_torch", "checkpoints", "plain_state_dicts", "what_users_do", *even, processes=count)
 
 
 @pytest.mark.skipif(DEVICE.type != "npu", reason="only npus saturate")
