@@ -39,6 +39,7 @@ help: ## this list
 	@echo '          VENV=system                the interpreter that is there, no .venv; keeps the torch it has'
 	@echo '          PYTHON=python3.12          the interpreter to use (3.10 or newer)'
 	@echo '          APEX_NPU_NO_EXT=1          do not build the C++ extension'
+	@echo '          WORKERS=4                  tests that run at a time (default: one a core)'
 
 demo: setup-demo ## trains, shows the result
 	@echo '==> training (under 3 minutes on 2 cores)'
@@ -81,18 +82,23 @@ ON_NPU := tests/amp tests/distributed tests/fp16_utils tests/normalization tests
     $(addprefix tests/optimizers/test_,fused_optimizers.py random_programs.py unusual_use.py novograd.py failures.py)
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
 
+# As many at a time as there are cores; each uses one thread.
+WORKERS ?= $(shell nproc 2> /dev/null || echo 2)
+PYTEST = $(PY) -m pytest -q -n $(WORKERS)
+
+# quick or all, and what that leaves out
+define run_tests
+	@echo '==> $(1) tests'
+	@$(PYTEST) $(2) --ignore tests/simulator
+	@if $(HAS_SIMULATOR); then echo '==> $(1) tests of the simulated NPU'; $(PYTEST) --disable-warnings $(2) tests/simulator; fi
+	@if $(HAS_SIMULATOR); then echo '==> $(1) tests on the simulated NPU'; APEX_NPU_TEST_DEVICE=npu $(PYTEST) $(2) $(ON_NPU); fi
+endef
+
 pytest-quick: setup-dev
-	@echo '==> quick tests'
-	@$(PY) -m pytest -q -m 'not slow' --ignore tests/simulator
-	@if $(HAS_SIMULATOR); then echo '==> tests of the simulated NPU'; $(PY) -m pytest -q --disable-warnings -m 'not slow' tests/simulator; fi
-	@if $(HAS_SIMULATOR); then echo '==> quick tests on the simulated NPU'; \
-	    APEX_NPU_TEST_DEVICE=npu $(PY) -m pytest -q -m 'not slow' $(ON_NPU); fi
+	$(call run_tests,quick,-m 'not slow')
 
 pytest-all: setup-dev
-	@echo '==> all tests'
-	@$(PY) -m pytest -q --ignore tests/simulator
-	@if $(HAS_SIMULATOR); then echo '==> tests of the simulated NPU'; $(PY) -m pytest -q --disable-warnings tests/simulator; fi
-	@if $(HAS_SIMULATOR); then echo '==> tests on the simulated NPU'; APEX_NPU_TEST_DEVICE=npu $(PY) -m pytest -q $(ON_NPU); fi
+	$(call run_tests,all)
 
 clean:
 	rm -rf build dist apex_npu.egg-info tests/npu_simulator/build tests/npu_simulator/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
