@@ -19,10 +19,10 @@ struct Adadelta {
     T *s = square_avg + begin, *a = acc_delta + begin;
     const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
       const T grad = gradient(g[i], p[i]);
-      s[i] = rho * s[i] + rho_rest * (grad * grad);
+      s[i] = rho * s[i] + rho_rest * grad * grad;
       // Two roots, since the quotient of what is under them can overflow.
       const T delta = std::sqrt(a[i] + eps) / std::sqrt(s[i] + eps) * grad;
-      a[i] = rho * a[i] + rho_rest * (delta * delta);
+      a[i] = rho * a[i] + rho_rest * delta * delta;
       p[i] -= lr * delta;
     };
     for_each<T>(n, body, p, g, s, a);

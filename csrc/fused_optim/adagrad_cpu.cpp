@@ -20,7 +20,7 @@ struct Adagrad {
     const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
       const T grad = gradient(g[i], p[i]);
       s[i] += grad * grad;
-      p[i] = keep * p[i] - lr * (grad / (std::sqrt(s[i]) + eps));
+      p[i] = keep * p[i] - lr * grad / (std::sqrt(s[i]) + eps);
     };
     for_each<T>(n, body, p, g, s);
   }

@@ -35,12 +35,12 @@ struct Adam {
 
   APEX_NPU_INLINE T update_moments(T grad, T& m, T& v) const {
     m += beta1_rest * (grad - m);
-    v = beta2 * v + beta2_rest * (grad * grad);
+    v = beta2 * v + beta2_rest * grad * grad;
     return v;
   }
 
   APEX_NPU_INLINE void move(T& p, T m, T square) const {
-    p = keep * p - step_size * (m / (std::sqrt(square) * root_factor + eps));
+    p = keep * p - step_size * m / (std::sqrt(square) * root_factor + eps);
   }
 };
 

@@ -36,7 +36,7 @@ struct Moments {
     const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
       const T grad = gradient(g[i], p[i]);
       m[i] = direction.beta1 * m[i] + direction.beta1_rest * grad;
-      v[i] = beta2 * v[i] + beta2_rest * (grad * grad);
+      v[i] = beta2 * v[i] + beta2_rest * grad * grad;
       u[i] = direction(grad, m[i], v[i]);
     };
     for_each<T>(n, body, p, g, m, v);

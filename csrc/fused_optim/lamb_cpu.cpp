@@ -37,7 +37,7 @@ struct Moments {
     const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
       const T grad = gradient(g[i], p[i]);
       m[i] = beta1 * m[i] + beta3 * grad;
-      v[i] = beta2 * v[i] + beta2_rest * (grad * grad);
+      v[i] = beta2 * v[i] + beta2_rest * grad * grad;
       u[i] = direction(m[i], v[i], p[i]);
     };
     for_each<T>(n, body, p, g, m, v);

@@ -49,7 +49,7 @@ struct RmsProp {
     }
   }
 
-  APEX_NPU_INLINE T blend_square(T grad, T& s) const { return s = alpha * s + alpha_rest * (grad * grad); }
+  APEX_NPU_INLINE T blend_square(T grad, T& s) const { return s = alpha * s + alpha_rest * grad * grad; }
 
   // The square of the mean.
   APEX_NPU_INLINE T blend_mean(T grad, T& a) const {
@@ -58,7 +58,7 @@ struct RmsProp {
   }
 
   APEX_NPU_INLINE T direction(T grad, T variance) const {
-    return lr_inside * (grad / (std::sqrt(variance + eps_inside) + eps_outside));
+    return lr_inside * grad / (std::sqrt(variance + eps_inside) + eps_outside);
   }
 
   APEX_NPU_INLINE T blend_momentum(T direction, T& b) const { return b = momentum * b + direction; }
