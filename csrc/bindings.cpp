@@ -3,6 +3,7 @@
 //
 // Python names for csrc; no logic.
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "amp/overlay.h"
@@ -33,6 +34,20 @@ static std::function<void(int64_t)> from_any_thread(py::function function) {
   };
 }
 
+// The tensors of a list or tuple, which keeps them alive.
+apex_npu::Borrowed borrow(const py::sequence& tensors) {
+  apex_npu::Borrowed borrowed;
+  borrowed.reserve(tensors.size());
+  py::object fast = py::reinterpret_steal<py::object>(PySequence_Fast(tensors.ptr(), "expected a list of tensors"));
+  if (!fast) throw py::error_already_set();
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast.ptr()); ++i) {
+    PyObject* item = PySequence_Fast_GET_ITEM(fast.ptr(), i);
+    TORCH_CHECK_TYPE(THPVariable_Check(item), "expected a tensor at index ", i, ", got ", Py_TYPE(item)->tp_name);
+    borrowed.push_back(&THPVariable_Unpack(item));
+  }
+  return borrowed;
+}
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
   m.attr("API") = 5;
@@ -53,17 +68,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("gather_cpu", &apex_npu::gather_cpu, py::arg("slots"), py::arg("grads"), py::arg("inv_scale"),
         py::arg("found_inf"));
-  m.def("take_grads_cpu", &apex_npu::take_grads_cpu, py::arg("sources"), py::arg("params"), py::arg("slots"),
-        py::arg("inv_scale"), py::arg("found_inf"));
+  m.def(
+      "take_grads_cpu",
+      [](const py::sequence& sources, const py::sequence& params, const py::sequence& slots, double inv_scale,
+         const std::optional<at::Tensor>& found_inf) {
+        return apex_npu::take_grads_cpu(borrow(sources), borrow(params), borrow(slots), inv_scale, found_inf);
+      },
+      py::arg("sources"), py::arg("params"), py::arg("slots"), py::arg("inv_scale"), py::arg("found_inf"));
   py::class_<apex_npu::KernelsCpu>(m, "KernelsCpu").def(py::init<>());
 
   py::class_<apex_npu::SlotTable>(m, "SlotTable")
       .def(py::init<const std::vector<at::Tensor>&>(), py::arg("tensors"))
-      .def("broken", &apex_npu::SlotTable::broken, py::arg("tensors"));
+      .def(
+          "broken",
+          [](const apex_npu::SlotTable& table, const py::sequence& tensors) { return table.broken(borrow(tensors)); },
+          py::arg("tensors"));
   m.def(
       "grad_states",
-      [](const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& views) {
-        return py::bytes(apex_npu::grad_states(tensors, views));
+      [](const py::sequence& tensors, const py::sequence& views) {
+        return py::bytes(apex_npu::grad_states(borrow(tensors), borrow(views)));
       },
       py::arg("tensors"), py::arg("views"));
 

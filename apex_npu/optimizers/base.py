@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu._extension import disable_dynamo
 from apex_npu.fusion import FlatGrads, FusedGroup, Run, clip_grad_norm_, local_part_as, sharded_like
-from apex_npu.fusion.flat_grads import PRESENT
+from apex_npu.fusion.flat_grads import LOOSE, PRESENT
 from apex_npu.optimizers.checks import check_bool, check_params, find_problems, find_unsharded, naming
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
 
@@ -126,7 +126,7 @@ class FusedOptimizer(Optimizer):
         for record in self._fused:
             record.bring_gradients()
         work = [
-            (group, fused, fused.grads.gather())
+            (group, fused, fused.grads.gather(leave_large=True))
             for group, record in zip(self.param_groups, self._fused, strict=True)
             for fused in record.groups
         ]
@@ -170,7 +170,7 @@ class FusedOptimizer(Optimizer):
             run.grad_scale = None if scale is None else scale.to(run.param.device, torch.float32).reshape(1)
 
     def _advance(self, group: ParamGroup, fused: FusedGroup, states: bytes) -> list[Run]:
-        if PRESENT not in states:
+        if PRESENT not in states and LOOSE not in states:
             return []
         counted = self.has_step_state or bool(self.state_names(group))
         return fused.advance(states, lambda index: self._join(group, fused, index), counted=counted)
