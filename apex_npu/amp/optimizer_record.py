@@ -97,6 +97,15 @@ class OptimizerRecord:
             return self.grad_scale
         return self.held_scale if self.in_block or self.unchecked == "delay_unscale" else 1.0
 
+    def clips_like_torch(self) -> bool:
+        """All gradients lie in float32 buffers, unscaled: clipping these gives what torch's function would."""
+        unscaled = self.scale_in_the_way == self.held_scale == 1.0
+        return (
+            unscaled
+            and bool(self._units)
+            and all(unit.flat is not None and unit.params[0].dtype == torch.float32 for unit in self._units)
+        )
+
     def units(self, optimizer: Optimizer) -> list[GradUnit]:
         """How the gradients of ``optimizer`` travel; made anew when its parameters, or their buffers, have changed."""
         flats = self._flats(optimizer)

@@ -89,6 +89,8 @@ def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
         for grad in grads
         if grad.numel() or norm_type >= 0
     ]
+    if len(norms) == 1 and norm_type != 0.0:  # which counts tensors
+        return norms[0]
     device, dtype = norms[0].device, max((n.dtype for n in norms), key=lambda d: d.itemsize)
     total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(device, dtype) for n in norms]), norm_type)
     return total
