@@ -31,14 +31,14 @@ def watch_clipping(
     look: Callable[[str, list[Tensor]], None],
     clipper_of: Callable[[list[Tensor]], Clipper | None],
 ) -> None:
-    """Call ``look(name, parameters)`` before each of torch's clipping functions, and clip norms where that is quicker.
+    """Stand between scripts and torch's clipping functions.
 
     A function that a script has imported by name before is out of reach.
 
     Args:
         undo: Takes the callbacks that put the functions back.
-        look: Sees the parameters, and may warn.
-        clipper_of: Who can clip just these parameters, to the same values; None: leave it to torch.
+        look: Told of a function's name and its parameters before torch clips them; may warn.
+        clipper_of: Whose norm is clipped instead, in one pass and to the same values; None: leave it to torch.
     """
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,11 +46,11 @@ def watch_clipping(
 
         def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
             listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # it may be a generator
-            look(name, listed)
             # ``foreach`` asks for one of torch's ways.
             asked = len(args) > 3 or kwargs.get("foreach") is not None
             clipper = None if asked or name != "clip_grad_norm_" else clipper_of(listed)
             if clipper is None:
+                look(name, listed)
                 return original(listed, *args, **kwargs)
             kwargs.pop("foreach", None)
             return clipper.clip_optimizer_grad_norm_fused(*args, **kwargs)

@@ -120,13 +120,17 @@ class OptimizerRecord:
         return self._units
 
     @torch.no_grad()
-    def zero_model_grads(self) -> None:
-        """Write zeros into the gradients behind masters, where there are any."""
-        grads = [grad for pair in self.pairs if (grad := pair.model_param.grad) is not None]
-        if grads:
-            torch._foreach_zero_(grads)
+    def clear_model_grads(self, set_to_none: bool) -> None:
+        """Clear the gradients behind masters, whose own have been cleared."""
+        if set_to_none:
+            for pair in self.pairs:
+                pair.model_param.grad = None
+        else:
+            grads = [grad for pair in self.pairs if (grad := pair.model_param.grad) is not None]
+            if grads:
+                torch._foreach_zero_(grads)
         for unit in self._units:
-            unit.know_zeroed()
+            unit.know_cleared(set_to_none)
 
     def copy_masters(self, optimizer: Optimizer) -> None:
         """Round every master into its model parameter."""

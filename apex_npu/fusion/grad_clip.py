@@ -84,7 +84,7 @@ def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     if not grads:
         return torch.tensor(0.0)
     norm_type = float(norm_type)
-    norms = [
+    norms: list[Tensor] = [
         torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
         for grad in grads
         if grad.numel() or norm_type >= 0
