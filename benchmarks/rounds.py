@@ -148,28 +148,30 @@ def in_turns(
     rounds: int,
     time_one: Callable[[str], float],
     *,
+    warm_up: int = WARM_UP_ROUNDS,
     budget_s: float = float("inf"),
     least: int = 7,
 ) -> Times:
-    """The milliseconds of ``time_one(variant)`` in each round, per variant; the first rounds warm up.
+    """The milliseconds of ``time_one(variant)`` in each round, per variant.
 
     Args:
         variants: Which.
         rounds: How many rounds count.
         time_one: Measures one.
+        warm_up: Rounds before those.
         budget_s: Stop when this much wall time is spent, but not before ``least`` rounds.
         least: See above.
     """
     times: Times = {variant: [] for variant in variants}
     deadline = time.perf_counter() + budget_s
-    for turn in range(rounds + WARM_UP_ROUNDS):
-        if turn >= least + WARM_UP_ROUNDS and time.perf_counter() > deadline:
+    for turn in range(rounds + warm_up):
+        if turn >= least + warm_up and time.perf_counter() > deadline:
             break
         # Rotated, so that no variant always follows the same one.
         for i in range(len(variants)):
             variant = variants[(turn + i) % len(variants)]
             elapsed = time_one(variant)
-            if turn >= WARM_UP_ROUNDS:
+            if turn >= warm_up:
                 times[variant].append(elapsed)
     return times
 
@@ -177,10 +179,14 @@ def in_turns(
 def steps_in_turns(steps: dict[str, Callable[[], object]], watch: Stopwatch, rounds: int, budget_s: float) -> Times:
     """``in_turns`` of ``steps``, each repeated in a round until it takes long enough for the clock."""
     repeats = {}
-    for name, step in steps.items():
+    for name, step in steps.items():  # which warms up, too
         watch.time(step, 1)
         repeats[name] = max(1, min(1000, int(SHORTEST_MS / max(watch.time(step, 1), 1e-3))))
-    return in_turns(list(steps), rounds, lambda name: watch.time(steps[name], repeats[name]), budget_s=budget_s)
+
+    def time_one(name: str) -> float:
+        return watch.time(steps[name], repeats[name])
+
+    return in_turns(list(steps), rounds, time_one, warm_up=0, budget_s=budget_s)
 
 
 class Spread(NamedTuple):

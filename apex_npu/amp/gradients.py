@@ -16,7 +16,7 @@ from torch import Tensor
 
 from apex_npu.backends import for_device
 from apex_npu.fusion import FlatGrads
-from apex_npu.fusion.flat_grads import ABSENT, PRESENT
+from apex_npu.fusion.flat_grads import ABSENT, FOREIGN, PRESENT
 from apex_npu.ops import gathers_in_one_pass, unscale_grads
 
 
@@ -109,9 +109,10 @@ class GradUnit:
                 if not kept:
                     self.params[i].grad = None
 
-    def know_zeroed(self) -> None:
+    def know_cleared(self, set_to_none: bool) -> None:
         """Masters' gradients have been cleared with their model's: ``forget_cleared`` need not look for that."""
-        self._delivered = {i: (g, g._version) for i, (g, _) in self._delivered.items() if self.sources[i].grad is g}
+        left = {} if set_to_none else self._delivered
+        self._delivered = {i: (g, g._version) for i, (g, _) in left.items() if self.sources[i].grad is g}
 
     def drop_source_grads(self) -> None:
         """Forget the gradients of model parameters that have masters: what they held is in the masters'."""
@@ -172,7 +173,7 @@ class GradUnit:
         if not gathers_in_one_pass(flat.flat):
             return False
         states = flat.states()
-        if PRESENT in states or any(states[i] != ABSENT for i in self._masters):
+        if PRESENT in states or (FOREIGN in states and any(states[i] != ABSENT for i in self._masters)):
             return False
         flat.take(self.sources, inv_scale, found_inf)
         self._delivered = {i: (g, g._version) for i in self._masters if (g := self.sources[i].grad) is not None}

@@ -84,11 +84,8 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             set_to_none = bool(getattr(self, "set_grad_none", True))
         super().zero_grad(set_to_none)
         record = self._amp_record
-        if set_to_none:
-            for pair in record.pairs:
-                pair.model_param.grad = None
-        elif record.pairs:
-            record.zero_model_grads()
+        if record.pairs:
+            record.clear_model_grads(set_to_none)
         if not record.in_block:  # there, what backward is about to add is scaled
             record.grad_scale = record.held_scale = 1.0
         record.local_grads = LocalGrads.NONE

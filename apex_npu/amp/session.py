@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.amp.casting import CastHandle, ModelCast, enable_casts
-from apex_npu.amp.clip_guard import watch_clipping
+from apex_npu.amp.clip_guard import Clipper, watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.forward_cast import Ambient
 from apex_npu.amp.patched_functions import Patch
@@ -116,9 +116,8 @@ class Session:
     def enable(self) -> None:
         """Patch what this session needs patched; all of it, or nothing if something fails."""
         with ExitStack() as undo:
-            policies = [self.policy, *(o._amp_record.policy for o in self.adopted)]
-            if self.policy.enabled and any(policy.master_weights or policy.fuse_unscale for policy in policies):
-                watch_clipping(undo, self._look_at_clipping)
+            if self.policy.enabled:
+                watch_clipping(undo, self._look_at_clipping, self._clipper_of)
             self.casts = enable_casts(self.policy, self.device_types, self.patches)
             self._watch = undo.pop_all()
         self.ambient.active = True
@@ -130,7 +129,18 @@ class Session:
         self._watch.close()
         self.ambient.active = False
 
-    def _look_at_clipping(self, name: str, params: Iterable[Tensor]) -> None:
+    def _clipper_of(self, params: list[Tensor]) -> Clipper | None:
+        """The optimizer that steps just ``params``, where all of their gradients lie in float32 buffers."""
+        listed = set(map(id, params))
+        for optimizer in self.adopted:
+            if not optimizer._amp_record.clips_like_torch():
+                continue
+            if listed == {id(p) for group in optimizer.param_groups for p in group["params"]}:
+                clipper: Clipper = optimizer
+                return clipper
+        return None
+
+    def _look_at_clipping(self, name: str, params: list[Tensor]) -> None:
         holding = [o for o in self.adopted if o._amp_record.held_scale != 1.0]
         held = [p for optimizer in holding for group in optimizer.param_groups for p in group["params"]]
         if {id(p) for p in held} & {id(p) for p in params}:

@@ -89,6 +89,8 @@ def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
         return torch.tensor(0.0)
     norm_type = float(norm_type)
     norms = [_norm(grad, norm_type) for grad in grads if grad.numel() or norm_type >= 0]
+    if len(norms) == 1 and norm_type != 0.0:  # which counts tensors
+        return norms[0]
     device, dtype = norms[0].device, max((n.dtype for n in norms), key=lambda d: d.itemsize)
     total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(device, dtype) for n in norms]), norm_type)
     return total

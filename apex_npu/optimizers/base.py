@@ -222,7 +222,7 @@ class FusedOptimizer(Optimizer):
             RuntimeError: Parameters are sharded over processes: their gradients are whole nowhere.
         """
         with torch.no_grad():
-            self._fuse()
+            self._fuse(for_step=False)
         if any(record.owners for record in self._fused):
             raise RuntimeError(
                 f"{type(self).__name__} has parameters that are sharded over processes (DTensor), of whose gradients "
@@ -362,8 +362,11 @@ class FusedOptimizer(Optimizer):
         self._known_entries: list[dict[str, Any]] = []
         self._known_views: tuple[list[dict[str, Any]], list[str], list[Tensor]] = ([], [], [])
 
-    def _fuse(self) -> None:
-        """Make every buffer match what the user now has; cheap where nothing has changed."""
+    def _fuse(self, *, for_step: bool = True) -> None:
+        """Make every buffer match what the user now has; cheap where nothing has changed.
+
+        Only a step has to know what has become of ``state``, unless buffers are made anew.
+        """
         del self._fused[len(self.param_groups) :]
         self._fused.extend(FusedParamGroup() for _ in self.param_groups[len(self._fused) :])
         changed = False
@@ -373,15 +376,12 @@ class FusedOptimizer(Optimizer):
                 if not any([self._follow(i, group) for i, group in enumerate(self.param_groups)]):
                     break
                 changed = True
-        if changed or not self._state_is_known():
+        if changed or (for_step and not self._state_is_known()):
             self._adopt_state()
 
     def _follow(self, index: int, group: ParamGroup) -> bool:
-        record = self._fused[index]
-        moved = record.moved()
-        if moved:
-            self._report(index, moved)
-        return record.follow(group["params"], self.state_names(group))
+        names = self.state_names(group)
+        return self._fused[index].follow(group["params"], names, lambda moved: self._report(index, moved))
 
     def _report(self, index: int, moved: list[Tensor]) -> None:
         message = (

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import is_
 
 from torch import Tensor
@@ -31,10 +32,6 @@ class FusedParamGroup:
         self._unfused: list[Tensor] = []  # frozen so far
         self._state_names: tuple[str, ...] = ()
 
-    def moved(self) -> list[Tensor]:
-        """The parameters that have left their slots."""
-        return [group.params[i] for group in self.groups for i in group.broken()]
-
     def owner_of(self, param: Tensor) -> Tensor:
         """What the user has where ``groups`` have ``param``: that itself, or the parameter that it is a part of."""
         return self.owners.get(id(param), param)
@@ -50,8 +47,15 @@ class FusedParamGroup:
             if owner is not param:
                 param.grad = local_grad(owner)
 
-    def follow(self, params: list[Tensor], state_names: tuple[str, ...]) -> bool:
+    def follow(
+        self, params: list[Tensor], state_names: tuple[str, ...], report: Callable[[list[Tensor]], None]
+    ) -> bool:
         """Fit the groups to ``params`` as they are now.
+
+        Args:
+            params: The list of the parameter group.
+            state_names: What its rule keeps.
+            report: Told of the parameters that have left their slots, if any have, before anything changes.
 
         Returns:
             True where buffers have been replaced, or their states are others: then state has to be brought along.
@@ -59,8 +63,11 @@ class FusedParamGroup:
         Raises:
             TypeError: A trainable parameter has a dtype that cannot be fused.
         """
+        broken = [(group, found) for group in self.groups if (found := group.broken())]
+        if broken:
+            report([group.params[i] for group, found in broken for i in found])
         changed = self._follow_list(params)
-        outdated = [group for group in self.groups if group.broken()]
+        outdated = [group for group, _ in broken if group in self.groups]
         if outdated:
             self._take_apart(outdated)
             changed = True

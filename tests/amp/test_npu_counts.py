@@ -37,8 +37,8 @@ PARTS = [
     ("unscale and check", "O2", False, 3, 3),
     ("unscale and check", "O0", True, 10, 3),
     ("unscale and check", "O2", True, 10, 3),
-    ("clip", "O0", False, 9, 5),
-    ("clip", "O0", True, 8, 5),
+    ("clip", "O0", False, 7, 5),
+    ("clip", "O0", True, 6, 5),
     ("update", "O0", False, 7, 8),
     ("update", "O0", True, 12, 8),
     ("update", "O2", False, 8, 9),  # one more, to write back to the model
