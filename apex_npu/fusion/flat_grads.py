@@ -9,6 +9,7 @@ slot's view. Autograd, or the user, may put any other tensor there: ``gather`` c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -84,6 +85,22 @@ class FlatGrads:
         """The memory of consecutive ``slots``, padding included."""
         end = self.offsets[slots.stop] if slots.stop < len(self.offsets) else self._total_numel
         return self.flat[self.offsets[slots.start] : end]
+
+    def slots_of(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> range | None:
+        """Where the gradients of ``tensors`` lie next to each other, as far apart as ``offsets`` are; None: nowhere."""
+        first = next((i for i, p in enumerate(self.params) if p is tensors[0]), None)
+        if first is None:
+            return None
+        last = first + len(tensors)
+        apart = [offset - self.offsets[first] for offset in self.offsets[first:last]]
+        alike = len(apart) == len(offsets) and apart == [offset - offsets[0] for offset in offsets]
+        return range(first, last) if alike and all(map(is_, tensors, self.params[first:last])) else None
+
+    def all_present(self, slots: range) -> bool:
+        """True where each of ``slots`` is PRESENT."""
+        first, last = slots.start, slots.stop
+        states = grad_states(self.params[first:last], (self._views or self.params)[first:last])
+        return states.count(PRESENT) == len(slots)
 
     def gather(self, slots: range | None = None) -> bytes:
         """Bring every gradient into its slot: afterwards ``param.grad`` is None or the slot's view.

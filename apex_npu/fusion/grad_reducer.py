@@ -189,6 +189,14 @@ class GradReducer:
         by_members = [bucket.members for bucket in self._buckets]
         self._set_order([self._buckets[b] for b in order_of_completion(by_members, arrival)])
 
+    def gathered(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> tuple[FlatGrads, range] | None:
+        """Where the averages of ``tensors`` lie together, as far apart as ``offsets`` are, if they do."""
+        for grads in self._grads:
+            slots = grads.slots_of(tensors, offsets)
+            if slots is not None:
+                return grads, slots
+        return None
+
     @property
     def bucket_members(self) -> list[list[int]]:
         """The indices of the tensors in each bucket, in the order in which buckets are sent."""
