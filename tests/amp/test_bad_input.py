@@ -209,7 +209,7 @@ def test_last_step_of_a_stranger():
 
 
 def test_combine_ddp_needs_torch_distributed_and_says_how_to_get_it():
-    model = nn.Linear(2, 2).to(DEVICE)
+    model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"opt_level": "O2", "combine_grad": True, "verbosity": 0}
     with pytest.raises(RuntimeError, match=r"combine_ddp=True needs torch.distributed: call .*init_process_group"):
