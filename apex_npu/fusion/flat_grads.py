@@ -73,9 +73,12 @@ class FlatGrads:
             self._padding = (~used).nonzero().flatten().to(self.flat.device)
         self.flat.index_fill_(0, self._padding, 0.0)
 
-    def states(self) -> bytes:
-        """One byte per parameter: ABSENT, PRESENT or FOREIGN."""
-        return grad_states(self.params, self._views or self.params)
+    def states(self, slots: range | None = None) -> bytes:
+        """One byte per parameter, of all or of those of ``slots``: ABSENT, PRESENT or FOREIGN."""
+        views = self._views or self.params
+        if slots is None:
+            return grad_states(self.params, views)
+        return grad_states(self.params[slots.start : slots.stop], views[slots.start : slots.stop])
 
     def broken(self) -> list[int]:
         """Indices of the parameters that no longer have the address, shape, dtype or device they were planned with."""
@@ -98,9 +101,7 @@ class FlatGrads:
 
     def all_present(self, slots: range) -> bool:
         """True where each of ``slots`` is PRESENT."""
-        first, last = slots.start, slots.stop
-        states = grad_states(self.params[first:last], (self._views or self.params)[first:last])
-        return states.count(PRESENT) == len(slots)
+        return self.states(slots).count(PRESENT) == len(slots)
 
     def gather(self, slots: range | None = None) -> bytes:
         """Bring every gradient into its slot: afterwards ``param.grad`` is None or the slot's view.
@@ -114,11 +115,8 @@ class FlatGrads:
         Raises:
             RuntimeError: A gradient is sparse, or not of its parameter's dtype; nothing has been copied then.
         """
-        if slots is None:
-            states, first = self.states(), 0
-        else:
-            first, views = slots.start, self._views or self.params
-            states = grad_states(self.params[first : slots.stop], views[first : slots.stop])
+        first = 0 if slots is None else slots.start
+        states = self.states(slots)
         if FOREIGN not in states:
             return states
         if PRESENT not in states and gathers_in_one_pass(self.flat):
@@ -130,6 +128,17 @@ class FlatGrads:
         for i in foreign:
             self.params[i].grad = self.views[i]
         return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
+
+    def gather_times(self, factor: float, slots: range) -> bytes:
+        """``gather(slots)``, then multiply what lies there by ``factor``; in one pass where the device allows."""
+        states = self.states(slots)
+        if PRESENT not in states and FOREIGN in states and gathers_in_one_pass(self.flat):
+            self.take(self.params, factor, slots=slots)
+            return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
+        states = self.gather(slots)
+        if factor != 1.0 and PRESENT in states:
+            self.span(slots).mul_(factor)
+        return states
 
     def take(
         self,
