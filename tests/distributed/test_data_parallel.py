@@ -61,7 +61,8 @@ def test_distributed_data_parallel_and_distributed_checkpoints_work():
 @pytest.mark.parametrize("count", [2, 3])
 def test_sharded_parameters_are_stepped_part_by_part(count):
     even = ["parts_are_fused", "refusals", "amp_with_torchs_optimizers"] if count == 2 else []
-    run("sharded", "same_as_torch", "checkpoints", "plain_state_dicts", "what_users_do", *even, processes=count)
+    checks = ["same_as_torch", "same_as_whole", "checkpoints", "plain_state_dicts", "what_users_do"]
+    run("sharded", *checks, *even, processes=count, timeout=300)
 
 
 @pytest.mark.skipif(DEVICE.type != "npu", reason="only npus saturate")
