@@ -91,6 +91,12 @@ class DataParallel:
         fitted.reducer.begin(_finder(units, masters=masters))
         return Reduction(self, fitted.reducer, masters)
 
+    def plan(
+        self, records: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradUnit], *, masters: bool
+    ) -> None:
+        """Note which gradients a later block will average; see ``begin`` for the arguments."""
+        self._fit(records, optimizers, units, masters=masters)
+
     def _fit(
         self, records: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradUnit], *, masters: bool
     ) -> _Fitted:
@@ -166,10 +172,11 @@ class Reduction:
         self.masters = masters
 
     @disable_dynamo
-    def finish(self, scale: float, *, dynamic: bool) -> None:
+    def finish(self, units: Sequence[GradUnit], scale: float, *, dynamic: bool) -> None:
         """Wait until all gradients are averages.
 
         Args:
+            units: How they go on from here.
             scale: The loss scale.
             dynamic: It moves, so that this block waits for the device anyway.
 
@@ -178,6 +185,8 @@ class Reduction:
         """
         read = dynamic or self._parallel.must_read(scale)
         self._parallel.check(self._reducer.finish(scale, read=read, others_read=dynamic), scale)
+        for unit in units:
+            unit.note_gathered(self._reducer)
 
     def abandon(self, error: BaseException, scale: float, *, dynamic: bool) -> None:
         """End it, since ``error`` has ended the block.

@@ -77,6 +77,20 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
     step.hooked = True  # type: ignore[attr-defined]
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
+    def join_hook(self, **kwargs: Any) -> Any:
+        """What torch.distributed.algorithms.Join asks for; optimizers that torch has made joinable have it.
+
+        Raises:
+            RuntimeError: Gradients are averaged by ``combine_ddp``, of which Join knows nothing.
+        """
+        if self._amp_record.parallel is not None:
+            raise RuntimeError(
+                "Join cannot let a process that has run out of data stand in for itself under combine_ddp=True: all "
+                "processes have to call amp.scale_loss equally often. Pad or drop the last batches (DistributedSampler "
+                "does either), or wrap the model in DistributedDataParallel instead, which has join()"
+            )
+        return super().join_hook(**kwargs)  # type: ignore[misc]
+
     @disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients of all parameters, and of the model parameters behind masters."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -271,30 +271,6 @@ def shutdown() -> None:
 def disable_casts() -> AbstractContextManager[Any]:
     """A context in which O1 casts nothing; without O1 it does nothing. Re-entrant, and restored after an exception."""
     return nullcontext() if _current is None or _current.casts is None else _current.casts.disabled()
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """A context whose ``scale_loss`` blocks keep gradients to this process, under ``combine_ddp=True``.
-
-    For accumulation: open it around all blocks but the last of a step. Gradients are averaged by the first block
-    outside of it, all that have been added up since. A ``step()`` before that is refused. As with torch's
-    DistributedDataParallel, all processes must do the same. Without combine_ddp nothing happens.
-
-    Raises:
-        RuntimeError: amp has not been initialized; or this was opened inside of a ``scale_loss`` block.
-    """
-    session = require("amp.no_sync")
-    if any(o._amp_record.in_block for o in session.adopted):
-        raise RuntimeError(
-            "amp.no_sync was opened inside of an amp.scale_loss block, which may have sent gradients already; open it "
-            "around the whole block"
-        )
-    session.no_sync_depth += 1
-    try:
-        yield
-    finally:
-        session.no_sync_depth -= 1
 
 
 def master_of(model_param: Tensor) -> Tensor | None:

@@ -4,13 +4,14 @@
 
 A slot is ABSENT while ``param.grad is None``, as ``zero_grad()`` leaves it, and PRESENT while ``param.grad`` is the
 slot's view. Autograd, or the user, may put any other tensor there: ``gather`` copies it into the slot. Large ones may
-as well stay where they are (LOOSE), for whoever can work on several pieces: on a CPU a copy of theirs costs half as much
-as a step of Adam, and a call of its own next to nothing.
+as well stay where they are (LOOSE), for whoever can work on several pieces: on a CPU copying one costs half as much as
+its step of Adam, and a call of its own next to nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -79,9 +80,12 @@ class FlatGrads:
             self._padding = (~used).nonzero().flatten().to(self.flat.device)
         self.flat.index_fill_(0, self._padding, 0.0)
 
-    def states(self) -> bytes:
-        """One byte per parameter: ABSENT, PRESENT or FOREIGN."""
-        return grad_states(self.params, self._views or self.params)
+    def states(self, slots: range | None = None) -> bytes:
+        """One byte per parameter, of all or of those of ``slots``: ABSENT, PRESENT or FOREIGN."""
+        views = self._views or self.params
+        if slots is None:
+            return grad_states(self.params, views)
+        return grad_states(self.params[slots.start : slots.stop], views[slots.start : slots.stop])
 
     def broken(self) -> list[int]:
         """Indices of the parameters that no longer have the address, shape, dtype or device they were planned with."""
@@ -91,6 +95,20 @@ class FlatGrads:
         """The memory of consecutive ``slots``, padding included."""
         end = self.offsets[slots.stop] if slots.stop < len(self.offsets) else self._total_numel
         return self.flat[self.offsets[slots.start] : end]
+
+    def slots_of(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> range | None:
+        """Where the gradients of ``tensors`` lie next to each other, as far apart as ``offsets`` are; None: nowhere."""
+        first = next((i for i, p in enumerate(self.params) if p is tensors[0]), None)
+        if first is None:
+            return None
+        last = first + len(tensors)
+        apart = [offset - self.offsets[first] for offset in self.offsets[first:last]]
+        alike = len(apart) == len(offsets) and apart == [offset - offsets[0] for offset in offsets]
+        return range(first, last) if alike and all(map(is_, tensors, self.params[first:last])) else None
+
+    def all_present(self, slots: range) -> bool:
+        """True where each of ``slots`` is PRESENT."""
+        return self.states(slots).count(PRESENT) == len(slots)
 
     def gather(self, slots: range | None = None, *, leave_large: bool = False) -> bytes:
         """Bring every gradient into its slot: afterwards ``param.grad`` is None or the slot's view.
@@ -105,11 +123,8 @@ class FlatGrads:
         Raises:
             RuntimeError: A gradient is sparse, or not of its parameter's dtype; nothing has been copied then.
         """
-        if slots is None:
-            states, first = self.states(), 0
-        else:
-            first, views = slots.start, self._views or self.params
-            states = grad_states(self.params[first : slots.stop], views[first : slots.stop])
+        first = 0 if slots is None else slots.start
+        states = self.states(slots)
         if FOREIGN not in states:
             return states
         loose = [i for i in self._large if states[i] == FOREIGN and self._fits(i)] if leave_large else []
@@ -124,6 +139,17 @@ class FlatGrads:
             for i in foreign:
                 self.params[i].grad = self.views[i]
         return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
+
+    def gather_times(self, factor: float, slots: range) -> bytes:
+        """``gather(slots)``, then multiply what lies there by ``factor``; in one pass where the device allows."""
+        states = self.states(slots)
+        if PRESENT not in states and FOREIGN in states and gathers_in_one_pass(self.flat):
+            self._take(self.params, slots, [], factor, None)
+            return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
+        states = self.gather(slots)
+        if factor != 1.0 and PRESENT in states:
+            self.span(slots).mul_(factor)
+        return states
 
     def take(self, sources: Sequence[Tensor], inv_scale: float = 1.0, found_inf: Tensor | None = None) -> None:
         """Multiply the gradients of ``sources`` in one pass, and bring them into the slots; see ``ops.take_grads_``.

@@ -189,6 +189,14 @@ class GradReducer:
         by_members = [bucket.members for bucket in self._buckets]
         self._set_order([self._buckets[b] for b in order_of_completion(by_members, arrival)])
 
+    def gathered(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> tuple[FlatGrads, range] | None:
+        """Where the averages of ``tensors`` lie together, as far apart as ``offsets`` are, if they do."""
+        for grads in self._grads:
+            slots = grads.slots_of(tensors, offsets)
+            if slots is not None:
+                return grads, slots
+        return None
+
     @property
     def bucket_members(self) -> list[list[int]]:
         """The indices of the tensors in each bucket, in the order in which buckets are sent."""
@@ -245,16 +253,16 @@ class GradReducer:
     @torch.no_grad()
     def _send(self, bucket: Bucket, *, empty: bool = False) -> None:
         grads = self._grads[bucket.row]
-        states = bytes(len(bucket.slots)) if empty else grads.gather(bucket.slots)
+        part = grads.span(bucket.slots)
+        wire_dtype = self.options.wire_dtype(part.dtype)
+        before, _ = divisors(wire_dtype, self._size)
+        same = part.dtype == wire_dtype
+        # Divided as they are gathered, unless they are widened first: what float16 would lose then is kept.
+        states = bytes(len(bucket.slots)) if empty else grads.gather_times(1.0 / before if same else 1.0, bucket.slots)
         bucket.absent = [slot for slot, state in zip(bucket.slots, states, strict=True) if state == ABSENT]
         if bucket.absent:
             torch._foreach_zero_([grads.views[slot] for slot in bucket.absent])
-        part = grads.span(bucket.slots)
-        wire_dtype = self.options.wire_dtype(part.dtype)
-        bucket.wire = part if part.dtype == wire_dtype else part.to(wire_dtype)
-        before, _ = divisors(wire_dtype, self._size)
-        if before != 1.0:
-            bucket.wire.mul_(1.0 / before)
+        bucket.wire = part if same else part.to(wire_dtype).mul_(1.0 / before)
         with self._breaking(self._next):
             bucket.work = dist.all_reduce(bucket.wire, group=self.options.group, async_op=True)
         bucket.sent = True

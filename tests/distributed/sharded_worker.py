@@ -215,6 +215,30 @@ def what_users_do():
             torch.testing.assert_close(added.detach(), value - 0.25 * grad)
 
 
+def same_as_whole():
+    """Of rules that torch has not: what is stepped in parts is what the same optimizer makes of whole parameters."""
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    kinds = [
+        (optimizers.NpuFusedRMSpropTF, {"lr": 0.1, "momentum": 0.5}),
+        (optimizers.FusedAdam, {"lr": 0.1, "weight_decay": 0.1}),
+        (optimizers.FusedSGD, {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.1}),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for kind, options in kinds:
+        values = [torch.randn(shape, generator=generator).to(DEVICE) for shape in ((6, 4), (7,), (1, 3))]
+        parts = [nn.Parameter(distribute_tensor(value.clone(), mesh, [Shard(0)])) for value in values]
+        wholes = [nn.Parameter(value.clone()) for value in values]
+        of_parts, of_wholes = kind(parts, **options), kind(wholes, **options)
+        for _ in range(3):
+            for part, whole_param in zip(parts, wholes, strict=True):
+                whole_param.grad = torch.randn(part.shape, generator=generator).to(DEVICE)
+                part.grad = distribute_tensor(whole_param.grad.clone(), mesh, [Shard(0)])
+            of_parts.step()
+            of_wholes.step()
+        for part, whole_param in zip(parts, wholes, strict=True):
+            torch.testing.assert_close(part.full_tensor(), whole_param.detach(), rtol=1e-6, atol=1e-7)
+
+
 def refusals():
     model = sharded()
     before = [p.full_tensor() for p in model.parameters()]
