@@ -5,7 +5,7 @@
 #include <cmath>
 #include <vector>
 
-#include "fused_optim/dot.h"
+#include "fused_optim/lanes.h"
 #include "fused_optim/operands.h"
 #include "fused_optim/pieces.h"
 #include "fused_optim/vectors.h"
@@ -75,7 +75,7 @@ struct Move {
 struct Products {
   double grad_param = 0, grad_grad = 0, param_param = 0, param_direction = 0;
 
-  void operator+=(const Products& other) {
+  APEX_NPU_INLINE void operator+=(const Products& other) {
     grad_param += other.grad_param;
     grad_grad += other.grad_grad;
     param_param += other.param_param;
@@ -96,28 +96,27 @@ struct Products {
 struct Multiply {
   template <typename T>
   APEX_NPU_INLINE Products operator()(const T* p, const T* g, const T* u, double grad_factor, int64_t n) const {
-    constexpr int kLanes = 8;  // see dot.cpp; there are four sums at once here
-    double gp[kLanes] = {}, gg[kLanes] = {}, pp[kLanes] = {}, pu[kLanes] = {};
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-#pragma omp simd
-      for (int k = 0; k < kLanes; ++k) {
-        const double grad = g[i + k], param = p[i + k], direction = u[i + k];
-        gp[k] += grad * param;
-        gg[k] += grad * grad;
-        pp[k] += param * param;
-        pu[k] += param * direction;
-      }
-    }
-    for (int k = 0; i < n; ++i, ++k) {
-      const double grad = g[i], param = p[i], direction = u[i];
-      gp[k] += grad * param;
-      gg[k] += grad * grad;
-      pp[k] += param * param;
-      pu[k] += param * direction;
-    }
+    constexpr int kLanes = 8;
     Products sum;
-    for (int k = 0; k < kLanes; ++k) sum += {gp[k], gg[k], pp[k], pu[k]};
+    int64_t i = 0;
+    if (n >= kLanes) {
+      Lanes<kLanes> gp, gg, pp, pu;
+      gp.set_products(g, p);
+      gg.set_products(g, g);
+      pp.set_products(p, p);
+      pu.set_products(p, u);
+      for (i = kLanes; i + kLanes <= n; i += kLanes) {
+        gp.add_products(g + i, p + i);
+        gg.add_products(g + i, g + i);
+        pp.add_products(p + i, p + i);
+        pu.add_products(p + i, u + i);
+      }
+      sum = {gp.total(), gg.total(), pp.total(), pu.total()};
+    }
+    for (; i < n; ++i) {
+      const double grad = g[i], param = p[i], direction = u[i];
+      sum += {grad * param, grad * grad, param * param, param * direction};
+    }
     sum.grad_param *= grad_factor;
     sum.grad_grad *= grad_factor * grad_factor;
     return sum;
