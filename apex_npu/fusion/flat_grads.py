@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer, plan
-from apex_npu.fusion.storage import grad_states, slot_table
+from apex_npu.fusion.storage import grad_states, is_slot, slot_table
 from apex_npu.ops import gather_, gathers_in_one_pass, take_grads_, unscale_grads
 
 ABSENT, PRESENT, FOREIGN, LOOSE = 0, 1, 2, 3
@@ -180,13 +180,14 @@ class FlatGrads:
             self._check_grad(indices[unfit], sources[indices[unfit]].grad)
 
     def _fits(self, index: int) -> bool:
-        """True where the gradient of parameter ``index`` has its slot's dtype and layout."""
+        """True where the gradient of parameter ``index`` has its slot's dtype and layout, and memory of its own."""
         grad, view = self.params[index].grad, self.views[index]
         return (
             grad is not None
             and grad.layout == torch.strided
             and grad.dtype == view.dtype
             and grad.stride() == view.stride()
+            and not is_slot(grad)  # of another gradient, or a parameter
         )
 
     def _unshared(self, indices: list[int]) -> list[int]:
