@@ -50,9 +50,6 @@ struct Cast {
   }
 };
 
-// Elements that are converted at a time: they are in the first-level cache when they are looked at again.
-constexpr int64_t kBlockNumel = 1024;
-
 const void* from(const at::Tensor& t, int64_t i) {
   return static_cast<const char*>(t.const_data_ptr()) + i * static_cast<int64_t>(t.element_size());
 }
