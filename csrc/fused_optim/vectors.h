@@ -68,8 +68,8 @@ constexpr int64_t kBlockNumel = 512;
 // Elements worth a thread of their own.
 constexpr int64_t kGrainNumel = 1 << 15;
 
-// body(i) for each i in [0, n), a cache line of T after the other, fetching `streams` (of T) a block ahead: so the memory
-// is at work during a second loop, too. Iterations must not depend on each other.
+// body(i) for each i in [0, n), a cache line of T after the other, fetching `streams` (of T) a block ahead: so the
+// memory is at work during a second loop, too. Iterations must not depend on each other.
 template <typename T, typename Body, typename... Streams>
 APEX_NPU_INLINE void for_each(int64_t n, const Body& body, const Streams*... streams) {
   constexpr int64_t kLine = 64 / sizeof(T);
