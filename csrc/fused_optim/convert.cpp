@@ -2,8 +2,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "fused_optim/convert.h"
 
-#include <cstring>
-
 #include "fused_optim/vectors.h"
 
 #ifdef APEX_NPU_AVX2
@@ -15,17 +13,8 @@ namespace {
 
 using c10::ScalarType;
 
-template <typename To, typename From>
-APEX_NPU_INLINE To bit_cast(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof to);
-  return to;
-}
-
 // float16 has 5 bits of exponent and 10 of mantissa, float32 8 and 23: 13 more bits, and a bias larger by 112.
 constexpr uint32_t kBias = 112u << 23;
-constexpr uint32_t kInf = 0x7f800000u;
 
 // Without branches, and without ever computing with a subnormal float32, which a processor may be set to flush to zero.
 APEX_NPU_INLINE float from_half(uint16_t half) {
@@ -37,22 +26,15 @@ APEX_NPU_INLINE float from_half(uint16_t half) {
 }
 
 APEX_NPU_INLINE uint16_t to_half(float value) {
-  const uint32_t bits = bit_cast<uint32_t>(value), magnitude = bits & 0x7fffffffu;
-  const uint32_t rounded = (magnitude - kBias + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+  const auto bits = bit_cast<uint32_t>(value);
+  const auto magnitude = static_cast<int32_t>(bits & 0x7fffffffu);  // signed, as vectors compare them
+  const auto rounded = (magnitude - static_cast<int32_t>(kBias) + 0x0fff + ((magnitude >> 13) & 1)) >> 13;
   // 0.5 has the last bit that float16's subnormal numbers have, so that this addition rounds to it.
-  const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - bit_cast<uint32_t>(0.5f);
-  uint32_t half = magnitude < 0x38800000u ? subnormal : rounded;  // below 2^-14
-  half = magnitude >= 0x477ff000u ? 0x7c00u : half;               // 65520 and more round to inf
-  half = magnitude > kInf ? 0x7e00u : half;
-  return static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u));
-}
-
-APEX_NPU_INLINE float from_bfloat16(uint16_t value) { return bit_cast<float>(static_cast<uint32_t>(value) << 16); }
-
-APEX_NPU_INLINE uint16_t to_bfloat16(float value) {
-  const uint32_t bits = bit_cast<uint32_t>(value), magnitude = bits & 0x7fffffffu;
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return static_cast<uint16_t>(magnitude > kInf ? 0x7fc0u | ((bits >> 16) & 0x8000u) : rounded);
+  const auto subnormal = bit_cast<int32_t>(bit_cast<float>(magnitude) + 0.5f) - bit_cast<int32_t>(0.5f);
+  int32_t half = magnitude < 0x38800000 ? subnormal : rounded;  // below 2^-14
+  half = magnitude >= 0x477ff000 ? 0x7c00 : half;               // 65520 and more round to inf
+  half = value != value ? 0x7e00 : half;
+  return static_cast<uint16_t>(static_cast<uint32_t>(half) | ((bits >> 16) & 0x8000u));
 }
 
 struct HalfToFloat {
@@ -70,14 +52,14 @@ struct FloatToHalf {
 };
 
 struct BFloat16ToFloat {
-  APEX_NPU_INLINE void operator()(const uint16_t* src, float* dst, int64_t n) const {
+  APEX_NPU_INLINE void operator()(const BFloat16* src, float* dst, int64_t n) const {
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) dst[i] = from_bfloat16(src[i]);
+    for (int64_t i = 0; i < n; ++i) dst[i] = to_float(src[i]);
   }
 };
 
 struct FloatToBFloat16 {
-  APEX_NPU_INLINE void operator()(const float* src, uint16_t* dst, int64_t n) const {
+  APEX_NPU_INLINE void operator()(const float* src, BFloat16* dst, int64_t n) const {
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) dst[i] = to_bfloat16(src[i]);
   }
@@ -109,7 +91,7 @@ APEX_NPU_AVX2 void float_to_half_f16c(const float* src, uint16_t* dst, int64_t n
 void widen(const void* src, ScalarType dtype, float* dst, int64_t n) {
   const auto* words = static_cast<const uint16_t*>(src);
   if (dtype == ScalarType::BFloat16) {
-    vectorized(BFloat16ToFloat(), words, dst, n);
+    vectorized(BFloat16ToFloat(), static_cast<const BFloat16*>(src), dst, n);
 #ifdef APEX_NPU_AVX2
   } else if (has_avx2()) {
     half_to_float_f16c(words, dst, n);
@@ -122,7 +104,7 @@ void widen(const void* src, ScalarType dtype, float* dst, int64_t n) {
 void narrow(const float* src, void* dst, ScalarType dtype, int64_t n) {
   auto* words = static_cast<uint16_t*>(dst);
   if (dtype == ScalarType::BFloat16) {
-    vectorized(FloatToBFloat16(), src, words, n);
+    vectorized(FloatToBFloat16(), src, static_cast<BFloat16*>(dst), n);
 #ifdef APEX_NPU_AVX2
   } else if (has_avx2()) {
     float_to_half_f16c(src, words, n);

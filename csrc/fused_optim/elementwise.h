@@ -13,9 +13,6 @@
 
 namespace apex_npu {
 
-// Elements worth a thread of their own.
-constexpr int64_t kGrainNumel = 1 << 15;
-
 // rule(param, grad, begin, n) for all elements, block by block; the rule finds its states at `begin`.
 template <typename T, typename Rule>
 void update_elements(const Operands& operands, const Rule& rule) {

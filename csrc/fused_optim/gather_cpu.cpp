@@ -6,7 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
+#include <type_traits>
 
 #include "fused_optim/convert.h"
 #include "fused_optim/pieces.h"
@@ -16,80 +16,100 @@ namespace apex_npu {
 namespace {
 
 // Looks at the exponent's bits, which unlike std::isfinite the compiler turns into vector instructions.
-APEX_NPU_INLINE uint32_t not_finite(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return (bits & 0x7f800000u) == 0x7f800000u;
-}
+APEX_NPU_INLINE uint32_t not_finite(float x) { return (bit_cast<uint32_t>(x) & kFloatInf) == kFloatInf; }
 
 APEX_NPU_INLINE uint64_t not_finite(double x) {
-  uint64_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return (bits & 0x7ff0000000000000u) == 0x7ff0000000000000u;
+  constexpr uint64_t kInf = 0x7ff0000000000000u;
+  return (bit_cast<uint64_t>(x) & kInf) == kInf;
 }
 
-// Returns whether an element of src is inf or nan. dst may be src.
+APEX_NPU_INLINE double load(double x) { return x; }
+APEX_NPU_INLINE float load(float x) { return x; }
+APEX_NPU_INLINE float load(BFloat16 x) { return to_float(x); }
+
+APEX_NPU_INLINE void store(double value, double& x) { x = value; }
+APEX_NPU_INLINE void store(float value, float& x) { x = value; }
+APEX_NPU_INLINE void store(float value, BFloat16& x) { x = to_bfloat16(value); }
+
+// dst[i] = src[i] * inv_scale; returns whether an element of src is inf or nan. dst may be src.
 struct Unscale {
-  template <typename T>
-  APEX_NPU_INLINE bool operator()(T* dst, const T* src, T inv_scale, int64_t n) const {
-    decltype(not_finite(T())) bad = 0;
+  template <typename Dst, typename Src>
+  APEX_NPU_INLINE bool operator()(Dst* dst, const Src* src, double inv_scale, int64_t n) const {
+    using Wide = std::conditional_t<std::is_same_v<Dst, double>, double, float>;
+    const auto factor = static_cast<Wide>(inv_scale);
+    decltype(not_finite(Wide())) bad = 0;
 #pragma omp simd reduction(| : bad)
     for (int64_t i = 0; i < n; ++i) {
-      bad |= not_finite(src[i]);
-      dst[i] = src[i] * inv_scale;
+      const auto value = static_cast<Wide>(load(src[i]));
+      bad |= not_finite(value);
+      store(value * factor, dst[i]);
     }
     return bad != 0;
   }
 };
 
-struct Cast {
-  template <typename To, typename From>
-  APEX_NPU_INLINE void operator()(To* dst, const From* src, int64_t n) const {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) dst[i] = static_cast<To>(src[i]);
+// Memory of some dtype, from an element on.
+struct Place {
+  Place(const at::Tensor& t, const void* data, int64_t i)
+      : dtype(t.scalar_type()), data(static_cast<const char*>(data) + i * static_cast<int64_t>(t.element_size())) {}
+
+  template <typename T>
+  const T* as() const {
+    return reinterpret_cast<const T*>(data);
   }
+  template <typename T>
+  T* as_written() const {
+    return reinterpret_cast<T*>(const_cast<char*>(data));
+  }
+
+  at::ScalarType dtype;
+  const char* data;
 };
 
-// Elements that are converted at a time: they are in the first-level cache when they are looked at again.
-constexpr int64_t kBlockNumel = 1024;
-
-const void* from(const at::Tensor& t, int64_t i) {
-  return static_cast<const char*>(t.const_data_ptr()) + i * static_cast<int64_t>(t.element_size());
-}
-
-void* into(const at::Tensor& t, int64_t i) {
-  return static_cast<char*>(t.mutable_data_ptr()) + i * static_cast<int64_t>(t.element_size());
-}
-
-// Elements [begin, begin + n) of `t` as float: where they lie, where they are float, else in `copy`.
-const float* as_float(const at::Tensor& t, int64_t begin, int64_t n, float* copy) {
-  if (t.scalar_type() == at::kFloat) return static_cast<const float*>(from(t, begin));
-  if (t.scalar_type() == at::kDouble) {
-    vectorized(Cast(), copy, static_cast<const double*>(from(t, begin)), n);
-  } else {
-    widen(from(t, begin), t.scalar_type(), copy, n);
-  }
-  return copy;
-}
-
-bool gather_block(const at::Tensor& slot, const at::Tensor& grad, int64_t begin, int64_t n, double inv_scale) {
-  alignas(64) float copy[kBlockNumel];
-  if (slot.scalar_type() == at::kDouble) {
-    auto* dst = static_cast<double*>(into(slot, begin));
-    if (grad.scalar_type() == at::kDouble) {
-      return vectorized(Unscale(), dst, static_cast<const double*>(from(grad, begin)), inv_scale, n);
+template <typename Src>
+bool unscale_from(const Place& slot, const Src* src, double inv_scale, int64_t n) {
+  switch (slot.dtype) {
+    case at::kFloat:
+      return vectorized(Unscale(), slot.as_written<float>(), src, inv_scale, n);
+    case at::kDouble:
+      return vectorized(Unscale(), slot.as_written<double>(), src, inv_scale, n);
+    case at::kBFloat16:
+      return vectorized(Unscale(), slot.as_written<BFloat16>(), src, inv_scale, n);
+    default: {
+      // float16 is converted by functions of its own, block by block.
+      bool bad = false;
+      alignas(64) float values[kBlockNumel];
+      for (int64_t done = 0; done < n; done += kBlockNumel) {
+        const int64_t part = std::min(kBlockNumel, n - done);
+        bad |= vectorized(Unscale(), static_cast<float*>(values), src + done, inv_scale, part);
+        narrow(values, slot.as_written<uint16_t>() + done, slot.dtype, part);
+      }
+      return bad;
     }
-    vectorized(Cast(), dst, as_float(grad, begin, n, copy), n);
-    return vectorized(Unscale(), dst, static_cast<const double*>(dst), inv_scale, n);
   }
-  const auto factor = static_cast<float>(inv_scale);
-  const float* src = as_float(grad, begin, n, copy);
-  if (slot.scalar_type() == at::kFloat) {
-    return vectorized(Unscale(), static_cast<float*>(into(slot, begin)), src, factor, n);
+}
+
+bool unscale(const Place& slot, const Place& grad, double inv_scale, int64_t n) {
+  switch (grad.dtype) {
+    case at::kFloat:
+      return unscale_from(slot, grad.as<float>(), inv_scale, n);
+    case at::kDouble:
+      return unscale_from(slot, grad.as<double>(), inv_scale, n);
+    case at::kBFloat16:
+      return unscale_from(slot, grad.as<BFloat16>(), inv_scale, n);
+    default: {
+      bool bad = false;
+      alignas(64) float values[kBlockNumel];
+      Place to = slot;
+      const int64_t slot_size = static_cast<int64_t>(c10::elementSize(slot.dtype));
+      for (int64_t done = 0; done < n; done += kBlockNumel, to.data += kBlockNumel * slot_size) {
+        const int64_t part = std::min(kBlockNumel, n - done);
+        widen(grad.as<uint16_t>() + done, grad.dtype, values, part);
+        bad |= unscale_from(to, static_cast<const float*>(values), inv_scale, part);
+      }
+      return bad;
+    }
   }
-  const bool bad = vectorized(Unscale(), static_cast<float*>(copy), src, factor, n);
-  narrow(copy, into(slot, begin), slot.scalar_type(), n);
-  return bad;
 }
 
 bool supported(const at::Tensor& t) {
@@ -129,11 +149,8 @@ void gather_cpu(const std::vector<at::Tensor>& slots, const std::vector<at::Tens
     const Piece& piece = pieces[i];
     const at::Tensor& slot = slots[piece.segment];
     const at::Tensor& grad = copied[piece.segment] ? slot : grads[piece.segment];
-    bool found = false;
-    for (int64_t done = 0; done < piece.numel; done += kBlockNumel) {
-      found |= gather_block(slot, grad, piece.begin + done, std::min(kBlockNumel, piece.numel - done), inv_scale);
-    }
-    if (found) bad.store(true, std::memory_order_relaxed);
+    const Place to(slot, slot.mutable_data_ptr(), piece.begin), from(grad, grad.const_data_ptr(), piece.begin);
+    if (unscale(to, from, inv_scale, piece.numel)) bad.store(true, std::memory_order_relaxed);
   });
   if (bad && found_inf.has_value()) *found_inf->mutable_data_ptr<float>() = 1.0f;
 }

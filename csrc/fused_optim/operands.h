@@ -94,9 +94,6 @@ class Operands {
   at::ScalarType param_dtype_, grad_dtype_, model_dtype_;
 };
 
-// Elements that are in the first-level cache together with all that a rule has beside them.
-constexpr int64_t kBlockNumel = 1024;
-
 // The parameters [begin, begin + n) as T, n <= kBlockNumel.
 template <typename T>
 class ParamBlock {

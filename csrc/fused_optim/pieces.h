@@ -12,6 +12,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "fused_optim/vectors.h"
+
 namespace apex_npu {
 
 // Elements of a piece. All that an update reads of them fits into a core's second-level cache.
@@ -42,7 +44,6 @@ class Pieces {
   // work(i) for each piece; a thread gets neighbours, about as many elements as any other.
   template <typename Work>
   void parallel_for_each(const Work& work) const {
-    constexpr int64_t kGrainNumel = 1 << 15;  // elements worth a thread of their own
     at::parallel_for(0, numel_, kGrainNumel, [&](int64_t begin, int64_t end) {
       size_t i = std::lower_bound(before_.begin(), before_.end(), begin) - before_.begin();
       for (; i < pieces_.size() && before_[i] < end; ++i) work(i);

@@ -6,7 +6,7 @@
 // A loop is an object whose operator() is APEX_NPU_INLINE, as is all that it calls. `vectorized` holds it twice: once
 // for the architecture that the library is built for, which is all that other processors than x86-64 need, and once for
 // AVX2. Being inlined, rather than called, is what gives the code the target of the function that holds it; a compiler
-// that cannot do so says so.
+// that cannot do so says so. AVX-512 was tried: it gains little where the memory is the limit, and loses elsewhere.
 //
 // Wider vectors change no bit of a result: setup.py forbids contracting a * b + c (-ffp-contract=off), and sums are
 // spread over a fixed number of lanes.
@@ -61,15 +61,21 @@ auto vectorized(const Loop& loop, Args... args) {
   return detail::with_baseline(loop, args...);
 }
 
-// body(i) for each i in [0, n), a cache line of T after the other, fetching `streams` (of T) ahead. Iterations must not
-// depend on each other.
+// Elements that are converted, or computed with in two loops, at a time: with all that a rule has beside them they are
+// still in the first-level cache the second time.
+constexpr int64_t kBlockNumel = 512;
+
+// Elements worth a thread of their own.
+constexpr int64_t kGrainNumel = 1 << 15;
+
+// body(i) for each i in [0, n), a cache line of T after the other, fetching `streams` (of T) a block ahead: so the
+// memory is at work during a second loop, too. Iterations must not depend on each other.
 template <typename T, typename Body, typename... Streams>
 APEX_NPU_INLINE void for_each(int64_t n, const Body& body, const Streams*... streams) {
   constexpr int64_t kLine = 64 / sizeof(T);
-  constexpr int64_t kAhead = 32 * kLine;  // 2 KiB; beyond a buffer's end it does no harm
   int64_t i = 0;
   for (; i + kLine <= n; i += kLine) {
-    (APEX_NPU_PREFETCH(streams + i + kAhead), ...);
+    (APEX_NPU_PREFETCH(streams + i + kBlockNumel), ...);
 #pragma omp simd
     for (int64_t j = i; j < i + kLine; ++j) body(j);
   }
