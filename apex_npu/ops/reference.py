@@ -45,7 +45,7 @@ def in_dtype(grad: Tensor, dtype: torch.dtype, maximize: bool, grad_scale: Tenso
     """What a rule steps by, in ``dtype``: ±grad / grad_scale."""
     grad = grad.to(dtype)  # widened first: divided in float16, a small gradient would be lost
     if grad_scale is not None:
-        grad = grad * grad_scale.to(dtype).reciprocal()
+        grad = grad / grad_scale.to(dtype)
     return grad.neg() if maximize else grad
 
 

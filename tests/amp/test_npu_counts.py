@@ -26,23 +26,23 @@ UPDATES = [
     ("RMSprop", optimizers.NpuFusedRMSprop, {}, 5, 5),
     ("RMSpropTF", optimizers.NpuFusedRMSpropTF, {}, 5, 6),
     ("Adadelta", optimizers.NpuFusedAdadelta, {}, 11, 11),
-    ("BertAdam", optimizers.NpuFusedBertAdam, {"lr": 1e-3}, 10, 12),
-    ("LAMB", optimizers.NpuFusedLamb, {}, 32, 20),
-    ("AdamP", optimizers.NpuFusedAdamP, {}, 89, 40),
+    ("BertAdam", optimizers.NpuFusedBertAdam, {"lr": 1e-3}, 7, 12),
+    ("LAMB", optimizers.NpuFusedLamb, {}, 19, 20),
+    ("AdamP", optimizers.NpuFusedAdamP, {}, 39, 40),
 ]
 
 # part of a step of Adam, opt_level, fuse_unscale; launches: NOW, GOAL.
 PARTS = [
     ("unscale and check", "O0", False, 3, 3),
     ("unscale and check", "O2", False, 3, 3),
-    ("unscale and check", "O0", True, 10, 3),
-    ("unscale and check", "O2", True, 10, 3),
+    ("unscale and check", "O0", True, 3, 3),
+    ("unscale and check", "O2", True, 3, 3),
     ("clip", "O0", False, 7, 5),
     ("clip", "O0", True, 6, 5),
     ("update", "O0", False, 7, 8),
-    ("update", "O0", True, 12, 8),
+    ("update", "O0", True, 10, 8),
     ("update", "O2", False, 8, 9),  # one more, to write back to the model
-    ("update", "O2", True, 13, 9),
+    ("update", "O2", True, 11, 9),
     ("zero", "O0", False, 1, 1),
     ("zero", "O2", False, 1, 1),
 ]
