@@ -33,8 +33,8 @@ def _share(axes: Any, table: Table) -> None:
 
 def _rivals(axes: Any, table: Table, workload: str) -> None:
     steps = _steps(table, workload)
-    rivals = dict.fromkeys(name for variants in steps.values() for name in variants)
-    rivals = [name for name in rivals if not name.startswith("apex_npu") and name != "ceiling"]
+    names = dict.fromkeys(name for variants in steps.values() for name in variants)
+    rivals = [name for name in names if not name.startswith("apex_npu") and name != "ceiling"]
     width = 0.8 / max(1, len(rivals))
     for i, rival in enumerate(rivals):
         bars = [(x, float(v[rival]["ratio"])) for x, v in enumerate(steps.values()) if rival in v]

@@ -107,7 +107,7 @@ TABLES: dict[str, tuple[str, Callable[[Table], str]]] = {
     "goals on cuda": ("goals_cuda.csv", goals),
     "steps on cuda": ("cuda.csv", steps),
 }
-MISSING = "Nothing has been measured yet."
+MISSING = "There are no figures yet."
 
 
 def filled(text: str, results: Path = RESULTS) -> str:

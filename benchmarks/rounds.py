@@ -74,12 +74,14 @@ class Stopwatch:
         if self.device.type == "cuda":
             self._mark()
         else:
+            synchronize(self.device)
             self._started = clock(self.device)
 
     def stop(self) -> None:
         if self.device.type == "cuda":
             self._mark()
         else:
+            synchronize(self.device)
             self._total += clock(self.device) - self._started
 
     def _mark(self) -> None:
@@ -98,7 +100,6 @@ class Stopwatch:
 
     def time(self, step: Callable[[], object], repeats: int) -> float:
         """Milliseconds of one ``step``, without what it pauses for."""
-        synchronize(self.device)
         self.start()
         for _ in range(repeats):
             step()

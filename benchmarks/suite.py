@@ -29,7 +29,7 @@ from workloads import COUNTS, SIZES, WORKLOADS, numel
 # Of the names of what the sweeps compare; the rest is left to real shapes.
 SWEPT = ("apex_npu", "torch f*")
 # Largest part of the memory that a comparison may need.
-SHARE_OF_MEMORY = 0.7
+SHARE_OF_MEMORY = 0.8
 COLUMNS = ("median_ms", "p90_ms", "ratio", "low", "high", "share_of_ceiling", "launches", "bytes", "syncs")
 # What is printed while it runs.
 WIDTHS = {
