@@ -21,7 +21,7 @@ CHECKED := apex_npu benchmarks examples tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ddp test test-all bench bench-quick bench-deps upstream dev lint types clean setup-demo setup-dev pytest-quick pytest-all
+.PHONY: help demo demo-ddp test test-all bench bench-quick bench-deps upstream dev lint types clean setup-demo setup-dev pytest-quick pytest-all sanitize
 
 help: ## this list
 	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
@@ -35,6 +35,7 @@ help: ## this list
 	@echo 'make dev        the environment for working on apex_npu, with the git hooks'
 	@echo 'make lint       ruff, clang-format, import-linter'
 	@echo 'make types      mypy --strict'
+	@echo 'make sanitize   the tests of what is C++, under AddressSanitizer and UndefinedBehaviorSanitizer (Linux, g++)'
 	@echo 'make clean      remove what was built, and the caches; .venv stays (delete it to start over)'
 	@echo
 	@echo 'options:  TORCH_SPEC=torch==2.11.0   another torch (anything that pip understands; default $(TORCH_DEFAULT))'
@@ -108,6 +109,22 @@ pytest-quick: setup-dev
 
 pytest-all: setup-dev
 	$(call run_tests,all)
+
+# A second build in a folder of its own. torch's libraries know nothing of sanitizers, hence the preloading; Python leaks
+# at exit by design.
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined
+UNDER_SANITIZERS = LD_PRELOAD="$$(g++ -print-file-name=libasan.so):$$(g++ -print-file-name=libstdc++.so)" \
+    ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2
+
+sanitize: setup-dev
+	@echo '==> building the extension with sanitizers (about 2 minutes)'
+	@rm -rf build/sanitize/apex_npu && mkdir -p build/sanitize && cp -R apex_npu build/sanitize/
+	@rm -f build/sanitize/apex_npu/_C.*
+	@CXX=g++ DEBUG=1 CFLAGS='$(SANITIZERS)' LDFLAGS='$(SANITIZERS)' $(PY) setup.py -q build_ext \
+	    --build-lib build/sanitize --build-temp build/sanitize/objects
+	@echo '==> tests under sanitizers'
+	@$(UNDER_SANITIZERS) $(PY) -c 'import sys; sys.path[0] = "build/sanitize"; import apex_npu._C, pytest; sys.exit(pytest.main(sys.argv[1:]))' \
+	    -q -p no:xdist -o pythonpath=tests tests/ops tests/fusion
 
 clean:
 	rm -rf build dist apex_npu.egg-info tests/npu_simulator/build tests/npu_simulator/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
