@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from apex_npu.ops import aten_fused, cpu, reference, reference_segments
+from apex_npu.ops import aten_fused, cpu, cuda, reference, reference_segments
 from apex_npu.ops.segments import Segments
 
 _library = torch.library.Library("apex_npu", "DEF")  # lives as long as the process
@@ -62,7 +62,7 @@ def _register(reference: ModuleType, names: Sequence[str]) -> None:
     """The reference for every device, and what is better where there is something better."""
     for name in names:
         _library.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
-        for key, kernels in (("CPU", [cpu, aten_fused] if cpu.available else [aten_fused]), ("CUDA", [aten_fused])):
+        for key, kernels in (("CPU", [cpu, aten_fused] if cpu.available else [aten_fused]), ("CUDA", [cuda])):
             kernel = next((getattr(module, name) for module in kernels if hasattr(module, name)), None)
             if kernel is not None:
                 _library.impl(name, kernel, key)

@@ -1,0 +1,75 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Norms and sums, in float64 and in an order that depends on the sizes alone; see ``chunks.py``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def chunk_offsets(begins, ends, BLOCK: tl.constexpr):
+    """Which elements this program's chunk has, and which of the block are inside of it."""
+    chunk = tl.program_id(0)
+    offsets = tl.load(begins + chunk) + tl.arange(0, BLOCK)
+    return offsets, offsets < tl.load(ends + chunk)
+
+
+@triton.jit
+def dot(a, b, inside):
+    """The sum of a · b inside."""
+    return tl.sum(tl.where(inside, a.to(tl.float64) * b.to(tl.float64), 0.0), axis=0)
+
+
+@triton.jit
+def sum_of_parts(parts, first, last, BLOCK: tl.constexpr):
+    """The sum of parts[first:last], always in the same order."""
+    total = tl.zeros((BLOCK,), tl.float64)
+    for begin in range(first, last, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        total += tl.load(parts + offsets, mask=offsets < last, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def square_parts(x, parts, numel: tl.int64, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+    """Each program's share of the sum of squares: every PROGRAMS-th block."""
+    total = tl.zeros((BLOCK,), tl.float64)
+    for begin in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, PROGRAMS * BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        value = tl.load(x + offsets, mask=offsets < numel, other=0.0).to(tl.float64)
+        total += value * value
+    tl.store(parts + tl.program_id(0), tl.sum(total, axis=0))
+
+
+@triton.jit
+def root_of_parts(parts, result, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The norm, of its squares' parts."""
+    tl.store(result, tl.sqrt(sum_of_parts(parts, 0, COUNT, BLOCK)).to(result.dtype.element_ty))
+
+
+@triton.jit
+def dot_parts(a, b, parts, begins, ends, BLOCK: tl.constexpr):
+    """Each chunk's sum of a · b."""
+    offsets, inside = chunk_offsets(begins, ends, BLOCK)
+    product = dot(tl.load(a + offsets, mask=inside, other=0.0), tl.load(b + offsets, mask=inside, other=0.0), inside)
+    tl.store(parts + tl.program_id(0), product)
+
+
+@triton.jit
+def segment_sums(parts, sums, firsts, BLOCK: tl.constexpr):
+    """Each segment's sum of its chunks' parts."""
+    segment = tl.program_id(0)
+    total = sum_of_parts(parts, tl.load(firsts + segment), tl.load(firsts + segment + 1), BLOCK)
+    tl.store(sums + segment, total.to(sums.dtype.element_ty))
+
+
+@triton.jit
+def segment_add(x, y, factors, begins, ends, owners, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """New x: x + factor · y in every chunk."""
+    offsets, inside = chunk_offsets(begins, ends, BLOCK)
+    factor = tl.load(factors + tl.load(owners + tl.program_id(0))).to(DTYPE)
+    value = tl.load(x + offsets, mask=inside, other=0.0).to(DTYPE)
+    value += factor * tl.load(y + offsets, mask=inside, other=0.0).to(DTYPE)
+    tl.store(x + offsets, value.to(x.dtype.element_ty), mask=inside)
