@@ -34,12 +34,22 @@ class Launch:
     def variant(self) -> Hashable:
         """Equal for launches that run the same compiled kernel."""
         kinds = tuple((a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else _kind(a) for a in self.args)
-        return self.kernel, self.args[0].device, kinds, tuple(self.constants.items()), self.warps
+        return self.kernel.__name__, self.args[0].device, kinds, tuple(self.constants.items()), self.warps
 
-    def run(self, *, warmup: bool) -> None:
-        """Compile if need be, and unless ``warmup`` run, on the current stream of the current device."""
+    def compile(self) -> None:
+        """Compile and load the kernel; the interpreter has nothing to compile."""
+        compiled = self._call(warmup=True)
+        if compiled is not None:
+            _ = compiled.run  # loads the binary and builds what launches it, which can fail as well
+
+    def run(self) -> None:
+        """Run, on the current stream of the current device."""
+        if self.programs:
+            self._call(warmup=False)
+
+    def _call(self, *, warmup: bool) -> Any:
         grid = (self.programs, 1, 1)
-        self.kernel.run(*self.args, grid=grid, warmup=warmup, num_warps=self.warps, **self.constants)
+        return self.kernel.run(*self.args, grid=grid, warmup=warmup, num_warps=self.warps, **self.constants)
 
 
 class CompilationError(RuntimeError):
@@ -67,7 +77,7 @@ class Plan:
             if variant in _compiled:
                 continue
             try:
-                launch.run(warmup=True)
+                launch.compile()
             # Triton's own errors share no base, and what builds its launchers raises many others.
             except Exception as error:
                 name = launch.kernel.__name__
@@ -84,10 +94,10 @@ class Plan:
         with guard:
             self.compile()
             for launch in self.launches:
-                if launch.programs:
-                    launch.run(warmup=False)
+                launch.run()
         return self.result
 
 
-def _kind(number: float | int | None) -> Hashable:
-    return (number % 16 == 0, number == 1) if isinstance(number, int) else type(number)
+def _kind(argument: float | int | None) -> Hashable:
+    """What Triton compiles anew for, as far as numbers go: floats are never constants."""
+    return (argument % 16 == 0, argument == 1) if isinstance(argument, int) else argument is None

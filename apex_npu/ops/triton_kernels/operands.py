@@ -9,19 +9,25 @@ from torch import Tensor
 from apex_npu.ops.reference import FLOATS
 
 
-def are_taken(op: str, **operands: Tensor | None) -> bool:
-    """True where the kernels can take ``operands``, which are 1-D and of one length; else there is plain torch.
+def check_operands(op: str, **operands: Tensor | None) -> None:
+    """Refuse what a kernel would read or write past its end, or misread.
 
     Raises:
-        ValueError: They differ in length or device, which no kernel could take.
+        ValueError: Operands differ in length or device, have gaps, or are no floating-point numbers.
     """
-    present = {name: tensor for name, tensor in operands.items() if tensor is not None}
-    first, reference = next(iter(present.items()))
-    numel, device = reference.numel(), reference.device
-    for name, tensor in present.items():
+    present = [(name, tensor) for name, tensor in operands.items() if tensor is not None]
+    first, like = present[0]
+    numel, device = like.numel(), like.device
+    for name, tensor in present:
         if tensor.numel() != numel or tensor.device != device:
-            raise ValueError(
-                f"{op}: {name} has {tensor.numel()} elements on {tensor.device}, but {first} has {numel} on {device}; "
-                "the operands are flat buffers of one length on one device. Nothing has been written"
-            )
-    return all(tensor.dtype in FLOATS and tensor.is_contiguous() for tensor in present.values())
+            problem = f"has {tensor.numel()} elements on {tensor.device}, but {first} has {numel} on {device}"
+        elif not tensor.is_contiguous():
+            problem = f"has stride {tensor.stride()}: call contiguous() on it"
+        elif tensor.dtype not in FLOATS:
+            problem = f"is of {tensor.dtype}, which is not one of {', '.join(sorted(map(str, FLOATS)))}"
+        else:
+            continue
+        raise ValueError(
+            f"{op}: {name} {problem}. Operands are contiguous flat buffers of one length on one device. "
+            "Nothing has been written"
+        )

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""For each op what it launches, or None where plain torch has to do it.
+"""For each op what it launches, or None where its segments are not what kernels can follow, and plain torch can.
 
 Everything that depends on hyper-parameters alone is computed here, in float64.
 """
@@ -17,7 +17,7 @@ from apex_npu.ops.reference import wide_dtype
 from apex_npu.ops.triton_kernels import adamp, lamb, rules, sums
 from apex_npu.ops.triton_kernels.chunks import Chunks, Rows
 from apex_npu.ops.triton_kernels.launches import Launch, Plan
-from apex_npu.ops.triton_kernels.operands import are_taken
+from apex_npu.ops.triton_kernels.operands import check_operands
 
 # Elements of a program: eight for each thread, which is two loads of 16 bytes for float32.
 _BLOCK, _WARPS = 1024, 4
@@ -42,7 +42,7 @@ def sgd_(
     first: bool,
     decoupled: bool = False,
     grad_scale: Tensor | None = None,
-) -> Plan | None:
+) -> Plan:
     """See ``apex_npu.ops.schemas.sgd_``."""
     decay, flags = _decay(weight_decay, decoupled, 1 - lr * weight_decay)
     flags |= {"NESTEROV": nesterov, "FIRST": first, "MAXIMIZE": maximize}
@@ -68,7 +68,7 @@ def adam_(
     step: int,
     bias_correction: bool = True,
     grad_scale: Tensor | None = None,
-) -> Plan | None:
+) -> Plan:
     """See ``apex_npu.ops.schemas.adam_``."""
     decay, flags = _decay(weight_decay, decoupled, 1 - lr * weight_decay)
     step_size = lr / (1 - beta1**step) if bias_correction else lr
@@ -103,7 +103,7 @@ def rmsprop_(
     lr_in_momentum: bool,
     maximize: bool,
     grad_scale: Tensor | None = None,
-) -> Plan | None:
+) -> Plan:
     """See ``apex_npu.ops.schemas.rmsprop_``."""
     decay, flags = _decay(weight_decay, decoupled, 1 - weight_decay)
     flags |= {"EPS_INSIDE_SQRT": eps_inside_sqrt, "LR_IN_MOMENTUM": lr_in_momentum, "MAXIMIZE": maximize}
@@ -133,7 +133,7 @@ def adadelta_(
     weight_decay: float,
     maximize: bool,
     grad_scale: Tensor | None = None,
-) -> Plan | None:
+) -> Plan:
     """See ``apex_npu.ops.schemas.adadelta_``."""
     flags = {"L2": weight_decay != 0, "MAXIMIZE": maximize}
     operands = {
@@ -158,7 +158,7 @@ def adagrad_(
     decoupled: bool,
     maximize: bool,
     grad_scale: Tensor | None = None,
-) -> Plan | None:
+) -> Plan:
     """See ``apex_npu.ops.schemas.adagrad_``."""
     decay, flags = _decay(weight_decay, decoupled, 1 - lr * weight_decay)
     operands = {"param": param, "grad": grad, "square_sum": square_sum, "model_param": model_param}
@@ -167,23 +167,22 @@ def adagrad_(
     )
 
 
-def norm(x: Tensor) -> Plan | None:
+def norm(x: Tensor) -> Plan:
     """See ``apex_npu.ops.schemas.norm``."""
-    if not are_taken("norm", x=x):
-        return None
+    check_operands("norm", x=x)
     programs = min(_NORM_PROGRAMS, max(1, -(-x.numel() // _NORM_BLOCK)))
     parts = x.new_empty(programs, dtype=torch.float64)
     result = x.new_empty((), dtype=wide_dtype(x.dtype))
-    size = {"PROGRAMS": programs, "BLOCK": _NORM_BLOCK}
-    finish = {"COUNT": programs, "BLOCK": _NORM_PROGRAMS}
-    first = Launch(sums.square_parts, programs, (x, parts, x.numel()), size, 8)
-    return Plan((first, Launch(sums.root_of_parts, 1, (parts, result), finish, 4)), result)
+    first = Launch(sums.square_parts, programs, (x, parts, x.numel(), programs), {"BLOCK": _NORM_BLOCK}, 8)
+    last = Launch(sums.root_of_parts, 1, (parts, result, programs), {"BLOCK": _NORM_PROGRAMS}, 4)
+    return Plan((first, last), result)
 
 
 def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: None) -> Plan | None:
     """See ``apex_npu.ops.schemas.segment_dot``."""
-    if ids is not None or not are_taken("segment_dot", a=a, b=b):
+    if ids is not None:
         return None
+    check_operands("segment_dot", a=a, b=b)
     chunks = Chunks.of(starts, lengths, a.device)
     parts = a.new_empty(chunks.begins.numel(), dtype=torch.float64)
     result = a.new_empty(starts.numel())
@@ -195,8 +194,9 @@ def segment_add_(
     x: Tensor, y: Tensor, factors: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None
 ) -> Plan | None:
     """See ``apex_npu.ops.schemas.segment_add_``."""
-    if ids is not None or not are_taken("segment_add_", x=x, y=y):
+    if ids is not None:
         return None
+    check_operands("segment_add_", x=x, y=y)
     chunks = Chunks.of(starts, lengths, x.device)
     args = (x, y, factors, chunks.begins, chunks.ends, chunks.owners)
     return Plan((_over_chunks(sums.segment_add, chunks, args, {"DTYPE": _dtype(x)}),))
@@ -229,8 +229,9 @@ def lamb_(
 ) -> Plan | None:
     """See ``apex_npu.ops.schemas.lamb_``."""
     operands = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "model_param": model_param}
-    if ids is not None or not are_taken("lamb_", **operands, direction=direction):
+    if ids is not None:
         return None
+    check_operands("lamb_", **operands, direction=direction)
     chunks = Chunks.of(starts, lengths, param.device)
     count, dtype = chunks.begins.numel(), {"DTYPE": _dtype(param)}
     parts = param.new_empty(2 * count, dtype=torch.float64)
@@ -274,8 +275,9 @@ def adamp_(
 ) -> Plan | None:
     """See ``apex_npu.ops.schemas.adamp_``."""
     operands = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "model_param": model_param}
-    if ids is not None or not are_taken("adamp_", **operands, direction=direction):
+    if ids is not None:
         return None
+    check_operands("adamp_", **operands, direction=direction)
     params, row_count = whole_limit.numel() - 1, starts.numel()
     rows = Rows.of(owner, params)
     if rows is None:
@@ -315,9 +317,8 @@ def _elementwise(
     grad_scale: Tensor | None,
     numbers: tuple[float, ...],
     flags: dict[str, Any],
-) -> Plan | None:
-    if not are_taken(op, **operands):
-        return None
+) -> Plan:
+    check_operands(op, **operands)
     param = operands["param"]
     assert param is not None
     constants = {**flags, "DTYPE": _dtype(param), "BLOCK": _BLOCK}

@@ -33,10 +33,10 @@ def sum_of_parts(parts, first, last, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def square_parts(x, parts, numel: tl.int64, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
-    """Each program's share of the sum of squares: every PROGRAMS-th block."""
+def square_parts(x, parts, numel: tl.int64, programs: tl.int64, BLOCK: tl.constexpr):
+    """Each program's share of the sum of squares: every programs-th block."""
     total = tl.zeros((BLOCK,), tl.float64)
-    for begin in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, PROGRAMS * BLOCK):
+    for begin in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, programs * BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
         value = tl.load(x + offsets, mask=offsets < numel, other=0.0).to(tl.float64)
         total += value * value
@@ -44,9 +44,9 @@ def square_parts(x, parts, numel: tl.int64, PROGRAMS: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def root_of_parts(parts, result, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def root_of_parts(parts, result, count: tl.int64, BLOCK: tl.constexpr):
     """The norm, of its squares' parts."""
-    tl.store(result, tl.sqrt(sum_of_parts(parts, 0, COUNT, BLOCK)).to(result.dtype.element_ty))
+    tl.store(result, tl.sqrt(sum_of_parts(parts, 0, count, BLOCK)).to(result.dtype.element_ty))
 
 
 @triton.jit
