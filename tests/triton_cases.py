@@ -90,13 +90,27 @@ ROWS = [(0, 2500), (2500, 2500), *((5053 + 460 * i, 460) for i in range(5)), (74
 OWNER = [1, 1, *[2] * 5, 3, 0]
 SEGMENTS = [(0, 5000), (5053, 2300), (7400, 300), (7800, 0)]
 NUMEL = 7_808
+# The same where kernels may read and write on, into padding, up to a multiple of 16.
+ALIGNED_ROWS = [(0, 2496), (2496, 2500), *((5056 + 464 * i, 460) for i in range(5)), (7408, 300)]
+ALIGNED_SEGMENTS = [(0, 5000), (5056, 2300), (7408, 300), (7808, 0)]
 
 
-def segments(op: str, dtype: torch.dtype = torch.float32) -> list[Any]:
+def places(op: str, aligned: bool) -> list[tuple[int, int]]:
+    """Start and length of each segment."""
+    if op == "adamp_":
+        return ALIGNED_ROWS if aligned else ROWS
+    return ALIGNED_SEGMENTS if aligned else SEGMENTS
+
+
+def inside(op: str, aligned: bool = False) -> Tensor:
+    """The indices of what is no padding."""
+    return torch.cat([torch.arange(start, start + length) for start, length in places(op, aligned)])
+
+
+def segments(op: str, dtype: torch.dtype = torch.float32, aligned: bool = False) -> list[Any]:
     """What stands behind ``model_param``: scratch, segments and for AdamP who is projected: rows, wholes, nobody."""
     wide = wide_dtype(dtype)
-    places = SEGMENTS if op == "lamb_" else ROWS
-    starts, lengths = (torch.tensor(column) for column in zip(*places, strict=True))
+    starts, lengths = (torch.tensor(column) for column in zip(*places(op, aligned), strict=True))
     common = [torch.zeros(NUMEL, dtype=wide), starts, lengths, None]
     if op == "lamb_":
         return common

@@ -6,7 +6,7 @@ The interpreter runs the kernels' arithmetic, offsets and masks on the CPU, one 
 compile is shown by test_triton_compile.py; how fast they are, by neither.
 """
 
-import importlib.util
+import importlib
 import itertools
 import math
 from types import SimpleNamespace
@@ -20,25 +20,17 @@ from triton_cases import (
     NUMEL,
     OPTIONS,
     SEGMENTED_CHANGES,
-    SEGMENTS,
     apply_reference,
+    inside,
     operands,
+    places,
     segments,
 )
+from triton_interpreter import DEVICE, INTERPRETED, interpreter, mend
 
 from apex_npu.ops import cuda, wide_dtype
+from apex_npu.ops.triton_kernels import launches, plans
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-
-from triton.runtime import interpreter
-
-from apex_npu.ops.triton_kernels import launches, plans, rules
-
-INTERPRETED = isinstance(rules.adam, interpreter.InterpretedFunction)
-if not INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("Triton was imported before tests/conftest.py could ask for its interpreter", allow_module_level=True)
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 OPS = sorted(OPTIONS)
 
 
@@ -47,28 +39,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide b
 
 
 @pytest.fixture(autouse=True)
-def _exact_interpreter(monkeypatch):
-    """Round to bfloat16, where the interpreter cuts off or worse, and leave memory that was not written alone."""
-    cast = interpreter.InterpreterBuilder.cast_impl
-
-    def convert(builder, source, target_type, *_):
-        kinds = [source.dtype.scalar, target_type.scalar]
-        if not all(kind.is_floating() for kind in kinds):
-            return cast(builder, source, target_type)
-        source_dtype, dtype = (_TORCH_DTYPES[kind.name] for kind in kinds)
-        data = np.ascontiguousarray(source.data)
-        data = data.view(np.int16) if data.dtype == np.uint16 else data
-        numbers = torch.from_numpy(data).view(source_dtype).to(dtype)
-        data = numbers.view(torch.int16).numpy().view(np.uint16) if dtype == torch.bfloat16 else numbers.numpy()
-        return interpreter.TensorHandle(data, kinds[1])
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", convert)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fp_to_fp", convert)
-    # It copies what tensors lie in back and forth, for devices; here these are the same memory.
-    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
-
-
-_TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+def _mended_interpreter(monkeypatch):
+    mend(monkeypatch)
 
 
 def launch(op, args, options=None):
@@ -91,8 +63,8 @@ def in_float64(op, args, options):
     return wide
 
 
-def check(op, args, options, inside=None, rtol=None):
-    """``op`` gives what float64 gives, rounded once to each operand's dtype; nothing outside of ``inside`` counts."""
+def check(op, args, options, which=None, rtol=None):
+    """``op`` gives what float64 gives, rounded once to each operand's dtype; nothing outside of ``which`` counts."""
     got, _ = launch(op, args, options)
     wanted = in_float64(op, args, options)
     assert torch.equal(got[1], args[1]), "gradients are not written"
@@ -101,7 +73,7 @@ def check(op, args, options, inside=None, rtol=None):
             continue
         if op in ("lamb_", "adamp_") and place == 5:
             continue  # scratch
-        g, w = (g, w) if inside is None else (g[inside], w[inside])
+        g, w = (g, w) if which is None else (g[which], w[which])
         eps = torch.finfo(g.dtype).eps
         tolerance = rtol or (8 * eps if g.dtype in (torch.float32, torch.float64) else eps)
         torch.testing.assert_close(g.double(), w, rtol=tolerance, atol=tolerance / 4, equal_nan=True)
@@ -197,68 +169,70 @@ def test_a_norm_of_more_blocks_than_programs(monkeypatch):
     torch.testing.assert_close(launch("norm", [x])[1], x.double().norm().float(), rtol=1e-7, atol=0)
 
 
+@pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_segment_sums(dtype):
+def test_segment_sums(dtype, aligned):
+    where = places("segment_dot", aligned)
     a, b = operands("sgd_", NUMEL, dtype)[:2]
-    starts, lengths = (torch.tensor(column) for column in zip(*SEGMENTS, strict=True))
+    starts, lengths = (torch.tensor(column) for column in zip(*where, strict=True))
     _, got = launch("segment_dot", [a, b, starts, lengths, None])
     # Rounded once, from a sum without rounding errors.
-    wanted = [math.fsum((a[s : s + n].double() * b[s : s + n].double()).tolist()) for s, n in SEGMENTS]
+    wanted = [math.fsum((a[s : s + n].double() * b[s : s + n].double()).tolist()) for s, n in where]
     torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64).to(dtype), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-def test_segment_add(dtype):
+def test_segment_add(dtype, aligned):
+    where = places("segment_add_", aligned)
     x, y = operands("sgd_", NUMEL, dtype)[:2]
-    starts, lengths = (torch.tensor(column) for column in zip(*SEGMENTS, strict=True))
+    starts, lengths = (torch.tensor(column) for column in zip(*where, strict=True))
     factors = torch.tensor([2.0, -3.0, 0.5, 9.0], dtype=dtype)
     got, _ = launch("segment_add_", [x, y, factors, starts, lengths, None])
     wanted = x.double()
-    for (start, length), factor in zip(SEGMENTS, factors.tolist(), strict=True):
+    for (start, length), factor in zip(where, factors.tolist(), strict=True):
         wanted[start : start + length] += factor * y[start : start + length].double()
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(got[0].double(), wanted, rtol=eps, atol=eps)
     outside = torch.ones(NUMEL, dtype=torch.bool)
-    for start, length in SEGMENTS:
+    for start, length in where:
         outside[start : start + length] = False
     assert torch.equal(got[0][outside], x[outside])
 
 
-INSIDE = torch.cat([torch.arange(start, start + length) for start, length in SEGMENTS])
-
-
 @pytest.mark.parametrize("dtypes", [DTYPES[0], *(pytest.param(d, marks=pytest.mark.slow) for d in DTYPES[1:])], ids=str)
+@pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize(("op", "change"), SEGMENTED_CHANGES)
-def test_every_rule_that_looks_at_segments_gives_what_float64_gives(op, change, dtypes):
-    args = [*operands(op, NUMEL, *dtypes), torch.zeros(NUMEL, dtype=torch.bfloat16), *segments(op, dtypes[0])]
+def test_every_rule_that_looks_at_segments_gives_what_float64_gives(op, change, aligned, dtypes):
+    args = [*operands(op, NUMEL, *dtypes), None, *segments(op, dtypes[0], aligned)]
     # The direction is stored once in between, and a projection takes two numbers of one size from each other.
-    rtol = {torch.float32: 4e-6, torch.float64: 1e-13}.get(dtypes[0])
-    args[4] = None if dtypes[0] != torch.float32 else args[4]
-    check(op, args, {**OPTIONS[op], **change}, INSIDE, rtol if args[4] is None else None or 2.0**-8)
+    rtol = {torch.float32: 1e-5, torch.float64: 1e-13}.get(dtypes[0])
+    check(op, args, {**OPTIONS[op], **change}, inside(op, aligned), rtol)
 
 
+@pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("bad", [math.inf, math.nan, 0.0])
 @pytest.mark.parametrize("op", ["lamb_", "adamp_"])
-def test_inf_nan_and_zero_norms_go_where_they_go_in_torch(op, bad):
+def test_inf_nan_and_zero_norms_go_where_they_go_in_torch(op, bad, aligned):
     """A segment with such a gradient, and one whose parameters are such; padding of nan reaches nobody."""
-    args = [*operands(op, NUMEL), None, *segments(op)]
-    first, second = slice(*SEGMENTS[0]), slice(SEGMENTS[1][0], sum(SEGMENTS[1]))
+    args = [*operands(op, NUMEL), None, *segments(op, aligned=aligned)]
+    inner, first, second = inside(op, aligned), slice(0, 5000), slice(5056, 7300)
     if bad == 0.0:
         for operand in (args[1], args[2], args[3]):
             operand[first] = 0.0
         args[0][second] = 0.0
     else:
-        args[1][100] = args[0][SEGMENTS[1][0] + 7] = bad
+        args[1][100] = args[0][5060] = bad
     padding = torch.ones(NUMEL, dtype=torch.bool)
-    padding[INSIDE] = False
+    padding[inner] = False
     for operand in args[:4]:
         operand[padding] = math.nan
     options = {**OPTIONS[op], "decay": 0.0} if op == "lamb_" else OPTIONS[op]
     got, _ = launch(op, args, options)
     apply_reference(op, args, options)
     for g, w in zip(got[:4], args[:4], strict=True):
-        torch.testing.assert_close(g[INSIDE], w[INSIDE], rtol=2e-5, atol=1e-6, equal_nan=True)
-    assert got[0][INSIDE].isfinite().all() == (bad == 0.0)
+        torch.testing.assert_close(g[inner], w[inner], rtol=2e-5, atol=1e-6, equal_nan=True)
+    assert got[0][inner].isfinite().all() == (bad == 0.0)
 
 
 def test_adamp_projects_a_nan_nowhere_and_small_cosines_everywhere():
@@ -266,7 +240,7 @@ def test_adamp_projects_a_nan_nowhere_and_small_cosines_everywhere():
     args = [*operands("adamp_", NUMEL), None, *segments("adamp_")]
     args[10] = torch.tensor([0.0, 0.02, 0.5, 0.5])
     args[11] = torch.tensor([0.0, 0.5, 0.5, 1e-9])
-    check("adamp_", args, OPTIONS["adamp_"], INSIDE, 4e-6)
+    check("adamp_", args, OPTIONS["adamp_"], inside("adamp_"), 4e-6)
 
 
 def test_rows_of_a_parameter_that_are_no_neighbours_are_left_to_torch():
@@ -400,7 +374,7 @@ def test_what_triton_cannot_compile_torch_does_instead_and_nothing_is_half_done(
     monkeypatch.setattr(launches, "_compiled", set())
     getattr(cuda, op)(*args, **OPTIONS[op])
     for got, want in zip(args[:4], expected[:4], strict=True):
-        torch.testing.assert_close(got.cpu()[INSIDE].double(), want[INSIDE], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got.cpu()[inside(op)].double(), want[inside(op)], rtol=1e-5, atol=1e-6)
     getattr(cuda, op)(*args, **OPTIONS[op])
     assert not counted
     assert len(caplog.records) == 1

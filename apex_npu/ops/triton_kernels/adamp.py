@@ -32,20 +32,21 @@ def adamp_directions(
     NESTEROV: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The direction u before it is projected; parts of p · g, g · g, p · p and p · u. ``share``: 1 − beta."""
-    offsets, inside = chunk_offsets(begins, ends, BLOCK)
-    p, g = load_decayed(param, grad, grad_scale, offsets, inside, number(0.0, DTYPE), False, False, MAXIMIZE, DTYPE)
-    m = blend(tl.load(exp_avg + offsets, mask=inside, other=0.0), g, number(share1, DTYPE))
-    v = tl.load(exp_avg_sq + offsets, mask=inside, other=0.0)
+    offsets, mask, inside = chunk_offsets(begins, ends, ALIGNED, BLOCK)
+    p, g = load_decayed(param, grad, grad_scale, offsets, mask, number(0.0, DTYPE), False, False, MAXIMIZE, DTYPE)
+    m = blend(tl.load(exp_avg + offsets, mask=mask, other=0.0), g, number(share1, DTYPE))
+    v = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0)
     v = number(beta2, DTYPE) * v + number(share2, DTYPE) * g * g
-    tl.store(exp_avg + offsets, m, mask=inside)
-    tl.store(exp_avg_sq + offsets, v, mask=inside)
+    tl.store(exp_avg + offsets, m, mask=mask)
+    tl.store(exp_avg_sq + offsets, v, mask=mask)
     if NESTEROV:
         m = number(beta1, DTYPE) * m + number(share1, DTYPE) * g
     u = divide(m, divide(root(v), number(bias_correction2_sqrt, DTYPE)) + number(eps, DTYPE))
-    tl.store(direction + offsets, u, mask=inside)
+    tl.store(direction + offsets, u, mask=mask)
     part = parts + tl.program_id(0)
     tl.store(part, dot(p, g, inside))
     tl.store(part + chunks, dot(g, g, inside))
@@ -76,13 +77,13 @@ def adamp_decisions(
     whole_limit,
     decisions,
     rows: tl.int64,
-    params: tl.int64,
+    count: tl.int64,
     eps: tl.float64,
     BLOCK: tl.constexpr,
 ):
     """For each parameter: 1 if its rows are projected, 2 if the whole, else 0; and then its multiple of p in u.
 
-    Parameters are counted from 1.
+    Parameters are counted from 1; ``count`` of them there are.
     """
     index = tl.program_id(0) + 1
     eps64 = number(eps, tl.float64)
@@ -111,7 +112,7 @@ def adamp_decisions(
     by_whole = whole < tl.load(whole_limit + index).to(tl.float64)
     norm = tl.sqrt(whole_pp) + eps64
     tl.store(decisions + index, tl.where(by_row, 1.0, tl.where(by_whole, 2.0, 0.0)).to(tl.float64))
-    tl.store(decisions + params + 1 + index, tl.sum(pu, axis=0) / (norm * norm))
+    tl.store(decisions + count + 1 + index, tl.sum(pu, axis=0) / (norm * norm))
 
 
 @triton.jit
@@ -126,25 +127,26 @@ def adamp_step(
     ends,
     owners,
     rows: tl.int64,
-    params: tl.int64,
+    count: tl.int64,
     step_size: tl.float64,
     kept: tl.float64,
     kept_if_projected: tl.float64,
     eps: tl.float64,
     DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """New p: p · kept − step_size · (u − multiple · p)."""
-    offsets, inside = chunk_offsets(begins, ends, BLOCK)
+    offsets, mask, _ = chunk_offsets(begins, ends, ALIGNED, BLOCK)
     row = tl.load(owners + tl.program_id(0))
     index = tl.load(owner + row)
     decision = tl.load(decisions + index)
     norm = tl.sqrt(tl.load(sums + 2 * rows + row)) + number(eps, tl.float64)
     of_row = tl.load(sums + 3 * rows + row) / (norm * norm)
-    of_whole = tl.load(decisions + params + 1 + index)
+    of_whole = tl.load(decisions + count + 1 + index)
     multiple = tl.where(decision == 1.0, of_row, tl.where(decision == 2.0, of_whole, 0.0)).to(DTYPE)
-    p = tl.load(param + offsets, mask=inside, other=0.0).to(DTYPE)
-    u = tl.load(direction + offsets, mask=inside, other=0.0)
+    p = tl.load(param + offsets, mask=mask, other=0.0).to(DTYPE)
+    u = tl.load(direction + offsets, mask=mask, other=0.0)
     u = u - multiple * p
     p = p * tl.where(decision > 0.0, number(kept_if_projected, DTYPE), number(kept, DTYPE))
-    store_param(param, model_param, offsets, p - number(step_size, DTYPE) * u, inside)
+    store_param(param, model_param, offsets, p - number(step_size, DTYPE) * u, mask)

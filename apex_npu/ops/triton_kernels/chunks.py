@@ -31,6 +31,7 @@ class Chunks:
         owners: The index of its segment.
         firsts: For each segment the index of its first chunk; and at the end the number of chunks.
         size: How many elements a chunk has at most: a power of two.
+        aligned: Every segment begins at a multiple of 16, and padding goes on to the next one behind it.
     """
 
     begins: Tensor
@@ -38,11 +39,12 @@ class Chunks:
     owners: Tensor
     firsts: Tensor
     size: int
+    aligned: bool
 
     @staticmethod
-    def of(starts: Tensor, lengths: Tensor, device: torch.device) -> Chunks:
-        """The chunks of segments that are given on the host; made once for each ``starts``."""
-        return _made_once(_chunks, starts, lambda: _cut(starts, lengths, device))
+    def of(starts: Tensor, lengths: Tensor, like: Tensor) -> Chunks:
+        """The chunks of segments of ``like`` that are given on the host; made once for each ``starts``."""
+        return _made_once(_chunks, starts, lambda: _cut(starts, lengths, like))
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +75,7 @@ def _made_once(known: WeakTensorKeyDictionary, key: Tensor, make: Callable[[], _
     return found
 
 
-def _cut(starts: Tensor, lengths: Tensor, device: torch.device) -> Chunks:
+def _cut(starts: Tensor, lengths: Tensor, like: Tensor) -> Chunks:
     longest = int(lengths.max()) if lengths.numel() else 0
     size = min(_LARGEST, max(_SMALLEST, 1 << (longest - 1).bit_length() if longest else 0))
     counts = (lengths + (size - 1)) // size
@@ -81,9 +83,11 @@ def _cut(starts: Tensor, lengths: Tensor, device: torch.device) -> Chunks:
     owners = torch.repeat_interleave(torch.arange(counts.numel()), counts)
     begins = starts[owners] + (torch.arange(owners.numel()) - firsts[owners]) * size
     ends = torch.minimum(begins + size, (starts + lengths)[owners])
-    table = torch.cat([begins, ends, owners, firsts]).to(device)
+    aligned = not bool((starts % 16).any()) and like.numel() % 16 == 0
+    table = torch.cat([begins, ends, owners, firsts]).to(like.device)
     count = owners.numel()
-    return Chunks(table[:count], table[count : 2 * count], table[2 * count : 3 * count], table[3 * count :], size)
+    columns = table[:count], table[count : 2 * count], table[2 * count : 3 * count], table[3 * count :]
+    return Chunks(*columns, size=size, aligned=aligned)
 
 
 def _find_rows(owner: Tensor, params: int) -> Rows | None:

@@ -40,27 +40,28 @@ def lamb_directions(
     DECAY: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Without ADAPT nothing is left to do behind it. ``AVERAGE``: beta3 is 1 − beta1. ``share2``: 1 − beta2."""
-    offsets, inside = chunk_offsets(begins, ends, BLOCK)
-    p, g = load_decayed(param, grad, grad_scale, offsets, inside, number(l2, DTYPE), L2, False, MAXIMIZE, DTYPE)
-    m = tl.load(exp_avg + offsets, mask=inside, other=0.0)
+    offsets, mask, inside = chunk_offsets(begins, ends, ALIGNED, BLOCK)
+    p, g = load_decayed(param, grad, grad_scale, offsets, mask, number(l2, DTYPE), L2, False, MAXIMIZE, DTYPE)
+    m = tl.load(exp_avg + offsets, mask=mask, other=0.0)
     m = blend(m, g, number(beta3, DTYPE)) if AVERAGE else number(beta1, DTYPE) * m + number(beta3, DTYPE) * g
-    v = tl.load(exp_avg_sq + offsets, mask=inside, other=0.0)
+    v = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0)
     v = number(beta2, DTYPE) * v + number(share2, DTYPE) * g * g
-    tl.store(exp_avg + offsets, m, mask=inside)
-    tl.store(exp_avg_sq + offsets, v, mask=inside)
+    tl.store(exp_avg + offsets, m, mask=mask)
+    tl.store(exp_avg_sq + offsets, v, mask=mask)
     u = divide(m, divide(root(v), number(bias_correction2_sqrt, DTYPE)) + number(eps, DTYPE))
     u = divide(u, number(bias_correction1, DTYPE))
     if DECAY:
         u = u + number(decay, DTYPE) * p
     if ADAPT:
-        tl.store(direction + offsets, u, mask=inside)
+        tl.store(direction + offsets, u, mask=mask)
         tl.store(parts + tl.program_id(0), dot(p, p, inside))
         tl.store(parts + chunks + tl.program_id(0), dot(u, u, inside))
     else:
-        store_param(param, model_param, offsets, p - number(lr, DTYPE) * u, inside)
+        store_param(param, model_param, offsets, p - number(lr, DTYPE) * u, mask)
 
 
 @triton.jit
@@ -89,11 +90,12 @@ def lamb_step(
     owners,
     lr: tl.float64,
     DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """New p: p − lr · r · u."""
-    offsets, inside = chunk_offsets(begins, ends, BLOCK)
-    p = tl.load(param + offsets, mask=inside, other=0.0).to(DTYPE)
+    offsets, mask, _ = chunk_offsets(begins, ends, ALIGNED, BLOCK)
+    p = tl.load(param + offsets, mask=mask, other=0.0).to(DTYPE)
     rate = number(lr, DTYPE) * tl.load(ratios + tl.load(owners + tl.program_id(0)))
-    u = tl.load(direction + offsets, mask=inside, other=0.0)
-    store_param(param, model_param, offsets, p - rate * u, inside)
+    u = tl.load(direction + offsets, mask=mask, other=0.0)
+    store_param(param, model_param, offsets, p - rate * u, mask)

@@ -36,11 +36,12 @@ class Launch:
         kinds = tuple((a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else _kind(a) for a in self.args)
         return self.kernel.__name__, self.args[0].device, kinds, tuple(self.constants.items()), self.warps
 
-    def compile(self) -> None:
-        """Compile and load the kernel; the interpreter has nothing to compile."""
+    def compile(self) -> Any:
+        """Compile and load the kernel, and return what Triton has made of it: None, where it interprets."""
         compiled = self._call(warmup=True)
         if compiled is not None:
             _ = compiled.run  # loads the binary and builds what launches it, which can fail as well
+        return compiled
 
     def run(self) -> None:
         """Run, on the current stream of the current device."""

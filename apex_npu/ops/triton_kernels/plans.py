@@ -178,12 +178,12 @@ def norm(x: Tensor) -> Plan:
     return Plan((first, last), result)
 
 
-def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: None) -> Plan | None:
+def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> Plan | None:
     """See ``apex_npu.ops.schemas.segment_dot``."""
     if ids is not None:
         return None
     check_operands("segment_dot", a=a, b=b)
-    chunks = Chunks.of(starts, lengths, a.device)
+    chunks = Chunks.of(starts, lengths, a)
     parts = a.new_empty(chunks.begins.numel(), dtype=torch.float64)
     result = a.new_empty(starts.numel())
     first = _over_chunks(sums.dot_parts, chunks, (a, b, parts, chunks.begins, chunks.ends), {})
@@ -197,7 +197,7 @@ def segment_add_(
     if ids is not None:
         return None
     check_operands("segment_add_", x=x, y=y)
-    chunks = Chunks.of(starts, lengths, x.device)
+    chunks = Chunks.of(starts, lengths, x)
     args = (x, y, factors, chunks.begins, chunks.ends, chunks.owners)
     return Plan((_over_chunks(sums.segment_add, chunks, args, {"DTYPE": _dtype(x)}),))
 
@@ -232,7 +232,7 @@ def lamb_(
     if ids is not None:
         return None
     check_operands("lamb_", **operands, direction=direction)
-    chunks = Chunks.of(starts, lengths, param.device)
+    chunks = Chunks.of(starts, lengths, param)
     count, dtype = chunks.begins.numel(), {"DTYPE": _dtype(param)}
     parts = param.new_empty(2 * count, dtype=torch.float64)
     flags = {"ADAPT": adapt, "AVERAGE": beta3 == 1 - beta1, "L2": l2 != 0, "DECAY": decay != 0, "MAXIMIZE": maximize}
@@ -282,7 +282,7 @@ def adamp_(
     rows = Rows.of(owner, params)
     if rows is None:
         return None
-    chunks = Chunks.of(starts, lengths, param.device)
+    chunks = Chunks.of(starts, lengths, param)
     count, dtype = chunks.begins.numel(), {"DTYPE": _dtype(param)}
     parts = param.new_empty(4 * count, dtype=torch.float64)
     row_sums = parts.new_empty(4 * row_count)
@@ -333,7 +333,9 @@ def _beside(grad_scale: Tensor | None, param: Tensor) -> Tensor | None:
 
 def _over_chunks(kernel: Any, chunks: Chunks, args: tuple[Any, ...], constants: dict[str, Any]) -> Launch:
     warps = max(1, chunks.size // 256)
-    return Launch(kernel, chunks.begins.numel(), args, {**constants, "BLOCK": chunks.size}, warps)
+    return Launch(
+        kernel, chunks.begins.numel(), args, {**constants, "ALIGNED": chunks.aligned, "BLOCK": chunks.size}, warps
+    )
 
 
 def _over_segments(kernel: Any, count: int, args: tuple[Any, ...], constants: dict[str, Any]) -> Launch:

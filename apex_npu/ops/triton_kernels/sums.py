@@ -9,11 +9,21 @@ import triton.language as tl
 
 
 @triton.jit
-def chunk_offsets(begins, ends, BLOCK: tl.constexpr):
-    """Which elements this program's chunk has, and which of the block are inside of it."""
+def chunk_offsets(begins, ends, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's elements, which of them it may read and write, and which are inside of its chunk.
+
+    With ALIGNED the former go on to the next multiple of 16, into padding: so Triton sees that 16 bytes can be moved at
+    once, which it cannot where a chunk may end anywhere.
+    """
     chunk = tl.program_id(0)
-    offsets = tl.load(begins + chunk) + tl.arange(0, BLOCK)
-    return offsets, offsets < tl.load(ends + chunk)
+    begin, end = tl.load(begins + chunk), tl.load(ends + chunk)
+    if ALIGNED:
+        begin = tl.multiple_of(begin, 16)
+        offsets = begin + tl.arange(0, BLOCK)
+        return offsets, offsets < (end + 15) // 16 * 16, offsets < end
+    else:
+        offsets = begin + tl.arange(0, BLOCK)
+        return offsets, offsets < end, offsets < end
 
 
 @triton.jit
@@ -50,10 +60,10 @@ def root_of_parts(parts, result, count: tl.int64, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def dot_parts(a, b, parts, begins, ends, BLOCK: tl.constexpr):
+def dot_parts(a, b, parts, begins, ends, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Each chunk's sum of a · b."""
-    offsets, inside = chunk_offsets(begins, ends, BLOCK)
-    product = dot(tl.load(a + offsets, mask=inside, other=0.0), tl.load(b + offsets, mask=inside, other=0.0), inside)
+    offsets, mask, inside = chunk_offsets(begins, ends, ALIGNED, BLOCK)
+    product = dot(tl.load(a + offsets, mask=mask, other=0.0), tl.load(b + offsets, mask=mask, other=0.0), inside)
     tl.store(parts + tl.program_id(0), product)
 
 
@@ -66,10 +76,10 @@ def segment_sums(parts, sums, firsts, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def segment_add(x, y, factors, begins, ends, owners, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+def segment_add(x, y, factors, begins, ends, owners, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """New x: x + factor · y in every chunk."""
-    offsets, inside = chunk_offsets(begins, ends, BLOCK)
+    offsets, mask, inside = chunk_offsets(begins, ends, ALIGNED, BLOCK)
     factor = tl.load(factors + tl.load(owners + tl.program_id(0))).to(DTYPE)
-    value = tl.load(x + offsets, mask=inside, other=0.0).to(DTYPE)
-    value += factor * tl.load(y + offsets, mask=inside, other=0.0).to(DTYPE)
-    tl.store(x + offsets, value.to(x.dtype.element_ty), mask=inside)
+    old = tl.load(x + offsets, mask=mask, other=0.0)
+    new = old.to(DTYPE) + factor * tl.load(y + offsets, mask=mask, other=0.0).to(DTYPE)
+    tl.store(x + offsets, tl.where(inside, new.to(x.dtype.element_ty), old), mask=mask)
