@@ -15,14 +15,12 @@ from apex_npu.ops.triton_kernels import launches
 
 OPS = ("sgd_", "adam_", "rmsprop_", "adadelta_", "adagrad_", "lamb_", "adamp_", "segment_dot", "segment_add_", "norm")
 
+CAN_OVERRIDE = "allow_override" in inspect.signature(torch.library.Library.impl).parameters
+
 pytestmark = [
-    pytest.mark.skipif(
-        not INTERPRETED, reason="a GPU needs no stand-in: APEX_NPU_TEST_DEVICE=cuda runs all tests on it"
-    ),
+    pytest.mark.skipif(not INTERPRETED, reason="on a GPU APEX_NPU_TEST_DEVICE=cuda runs all tests on it"),
     pytest.mark.skipif(not cpu.available, reason="without the extension the CPU has other segments"),
-    pytest.mark.skipif(
-        "allow_override" not in inspect.signature(torch.library.Library.impl).parameters, reason="torch"
-    ),
+    pytest.mark.skipif(not CAN_OVERRIDE, reason="this torch lets no kernel take the place of another"),
     pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero|Warning only once):"),
 ]
 
