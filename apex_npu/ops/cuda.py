@@ -25,8 +25,8 @@ from apex_npu.ops.triton_kernels.launches import CompilationError
 
 logger = logging.getLogger("apex_npu")
 
-# The first in which a kernel can ask for float64 numbers; it came with torch 2.8.
-_OLDEST_TRITON = (3, 4)
+# It came with torch 2.10. Up to 3.3 kernels cannot ask for float64 numbers; up to 3.5 roots take denormal ones for 0.
+_OLDEST_TRITON = (3, 6)
 # Where an op's arguments say which segments there are: starts, lengths, ids.
 _SEGMENTS_AT = {"lamb_": 6, "adamp_": 6, "segment_dot": 2, "segment_add_": 3}
 # Ops whose kernels Triton could not compile here: not tried again.

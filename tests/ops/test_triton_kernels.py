@@ -343,14 +343,14 @@ def test_torch_takes_over_where_there_is_no_triton(how, monkeypatch, counted, ca
         def load(name):
             if name == "triton" and how == "missing":
                 raise ModuleNotFoundError("No module named 'triton'")
-            return SimpleNamespace(__version__="3.3.1") if name == "triton" else import_module(name)
+            return SimpleNamespace(__version__="3.5.1") if name == "triton" else import_module(name)
 
         monkeypatch.setattr(importlib, "import_module", load)
     for _ in range(2):
         torch.testing.assert_close(stepped(), expected, rtol=1e-6, atol=1e-6)
     assert not counted
     assert not cuda.takes_ranges()
-    said = {"missing": ["No module named 'triton'"], "old": ["3.3.1, and 3.4 or newer is needed"], "switched off": []}
+    said = {"missing": ["No module named 'triton'"], "old": ["3.5.1, and 3.6 or newer is needed"], "switched off": []}
     assert len(caplog.records) == len(said[how])
     assert all(words in caplog.text for words in said[how])
 

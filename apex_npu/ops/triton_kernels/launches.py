@@ -49,8 +49,9 @@ class Launch:
             self._call(warmup=False)
 
     def _call(self, *, warmup: bool) -> Any:
-        grid = (self.programs, 1, 1)
-        return self.kernel.run(*self.args, grid=grid, warmup=warmup, num_warps=self.warps, **self.constants)
+        # Products are fused into sums, as in torch's own kernels: what Triton does unasked differs between versions.
+        options = {"num_warps": self.warps, "enable_fp_fusion": True}
+        return self.kernel.run(*self.args, grid=(self.programs, 1, 1), warmup=warmup, **options, **self.constants)
 
 
 class CompilationError(RuntimeError):
