@@ -68,7 +68,7 @@ def test_no_hyper_parameter_step_or_length_is_compiled_in(compiled):
 
 @pytest.mark.slow
 def test_every_dtype_and_option_compiles_for_every_architecture(tmp_path):
-    launches = compile_for(tmp_path, "75", "80", "90", "100", "120", "--all")[:-1]
-    assert {facts["arch"] for facts in launches} == {75, 80, 90, 100, 120}
+    launches = compile_for(tmp_path, "75", "90", "100", "--all")[:-1]
+    assert {facts["arch"] for facts in launches} == {75, 90, 100}
     for facts in launches:
         check(facts)

@@ -150,6 +150,14 @@ def test_zero_eps_and_tiny_gradients(dtype):
     check("adam_", args, {**OPTIONS["adam_"], "weight_decay": 0.0, "eps": 0.0, "step": 1}, rtol=4e-3)
 
 
+def test_without_beta1_nothing_is_left_of_the_average_before():
+    """As in torch.lerp: computed from the other end, 1e8 would swallow what is blended in."""
+    args = operands("adam_", 50, without=(4,))
+    args[2].fill_(1e8)
+    got, _ = launch("adam_", args, {**OPTIONS["adam_"], "beta1": 0.0, "weight_decay": 0.0})
+    assert torch.equal(got[2], args[1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_norm_of_large_tiny_odd_and_no_values(dtype):
     for x in (torch.full((300,), 1e30), torch.full((300,), 1e-30), torch.randn(10_003), torch.zeros(0)):
