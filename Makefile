@@ -9,8 +9,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_DEFAULT := torch==2.13.0
+# The one that a torch of this version for cuda would bring.
+TRITON_DEFAULT := triton==3.7.1
 TORCH_SPEC ?=
-export PYTHON VENV TORCH_SPEC TORCH_DEFAULT
+export PYTHON VENV TORCH_SPEC TORCH_DEFAULT TRITON_DEFAULT
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -218,6 +220,19 @@ install_packages() {
     finish packages "$$wanted"
 }
 
+# Its interpreter runs the kernels for cuda on the CPU, and its compiler needs no GPU. Only beside the torch that it
+# belongs to: another one could take it for its own.
+install_triton() {
+    local wanted="$$TRITON_DEFAULT beside torch $$torch"
+    [ "$${SIMULATOR:-}" = 1 ] || return 0
+    case "$$torch" in "$${TORCH_DEFAULT#torch==}" | "$${TORCH_DEFAULT#torch==}+"*) ;; *) return 0 ;; esac
+    if done_for triton "$$wanted" || "$$py" -c 'import triton' 2> /dev/null; then return; fi
+    say "installing $$TRITON_DEFAULT (200 MB), for the tests of the kernels for cuda"
+    begin
+    if ! pip --no-deps "$$TRITON_DEFAULT"; then say "there is no Triton for this machine: its tests are skipped"; fi
+    finish triton "$$wanted"
+}
+
 source_sum() { find csrc setup.py pyproject.toml -type f -print0 | LC_ALL=C sort -z | xargs -0 cksum | cksum; }
 
 build() {
@@ -257,6 +272,7 @@ build_simulator() {
     finish simulator "$$wanted"
 }
 install_packages "$$@"
+install_triton
 build
 build_simulator
 endef

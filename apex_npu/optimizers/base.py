@@ -113,9 +113,11 @@ class FusedOptimizer(Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RuntimeError: A gradient is sparse, or of another dtype; nothing has been updated then.
+            RuntimeError: A gradient is sparse, or of another dtype, or a CUDA graph is being captured; nothing has been
+                updated then.
             TypeError: A parameter has become one of a dtype that cannot be fused; likewise.
         """
+        self._refuse_capture()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -151,6 +153,16 @@ class FusedOptimizer(Optimizer):
         if self._joined:
             self._remember_state()
         return loss
+
+    def _refuse_capture(self) -> None:
+        """Replayed, a captured step would repeat the step count and learning rate that the host knew at its capture."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{type(self).__name__}.step() cannot be captured in a CUDA graph: step counts and hyper-parameters "
+                "are kept on the host, so every replay would repeat those of the capture. Capture forward and backward "
+                "alone (torch.cuda.make_graphed_callables), and call step() behind each replay; or use an optimizer of "
+                "torch.optim with capturable=True. Nothing has been updated"
+            )
 
     def _overflowed(self) -> bool:
         """What a GradScaler has found, where it handed that over: such a step is skipped whole."""
