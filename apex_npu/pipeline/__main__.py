@@ -33,7 +33,7 @@ def main(arguments: Sequence[str], program: str | None = None) -> int:
         print(f"apex_npu: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("apex_npu: interrupted; trees are as they were", file=sys.stderr)
+        print("apex_npu: interrupted; every tree is whole, patched or as it was", file=sys.stderr)
         return 130
     finally:
         signal.signal(signal.SIGTERM, before)

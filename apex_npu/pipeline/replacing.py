@@ -3,8 +3,8 @@
 """Several files of a checkout replaced together: all or none, also where the process is interrupted or killed.
 
 New contents are written aside first, where a full disk hurts nobody. A journal in the git folder then says what was
-there, files are renamed into place, and the journal goes. An exception, Ctrl-C and SIGTERM included, is undone at once;
-what a killed process has left is undone by the next one.
+there, files are renamed into place, and the journal goes. Ctrl-C and SIGTERM come before that or after it, an
+error is undone at once, and what a killed process has left is undone by the next one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,16 +63,18 @@ def replace_all(checkout: Checkout, changes: Sequence[Change]) -> None:
                 if change.after is not None:
                     _write(staged[change.path], change.after, like=checkout.folder / change.path)
             _write_journal(journal, changes)
-            for change in changes:
-                target = checkout.folder / change.path
-                if change.after is None:
-                    target.unlink()
-                else:
-                    staged[change.path].replace(target)
+            with _uninterrupted():
+                for change in changes:
+                    target = checkout.folder / change.path
+                    if change.after is None:
+                        target.unlink()
+                    else:
+                        staged[change.path].replace(target)
+                _remove(journal)
         except BaseException:
-            take_back(checkout)
+            with _uninterrupted():
+                take_back(checkout)
             raise
-        _remove(journal)
     except OSError as error:
         raise PipelineError(
             f"{checkout.folder} cannot be written ({error.strerror}: {error.filename}); it is as it was. Look at the "
@@ -80,6 +83,16 @@ def replace_all(checkout: Checkout, changes: Sequence[Change]) -> None:
     finally:
         for path in staged.values():
             path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait: what is done here takes milliseconds, and is done whole."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def take_back(checkout: Checkout) -> bool:
@@ -106,7 +119,7 @@ def take_back(checkout: Checkout) -> bool:
         target = checkout.folder / change.path
         if change.before is None:
             target.unlink(missing_ok=True)
-        elif target.read_bytes() != change.before:
+        elif checkout.present(change.path) != change.before:
             _write(_aside(target), change.before, like=target)
             _aside(target).replace(target)
         _aside(target).unlink(missing_ok=True)
