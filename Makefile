@@ -21,7 +21,7 @@ CHECKED := apex_npu benchmarks examples tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ddp test test-all bench-deps upstream dev lint types clean setup-demo setup-dev pytest-quick pytest-all
+.PHONY: help demo demo-ddp test test-all bench-deps upstream patch-check dev lint types clean setup-demo setup-dev pytest-quick pytest-all
 
 help: ## this list
 	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
@@ -30,6 +30,7 @@ help: ## this list
 	@echo 'make test-all   the same, with the tests marked slow'
 	@echo 'make bench-deps other implementations of the optimizers, for tests that compare with them'
 	@echo 'make upstream   the amp tests of a checkout of NVIDIA Apex against this package: APEX=path [DEVICE=npu]'
+	@echo 'make patch-check  patches, wheels and scripts on a clone of NVIDIA Apex: APEX_UPSTREAM=path'
 	@echo 'make dev        the environment for working on apex_npu, with the git hooks'
 	@echo 'make lint       ruff, clang-format, import-linter'
 	@echo 'make types      mypy --strict'
@@ -58,6 +59,13 @@ bench-deps: setup-dev ## other people's optimizers, to compare with (tests/optim
 upstream: setup-dev ## NVIDIA's own tests; the checkout gives the tests alone
 	@if [ -z '$(APEX)' ]; then echo 'make upstream: name a checkout of Apex that has apex/amp, APEX=path/to/apex' >&2; exit 2; fi
 	@$(PY) tests/upstream/run_upstream.py '$(APEX)' --device '$(or $(DEVICE),cpu)'
+
+patch-check: setup-dev ## all eras: patch, wheel, ten scripts, NVIDIA's tests; on the CPU and the simulated NPU
+	@if [ -z '$(APEX_UPSTREAM)' ]; then echo 'make patch-check: name a clone of NVIDIA Apex, APEX_UPSTREAM=path/to/apex' >&2; exit 2; fi
+	@APEX_UPSTREAM="$$(cd '$(APEX_UPSTREAM)' && pwd)" $(PY) -m pytest -q tests/pipeline tests/scripts
+	@if $(HAS_SIMULATOR); then echo '==> on the simulated NPU'; \
+	    APEX_UPSTREAM="$$(cd '$(APEX_UPSTREAM)' && pwd)" APEX_NPU_TEST_DEVICE=npu \
+	    $(PY) -m pytest -q tests/pipeline/test_upstream.py -k own_tests tests/scripts; fi
 
 dev: setup-dev
 	@$(PY) -m pip install -qq pre-commit

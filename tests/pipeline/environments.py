@@ -20,6 +20,7 @@ class Environment:
     """A virtual environment of its own in ``folder``; what it has not, it finds where this interpreter does."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         # Our own pip: making one from the bundled archive takes longer than all the rest.
         venv.create(folder, with_pip=False, symlinks=True)
         self.python = folder / "bin" / "python"
@@ -32,7 +33,7 @@ class Environment:
         self, *arguments: str | Path, cwd: Path | None = None, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """The interpreter with ``arguments``, without this checkout on its path."""
-        return run(self.python, *arguments, cwd=cwd or self.site, **variables)
+        return run(self.python, *arguments, cwd=cwd or self.folder, **variables)
 
     def output(self, *arguments: str | Path, **variables: str) -> str:
         """What it prints, where it succeeds."""
