@@ -4,8 +4,9 @@
 
     python tests/upstream/run_upstream.py path/to/apex [--device npu] [--installed] [-k part of a name]
 
-With --installed against the apex that is installed, a wheel of scripts/build.sh, rather than by install_as_apex. Only the tests are taken from the checkout. They are written for CUDA: in their source, on its way into the
+Only the tests are taken from the checkout. They are written for CUDA: in their source, on its way into the
 interpreter, CUDA's names are replaced by those of the device. What needs the CUDA kernels of amp_C skips itself.
+With --installed they meet the apex that is installed, a wheel of scripts/build.sh, rather than install_as_apex.
 """
 
 from __future__ import annotations
