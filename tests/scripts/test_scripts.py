@@ -34,7 +34,9 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
 
 
 def reference(name: str) -> list[float]:
-    return losses(run(sys.executable, HERE / f"{name}.py", cwd=HERE, PYTHONPATH=str(HERE / "plain_apex")))
+    # On the same device: dropout draws from its generator.
+    command = [sys.executable, *START, HERE / f"{name}.py"]
+    return losses(run(*command, cwd=HERE, PYTHONPATH=str(HERE / "plain_apex")))
 
 
 def agree(name: str, ours: list[float]) -> None:
