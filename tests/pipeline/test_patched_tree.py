@@ -128,3 +128,15 @@ def test_other_processes_of_a_script_have_the_names(patched_2025, tmp_path):
     )
     # `run` changes nothing here: this apex is ours already.
     assert output(patched_2025, "-m", "apex_npu", "run", str(script)) == "apex_npu.amp.frontend\n"
+
+
+def test_where_there_is_cuda_its_compiler_is_asked(patched_2025, tmp_path):
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\ntouch '{tmp_path}/asked'\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
+    nvcc.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_HOME": str(nvcc.parents[1])}
+    command = [sys.executable, "-W", "ignore", "setup.py", "--version"]
+    done = subprocess.run(command, cwd=patched_2025, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "0.1+ascend", done.stderr
+    assert (tmp_path / "asked").exists()
