@@ -23,7 +23,7 @@ CHECKED := apex_npu benchmarks examples tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ddp test test-all bench bench-quick bench-deps upstream dev lint types clean setup-demo setup-dev pytest-quick pytest-all sanitize
+.PHONY: help demo demo-ddp test test-all bench bench-quick bench-deps upstream patch-check dev lint types clean setup-demo setup-dev pytest-quick pytest-all sanitize
 
 help: ## this list
 	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
@@ -34,6 +34,7 @@ help: ## this list
 	@echo 'make bench-quick  each goal for speed on the CPU, met or not (under 2 minutes on 2 cores)'
 	@echo 'make bench-deps other implementations of the optimizers, for benchmarks and tests that compare with them'
 	@echo 'make upstream   the amp tests of a checkout of NVIDIA Apex against this package: APEX=path [DEVICE=npu]'
+	@echo 'make patch-check  patches, wheels and scripts on a clone of NVIDIA Apex: APEX_UPSTREAM=path'
 	@echo 'make dev        the environment for working on apex_npu, with the git hooks'
 	@echo 'make lint       ruff, clang-format, import-linter'
 	@echo 'make types      mypy --strict'
@@ -72,6 +73,13 @@ upstream: setup-dev ## NVIDIA's own tests; the checkout gives the tests alone
 	@if [ -z '$(APEX)' ]; then echo 'make upstream: name a checkout of Apex that has apex/amp, APEX=path/to/apex' >&2; exit 2; fi
 	@$(PY) tests/upstream/run_upstream.py '$(APEX)' --device '$(or $(DEVICE),cpu)'
 
+patch-check: setup-dev ## all eras: patch, wheel, ten scripts, NVIDIA's tests; on the CPU and the simulated NPU
+	@if [ -z '$(APEX_UPSTREAM)' ]; then echo 'make patch-check: name a clone of NVIDIA Apex, APEX_UPSTREAM=path/to/apex' >&2; exit 2; fi
+	@APEX_UPSTREAM="$$(cd '$(APEX_UPSTREAM)' && pwd)" $(PY) -m pytest -q tests/pipeline tests/scripts
+	@if $(HAS_SIMULATOR); then echo '==> on the simulated NPU'; \
+	    APEX_UPSTREAM="$$(cd '$(APEX_UPSTREAM)' && pwd)" APEX_NPU_TEST_DEVICE=npu \
+	    $(PY) -m pytest -q tests/pipeline/test_upstream.py -k own_tests tests/scripts; fi
+
 dev: setup-dev
 	@$(PY) -m pip install -qq pre-commit
 	@if [ -d .git ]; then $(PY) -m pre_commit install; else echo 'no git repository here: no hooks installed'; fi
@@ -90,7 +98,7 @@ types: setup-dev
 	@$(PY) -m mypy
 
 # On the simulated NPU, where it is installed, the tests that take their device from the environment.
-ON_NPU := tests/amp tests/distributed tests/fp16_utils tests/normalization tests/parallel/test_larc.py \
+ON_NPU := tests/amp tests/distributed tests/fp16_utils tests/normalization tests/scripts tests/parallel/test_larc.py \
     $(addprefix tests/optimizers/test_,fused_optimizers.py random_programs.py unusual_use.py novograd.py failures.py)
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
 
