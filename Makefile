@@ -23,14 +23,16 @@ CHECKED := apex_npu benchmarks examples tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ddp test test-all bench-deps upstream dev lint types clean setup-demo setup-dev pytest-quick pytest-all
+.PHONY: help demo demo-ddp test test-all bench bench-quick bench-deps upstream dev lint types clean setup-demo setup-dev pytest-quick pytest-all
 
 help: ## this list
 	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
 	@echo 'make demo-ddp   the same network on two processes, averaged by amp and by torch (SIMULATED_NPU=1: on hccl)'
 	@echo 'make test       lint, types, import contracts and the quick tests (under 10 minutes on 2 cores)'
 	@echo 'make test-all   the same, with the tests marked slow'
-	@echo 'make bench-deps other implementations of the optimizers, for tests that compare with them'
+	@echo 'make bench      all benchmarks on every device that is here: benchmarks/results, plots, tables (MINUTES=15 each)'
+	@echo 'make bench-quick  each goal for speed on the CPU, met or not (under 2 minutes on 2 cores)'
+	@echo 'make bench-deps other implementations of the optimizers, for benchmarks and tests that compare with them'
 	@echo 'make upstream   the amp tests of a checkout of NVIDIA Apex against this package: APEX=path [DEVICE=npu]'
 	@echo 'make dev        the environment for working on apex_npu, with the git hooks'
 	@echo 'make lint       ruff, clang-format, import-linter'
@@ -41,6 +43,7 @@ help: ## this list
 	@echo '          VENV=system                the interpreter that is there, no .venv; keeps the torch it has'
 	@echo '          PYTHON=python3.12          the interpreter to use (3.10 or newer)'
 	@echo '          APEX_NPU_NO_EXT=1          do not build the C++ extension'
+	@echo '          WORKERS=4                  tests that run at a time (default: one a core)'
 
 demo: setup-demo ## trains, shows the result
 	@echo '==> training (under 3 minutes on 2 cores)'
@@ -54,8 +57,15 @@ test: lint types pytest-quick
 
 test-all: bench-deps lint types pytest-all
 
-bench-deps: setup-dev ## other people's optimizers, to compare with (tests/optimizers/test_rivals.py)
-	@$(PY) -m pip install -qq --no-deps adamp==0.3.0 timm==1.0.22
+bench-deps: setup-dev ## other people's optimizers, to compare with (benchmarks, tests/optimizers/test_rivals.py)
+	@$(PY) -m pip install -qq --no-deps adamp==0.3.0 timm==1.0.22 pytorch_optimizer==4.1.0
+
+bench: setup-dev ## everything, on every device that is here
+	@$(PY) benchmarks/goals.py --write || [ $$? -eq 1 ]
+	@$(PY) benchmarks/suite.py --minutes '$(or $(MINUTES),15)' $(ARGS)
+
+bench-quick: setup-dev ## the goals alone; exit code 1 if one is missed
+	@$(PY) benchmarks/goals.py $(ARGS)
 
 upstream: setup-dev ## NVIDIA's own tests; the checkout gives the tests alone
 	@if [ -z '$(APEX)' ]; then echo 'make upstream: name a checkout of Apex that has apex/amp, APEX=path/to/apex' >&2; exit 2; fi
@@ -83,23 +93,28 @@ ON_NPU := tests/amp tests/distributed tests/fp16_utils tests/normalization tests
     $(addprefix tests/optimizers/test_,fused_optimizers.py random_programs.py unusual_use.py novograd.py failures.py)
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
 
+# As many at a time as there are cores; each uses one thread.
+WORKERS ?= $(shell nproc 2> /dev/null || echo 2)
+PYTEST = $(PY) -m pytest -q -n $(WORKERS)
+
+# quick or all, and what that leaves out
+define run_tests
+	@echo '==> $(1) tests'
+	@$(PYTEST) $(2) --ignore tests/simulator
+	@if $(HAS_SIMULATOR); then echo '==> $(1) tests of the simulated NPU'; $(PYTEST) --disable-warnings $(2) tests/simulator; fi
+	@if $(HAS_SIMULATOR); then echo '==> $(1) tests on the simulated NPU'; APEX_NPU_TEST_DEVICE=npu $(PYTEST) $(2) $(ON_NPU); fi
+endef
+
 pytest-quick: setup-dev
-	@echo '==> quick tests'
-	@$(PY) -m pytest -q -m 'not slow' --ignore tests/simulator
-	@if $(HAS_SIMULATOR); then echo '==> tests of the simulated NPU'; $(PY) -m pytest -q --disable-warnings -m 'not slow' tests/simulator; fi
-	@if $(HAS_SIMULATOR); then echo '==> quick tests on the simulated NPU'; \
-	    APEX_NPU_TEST_DEVICE=npu $(PY) -m pytest -q -m 'not slow' $(ON_NPU); fi
+	$(call run_tests,quick,-m 'not slow')
 
 pytest-all: setup-dev
-	@echo '==> all tests'
-	@$(PY) -m pytest -q --ignore tests/simulator
-	@if $(HAS_SIMULATOR); then echo '==> tests of the simulated NPU'; $(PY) -m pytest -q --disable-warnings tests/simulator; fi
-	@if $(HAS_SIMULATOR); then echo '==> tests on the simulated NPU'; APEX_NPU_TEST_DEVICE=npu $(PY) -m pytest -q $(ON_NPU); fi
+	$(call run_tests,all)
 
 clean:
 	rm -rf build dist apex_npu.egg-info tests/npu_simulator/build tests/npu_simulator/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	rm -f apex_npu/_C*.so apex_npu/_C.torch_version
-	find apex_npu examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find apex_npu benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup-demo:
 	@bash -c "$$SETUP" setup setuptools ninja numpy scikit-learn matplotlib tqdm

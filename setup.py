@@ -80,6 +80,7 @@ def build_options() -> dict:
     if "CXX" not in os.environ and os.name != "nt":
         os.environ["CXX"] = find_compiler() or "c++"
     optimize = ["-O0", "-g"] if flag("DEBUG") else ["-O3", "-fno-math-errno", "-fno-trapping-math", "-g0"]
+    optimize.append("-ffp-contract=off")  # the same bits whatever vectors a machine has
     extension = cpp_extension.CppExtension(
         EXTENSION,
         sources(),

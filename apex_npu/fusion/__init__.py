@@ -4,10 +4,13 @@
 
 from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, owns_storage, plan
 from apex_npu.fusion.flat_grads import FlatGrads
-from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups, Run, Twin, fuse, row_count, step_in_place
+from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups, Twin
+from apex_npu.fusion.fusing import fuse, step_in_place
 from apex_npu.fusion.grad_clip import clip_coefficient, clip_grad_norm_, total_grad_norm
 from apex_npu.fusion.grad_reducer import GradReducer, ReduceOptions
 from apex_npu.fusion.rank_progress import RankProgress
+from apex_npu.fusion.run import Run, row_count
+from apex_npu.fusion.shards import is_partial, is_sharded, local_grad, local_part, local_part_as, sharded_like
 from apex_npu.fusion.storage import change_data_ptr, is_slot, storage_view, wraps_tensors
 
 __all__ = [
@@ -25,10 +28,16 @@ __all__ = [
     "clip_coefficient",
     "clip_grad_norm_",
     "fuse",
+    "is_partial",
+    "is_sharded",
     "is_slot",
+    "local_grad",
+    "local_part",
+    "local_part_as",
     "owns_storage",
     "plan",
     "row_count",
+    "sharded_like",
     "step_in_place",
     "storage_view",
     "total_grad_norm",

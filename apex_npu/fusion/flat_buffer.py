@@ -13,7 +13,14 @@ from torch import Tensor
 
 from apex_npu.backends import for_device
 from apex_npu.fusion.layout import Layout, Slot, extent_numel, plan_slots
-from apex_npu.fusion.storage import check_change_data_ptr, move_storage, storage_view
+from apex_npu.fusion.storage import (
+    check_change_data_ptr,
+    follows_aliases,
+    has_unnamed_aliases,
+    move_storage,
+    owns_memory,
+    storage_view,
+)
 
 logger = logging.getLogger("apex_npu")
 
@@ -143,3 +150,10 @@ class FlatBuffer:
     def _copy_storage(self, tensor: Tensor, slot: Slot) -> None:
         whole = tensor.detach().as_strided((slot.numel,), (1,), 0)
         self.flat.narrow(0, slot.offset_numel, slot.numel).copy_(whole)
+
+
+def may_move(sharing: list[Tensor]) -> bool:
+    """True where the one storage of ``sharing`` is theirs alone, and all who look at it would follow."""
+    if not owns_storage(sharing) or not owns_memory(sharing[0]) or len({p.dtype for p in sharing}) > 1:
+        return False
+    return follows_aliases() or not has_unnamed_aliases(sharing)

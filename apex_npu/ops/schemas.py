@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from apex_npu.ops import aten_fused, cpu, cuda, reference, reference_segments
+from apex_npu.ops import aten_fused, cpu, cuda, npu, reference, reference_segments
 from apex_npu.ops.segments import Segments
 
 _library = torch.library.Library("apex_npu", "DEF")  # lives as long as the process
@@ -58,14 +58,19 @@ def _in_place_only(*args: object, **kwargs: object) -> None:
     """Shapes do not change and nothing is returned: all that tracing needs to know."""
 
 
+# For each device a module that may have a kernel. Those of the extension are registered by cpu.py.
+_KERNELS = {"CUDA": cuda, "PrivateUse1": npu}
+if not cpu.available:
+    _KERNELS["CPU"] = aten_fused
+
+
 def _register(reference: ModuleType, names: Sequence[str]) -> None:
     """The reference for every device, and what is better where there is something better."""
     for name in names:
         _library.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
-        for key, kernels in (("CPU", [cpu, aten_fused] if cpu.available else [aten_fused]), ("CUDA", [cuda])):
-            kernel = next((getattr(module, name) for module in kernels if hasattr(module, name)), None)
-            if kernel is not None:
-                _library.impl(name, kernel, key)
+        for key, kernels in _KERNELS.items():
+            if hasattr(kernels, name):
+                _library.impl(name, getattr(kernels, name), key)
 
 
 for _schema in _SCHEMAS:
@@ -76,6 +81,7 @@ _library.impl("norm", lambda x: x.new_empty((), dtype=reference.wide_dtype(x.dty
 
 _register(reference, ("sgd_", "adam_", "rmsprop_", "adadelta_", "adagrad_", "norm"))
 _register(reference_segments, ("lamb_", "adamp_", "segment_dot", "segment_add_"))
+_cpu_kernels = cpu.register()  # lives as long as _library
 
 
 def sgd_(

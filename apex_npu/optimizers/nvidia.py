@@ -45,6 +45,8 @@ class FusedAdam(FusedOptimizer):
         RuntimeError: ``amsgrad`` or ``master_weights`` is asked for.
     """
 
+    elementwise = True
+
     def __init__(
         self,
         params: ParamsT,

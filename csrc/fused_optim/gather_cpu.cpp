@@ -2,83 +2,113 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "fused_optim/gather_cpu.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/copy.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <type_traits>
+
+#include "fused_optim/convert.h"
+#include "fused_optim/pieces.h"
+#include "fused_optim/vectors.h"
 
 namespace apex_npu {
 namespace {
 
-// Elements worth a thread of their own.
-constexpr int64_t kGrainNumel = 1 << 15;
-
 // Looks at the exponent's bits, which unlike std::isfinite the compiler turns into vector instructions.
-inline uint32_t not_finite(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return (bits & 0x7f800000u) == 0x7f800000u;
+APEX_NPU_INLINE uint32_t not_finite(float x) { return (bit_cast<uint32_t>(x) & kFloatInf) == kFloatInf; }
+
+APEX_NPU_INLINE uint64_t not_finite(double x) {
+  constexpr uint64_t kInf = 0x7ff0000000000000u;
+  return (bit_cast<uint64_t>(x) & kInf) == kInf;
 }
 
-inline uint64_t not_finite(double x) {
-  uint64_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return (bits & 0x7ff0000000000000u) == 0x7ff0000000000000u;
-}
+APEX_NPU_INLINE double load(double x) { return x; }
+APEX_NPU_INLINE float load(float x) { return x; }
+APEX_NPU_INLINE float load(BFloat16 x) { return to_float(x); }
 
-// A second version for wider vectors, chosen when the library is loaded; the plain one runs anywhere.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define APEX_NPU_WIDE_VECTORS __attribute__((target_clones("avx2", "default")))
-#else
-#define APEX_NPU_WIDE_VECTORS
-#endif
+APEX_NPU_INLINE void store(double value, double& x) { x = value; }
+APEX_NPU_INLINE void store(float value, float& x) { x = value; }
+APEX_NPU_INLINE void store(float value, BFloat16& x) { x = to_bfloat16(value); }
 
-template <typename Dst, typename Src>
-APEX_NPU_WIDE_VECTORS bool gather_one(Dst* dst, const Src* src, int64_t n, double inv_scale) {
-  using Wide = std::conditional_t<std::is_same_v<Dst, double>, double, float>;
-  const Wide factor = static_cast<Wide>(inv_scale);
-  decltype(not_finite(Wide())) bad = 0;
-  for (int64_t j = 0; j < n; ++j) {
-    const Wide value = static_cast<Wide>(src[j]);
-    bad |= not_finite(value);
-    dst[j] = static_cast<Dst>(value * factor);
+// dst[i] = src[i] * inv_scale; returns whether an element of src is inf or nan. dst may be src.
+struct Unscale {
+  template <typename Dst, typename Src>
+  APEX_NPU_INLINE bool operator()(Dst* dst, const Src* src, double inv_scale, int64_t n) const {
+    using Wide = std::conditional_t<std::is_same_v<Dst, double>, double, float>;
+    const auto factor = static_cast<Wide>(inv_scale);
+    decltype(not_finite(Wide())) bad = 0;
+#pragma omp simd reduction(| : bad)
+    for (int64_t i = 0; i < n; ++i) {
+      const auto value = static_cast<Wide>(load(src[i]));
+      bad |= not_finite(value);
+      store(value * factor, dst[i]);
+    }
+    return bad != 0;
   }
-  return bad != 0;
-}
+};
 
-template <typename Dst>
-bool gather_into(const at::Tensor& slot, const at::Tensor& grad, double inv_scale) {
-  Dst* dst = slot.mutable_data_ptr<Dst>();
-  const int64_t n = slot.numel();
-  switch (grad.scalar_type()) {
+// Memory of some dtype, from an element on.
+struct Place {
+  Place(const at::Tensor& t, const void* data, int64_t i)
+      : dtype(t.scalar_type()), data(static_cast<const char*>(data) + i * static_cast<int64_t>(t.element_size())) {}
+
+  template <typename T>
+  const T* as() const {
+    return reinterpret_cast<const T*>(data);
+  }
+  template <typename T>
+  T* as_written() const {
+    return reinterpret_cast<T*>(const_cast<char*>(data));
+  }
+
+  at::ScalarType dtype;
+  const char* data;
+};
+
+template <typename Src>
+bool unscale_from(const Place& slot, const Src* src, double inv_scale, int64_t n) {
+  switch (slot.dtype) {
     case at::kFloat:
-      return gather_one(dst, grad.const_data_ptr<float>(), n, inv_scale);
+      return vectorized(Unscale(), slot.as_written<float>(), src, inv_scale, n);
     case at::kDouble:
-      return gather_one(dst, grad.const_data_ptr<double>(), n, inv_scale);
-    case at::kHalf:
-      return gather_one(dst, grad.const_data_ptr<at::Half>(), n, inv_scale);
-    default:
-      return gather_one(dst, grad.const_data_ptr<at::BFloat16>(), n, inv_scale);
+      return vectorized(Unscale(), slot.as_written<double>(), src, inv_scale, n);
+    case at::kBFloat16:
+      return vectorized(Unscale(), slot.as_written<BFloat16>(), src, inv_scale, n);
+    default: {
+      // float16 is converted by functions of its own, block by block.
+      bool bad = false;
+      alignas(64) float values[kBlockNumel];
+      for (int64_t done = 0; done < n; done += kBlockNumel) {
+        const int64_t part = std::min(kBlockNumel, n - done);
+        bad |= vectorized(Unscale(), static_cast<float*>(values), src + done, inv_scale, part);
+        narrow(values, slot.as_written<uint16_t>() + done, slot.dtype, part);
+      }
+      return bad;
+    }
   }
 }
 
-bool gather(const at::Tensor& slot, const at::Tensor& grad, double inv_scale) {
-  if (slot.strides() != grad.strides()) {
-    slot.copy_(grad);  // in the slot's order of elements
-    return gather(slot, slot, inv_scale);
-  }
-  switch (slot.scalar_type()) {
+bool unscale(const Place& slot, const Place& grad, double inv_scale, int64_t n) {
+  switch (grad.dtype) {
     case at::kFloat:
-      return gather_into<float>(slot, grad, inv_scale);
+      return unscale_from(slot, grad.as<float>(), inv_scale, n);
     case at::kDouble:
-      return gather_into<double>(slot, grad, inv_scale);
-    case at::kHalf:
-      return gather_into<at::Half>(slot, grad, inv_scale);
-    default:
-      return gather_into<at::BFloat16>(slot, grad, inv_scale);
+      return unscale_from(slot, grad.as<double>(), inv_scale, n);
+    case at::kBFloat16:
+      return unscale_from(slot, grad.as<BFloat16>(), inv_scale, n);
+    default: {
+      bool bad = false;
+      alignas(64) float values[kBlockNumel];
+      Place to = slot;
+      const int64_t slot_size = static_cast<int64_t>(c10::elementSize(slot.dtype));
+      for (int64_t done = 0; done < n; done += kBlockNumel, to.data += kBlockNumel * slot_size) {
+        const int64_t part = std::min(kBlockNumel, n - done);
+        widen(grad.as<uint16_t>() + done, grad.dtype, values, part);
+        bad |= unscale_from(to, static_cast<const float*>(values), inv_scale, part);
+      }
+      return bad;
+    }
   }
 }
 
@@ -107,37 +137,41 @@ void check(const std::vector<at::Tensor>& slots, const std::vector<at::Tensor>& 
 void gather_cpu(const std::vector<at::Tensor>& slots, const std::vector<at::Tensor>& grads, double inv_scale,
                 const std::optional<at::Tensor>& found_inf) {
   check(slots, grads);
-  const auto count = static_cast<int64_t>(slots.size());
-  int64_t numel = 0;
-  for (const at::Tensor& slot : slots) numel += slot.numel();
+  Pieces pieces;
+  std::vector<bool> copied(slots.size());
+  for (size_t i = 0; i < slots.size(); ++i) {
+    copied[i] = slots[i].strides() != grads[i].strides();
+    if (copied[i]) slots[i].copy_(grads[i]);  // in the slot's order of elements
+    pieces.add_segment(static_cast<int64_t>(i), 0, slots[i].numel());
+  }
   std::atomic<bool> bad{false};
-  const int64_t per_thread = std::max<int64_t>(1, kGrainNumel * count / std::max<int64_t>(1, numel));
-  at::parallel_for(0, count, per_thread, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (gather(slots[i], grads[i], inv_scale)) bad.store(true, std::memory_order_relaxed);
-    }
+  pieces.parallel_for_each([&](size_t i) {
+    const Piece& piece = pieces[i];
+    const at::Tensor& slot = slots[piece.segment];
+    const at::Tensor& grad = copied[piece.segment] ? slot : grads[piece.segment];
+    const Place to(slot, slot.mutable_data_ptr(), piece.begin), from(grad, grad.const_data_ptr(), piece.begin);
+    if (unscale(to, from, inv_scale, piece.numel)) bad.store(true, std::memory_order_relaxed);
   });
   if (bad && found_inf.has_value()) *found_inf->mutable_data_ptr<float>() = 1.0f;
 }
 
-int64_t take_grads_cpu(const std::vector<at::Tensor>& sources, const std::vector<at::Tensor>& params,
-                       const std::vector<at::Tensor>& slots, double inv_scale,
+int64_t take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Borrowed& slots, double inv_scale,
                        const std::optional<at::Tensor>& found_inf) {
   TORCH_CHECK_VALUE(sources.size() == params.size() && sources.size() == slots.size(),
                     "take_grads: sources, params and slots must have one length");
   std::vector<at::Tensor> present, grads;
   std::vector<size_t> indices;
   for (size_t i = 0; i < sources.size(); ++i) {
-    const at::Tensor& grad = sources[i].grad();
+    const at::Tensor& grad = sources[i]->grad();
     if (!grad.defined()) continue;
-    const bool own = sources[i].is_same(params[i]);
-    if (!supported(grad) || (own && grad.scalar_type() != slots[i].scalar_type())) return static_cast<int64_t>(i);
-    present.push_back(slots[i]);
+    const bool own = sources[i]->is_same(*params[i]);
+    if (!supported(grad) || (own && grad.scalar_type() != slots[i]->scalar_type())) return static_cast<int64_t>(i);
+    present.push_back(*slots[i]);
     grads.push_back(grad);
     indices.push_back(i);
   }
   gather_cpu(present, grads, inv_scale, found_inf);
-  for (size_t i : indices) params[i].mutable_grad() = slots[i];
+  for (size_t i : indices) params[i]->mutable_grad() = *slots[i];
   return -1;
 }
 

@@ -3,97 +3,71 @@
 #include "fused_optim/segments_cpu.h"
 
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
-#include <algorithm>
+#include <vector>
+
+#include "fused_optim/dot.h"
+#include "fused_optim/pieces.h"
+#include "fused_optim/vectors.h"
 
 namespace apex_npu {
 namespace {
 
-// Independent partial sums, so that the compiler can keep several additions in flight.
-constexpr int64_t kLanes = 8;
-// Elements worth a thread of their own.
-constexpr int64_t kGrainNumel = 1 << 15;
-
-template <typename T>
-double dot(const T* a, const T* b, int64_t n) {
-  double lanes[kLanes] = {};
-  int64_t j = 0;
-  for (; j + kLanes <= n; j += kLanes) {
-    for (int64_t k = 0; k < kLanes; ++k) lanes[k] += static_cast<double>(a[j + k]) * static_cast<double>(b[j + k]);
+struct AddMultiple {
+  template <typename T>
+  APEX_NPU_INLINE void operator()(T* x, const T* y, T factor, int64_t n) const {
+    for_each<T>(n, [=](int64_t i) APEX_NPU_INLINE_LAMBDA { x[i] += factor * y[i]; }, x, y);
   }
-  for (; j < n; ++j) lanes[0] += static_cast<double>(a[j]) * static_cast<double>(b[j]);
-  double sum = 0;
-  for (double lane : lanes) sum += lane;
-  return sum;
-}
+};
 
-void check_segments(const at::Tensor& flat, const at::Tensor& starts, const at::Tensor& lengths) {
-  TORCH_CHECK_VALUE(flat.dim() == 1 && flat.is_contiguous(), "a segmented buffer must be flat and contiguous");
-  TORCH_CHECK_TYPE(starts.scalar_type() == at::kLong && lengths.scalar_type() == at::kLong,
-                   "starts and lengths must be int64");
-  TORCH_CHECK_VALUE(starts.numel() == lengths.numel(), "starts and lengths must have one length, got ", starts.numel(),
-                    " and ", lengths.numel());
-  const int64_t* start = starts.const_data_ptr<int64_t>();
-  const int64_t* length = lengths.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < starts.numel(); ++i) {
-    TORCH_CHECK_VALUE(start[i] >= 0 && length[i] >= 0 && length[i] <= flat.numel() - start[i], "segment ", i, " [",
-                      start[i], ", ", start[i] + length[i], ") is outside the buffer of ", flat.numel(), " elements");
-  }
-}
-
-void check_same(const at::Tensor& a, const at::Tensor& b) {
-  TORCH_CHECK_VALUE(a.sizes() == b.sizes() && b.is_contiguous(), "segmented buffers must be flat and of one length");
-  TORCH_CHECK_TYPE(a.scalar_type() == b.scalar_type(), "segmented buffers must have one dtype, got ", a.scalar_type(),
-                   " and ", b.scalar_type());
-}
-
-// Segments are shared out whole; about as many per thread as hold kGrainNumel elements.
-int64_t segments_per_thread(const at::Tensor& flat, int64_t count) {
-  return std::max<int64_t>(1, kGrainNumel * count / std::max<int64_t>(1, flat.numel()));
+void check_same(const char* op, const at::Tensor& a, const at::Tensor& b) {
+  TORCH_CHECK_VALUE(a.device().is_cpu() && b.device().is_cpu(), op, ": expected buffers on the cpu, got ", a.toString(),
+                    " and ", b.toString());
+  TORCH_CHECK_VALUE(a.dim() == 1 && a.is_contiguous() && b.is_contiguous() && a.sizes() == b.sizes(), op,
+                    ": segmented buffers must be flat, contiguous and of one length, got shapes ", a.sizes(), " and ",
+                    b.sizes(), " with strides ", a.strides(), " and ", b.strides());
+  TORCH_CHECK_TYPE(a.scalar_type() == b.scalar_type(), op, ": segmented buffers must have one dtype, got ",
+                   a.scalar_type(), " and ", b.scalar_type());
 }
 
 }  // namespace
 
 at::Tensor segment_dot_cpu(const at::Tensor& a, const at::Tensor& b, const at::Tensor& starts,
-                           const at::Tensor& lengths) {
-  check_segments(a, starts, lengths);
-  check_same(a, b);
-  const int64_t count = starts.numel();
-  at::Tensor sums = at::empty({count}, a.options());
-  const int64_t* start = starts.const_data_ptr<int64_t>();
-  const int64_t* length = lengths.const_data_ptr<int64_t>();
+                           const at::Tensor& lengths, const std::optional<at::Tensor>& /*ids*/) {
+  check_same("segment_dot", a, b);
+  check_segments("segment_dot", starts, lengths, a.numel());
+  const Pieces pieces(starts, lengths);
+  std::vector<double> partial(pieces.size()), sums(starts.numel(), 0.0);
+  at::Tensor result = at::empty({starts.numel()}, a.options());
   AT_DISPATCH_FLOATING_TYPES(a.scalar_type(), "segment_dot", [&] {
     const scalar_t* x = a.const_data_ptr<scalar_t>();
     const scalar_t* y = b.const_data_ptr<scalar_t>();
-    scalar_t* sum = sums.mutable_data_ptr<scalar_t>();
-    at::parallel_for(0, count, segments_per_thread(a, count), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) sum[i] = dot(x + start[i], y + start[i], length[i]);
-    });
+    pieces.parallel_for_each(
+        [&](size_t i) { partial[i] = dot(x + pieces[i].begin, y + pieces[i].begin, pieces[i].numel); });
+    for (size_t i = 0; i < pieces.size(); ++i) sums[pieces[i].segment] += partial[i];
+    std::copy(sums.begin(), sums.end(), result.mutable_data_ptr<scalar_t>());
   });
-  return sums;
+  return result;
 }
 
 void segment_add_cpu(const at::Tensor& x, const at::Tensor& y, const at::Tensor& factors, const at::Tensor& starts,
-                     const at::Tensor& lengths) {
-  check_segments(x, starts, lengths);
-  check_same(x, y);
-  TORCH_CHECK_VALUE(factors.sizes() == starts.sizes() && factors.is_contiguous(), "one factor per segment, got ",
-                    factors.numel(), " for ", starts.numel());
-  TORCH_CHECK_TYPE(factors.scalar_type() == x.scalar_type(), "factors must be ", x.scalar_type(), ", got ",
-                   factors.scalar_type());
-  const int64_t count = starts.numel();
-  const int64_t* start = starts.const_data_ptr<int64_t>();
-  const int64_t* length = lengths.const_data_ptr<int64_t>();
-  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "segment_add", [&] {
+                     const at::Tensor& lengths, const std::optional<at::Tensor>& /*ids*/) {
+  check_same("segment_add_", x, y);
+  check_segments("segment_add_", starts, lengths, x.numel());
+  TORCH_CHECK_VALUE(factors.sizes() == starts.sizes() && factors.is_contiguous() && factors.device().is_cpu(),
+                    "segment_add_: expected one factor per segment (", starts.numel(), ") on the cpu, got ",
+                    factors.numel());
+  TORCH_CHECK_TYPE(factors.scalar_type() == x.scalar_type(), "segment_add_: factors must be ", x.scalar_type(),
+                   ", got ", factors.scalar_type());
+  const Pieces pieces(starts, lengths);
+  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "segment_add_", [&] {
     scalar_t* to = x.mutable_data_ptr<scalar_t>();
     const scalar_t* from = y.const_data_ptr<scalar_t>();
     const scalar_t* factor = factors.const_data_ptr<scalar_t>();
-    at::parallel_for(0, count, segments_per_thread(x, count), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        for (int64_t j = start[i]; j < start[i] + length[i]; ++j) to[j] += factor[i] * from[j];
-      }
+    pieces.parallel_for_each([&](size_t i) {
+      const Piece& piece = pieces[i];
+      vectorized(AddMultiple(), to + piece.begin, from + piece.begin, factor[piece.segment], piece.numel);
     });
   });
 }

@@ -3,18 +3,21 @@
 //
 // Sums and updates over segments of flat buffers, for the rules that look at one parameter, or one row of it, at a
 // time. `starts` and `lengths` (int64, host) say where the segments lie; elements outside all of them are left alone.
+// `ids` is for what is no range of memory, which these do not take.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+
+#include <optional>
 
 namespace apex_npu {
 
 // sum_j a[j] * b[j] over each segment, accumulated in double; of a's dtype.
 at::Tensor segment_dot_cpu(const at::Tensor& a, const at::Tensor& b, const at::Tensor& starts,
-                           const at::Tensor& lengths);
+                           const at::Tensor& lengths, const std::optional<at::Tensor>& ids);
 
 // x[j] += factors[i] * y[j] for every element j of every segment i. x and y may be the same tensor.
 void segment_add_cpu(const at::Tensor& x, const at::Tensor& y, const at::Tensor& factors, const at::Tensor& starts,
-                     const at::Tensor& lengths);
+                     const at::Tensor& lengths, const std::optional<at::Tensor>& ids);
 
 }  // namespace apex_npu

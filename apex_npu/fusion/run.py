@@ -1,0 +1,150 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which part of a fused group steps in one go, and what an update rule finds there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from apex_npu.ops import Segments
+from apex_npu.ops.reference_segments import segment_ids
+
+if TYPE_CHECKING:
+    from apex_npu.fusion.fused_group import FusedGroup
+
+_T = TypeVar("_T")
+
+
+class Run:
+    """Consecutive slots that take part in a step and share a step count; usually the whole buffer.
+
+    Attributes:
+        params: The parameters themselves.
+        param: 1-D, dtype of the parameters; padding between slots included.
+        step: How many times these slots have been updated, this time included.
+        grad_scale: What these have yet to be divided by, one float32 number; None: they are as they should be.
+    """
+
+    def __init__(self, group: FusedGroup, first: int, last: int, step: int, *, loose: bool = False) -> None:
+        """The slots ``first`` to ``last`` of ``group``, both included; of one slot, its gradient may be ``loose``."""
+        self._group = group
+        self.first, self.last = first, last
+        self.params = group.params[first : last + 1]
+        self._begin, self._end = group.span(first, last)
+        if loose:
+            self._end = self._begin + self.params[0].numel()
+        self._loose = loose
+        self.step, self.step_before = step, float(step)
+        self.grad_scale: Tensor | None = None
+        self.param = group.param_flat[self._begin : self._end]
+        self._slices: dict[tuple[str, str], Tensor] = {}
+        self._segments: dict[bool, Segments] = {}
+        self._remembered: dict[str, tuple[object, Any]] = {}
+
+    def take_back(self) -> None:
+        """Count the step that ``FusedGroup.advance`` has counted no longer: it could not be taken."""
+        self._group.set_steps(self.first, self.last, self.step_before)
+
+    def state(self, name: str) -> Tensor:
+        """The flat state ``name``: float32 for low-precision parameters, else of their dtype; zeros at first."""
+        return self._slice("state", name, self._group.state_flat)
+
+    def scratch(self, name: str) -> Tensor:
+        """Flat memory for this step's intermediate values, of the state's dtype; what it holds is arbitrary."""
+        return self._slice("scratch", name, self._group.scratch_flat)
+
+    def per_param(self, name: str) -> Tensor:
+        """The state ``name`` of one number for each parameter: 1-D, of the state's dtype."""
+        return self._group.scalar_flat(name)[self.first : self.last + 1]
+
+    def _slice(self, kind: str, name: str, flat: Callable[[str], Tensor]) -> Tensor:
+        found = self._slices.get((kind, name))
+        if found is None:
+            found = self._slices[kind, name] = flat(name)[self._begin : self._end]
+        return found
+
+    def remember(self, name: str, value: object, make: Callable[[], _T]) -> _T:
+        """What ``make`` gives, made once for as long as the same slots step together and ``value`` is the same."""
+        if name not in self._remembered or self._remembered[name][0] != value:
+            self._remembered[name] = (value, make())
+        remembered: _T = self._remembered[name][1]
+        return remembered
+
+    def wide_param(self) -> Tensor:
+        """``param`` in the state's dtype: itself, or a copy that ``write_back`` rounds into it."""
+        if self.param.dtype == self._group.state_dtype:
+            return self.param
+        return self.scratch("param").copy_(self.param)
+
+    @property
+    def scaled_grad(self) -> Tensor:
+        """The gradients as they lie in their buffer, or where autograd left them; not to be written."""
+        if self._loose:
+            return self._group.grads.loose(self.first)  # asked for anew: a reference would keep its memory
+        return self._slice("grad", "", lambda _: self._group.grads.flat)
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradients, of the dtype of the parameters; a copy where they have to be divided first."""
+        return self.scaled_grad if self.grad_scale is None else self.wide_grad().to(self.scaled_grad.dtype)
+
+    def wide_grad(self) -> Tensor:
+        """The gradients in the state's dtype, not to be written; a copy where they have another, or have a scale."""
+        if self.scaled_grad.dtype == self._group.state_dtype and self.grad_scale is None:
+            return self.scaled_grad
+        grad = self.scratch("grad").copy_(self.scaled_grad)
+        return grad if self.grad_scale is None else grad.div_(self.grad_scale)
+
+    def model_param(self) -> Tensor | None:
+        """The low-precision copy of ``param``, for an op that writes both; None: nobody wants one."""
+        copy = self._group.take_copy(self.last - self.first + 1)
+        return None if copy is None else copy[self._begin : self._end]
+
+    def write_back(self, param: Tensor) -> None:
+        """Round what ``wide_param`` gave, and a rule has changed, into ``param``."""
+        if param is not self.param:
+            self.param.copy_(param)
+
+    def segments(self, *, rows: bool = False) -> Segments:
+        """Where each parameter lies in the flat tensors, or with ``rows`` each of its rows along the first dimension.
+
+        Padding belongs to none.
+        """
+        found = self._segments.get(rows)
+        if found is None:
+            found = self._segments[rows] = self._find_segments(rows)
+        return found
+
+    def _find_segments(self, rows: bool) -> Segments:
+        starts: list[int] = []
+        lengths: list[int] = []
+        scattered: list[tuple[Tensor, int, int]] = []
+        for p, offset in self.members():
+            count = row_count(p) if rows else 1
+            length = p.numel() // count
+            if count > 1 and p.stride(0) != length:
+                scattered.append((p, offset, len(starts)))  # a transposed matrix: its rows are no ranges of memory
+            starts += [offset + i * length for i in range(count)]
+            lengths += [length] * count
+        segments = Segments.of(starts, lengths, self.param.numel(), self.param.device)
+        if not scattered:
+            return segments
+        ids = segment_ids(segments.starts, segments.lengths, self.param.numel(), self.param.device)
+        for p, offset, first in scattered:
+            row = torch.arange(first, first + p.size(0), device=p.device).view(-1, *[1] * (p.dim() - 1))
+            ids[offset : offset + p.numel()].as_strided(p.size(), p.stride(), ids.storage_offset() + offset).copy_(row)
+        return replace(segments, ids=ids)
+
+    def members(self) -> list[tuple[Tensor, int]]:
+        """The run's parameters, each with the elements before its first one in the flat tensors."""
+        return [(p, offset - self._begin) for p, offset in self._group.placed(self.first, self.last)]
+
+
+def row_count(param: Tensor) -> int:
+    """How many rows along its first dimension a parameter has; vectors and numbers count as one row."""
+    return int(param.size(0)) if param.dim() > 1 and param.numel() else 1

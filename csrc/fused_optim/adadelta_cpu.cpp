@@ -1,0 +1,53 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+#include "fused_optim/adadelta_cpu.h"
+
+#include <cmath>
+
+#include "fused_optim/elementwise.h"
+
+namespace apex_npu {
+namespace {
+
+template <typename T>
+struct Adadelta {
+  T *square_avg, *acc_delta;
+  Gradient<T> gradient;
+  T lr, rho, rho_rest, eps;
+
+  APEX_NPU_INLINE void operator()(T* p, const T* g, int64_t begin, int64_t n) const {
+    T *s = square_avg + begin, *a = acc_delta + begin;
+    const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
+      const T grad = gradient(g[i], p[i]);
+      s[i] = rho * s[i] + rho_rest * grad * grad;
+      // Two roots, since the quotient of what is under them can overflow.
+      const T delta = std::sqrt(a[i] + eps) / std::sqrt(s[i] + eps) * grad;
+      a[i] = rho * a[i] + rho_rest * delta * delta;
+      p[i] -= lr * delta;
+    };
+    for_each<T>(n, body, p, g, s, a);
+  }
+};
+
+}  // namespace
+
+void adadelta_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& square_avg,
+                  const at::Tensor& acc_delta, const std::optional<at::Tensor>& model_param, double lr, double rho,
+                  double eps, double weight_decay, bool maximize, const std::optional<at::Tensor>& grad_scale) {
+  const State s("square_avg", square_avg), a("acc_delta", acc_delta);
+  const Operands operands("adadelta_", param, grad, model_param, grad_scale, maximize, {s, a});
+  operands.in_its_type([&](auto zero) {
+    using T = decltype(zero);
+    Adadelta<T> rule;
+    rule.square_avg = s.data<T>();
+    rule.acc_delta = a.data<T>();
+    rule.gradient = operands.gradient<T>(weight_decay);
+    rule.lr = static_cast<T>(lr);
+    rule.rho = static_cast<T>(rho);
+    rule.rho_rest = static_cast<T>(1 - rho);
+    rule.eps = static_cast<T>(eps);
+    update_elements<T>(operands, rule);
+  });
+}
+
+}  // namespace apex_npu

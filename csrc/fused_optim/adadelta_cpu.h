@@ -1,0 +1,16 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace apex_npu {
+
+// apex_npu::adadelta_, see apex_npu/ops/schemas.py.
+void adadelta_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& square_avg,
+                  const at::Tensor& acc_delta, const std::optional<at::Tensor>& model_param, double lr, double rho,
+                  double eps, double weight_decay, bool maximize, const std::optional<at::Tensor>& grad_scale);
+
+}  // namespace apex_npu

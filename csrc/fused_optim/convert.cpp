@@ -1,0 +1,117 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+#include "fused_optim/convert.h"
+
+#include "fused_optim/vectors.h"
+
+#ifdef APEX_NPU_AVX2
+#include <immintrin.h>
+#endif
+
+namespace apex_npu {
+namespace {
+
+using c10::ScalarType;
+
+// float16 has 5 bits of exponent and 10 of mantissa, float32 8 and 23: 13 more bits, and a bias larger by 112.
+constexpr uint32_t kBias = 112u << 23;
+
+// Without branches, and without ever computing with a subnormal float32, which a processor may be set to flush to zero.
+APEX_NPU_INLINE float from_half(uint16_t half) {
+  const uint32_t magnitude = half & 0x7fffu;
+  const uint32_t normal = (magnitude << 13) + kBias + (magnitude >= 0x7c00u ? kBias : 0u);
+  const uint32_t subnormal = bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+  const uint32_t sign = (half & 0x8000u) << 16;
+  return bit_cast<float>((magnitude < 0x0400u ? subnormal : normal) | sign);
+}
+
+APEX_NPU_INLINE uint16_t to_half(float value) {
+  const auto bits = bit_cast<uint32_t>(value);
+  const auto magnitude = static_cast<int32_t>(bits & 0x7fffffffu);  // signed, as vectors compare them
+  const auto rounded = (magnitude - static_cast<int32_t>(kBias) + 0x0fff + ((magnitude >> 13) & 1)) >> 13;
+  // 0.5 has the last bit that float16's subnormal numbers have, so that this addition rounds to it.
+  const auto subnormal = bit_cast<int32_t>(bit_cast<float>(magnitude) + 0.5f) - bit_cast<int32_t>(0.5f);
+  int32_t half = magnitude < 0x38800000 ? subnormal : rounded;  // below 2^-14
+  half = magnitude >= 0x477ff000 ? 0x7c00 : half;               // 65520 and more round to inf
+  half = value != value ? 0x7e00 : half;
+  return static_cast<uint16_t>(static_cast<uint32_t>(half) | ((bits >> 16) & 0x8000u));
+}
+
+struct HalfToFloat {
+  APEX_NPU_INLINE void operator()(const uint16_t* src, float* dst, int64_t n) const {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) dst[i] = from_half(src[i]);
+  }
+};
+
+struct FloatToHalf {
+  APEX_NPU_INLINE void operator()(const float* src, uint16_t* dst, int64_t n) const {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) dst[i] = to_half(src[i]);
+  }
+};
+
+struct BFloat16ToFloat {
+  APEX_NPU_INLINE void operator()(const BFloat16* src, float* dst, int64_t n) const {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) dst[i] = to_float(src[i]);
+  }
+};
+
+struct FloatToBFloat16 {
+  APEX_NPU_INLINE void operator()(const float* src, BFloat16* dst, int64_t n) const {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) dst[i] = to_bfloat16(src[i]);
+  }
+};
+
+#ifdef APEX_NPU_AVX2
+// The processor's own conversions, which round as the mode says: to nearest, as everywhere here.
+APEX_NPU_AVX2 void half_to_float_f16c(const uint16_t* src, float* dst, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i));
+    _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(halves));
+  }
+  for (; i < n; ++i) dst[i] = from_half(src[i]);
+}
+
+APEX_NPU_AVX2 void float_to_half_f16c(const float* src, uint16_t* dst, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + i), halves);
+  }
+  for (; i < n; ++i) dst[i] = to_half(src[i]);
+}
+#endif
+
+}  // namespace
+
+void widen(const void* src, ScalarType dtype, float* dst, int64_t n) {
+  const auto* words = static_cast<const uint16_t*>(src);
+  if (dtype == ScalarType::BFloat16) {
+    vectorized(BFloat16ToFloat(), static_cast<const BFloat16*>(src), dst, n);
+#ifdef APEX_NPU_AVX2
+  } else if (has_avx2()) {
+    half_to_float_f16c(words, dst, n);
+#endif
+  } else {
+    vectorized(HalfToFloat(), words, dst, n);
+  }
+}
+
+void narrow(const float* src, void* dst, ScalarType dtype, int64_t n) {
+  auto* words = static_cast<uint16_t*>(dst);
+  if (dtype == ScalarType::BFloat16) {
+    vectorized(FloatToBFloat16(), src, static_cast<BFloat16*>(dst), n);
+#ifdef APEX_NPU_AVX2
+  } else if (has_avx2()) {
+    float_to_half_f16c(src, words, n);
+#endif
+  } else {
+    vectorized(FloatToHalf(), src, words, n);
+  }
+}
+
+}  // namespace apex_npu

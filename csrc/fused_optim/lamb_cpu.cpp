@@ -1,0 +1,179 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+#include "fused_optim/lamb_cpu.h"
+
+#include <cmath>
+#include <vector>
+
+#include "fused_optim/dot.h"
+#include "fused_optim/operands.h"
+#include "fused_optim/pieces.h"
+#include "fused_optim/vectors.h"
+
+namespace apex_npu {
+namespace {
+
+template <typename T>
+struct Direction {
+  T inverse_correction1, root_factor, eps, decay;
+  bool has_decay;
+
+  APEX_NPU_INLINE T operator()(T m, T v, T p) const {
+    const T adam = m * inverse_correction1 / (std::sqrt(v) * root_factor + eps);
+    return has_decay ? adam + decay * p : adam;
+  }
+};
+
+template <typename T>
+struct Moments {
+  T *exp_avg, *exp_avg_sq;
+  Gradient<T> gradient;
+  Direction<T> direction;
+  T beta1, beta2, beta2_rest, beta3;
+
+  // Writes the direction to u.
+  APEX_NPU_INLINE void operator()(const T* p, const T* g, T* u, int64_t begin, int64_t n) const {
+    T *m = exp_avg + begin, *v = exp_avg_sq + begin;
+    const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
+      const T grad = gradient(g[i], p[i]);
+      m[i] = beta1 * m[i] + beta3 * grad;
+      v[i] = beta2 * v[i] + beta2_rest * grad * grad;
+      u[i] = direction(m[i], v[i], p[i]);
+    };
+    for_each<T>(n, body, p, g, m, v);
+  }
+};
+
+template <typename T>
+struct Move {
+  const T *exp_avg, *exp_avg_sq;
+  Direction<T> direction;
+
+  APEX_NPU_INLINE void operator()(T* p, T step_size, int64_t begin, int64_t n) const {
+    const T *m = exp_avg + begin, *v = exp_avg_sq + begin;
+    const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA { p[i] -= step_size * direction(m[i], v[i], p[i]); };
+    for_each<T>(n, body, p, m, v);
+  }
+};
+
+struct SquaredNorms {
+  double param = 0, direction = 0;
+
+  void operator+=(const SquaredNorms& other) {
+    param += other.param;
+    direction += other.direction;
+  }
+
+  double trust_ratio(double max_weight_norm) const {
+    const double weight_norm = std::sqrt(param), direction_norm = std::sqrt(direction);
+    if (weight_norm == 0 || direction_norm == 0) return 1;
+    return (weight_norm > max_weight_norm ? max_weight_norm : weight_norm) / direction_norm;  // nan stays
+  }
+};
+
+// What a parameter's step size depends on is known when all of its moments are. Where it is one piece, that is at once,
+// with all of it still in the cache; else the direction is computed a second time, which is cheaper than keeping it.
+template <typename T>
+class Lamb {
+ public:
+  Lamb(const Operands& operands, const Pieces& pieces, const Moments<T>& moments)
+      : operands_(operands),
+        pieces_(pieces),
+        moments_(moments),
+        move_{moments.exp_avg, moments.exp_avg_sq, moments.direction} {}
+
+  void step(double lr) const {
+    pieces_.parallel_for_each([&](size_t i) {
+      update_moments(pieces_[i]);
+      move(pieces_[i], lr);
+    });
+  }
+
+  void step_by_trust_ratio(double lr, double max_weight_norm) const {
+    std::vector<SquaredNorms> norms(pieces_.size());
+    pieces_.parallel_for_each([&](size_t i) {
+      norms[i] = update_moments(pieces_[i]);
+      if (pieces_[i].whole) move(pieces_[i], lr * norms[i].trust_ratio(max_weight_norm));
+    });
+    Pieces rest;
+    std::vector<double> step_sizes;
+    for (size_t first = 0, end; first < pieces_.size(); first = end) {
+      SquaredNorms total;
+      for (end = first; end < pieces_.size() && pieces_[end].segment == pieces_[first].segment; ++end) {
+        total += norms[end];
+      }
+      if (pieces_[first].whole) continue;
+      const Piece& last = pieces_[end - 1];
+      rest.add_segment(static_cast<int64_t>(step_sizes.size()), pieces_[first].begin,
+                       last.begin + last.numel - pieces_[first].begin);
+      step_sizes.push_back(lr * total.trust_ratio(max_weight_norm));
+    }
+    rest.parallel_for_each([&](size_t i) { move(rest[i], step_sizes[rest[i].segment]); });
+  }
+
+ private:
+  SquaredNorms update_moments(const Piece& piece) const {
+    SquaredNorms norms;
+    alignas(64) T direction[kBlockNumel];
+    for (int64_t done = 0; done < piece.numel; done += kBlockNumel) {
+      const int64_t begin = piece.begin + done, n = std::min(kBlockNumel, piece.numel - done);
+      const ParamBlock<T> param(operands_, begin, n);
+      const GradBlock<T> grad(operands_, begin, n);
+      vectorized(moments_, param.data(), grad.data(), static_cast<T*>(direction), begin, n);
+      norms += {dot(param.data(), param.data(), n), dot(direction, direction, n)};
+    }
+    return norms;
+  }
+
+  void move(const Piece& piece, double step_size) const {
+    for (int64_t done = 0; done < piece.numel; done += kBlockNumel) {
+      const int64_t begin = piece.begin + done, n = std::min(kBlockNumel, piece.numel - done);
+      const ParamBlock<T> param(operands_, begin, n);
+      vectorized(move_, param.data(), static_cast<T>(step_size), begin, n);
+      param.write_back();
+    }
+  }
+
+  const Operands& operands_;
+  const Pieces& pieces_;
+  const Moments<T> moments_;
+  const Move<T> move_;
+};
+
+}  // namespace
+
+void lamb_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
+              const std::optional<at::Tensor>& model_param, const at::Tensor& direction, const at::Tensor& starts,
+              const at::Tensor& lengths, const std::optional<at::Tensor>& /*ids*/, double lr, double beta1,
+              double beta2, double beta3, double eps, double bias_correction1, double bias_correction2, double l2,
+              double decay, bool adapt, double max_weight_norm, bool maximize,
+              const std::optional<at::Tensor>& grad_scale) {
+  const State m("exp_avg", exp_avg), v("exp_avg_sq", exp_avg_sq), u("direction", direction);
+  const Operands operands("lamb_", param, grad, model_param, grad_scale, maximize, {m, v, u});
+  check_segments("lamb_", starts, lengths, operands.numel());
+  const Pieces pieces(starts, lengths);
+  operands.in_its_type([&](auto zero) {
+    using T = decltype(zero);
+    Moments<T> moments;
+    moments.exp_avg = m.data<T>();
+    moments.exp_avg_sq = v.data<T>();
+    moments.gradient = operands.gradient<T>(l2);
+    moments.direction.inverse_correction1 = static_cast<T>(1 / bias_correction1);
+    moments.direction.root_factor = static_cast<T>(1 / std::sqrt(bias_correction2));
+    moments.direction.eps = static_cast<T>(eps);
+    moments.direction.decay = static_cast<T>(decay);
+    moments.direction.has_decay = decay != 0;
+    moments.beta1 = static_cast<T>(beta1);
+    moments.beta2 = static_cast<T>(beta2);
+    moments.beta2_rest = static_cast<T>(1 - beta2);
+    moments.beta3 = static_cast<T>(beta3);
+    const Lamb<T> lamb(operands, pieces, moments);
+    if (adapt) {
+      lamb.step_by_trust_ratio(lr, max_weight_norm);
+    } else {
+      lamb.step(lr);
+    }
+  });
+}
+
+}  // namespace apex_npu

@@ -1,0 +1,40 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Sums that vectors of any width add up in one and the same order.
+#pragma once
+
+#include "fused_optim/vectors.h"
+
+namespace apex_npu {
+
+// A sum in double, as Count partial sums: the k-th of every Count elements goes to the k-th. With their number constant
+// they live in registers, several additions are in flight, and wider vectors do not change the result.
+template <int Count>
+class Lanes {
+ public:
+  // Starts with products of Count elements each. (Starting with zeros would make an array in memory of the lanes.)
+  template <typename T>
+  APEX_NPU_INLINE void set_products(const T* a, const T* b) {
+#pragma omp simd
+    for (int k = 0; k < Count; ++k) lanes_[k] = static_cast<double>(a[k]) * static_cast<double>(b[k]);
+  }
+
+  template <typename T>
+  APEX_NPU_INLINE void add_products(const T* a, const T* b) {
+#pragma omp simd
+    for (int k = 0; k < Count; ++k) lanes_[k] += static_cast<double>(a[k]) * static_cast<double>(b[k]);
+  }
+
+  APEX_NPU_INLINE double total() {
+    for (int half = Count / 2; half > 0; half /= 2) {
+      for (int k = 0; k < half; ++k) lanes_[k] += lanes_[k + half];
+    }
+    return lanes_[0];
+  }
+
+ private:
+  double lanes_[Count];
+};
+
+}  // namespace apex_npu

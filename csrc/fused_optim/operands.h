@@ -1,0 +1,134 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// What an update rule is given, checked as a whole before a byte is written.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <initializer_list>
+#include <optional>
+
+#include "fused_optim/vectors.h"
+
+namespace apex_npu {
+
+// One of the buffers that a rule keeps beside the parameters; it may be missing.
+struct State {
+  State(const char* name, const at::Tensor& tensor) : name(name), tensor(&tensor) {}
+  State(const char* name, const std::optional<at::Tensor>& tensor)
+      : name(name), tensor(tensor.has_value() ? &*tensor : nullptr) {}
+
+  template <typename T>
+  T* data() const {
+    return tensor == nullptr ? nullptr : tensor->mutable_data_ptr<T>();
+  }
+
+  const char* name;
+  const at::Tensor* tensor;
+};
+
+inline bool is_float(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble;
+}
+
+// What a rule takes a gradient for: unscaled, negative to ascend, with the L2 penalty.
+template <typename T>
+struct Gradient {
+  T factor, l2;
+  bool has_l2;  // else inf * 0 would be nan
+
+  APEX_NPU_INLINE T operator()(T grad, T param) const {
+    const T scaled = grad * factor;
+    return has_l2 ? scaled + l2 * param : scaled;
+  }
+};
+
+// Flat buffers of one length on the cpu: parameters (float16, bfloat16, float32 or float64), gradients (float64 beside
+// float64, else any of the other three), states (float64 beside float64, else float32), and, beside parameters that are
+// not float64, model_param (float16 or bfloat16), which gets a rounded copy of the new parameters; and grad_scale, one
+// number that gradients are divided by.
+class Operands {
+ public:
+  // Raises ValueError or TypeError, with the name of what does not fit.
+  Operands(const char* op, const at::Tensor& param, const at::Tensor& grad,
+           const std::optional<at::Tensor>& model_param, const std::optional<at::Tensor>& grad_scale, bool maximize,
+           std::initializer_list<State> states);
+
+  int64_t numel() const { return numel_; }
+
+  // Calls compute(T()) with the type to compute in: double for float64, else float.
+  template <typename Compute>
+  void in_its_type(const Compute& compute) const {
+    if (is_double()) {
+      compute(double());
+    } else {
+      compute(float());
+    }
+  }
+
+  template <typename T>
+  Gradient<T> gradient(double l2) const {
+    return {(maximize_ ? T(-1) : T(1)) / static_cast<T>(grad_scale_), static_cast<T>(l2), l2 != 0};
+  }
+
+  // Elements [begin, begin + n) as T: where they lie, where they are T, else in `copy`.
+  template <typename T>
+  T* param(int64_t begin, int64_t n, T* copy) const;
+  template <typename T>
+  const T* grad(int64_t begin, int64_t n, T* copy) const;
+
+  // Brings what `param` gave, and a rule has changed, to where it belongs.
+  template <typename T>
+  void write_back(int64_t begin, int64_t n, const T* param) const;
+
+ private:
+  bool is_double() const { return param_dtype_ == at::kDouble; }
+
+  int64_t numel_;
+  void* param_;
+  const void* grad_;
+  void* model_param_;
+  double grad_scale_ = 1;
+  bool maximize_;
+  at::ScalarType param_dtype_, grad_dtype_, model_dtype_;
+};
+
+// The parameters [begin, begin + n) as T, n <= kBlockNumel.
+template <typename T>
+class ParamBlock {
+ public:
+  ParamBlock(const Operands& operands, int64_t begin, int64_t n)
+      : operands_(operands), begin_(begin), n_(n), data_(operands.param(begin, n, copy_)) {}
+
+  // data_ may point into it.
+  ParamBlock(const ParamBlock&) = delete;
+  ParamBlock& operator=(const ParamBlock&) = delete;
+
+  T* data() const { return data_; }
+  void write_back() const { operands_.write_back(begin_, n_, static_cast<const T*>(data_)); }
+
+ private:
+  const Operands& operands_;
+  const int64_t begin_, n_;
+  alignas(64) T copy_[kBlockNumel];
+  T* const data_;
+};
+
+// The gradients, likewise.
+template <typename T>
+class GradBlock {
+ public:
+  GradBlock(const Operands& operands, int64_t begin, int64_t n) : data_(operands.grad(begin, n, copy_)) {}
+
+  GradBlock(const GradBlock&) = delete;
+  GradBlock& operator=(const GradBlock&) = delete;
+
+  const T* data() const { return data_; }
+
+ private:
+  alignas(64) T copy_[kBlockNumel];
+  const T* const data_;
+};
+
+}  // namespace apex_npu

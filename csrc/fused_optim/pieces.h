@@ -1,0 +1,59 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Work on segments (of a flat buffer, or tensors of their own), cut into pieces and shared out to threads. The cuts
+// depend on the lengths alone, never on how many threads there are: sums over pieces, added in order, are always the
+// same.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "fused_optim/vectors.h"
+
+namespace apex_npu {
+
+// Elements of a piece. All that an update reads of them fits into a core's second-level cache.
+constexpr int64_t kPieceNumel = 1 << 14;
+
+struct Piece {
+  int64_t segment;
+  int64_t begin, numel;  // where it lies
+  bool whole;            // the only piece of its segment
+};
+
+// Raises ValueError or TypeError, in the name of `op`, where the segments [starts[i], starts[i] + lengths[i]) leave a
+// buffer of `numel` elements or overlap, or are not told in int64 on the host.
+void check_segments(const char* op, const at::Tensor& starts, const at::Tensor& lengths, int64_t numel);
+
+class Pieces {
+ public:
+  Pieces() = default;
+
+  // Of segments that have been checked.
+  Pieces(const at::Tensor& starts, const at::Tensor& lengths);
+
+  void add_segment(int64_t segment, int64_t begin, int64_t numel);
+
+  size_t size() const { return pieces_.size(); }
+  const Piece& operator[](size_t i) const { return pieces_[i]; }
+
+  // work(i) for each piece; a thread gets neighbours, about as many elements as any other.
+  template <typename Work>
+  void parallel_for_each(const Work& work) const {
+    at::parallel_for(0, numel_, kGrainNumel, [&](int64_t begin, int64_t end) {
+      size_t i = std::lower_bound(before_.begin(), before_.end(), begin) - before_.begin();
+      for (; i < pieces_.size() && before_[i] < end; ++i) work(i);
+    });
+  }
+
+ private:
+  std::vector<Piece> pieces_;
+  std::vector<int64_t> before_;  // elements in the pieces before each
+  int64_t numel_ = 0;
+};
+
+}  // namespace apex_npu

@@ -1,0 +1,18 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace apex_npu {
+
+// apex_npu::rmsprop_, see apex_npu/ops/schemas.py.
+void rmsprop_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& square_avg,
+                 const std::optional<at::Tensor>& grad_avg, const std::optional<at::Tensor>& momentum_buffer,
+                 const std::optional<at::Tensor>& model_param, double lr, double alpha, double eps, double weight_decay,
+                 double momentum, bool eps_inside_sqrt, bool decoupled, bool lr_in_momentum, bool maximize,
+                 const std::optional<at::Tensor>& grad_scale);
+
+}  // namespace apex_npu

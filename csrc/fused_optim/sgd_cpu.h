@@ -1,0 +1,17 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace apex_npu {
+
+// apex_npu::sgd_, see apex_npu/ops/schemas.py.
+void sgd_cpu(const at::Tensor& param, const at::Tensor& grad, const std::optional<at::Tensor>& momentum_buffer,
+             const std::optional<at::Tensor>& model_param, double lr, double momentum, double dampening,
+             double weight_decay, bool nesterov, bool maximize, bool first, bool decoupled,
+             const std::optional<at::Tensor>& grad_scale);
+
+}  // namespace apex_npu

@@ -1,0 +1,86 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Plain loops, compiled for the vectors of the machine that they happen to run on.
+//
+// A loop is an object whose operator() is APEX_NPU_INLINE, as is all that it calls. `vectorized` holds it twice: once
+// for the architecture that the library is built for, which is all that other processors than x86-64 need, and once for
+// AVX2. Being inlined, rather than called, is what gives the code the target of the function that holds it; a compiler
+// that cannot do so says so. AVX-512 was tried: it gains little where the memory is the limit, and loses elsewhere.
+//
+// Wider vectors change no bit of a result: setup.py forbids contracting a * b + c (-ffp-contract=off), and sums are
+// spread over a fixed number of lanes.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__GNUC__)  // clang's, too
+#define APEX_NPU_INLINE inline __attribute__((always_inline))
+#define APEX_NPU_INLINE_LAMBDA __attribute__((always_inline))
+#define APEX_NPU_PREFETCH(address) __builtin_prefetch(address)
+#else
+#define APEX_NPU_INLINE inline
+#define APEX_NPU_INLINE_LAMBDA
+#define APEX_NPU_PREFETCH(address) static_cast<void>(address)
+#endif
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define APEX_NPU_AVX2 __attribute__((target("avx2,f16c")))
+#endif
+
+namespace apex_npu {
+
+// Whether this machine has AVX2 and float16 conversions, by the choice that torch makes for its own kernels; the
+// environment variable ATEN_CPU_CAPABILITY=default, which holds torch back, holds these back, too.
+bool has_avx2();
+
+namespace detail {
+
+#ifdef APEX_NPU_AVX2
+template <typename Loop, typename... Args>
+APEX_NPU_AVX2 auto with_avx2(const Loop& loop, Args... args) {
+  const Loop local = loop;  // else each store might change the loop's constants, for all the compiler knows
+  return local(args...);
+}
+#endif
+
+template <typename Loop, typename... Args>
+auto with_baseline(const Loop& loop, Args... args) {
+  const Loop local = loop;
+  return local(args...);
+}
+
+}  // namespace detail
+
+// loop(args...), in the version for this machine.
+template <typename Loop, typename... Args>
+auto vectorized(const Loop& loop, Args... args) {
+#ifdef APEX_NPU_AVX2
+  if (has_avx2()) return detail::with_avx2(loop, args...);
+#endif
+  return detail::with_baseline(loop, args...);
+}
+
+// Elements that are converted, or computed with in two loops, at a time: with all that a rule has beside them they are
+// still in the first-level cache the second time.
+constexpr int64_t kBlockNumel = 512;
+
+// Elements worth a thread of their own.
+constexpr int64_t kGrainNumel = 1 << 15;
+
+// body(i) for each i in [0, n), a cache line of T after the other, fetching `streams` (of T) a block ahead: so the
+// memory is at work during a second loop, too. Iterations must not depend on each other.
+template <typename T, typename Body, typename... Streams>
+APEX_NPU_INLINE void for_each(int64_t n, const Body& body, const Streams*... streams) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  int64_t i = 0;
+  for (; i + kLine <= n; i += kLine) {
+    (APEX_NPU_PREFETCH(streams + i + kBlockNumel), ...);
+#pragma omp simd
+    for (int64_t j = i; j < i + kLine; ++j) body(j);
+  }
+#pragma omp simd
+  for (int64_t j = i; j < n; ++j) body(j);
+}
+
+}  // namespace apex_npu

@@ -1,0 +1,503 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The C++ kernels against the reference in float64: every rule, mix of dtypes and odd size, and what they refuse."""
+
+import hashlib
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from devices import DEVICE
+
+from apex_npu import ops
+from apex_npu.ops import cpu, reference, reference_segments
+
+pytestmark = [
+    pytest.mark.skipif(not cpu.available, reason="there is no extension"),
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="kernels for the cpu"),
+]
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+CPU = torch.device("cpu")
+SIZES = [0, 1, 15, 16, 17, 41 * 123]
+
+SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.01, "nesterov": False, "maximize": False,
+       "first": False}  # fmt: skip
+ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "decoupled": False,
+        "maximize": False, "step": 3}  # fmt: skip
+RMSPROP = {"lr": 0.01, "alpha": 0.9, "eps": 1e-6, "weight_decay": 0.1, "momentum": 0.9, "eps_inside_sqrt": False,
+           "decoupled": False, "lr_in_momentum": False, "maximize": False}  # fmt: skip
+ADADELTA = {"lr": 0.5, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.1, "maximize": False}
+ADAGRAD = {"lr": 0.1, "eps": 1e-6, "weight_decay": 0.1, "decoupled": False, "maximize": False}
+LAMB = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "beta3": 0.1, "eps": 1e-6, "bias_correction1": 0.3,
+        "bias_correction2": 0.02, "l2": 0.0, "decay": 0.1, "adapt": True, "max_weight_norm": math.inf,
+        "maximize": False}  # fmt: skip
+ADAMP = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "wd_ratio": 0.1, "nesterov": False,
+         "maximize": False, "step": 3}  # fmt: skip
+
+# Rule, options, and which states there are: those that are None are left out.
+CASES = [
+    ("sgd_", SGD, 1),
+    ("sgd_", {**SGD, "first": True}, 1),
+    ("sgd_", {**SGD, "nesterov": True, "dampening": 0.0, "maximize": True}, 1),
+    ("sgd_", {**SGD, "decoupled": True}, 1),
+    ("sgd_", {**SGD, "weight_decay": 0.0}, (None,)),
+    ("adam_", ADAM, 3),
+    ("adam_", {**ADAM, "decoupled": True, "bias_correction": False}, (1, 1, None)),
+    ("adam_", {**ADAM, "weight_decay": 0.0, "maximize": True}, (1, 1, None)),
+    ("rmsprop_", RMSPROP, 3),
+    ("rmsprop_", {**RMSPROP, "decoupled": True, "eps_inside_sqrt": True, "lr_in_momentum": True}, (1, None, 1)),
+    ("rmsprop_", {**RMSPROP, "weight_decay": 0.0, "maximize": True}, (1, None, None)),
+    ("rmsprop_", {**RMSPROP, "eps_inside_sqrt": True}, (1, 1, None)),
+    ("adadelta_", ADADELTA, 2),
+    ("adadelta_", {**ADADELTA, "weight_decay": 0.0, "maximize": True}, 2),
+    ("adagrad_", ADAGRAD, 1),
+    ("adagrad_", {**ADAGRAD, "decoupled": True, "maximize": True}, 1),
+    ("lamb_", LAMB, 2),
+    ("lamb_", {**LAMB, "max_weight_norm": 0.5, "l2": 0.1, "decay": 0.0, "maximize": True}, 2),
+    ("lamb_", {**LAMB, "adapt": False, "bias_correction1": 1.0, "bias_correction2": 1.0}, 2),
+    ("adamp_", ADAMP, 2),
+    ("adamp_", {**ADAMP, "nesterov": True, "maximize": True, "weight_decay": 0.0}, 2),
+]
+# Of each rule the first, where what varies is not the rule.
+RULES = [case for i, case in enumerate(CASES) if case[0] not in {other[0] for other in CASES[:i]}]
+# Of the parameters, the gradients, and model_param.
+MIXES = [
+    (F32, F32, None), (F32, F32, F16), (F32, F32, BF16), (F32, F16, F16), (F32, BF16, BF16), (F32, F16, None),
+    (F16, F16, None), (BF16, BF16, None), (F64, F64, None),
+]  # fmt: skip
+
+
+def name_of(case):
+    changed = next(o for name, o, _ in CASES if name == case[0])
+    return "-".join([case[0], *(f"{k}={v}" for k, v in case[1].items() if changed.get(k) != v)])
+
+
+def shapes_for(numel):
+    """Parameters with ``numel`` elements in all: vectors, a matrix of many rows and one of long ones."""
+    if numel < 64:
+        return [(numel,)]
+    rest = numel - 3 * (numel // 4)
+    many, long = (numel // 4 // 5, 5), (3, numel // 4 // 3)
+    return [(numel // 4,), many, long, (rest,)]
+
+
+def segments_of(name, shapes, numel, dtype):
+    """What LAMB and AdamP take beside the operands; a gap, as of padding, is behind each parameter that leaves one."""
+    starts, lengths, owner, limits, begin = [], [], [], [(0.0, 0.0)], 0
+    for i, shape in enumerate(shapes):
+        size = math.prod(shape)
+        rows = shape[0] if name == "adamp_" and len(shape) > 1 else 1
+        starts += [begin + k * (size // rows) for k in range(rows)]
+        lengths += [size // rows] * rows
+        owner += [i + 1] * rows
+        # Every second matrix by its rows, the others as a whole.
+        limits.append((0.0, 0.0) if len(shape) == 1 else (1.0, 0.0) if i % 2 else (0.0, 1.0))
+        begin += size if i % 2 else size + (numel - sum(map(math.prod, shapes))) // len(shapes)
+    segments = ops.Segments.of(starts, lengths, numel, CPU)
+    extra = [torch.full((numel,), math.nan, dtype=dtype), segments.starts, segments.lengths, None]
+    if name == "adamp_":
+        extra += [torch.tensor([*owner, 0]), *torch.tensor(limits, dtype=dtype).unbind(1)]
+        extra[-2:] = [limit.contiguous() for limit in extra[-2:]]
+    return extra
+
+
+def operands_for(name, states, numel, mix=(F32, F32, None), seed=0):
+    states = (1,) * states if isinstance(states, int) else states
+    # numpy's: torch's own random numbers depend on the processor.
+    random = np.random.default_rng(seed).standard_normal((2 + len(states), numel))
+    param, grad, *values = (torch.from_numpy(row) for row in random)
+    wide = reference.wide_dtype(mix[0])
+    values = [None if s is None else v.abs().add(0.1).to(wide) for s, v in zip(states, values, strict=True)]
+    if name == "rmsprop_" and values[1] is not None:
+        values[1] = (values[0].sqrt() * 0.3).to(wide)  # a mean, whose square is less than the mean square
+    return [param.to(mix[0]), grad.to(mix[1]), *values]
+
+
+def step(name, operands, model_param, extra, options, module=None):
+    """One step on copies, by the op or by a module's function: what param, states and model_param are then."""
+    copies = [None if t is None else t.clone() for t in [*operands, model_param]]
+    op = getattr(module, name) if module else getattr(torch.ops.apex_npu, name)
+    op(*copies, *extra, **options)
+    torch.testing.assert_close(copies[1], operands[1], rtol=0, atol=0, equal_nan=True)  # gradients are not written
+    return [copies[0], *copies[2:]]
+
+
+def exact(name, operands, extra, options):
+    """The reference in float64, on the values that the kernel is given."""
+    operands = [None if t is None else t.double() for t in operands]
+    extra = [t.double() if t is not None and t.is_floating_point() else t for t in extra]
+    options = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    module = reference_segments if name in ("lamb_", "adamp_") else reference
+    return step(name, operands, None, extra, options, module)
+
+
+def agree(got, want, mix, inside=slice(None)):
+    """Everything to a few units in the last place of what it is computed in; parameters to one of their own, too."""
+    close = {"rtol": 1e-13, "atol": 1e-13} if mix[0] == F64 else {"rtol": 3e-6, "atol": 3e-6}
+    for i, (a, b) in enumerate(zip(got[:-1], want[:-1], strict=True)):
+        if a is not None:
+            rtol = max(close["rtol"], torch.finfo(a.dtype).eps) if i == 0 else close["rtol"]
+            torch.testing.assert_close(a[inside].double(), b[inside], rtol=rtol, atol=close["atol"])
+    if mix[2] is not None:
+        assert torch.equal(got[-1][inside], got[0][inside].to(mix[2]))
+
+
+def covered(numel, extra):
+    """All but the gaps between segments, which kernels may write or not."""
+    inside = torch.full((numel,), not extra)
+    for start, length in zip(*(t.tolist() for t in extra[1:3]), strict=True) if extra else ():
+        inside[start : start + length] = True
+    return inside
+
+
+def check(case, numel, mix=(F32, F32, None), shapes=None, grad_scale=None):
+    name, options, states = case
+    operands = operands_for(name, states, numel, mix)
+    wide = reference.wide_dtype(mix[0])
+    extra = segments_of(name, shapes or shapes_for(numel), numel, wide) if name in ("lamb_", "adamp_") else []
+    model_param = None if mix[2] is None else torch.full((numel,), 7.0, dtype=mix[2])
+    if grad_scale is not None:
+        options = {**options, "grad_scale": grad_scale}
+    got = step(name, operands, model_param, extra, options)
+    agree(got, exact(name, operands, extra, options), mix, covered(numel, extra))
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("numel", SIZES)
+def test_every_option_and_size(case, numel):
+    check(case, numel)
+
+
+@pytest.mark.parametrize("case", RULES, ids=name_of)
+def test_a_large_buffer(case):
+    check(case, 2**20 + 3)
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "-".join(str(d).removeprefix("torch.") for d in mix))
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_every_mix_of_dtypes_with_a_scale(case, mix):
+    check(case, 41 * 123, mix, grad_scale=torch.tensor([3.0], dtype=F64 if mix[0] == F64 else F32))
+
+
+@pytest.mark.parametrize("case", RULES, ids=name_of)
+@pytest.mark.parametrize("mix", [(F32, F32, F16), (F16, F16, None), (F32, BF16, BF16)], ids=str)
+def test_memory_that_starts_anywhere(case, mix):
+    """Views one element into their memory, as no vector is aligned."""
+    name, options, states = case
+    operands = operands_for(name, states, 5_044, mix)
+    extra = segments_of(name, shapes_for(5_043), 5_043, F32) if name in ("lamb_", "adamp_") else []
+    aligned = step(name, [t[1:] for t in operands], torch.zeros(5_043, dtype=mix[2] or F16), extra, options)
+    shifted = [t.clone() for t in [*operands, torch.zeros(5_044, dtype=mix[2] or F16)]]
+    getattr(torch.ops.apex_npu, name)(*(t[1:] for t in shifted), *extra, **options)
+    for got, want in zip([shifted[0], *shifted[2:]], aligned, strict=True):
+        assert torch.equal(got[1:], want)
+    for t, before in zip(shifted, operands, strict=False):
+        assert t[0] == before[0]  # nothing in front is touched
+
+
+@pytest.mark.parametrize("case", RULES, ids=name_of)
+@pytest.mark.parametrize("scale", [1e-44, 1e-30, 1e15])
+def test_tiny_and_huge_values(case, scale):
+    name, options, states = case
+    operands = operands_for(name, states, 1_000)
+    operands = [operands[0] * scale, operands[1] * scale, *operands[2:]]
+    extra = segments_of(name, [(1_000,)], 1_000, F32) if name in ("lamb_", "adamp_") else []
+    got, want = step(name, operands, None, extra, options), exact(name, operands, extra, options)
+    for a, b in zip(got[:-1], want[:-1], strict=True):
+        if a is not None:  # one more bit than elsewhere for sums that cancel
+            torch.testing.assert_close(a.double(), b, rtol=5e-6, atol=float(torch.finfo(F32).tiny) + 1e-6 * scale)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("case", RULES, ids=name_of)
+def test_what_is_not_finite_shows_where_it_is(case, bad):
+    name, options, states = case
+    numel = 16 + 515 + 16
+    clean = operands_for(name, states, numel)
+    for place in (0, 300, numel - 1):
+        operands = [t.clone() for t in clean]
+        operands[1][place] = bad
+        # Each its own segment: norms make all of a parameter what one element is.
+        extra = segments_of(name, [(16,), (515,), (16,)], numel, F32) if name in ("lamb_", "adamp_") else []
+        got = step(name, operands, None, extra, options)
+        module = reference_segments if extra else reference
+        want = step(name, operands, None, extra, options, module)
+        for a, b in zip(got[:-1], want[:-1], strict=True):
+            assert torch.equal(a.isfinite(), b.isfinite())
+        assert not got[1].isfinite().all()
+
+
+def test_an_infinite_parameter_without_gradient_stays():
+    """As a mask has: adding 0 times it to the gradient would make nan of it."""
+    for name, options, states in CASES:
+        if name in ("lamb_", "adamp_") or options["weight_decay"]:
+            continue
+        operands = operands_for(name, states, 40)
+        operands[0][:] = -math.inf
+        operands[1].zero_()
+        assert torch.equal(step(name, operands, None, [], options)[0], operands[0])
+
+
+# Segments
+
+
+LAYOUTS = {
+    "one row in several pieces": [(2, 20_011), (7,)],
+    "rows cut by pieces": [(40, 1_000), (3, 3)],
+    "rows of one element": [(40_000, 1), (5, 1)],
+    "whole in one piece": [(16, 1_024), (1, 64), (147,)],
+    "long vectors": [(40_001,), (17,)],
+    "one element and none": [(1,), (0,), (1, 1)],
+}
+
+
+@pytest.mark.parametrize("shapes", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("case", [c for c in CASES if c[0] in ("lamb_", "adamp_")], ids=name_of)
+@pytest.mark.parametrize("mix", [(F32, F32, None), (F32, F16, F16)], ids=str)
+def test_segments_of_all_shapes(case, shapes, mix):
+    check(case, sum(map(math.prod, shapes)), mix, shapes)
+
+
+@pytest.mark.parametrize("limits", [(0.0, 0.0), (0.02, 0.0), (0.5, 0.0), (0.0, 0.5), (0.02, 0.5), (1.0, 1.0)], ids=str)
+@pytest.mark.parametrize("shape", [(40, 1_000), (12, 100)])
+def test_adamp_projects_below_its_limits(shape, limits):
+    """Random directions of 1000 dimensions have cosines of about 0.03: rows under 0.5, but not all under 0.02."""
+    numel = math.prod(shape)
+    operands = operands_for("adamp_", 2, numel)
+    extra = segments_of("adamp_", [shape], numel, F32)
+    extra[-2:] = [torch.tensor([0.0, limit]) for limit in limits]
+    want = exact("adamp_", operands, extra, ADAMP)
+    agree(step("adamp_", operands, None, extra, ADAMP), want, (F32, F32, None))
+    extra[-2:] = [torch.zeros(2), torch.zeros(2)]
+    unprojected = exact("adamp_", operands, extra, ADAMP)
+    assert (limits in ((0.0, 0.0), (0.02, 0.0))) == torch.equal(want[0], unprojected[0])
+
+
+def test_lamb_takes_segments_in_any_order_and_leaves_gaps_alone():
+    operands = operands_for("lamb_", 2, 100)
+    starts, lengths = torch.tensor([60, 90, 10, 90]), torch.tensor([25, 0, 40, 10])
+    extra = [torch.empty(100), starts, lengths, None]
+    got, want = step("lamb_", operands, None, extra, LAMB), exact("lamb_", operands, extra, LAMB)
+    for inside in (slice(10, 50), slice(60, 85), slice(90, 100)):
+        agree(got, want, (F32, F32, None), inside)
+    for outside in (slice(0, 10), slice(50, 60), slice(85, 90)):
+        assert torch.equal(got[0][outside], operands[0][outside])
+
+
+def test_lamb_takes_full_steps_where_a_norm_is_zero_and_shows_nan():
+    param, grad = torch.zeros(60), torch.ones(60)
+    param[20:] = 1.0
+    param[45] = math.nan
+    extra = [torch.empty(60), torch.tensor([0, 20, 40]), torch.tensor([20, 20, 20]), None]
+    options = {**LAMB, "decay": 0.0, "bias_correction1": 1.0, "bias_correction2": 1.0, "eps": 0.0}
+    got = step("lamb_", [param, grad, torch.zeros(60), torch.zeros(60)], None, extra, options)[0]
+    # m = 0.1, v = 0.01, u = 1: r is 1 for the zeros, and ‖p‖ / ‖u‖ = 1 for the ones.
+    torch.testing.assert_close(got[:40], torch.tensor([-0.1] * 20 + [0.9] * 20))
+    assert got[40:].isnan().all()
+
+
+def test_rows_that_are_no_ranges_of_memory_go_to_the_reference():
+    operands = operands_for("adamp_", 2, 60)
+    extra = segments_of("adamp_", [(6, 10)], 60, F32)
+    ids = torch.arange(6).repeat(10)  # transposed
+    lanes = reference_segments.segment_ids(extra[1], extra[2], 60, CPU).numel()
+    extra[3] = torch.cat([ids, torch.full((lanes - 60,), 7)])
+    got = step("adamp_", operands, None, extra, ADAMP)
+    want = step("adamp_", operands, None, extra, ADAMP, reference_segments)
+    assert torch.equal(got[0], want[0])
+    a, b = torch.randn(60), torch.randn(60)
+    sums = torch.ops.apex_npu.segment_dot(a, b, extra[1], extra[2], extra[3])
+    torch.testing.assert_close(sums, (a * b).view(10, 6).sum(0))
+
+
+def test_float64_beside_another_dtype_goes_to_the_reference():
+    operands = operands_for("sgd_", 1, 50, (F64, F64, None))
+    got = step("sgd_", operands, torch.zeros(50, dtype=F16), [], SGD)
+    want = step("sgd_", operands, torch.zeros(50, dtype=F16), [], SGD, reference)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+# The same bits
+
+
+def results():
+    """Of everything, of a size that several threads share."""
+    numel = 2**18 + 3
+    for name, options, states in RULES:
+        for mix in ((F32, F32, None), (F32, F16, F16)):
+            shapes = [(200, 1_000), (10_000,), (3, 16_193)]
+            operands = operands_for(name, states, numel, mix, seed=1)
+            extra = segments_of(name, shapes, numel, F32) if name in ("lamb_", "adamp_") else []
+            model_param = None if mix[2] is None else torch.zeros(numel, dtype=mix[2])
+            yield from (t for t in step(name, operands, model_param, extra, options) if t is not None)
+    x, y = operands_for("sgd_", (), numel)
+    yield from (ops.norm(t) for t in (x, x.half(), x.bfloat16(), x.double()))
+    segments = ops.Segments.of([0, 10, 150_000], [7, 100_000, 50_003], numel, CPU)
+    yield ops.segment_dot(x, y, segments)
+    yield from conversions()
+
+
+def conversions():
+    """Every float16 number; every float32 number that lies half way between two of them, and its neighbours."""
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(F16)
+    halves = halves[~halves.isnan()].sort().values
+    widened = torch.empty(halves.numel())
+    ops.gather_([widened], [halves])
+    yield widened
+    middles = (halves[1:].double() + halves[:-1].double()).float() / 2
+    values = torch.cat([middles, middles.nextafter(torch.tensor(math.inf)), middles.nextafter(torch.tensor(-math.inf))])
+    values = torch.cat([values, torch.tensor([65519.996, 65520.0, 1e30, -1e30, 1e-45, -1e-45, 3e38])])
+    for dtype in (F16, BF16):
+        narrowed = torch.empty(values.numel(), dtype=dtype)
+        ops.gather_([narrowed], [values])
+        yield narrowed
+
+
+def digest(tensors):
+    total = hashlib.sha256()
+    for t in tensors:
+        total.update(t.contiguous().view(torch.uint8 if t.dim() else t.dtype).numpy().tobytes())
+    return total.hexdigest()
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_conversions_are_torchs(dtype):
+    widened, *narrowed = conversions()
+    halves = widened.half()
+    assert torch.equal(halves.float(), widened)
+    middles = (halves[1:].double() + halves[:-1].double()).float() / 2
+    index = (F16, BF16).index(dtype)
+    assert torch.equal(narrowed[index][: middles.numel()], middles.to(dtype))
+    assert torch.equal(
+        narrowed[index][-7:], torch.tensor([65519.996, 65520.0, 1e30, -1e30, 1e-45, -1e-45, 3e38], dtype=dtype)
+    )
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    wide = torch.empty(every.numel())
+    ops.gather_([wide], [every])
+    assert torch.equal(wide.nan_to_num(7.0, math.inf, -math.inf), every.float().nan_to_num(7.0, math.inf, -math.inf))
+    back = torch.empty_like(every)
+    ops.gather_([back], [wide])
+    assert torch.equal(back.isnan(), every.isnan())
+    assert torch.equal(back[~back.isnan()], every[~every.isnan()])
+
+
+def test_any_number_of_threads_and_any_vectors_give_the_same_bits():
+    """Here on one thread with what the machine has; in another process on three, without AVX2."""
+    here = Path(__file__)
+    program = "import test_cpu_kernels as t; t.torch.set_num_threads(3); print(t.digest(t.results()))"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(here.parents[i]) for i in (2, 1, 0)),
+        "ATEN_CPU_CAPABILITY": "default",  # torch reads it once
+        "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait take others' time on a busy machine
+    }
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == digest(results()), done.stderr
+
+
+# Bad input: an error that names it, and nothing is written
+
+
+def adam_operands():
+    param, grad, m, v, _ = operands_for("adam_", 3, 20)
+    return {"param": param, "grad": grad, "exp_avg": m, "exp_avg_sq": v, "max_exp_avg_sq": None, "model_param": None}
+
+
+SHARED = torch.zeros(40)
+# Lines as long as the messages.
+# ruff: noqa: E501
+BAD_OPERANDS = [
+    ({"grad": torch.ones(19)}, ValueError, "adam_: all buffers must have one length, but grad has 19 elements and param 20"),
+    ({"exp_avg": torch.ones(21)}, ValueError, "exp_avg has 21 elements"),
+    ({"model_param": torch.ones(2, dtype=F16)}, ValueError, "model_param has 2 elements"),
+    ({"exp_avg_sq": torch.ones(40)[::2]}, ValueError, r"exp_avg_sq must be flat and contiguous, got shape \[20\] with strides \[2\]"),
+    ({"grad": torch.ones(4, 5)}, ValueError, r"grad must be flat and contiguous, got shape \[4, 5\]"),
+    ({"exp_avg": torch.ones(20).to_sparse()}, (ValueError, NotImplementedError, RuntimeError), "exp_avg must be a dense tensor|Sparse"),
+    ({"exp_avg": torch.ones(20, dtype=F64)}, TypeError, "exp_avg must be Float beside Float parameters, got Double"),
+    ({"exp_avg_sq": torch.ones(20, dtype=F16)}, TypeError, "exp_avg_sq must be Float beside Float parameters, got Half"),
+    ({"grad": torch.ones(20, dtype=torch.int32)}, TypeError, "grad is Int beside Float parameters"),
+    ({"param": torch.ones(20, dtype=torch.int64)}, TypeError, "param must be float16, bfloat16, float32 or float64, got Long"),
+    ({"grad": torch.ones(20, dtype=F64)}, TypeError, "grad is Double beside Float parameters; float64 goes with float64"),
+    ({"model_param": torch.ones(20)}, TypeError, "model_param must be float16 or bfloat16"),
+    ({"param": SHARED[:20], "exp_avg": SHARED[19:39]}, ValueError, "param and exp_avg overlap in memory"),
+    ({"param": SHARED[:20], "grad": SHARED[:20]}, ValueError, "param and grad overlap in memory"),
+    ({"exp_avg": SHARED[:20], "max_exp_avg_sq": SHARED[10:30]}, ValueError, "exp_avg and max_exp_avg_sq overlap"),
+    ({"grad_scale": torch.ones(2)}, ValueError, r"grad_scale must be one number on the cpu, got shape \[2\]"),
+    ({"grad_scale": torch.ones(1, dtype=F16)}, TypeError, "grad_scale must be float32 or float64, got Half"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"), BAD_OPERANDS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_operands_that_do_not_fit(change, error, message):
+    operands = {**adam_operands(), **change}
+    options = {**ADAM, "grad_scale": operands.pop("grad_scale", None)}
+    before = {k: None if t is None else t.clone() for k, t in operands.items()}
+    with pytest.raises(error, match=message):
+        torch.ops.apex_npu.adam_(*operands.values(), **options)
+    for name, t in operands.items():
+        assert t is None or (t.to_dense() == before[name].to_dense()).all(), name
+
+
+BAD_SEGMENTS = [
+    ([0, 10], [10], ValueError, "starts and lengths must have one length, got 2 and 1"),
+    ([0, 10], [10, 11], ValueError, r"segment 1 \[10, 10 \+ 11\) is outside the buffer of 20 elements"),
+    ([-1], [10], ValueError, r"segment 0 \[-1"),
+    ([0], [-1], ValueError, "segment 0"),
+    ([10, 0, 9], [5, 9, 2], ValueError, "segments 2 and 0 overlap at element 10"),
+    ([0.0], [1.0], TypeError, "starts and lengths must be flat int64 tensors on the host"),
+]
+
+
+@pytest.mark.parametrize(
+    ("starts", "lengths", "error", "message"), BAD_SEGMENTS, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_segments_that_do_not_fit(starts, lengths, error, message):
+    param, grad, m, v = operands_for("lamb_", 2, 20)
+    before = param.clone()
+    starts, lengths = torch.tensor(starts), torch.tensor(lengths)
+    with pytest.raises(error, match=message):
+        torch.ops.apex_npu.lamb_(param, grad, m, v, None, torch.empty(20), starts, lengths, None, **LAMB)
+    with pytest.raises(error, match=message):
+        torch.ops.apex_npu.segment_dot(param, grad, starts, lengths, None)
+    with pytest.raises(error, match=message):
+        torch.ops.apex_npu.segment_add_(param, grad, torch.ones(starts.numel()), starts, lengths, None)
+    assert torch.equal(param, before)
+
+
+def test_geometry_that_does_not_fit_adamp():
+    operands = operands_for("adamp_", 2, 60)
+    good = segments_of("adamp_", [(6, 10)], 60, F32)
+    for index, value, error, message in (
+        (4, torch.tensor([1, 1, 1, 1, 1, 0]), ValueError, r"owner must have one entry per row \(6\) and one for padding"),
+        (4, torch.tensor([1, 1, 1, 2, 1, 1, 0]), ValueError, "row 3 is of parameter 2, but there are 1"),
+        (4, torch.tensor([2, 1, 1, 1, 1, 1, 0]), ValueError, "row 0 of 6 is not of parameter 1"),
+        (4, torch.ones(7), TypeError, "owner must be a flat int64 tensor"),
+        (5, torch.zeros(2, dtype=F64), TypeError, "row_limit must be a flat Float tensor"),
+        (6, torch.zeros(3), ValueError, "row_limit and whole_limit must have one entry for padding and one per parameter"),
+        (2, torch.tensor([10, 10, 9, 10, 10, 10]), ValueError, "row 2 has 9 elements from 20 on, and parameter 1 rows of 10"),
+    ):  # fmt: skip
+        extra = [*good[:index], value, *good[index + 1 :]]
+        with pytest.raises(error, match=message):
+            step("adamp_", operands, None, extra, ADAMP)
+
+
+def test_norm_and_segment_sums_name_what_they_are_given():
+    with pytest.raises(TypeError, match="norm: x must be float16, bfloat16, float32 or float64, got Int"):
+        ops.norm(torch.ones(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"norm: x must be contiguous and on the cpu, got .* strides \[2\]"):
+        ops.norm(torch.ones(6)[::2])
+    starts, lengths = torch.tensor([0]), torch.tensor([3])
+    with pytest.raises(ValueError, match=r"segment_dot: .* got shapes \[3\] and \[4\]"):
+        torch.ops.apex_npu.segment_dot(torch.ones(3), torch.ones(4), starts, lengths, None)
+    with pytest.raises(TypeError, match=r"segment_add_: .* got Float and Double"):
+        torch.ops.apex_npu.segment_add_(torch.ones(3), torch.ones(3, dtype=F64), torch.ones(1), starts, lengths, None)
+    with pytest.raises(ValueError, match=r"expected one factor per segment \(1\) on the cpu, got 2"):
+        torch.ops.apex_npu.segment_add_(torch.ones(3), torch.ones(3), torch.ones(2), starts, lengths, None)
