@@ -9,8 +9,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_DEFAULT := torch==2.13.0
+# The one that a torch of this version for cuda would bring.
+TRITON_DEFAULT := triton==3.7.1
 TORCH_SPEC ?=
-export PYTHON VENV TORCH_SPEC TORCH_DEFAULT
+export PYTHON VENV TORCH_SPEC TORCH_DEFAULT TRITON_DEFAULT
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -21,15 +23,18 @@ CHECKED := apex_npu benchmarks examples tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ddp test test-all bench-deps upstream dev lint types clean setup-demo setup-dev pytest-quick pytest-all sanitize
+.PHONY: help demo demo-ddp test test-all bench bench-quick bench-deps upstream patch-check dev lint types clean setup-demo setup-dev pytest-quick pytest-all sanitize
 
 help: ## this list
 	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
 	@echo 'make demo-ddp   the same network on two processes, averaged by amp and by torch (SIMULATED_NPU=1: on hccl)'
 	@echo 'make test       lint, types, import contracts and the quick tests (under 10 minutes on 2 cores)'
 	@echo 'make test-all   the same, with the tests marked slow'
-	@echo 'make bench-deps other implementations of the optimizers, for tests that compare with them'
+	@echo 'make bench      all benchmarks on every device that is here: benchmarks/results, plots, tables (MINUTES=15 each)'
+	@echo 'make bench-quick  each goal for speed on the CPU, met or not (under 2 minutes on 2 cores)'
+	@echo 'make bench-deps other implementations of the optimizers, for benchmarks and tests that compare with them'
 	@echo 'make upstream   the amp tests of a checkout of NVIDIA Apex against this package: APEX=path [DEVICE=npu]'
+	@echo 'make patch-check  patches, wheels and scripts on a clone of NVIDIA Apex: APEX_UPSTREAM=path'
 	@echo 'make dev        the environment for working on apex_npu, with the git hooks'
 	@echo 'make lint       ruff, clang-format, import-linter'
 	@echo 'make types      mypy --strict'
@@ -54,12 +59,26 @@ test: lint types pytest-quick
 
 test-all: bench-deps lint types pytest-all
 
-bench-deps: setup-dev ## other people's optimizers, to compare with (tests/optimizers/test_rivals.py)
-	@$(PY) -m pip install -qq --no-deps adamp==0.3.0 timm==1.0.22
+bench-deps: setup-dev ## other people's optimizers, to compare with (benchmarks, tests/optimizers/test_rivals.py)
+	@$(PY) -m pip install -qq --no-deps adamp==0.3.0 timm==1.0.22 pytorch_optimizer==4.1.0
+
+bench: setup-dev ## everything, on every device that is here
+	@$(PY) benchmarks/goals.py --write || [ $$? -eq 1 ]
+	@$(PY) benchmarks/suite.py --minutes '$(or $(MINUTES),15)' $(ARGS)
+
+bench-quick: setup-dev ## the goals alone; exit code 1 if one is missed
+	@$(PY) benchmarks/goals.py $(ARGS)
 
 upstream: setup-dev ## NVIDIA's own tests; the checkout gives the tests alone
 	@if [ -z '$(APEX)' ]; then echo 'make upstream: name a checkout of Apex that has apex/amp, APEX=path/to/apex' >&2; exit 2; fi
 	@$(PY) tests/upstream/run_upstream.py '$(APEX)' --device '$(or $(DEVICE),cpu)'
+
+patch-check: setup-dev ## all eras: patch, wheel, ten scripts, NVIDIA's tests; on the CPU and the simulated NPU
+	@if [ -z '$(APEX_UPSTREAM)' ]; then echo 'make patch-check: name a clone of NVIDIA Apex, APEX_UPSTREAM=path/to/apex' >&2; exit 2; fi
+	@APEX_UPSTREAM="$$(cd '$(APEX_UPSTREAM)' && pwd)" $(PY) -m pytest -q tests/pipeline tests/scripts
+	@if $(HAS_SIMULATOR); then echo '==> on the simulated NPU'; \
+	    APEX_UPSTREAM="$$(cd '$(APEX_UPSTREAM)' && pwd)" APEX_NPU_TEST_DEVICE=npu \
+	    $(PY) -m pytest -q tests/pipeline/test_upstream.py -k own_tests tests/scripts; fi
 
 dev: setup-dev
 	@$(PY) -m pip install -qq pre-commit
@@ -79,7 +98,7 @@ types: setup-dev
 	@$(PY) -m mypy
 
 # On the simulated NPU, where it is installed, the tests that take their device from the environment.
-ON_NPU := tests/amp tests/distributed tests/fp16_utils tests/normalization tests/parallel/test_larc.py \
+ON_NPU := tests/amp tests/distributed tests/fp16_utils tests/normalization tests/scripts tests/parallel/test_larc.py \
     $(addprefix tests/optimizers/test_,fused_optimizers.py random_programs.py unusual_use.py novograd.py failures.py)
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
 
@@ -120,7 +139,7 @@ sanitize: setup-dev
 clean:
 	rm -rf build dist apex_npu.egg-info tests/npu_simulator/build tests/npu_simulator/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	rm -f apex_npu/_C*.so apex_npu/_C.torch_version
-	find apex_npu examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find apex_npu benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup-demo:
 	@bash -c "$$SETUP" setup setuptools ninja numpy scikit-learn matplotlib tqdm
@@ -209,6 +228,19 @@ install_packages() {
     finish packages "$$wanted"
 }
 
+# Its interpreter runs the kernels for cuda on the CPU, and its compiler needs no GPU. Only beside the torch that it
+# belongs to: another one could take it for its own.
+install_triton() {
+    local wanted="$$TRITON_DEFAULT beside torch $$torch"
+    [ "$${SIMULATOR:-}" = 1 ] || return 0
+    case "$$torch" in "$${TORCH_DEFAULT#torch==}" | "$${TORCH_DEFAULT#torch==}+"*) ;; *) return 0 ;; esac
+    if done_for triton "$$wanted" || "$$py" -c 'import triton' 2> /dev/null; then return; fi
+    say "installing $$TRITON_DEFAULT (200 MB), for the tests of the kernels for cuda"
+    begin
+    if ! pip --no-deps "$$TRITON_DEFAULT"; then say "there is no Triton for this machine: its tests are skipped"; fi
+    finish triton "$$wanted"
+}
+
 source_sum() { find csrc setup.py pyproject.toml -type f -print0 | LC_ALL=C sort -z | xargs -0 cksum | cksum; }
 
 build() {
@@ -248,6 +280,7 @@ build_simulator() {
     finish simulator "$$wanted"
 }
 install_packages "$$@"
+install_triton
 build
 build_simulator
 endef

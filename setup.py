@@ -87,7 +87,14 @@ def build_options() -> dict:
         include_dirs=[str(Path("csrc").resolve())],  # absolute: ninja compiles in another folder
         # -fopenmp lets at::parallel_for use threads. Only the compiler gets it: linked in, it could bring a second
         # OpenMP run time, and a second pool of threads, beside the one that torch ships.
-        extra_compile_args=[*optimize, "-DAT_PER_OPERATOR_HEADERS", "-fvisibility=hidden", *openmp_flags()],
+        extra_compile_args=[
+            *optimize,
+            "-DAT_PER_OPERATOR_HEADERS",
+            "-fvisibility=hidden",
+            *openmp_flags(),
+            *hardening()[0],
+        ],
+        extra_link_args=hardening()[1],
     )
     ninja = cpp_extension.is_ninja_available()
     return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension.with_options(use_ninja=ninja)}}
@@ -96,6 +103,20 @@ def build_options() -> dict:
 def openmp_flags() -> list[str]:
     """Compiler flags for OpenMP where torch's own build uses it through them (Linux)."""
     return ["-fopenmp"] if sys.platform.startswith("linux") else []
+
+
+def hardening() -> tuple[list[str], list[str]]:
+    """Flags for compiler and linker (gcc, clang; Linux) that make errors in memory harder to exploit; and no symbols.
+
+    Position-independent code, which a library needs anyway, is what -fPIE gives programs.
+    """
+    if not sys.platform.startswith("linux"):
+        return [], []
+    link = ["-Wl,-z,relro,-z,now", "-Wl,-z,noexecstack"]
+    if flag("DEBUG"):
+        return ["-fstack-protector-strong"], link
+    # Undefined first: some distributions' compilers and Pythons define it themselves, and differently.
+    return ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"], [*link, "-Wl,--strip-all"]
 
 
 def options() -> dict:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu run script.py``: run a script that imports ``apex``, unchanged."""
+"""``python -m apex_npu run script.py``: run a script that imports ``apex``, unchanged; ``patch DIR``: patch an Apex."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from apex_npu.compat import install_as_apex
 USAGE = """\
 usage: python -m apex_npu run [--force] script.py [arguments of the script]
        python -m apex_npu run [--force] -m module [arguments of the module]
+       python -m apex_npu patch [--reverse] DIR
 
 Runs a script in which the name apex, with apex.amp and apex.optimizers, is apex_npu.
   --force   even where another package called apex is installed
+Or patches a checkout of NVIDIA's Apex, so that it answers with apex_npu; --reverse takes the patch out.
 With several processes: torchrun --nproc-per-node 8 -m apex_npu run script.py"""
 
 
@@ -28,6 +30,10 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] in (["-h"], ["--help"]) or arguments == ["run", "--help"] or arguments == ["run", "-h"]:
         print(USAGE)
         return 0
+    if arguments[:1] == ["patch"]:
+        from apex_npu.pipeline import __main__ as pipeline
+
+        return pipeline.main(arguments, program="python -m apex_npu")
     if arguments[:1] != ["run"]:
         return _fail(f"unknown command {arguments[0]!r}" if arguments else "a command is missing")
     rest = arguments[1:]

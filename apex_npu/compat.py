@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``install_as_apex``: for this process, and those it spawns, the name ``apex`` answers with this package.
 
-Every old module is made here: a module object under the old name with the public names of ours (``MODULES``). A
-folder that holds a package ``apex`` of one line (``names/``) goes onto ``sys.path`` as well, since spawned processes
-inherit that and nothing else.
+``MODULES`` says which module of ours answers to which old name, and ``OldModules`` imports them under it. A folder that
+holds a package ``apex`` of one line (``names/``) goes onto ``sys.path`` as well, since spawned processes inherit that
+and nothing else. An Apex that has been patched (``patch/``) asks ``beside_upstream.py`` for the same modules.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import importlib
 import importlib.machinery
 import importlib.util
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -74,11 +76,53 @@ MODULES = {
 _NO_ATTRIBUTE = {"apex.amp._amp_state"}
 _ROOTS = ("apex", "change_data_ptr")
 _FOLDER = str(Path(__file__).with_name("names"))
-_MARK = "__apex_npu__"
+MARK = "__apex_npu__"
+
+
+class OldModules(MetaPathFinder, Loader):
+    """Imports modules under old names: each shows the public names of one of ours, and has no other submodules.
+
+    Args:
+        modules: Of each old name, our module.
+    """
+
+    def __init__(self, modules: Mapping[str, str]) -> None:
+        self.modules = modules
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Say that the old names are ours, and no others."""
+        if fullname not in self.modules:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=any(self._children(fullname)))
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill ``module``, and import its submodules: old scripts use many of them as attributes."""
+        old = module.__name__
+        ours = importlib.import_module(self.modules[old])
+        public = getattr(ours, "__all__", None)
+        if public is None:
+            public = [n for n, value in vars(ours).items() if n[0] != "_" and not isinstance(value, ModuleType)]
+        vars(module).update({name: getattr(ours, name) for name in public})
+        vars(module).update({"__doc__": ours.__doc__, "__file__": ours.__file__, MARK: True})
+        if module.__spec__ is not None:
+            module.__spec__.origin = ours.__file__
+        for child in self._children(old):
+            name = child.rpartition(".")[2]
+            attribute = vars(module).get(name)
+            importlib.import_module(child)
+            if child in _NO_ATTRIBUTE:
+                vars(module)[name] = attribute
+
+    def _children(self, old: str) -> list[str]:
+        return [other for other in self.modules if other.rpartition(".")[0] == old]
 
 
 def install_as_apex(force: bool = False) -> None:
     """Let ``import apex``, and ``change_data_ptr``, bring this package, until ``uninstall_apex``.
+
+    An Apex that has been patched to answer with this package is left in place: nothing is done then.
 
     Args:
         force: Also where another package of that name is installed; it comes back with ``uninstall_apex``.
@@ -91,17 +135,23 @@ def install_as_apex(force: bool = False) -> None:
     if not force:
         for root in _ROOTS:
             _check_name_is_free(root)
-    modules = _make_modules()
+        if _is_patched_apex():
+            return
     undo = ExitStack()
     # Hidden as a whole: submodules of another Apex would not fit ours.
     hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in _ROOTS}
-    undo.callback(sys.modules.update, {n: module for n, module in hidden.items() if not hasattr(module, _MARK)})
-    undo.callback(_forget, modules)
-    _forget(hidden)
-    sys.modules.update(modules)
-    sys.path.insert(0 if force else len(sys.path), _FOLDER)
-    undo.callback(_remove_folder)
-    vars(modules["apex"])["_undo"] = undo
+    undo.callback(sys.modules.update, {n: module for n, module in hidden.items() if not hasattr(module, MARK)})
+    undo.callback(_forget, MODULES)
+    with undo.pop_all() as attempt:
+        _forget(hidden)
+        finder = OldModules(MODULES)
+        sys.meta_path.insert(0, finder)
+        attempt.callback(sys.meta_path.remove, finder)
+        for root in _ROOTS:
+            importlib.import_module(root)
+        sys.path.insert(0 if force else len(sys.path), _FOLDER)
+        attempt.callback(_remove_folder)
+        vars(sys.modules["apex"])["_undo"] = attempt.pop_all()
 
 
 def uninstall_apex() -> None:
@@ -117,31 +167,7 @@ def _undo() -> ExitStack | None:
     return undo if isinstance(undo, ExitStack) else None
 
 
-def _make_modules() -> dict[str, ModuleType]:
-    modules = {old: _make_module(old, importlib.import_module(ours)) for old, ours in MODULES.items()}
-    for old, module in modules.items():
-        parent, _, name = old.rpartition(".")
-        if parent and old not in _NO_ATTRIBUTE:
-            vars(modules[parent])[name] = module
-    return modules
-
-
-def _make_module(old: str, ours: ModuleType) -> ModuleType:
-    module = ModuleType(old, ours.__doc__)
-    is_package = any(other.startswith(f"{old}.") for other in MODULES)
-    spec = importlib.machinery.ModuleSpec(old, None, origin=ours.__file__, is_package=is_package)
-    public = getattr(ours, "__all__", None)
-    if public is None:
-        public = [name for name, value in vars(ours).items() if name[0] != "_" and not isinstance(value, ModuleType)]
-    vars(module).update({name: getattr(ours, name) for name in public})
-    vars(module).update({"__spec__": spec, "__file__": ours.__file__, _MARK: True})
-    module.__package__ = old if is_package else old.rpartition(".")[0]
-    if is_package:
-        module.__path__ = []
-    return module
-
-
-def _forget(modules: dict[str, ModuleType]) -> None:
+def _forget(modules: Mapping[str, object]) -> None:
     for name in modules:
         sys.modules.pop(name, None)
 
@@ -151,20 +177,35 @@ def _remove_folder() -> None:
         sys.path.remove(_FOLDER)
 
 
-def _check_name_is_free(root: str) -> None:
-    """Raise if ``root`` is the name of somebody else's module, imported or not."""
+def _origin(root: str) -> str | None:
+    """The file of the module that ``import root`` would bring, or None where there is none."""
     loaded = sys.modules.get(root)
     if loaded is not None:
-        if not getattr(loaded, _MARK, False):
-            raise RuntimeError(_refusal(root, getattr(loaded, "__file__", None) or "memory", imported=True))
-        return
+        return getattr(loaded, "__file__", None) or "memory"
     spec = importlib.util.find_spec(root)
     # A folder without an __init__.py, a checkout of Apex for instance, is no package that scripts could mean.
-    if spec is None or spec.origin is None:
-        return
-    origin = Path(spec.origin)
-    if origin.suffix != ".py" or f"{_MARK} = True" not in origin.read_text(encoding="utf-8", errors="replace"):
-        raise RuntimeError(_refusal(root, spec.origin, imported=False))
+    return None if spec is None else spec.origin
+
+
+def _is_ours(root: str, origin: str) -> bool:
+    loaded = sys.modules.get(root)
+    if loaded is not None:
+        return bool(getattr(loaded, MARK, False))
+    path = Path(origin)
+    return path.suffix == ".py" and f"{MARK} = True" in path.read_text(encoding="utf-8", errors="replace")
+
+
+def _is_patched_apex() -> bool:
+    """Whether what answers to ``apex``, which is nobody else's, does so without us: an Apex that has been patched."""
+    origin = _origin("apex")
+    return origin is not None and Path(_FOLDER) not in Path(origin).parents
+
+
+def _check_name_is_free(root: str) -> None:
+    """Raise if ``root`` is the name of somebody else's module, imported or not."""
+    origin = _origin(root)
+    if origin is not None and not _is_ours(root, origin):
+        raise RuntimeError(_refusal(root, origin, imported=root in sys.modules))
 
 
 def _refusal(root: str, origin: str, *, imported: bool) -> str:
@@ -174,6 +215,8 @@ def _refusal(root: str, origin: str, *, imported: bool) -> str:
         what = "another module of this name"
     elif has:
         what = f"NVIDIA's Apex or a relative of it, with apex.{' and apex.'.join(has)}"
+    elif (folder / "lib" / "libapex.py").is_file():
+        what = "PyPI's apex, a toolkit for logins in web applications made with Pyramid, unrelated to NVIDIA's Apex"
     else:
         what = "a stranger: an unrelated package of this name, which has neither apex.amp nor apex.optimizers"
     state = "has been imported already" if imported else "is installed"

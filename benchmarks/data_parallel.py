@@ -11,19 +11,20 @@ processes; ratios are taken within a turn. README.md explains the columns.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from rounds import in_turns, rows, show, write
+from timeline import Timeline, record
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from apex_npu import amp, optimizers
 
-Step = Callable[[], None]
 CPU = torch.device("cpu")
 
 
@@ -59,30 +60,94 @@ def small() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers), torch.randn(8, 24)
 
 
-WORKLOADS = {"large": large, "small": small}
+class Sum(nn.Module):
+    """Parameters, and next to nothing computed with them."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(size) for size in sizes)
+        self.listed = tuple(self.weights)  # looking them up takes longer than all else
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(self.listed) * x
 
 
-def combine_ddp(model: nn.Module, x: Tensor) -> Step:
-    model, optimizer = amp.initialize(
-        model,
-        optimizers.NpuFusedAdam(model.parameters(), lr=1e-4),
-        opt_level="O0",
-        loss_scale="dynamic",
-        combine_grad=True,
-        combine_ddp=True,
-        verbosity=0,
-    )
+def tensors() -> tuple[nn.Module, Tensor]:
+    """Many small tensors and nearly no computation: 2,000 of 256 to 4,096 elements, 4.4 million in all."""
+    torch.manual_seed(0)
+    return Sum([256 + 1920 * (i % 3) for i in range(2000)]), torch.randn(1)
+
+
+WORKLOADS = {"large": large, "small": small, "tensors": tensors}
+
+
+@dataclass
+class Engine:
+    """One way to train.
+
+    Attributes:
+        step: A whole step.
+        traffic: How many collectives a step has, their MiB, and which share of their time backward hides.
+    """
+
+    step: Callable[[], None]
+    traffic: Callable[[], tuple[int, float, float]]
+
+
+def model_alone(model: nn.Module, x: Tensor) -> Engine:
+    """What no engine can save: forward and backward."""
 
     def step() -> None:
-        with amp.scale_loss(model(x).square().mean(), optimizer) as scaled_loss:
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    return Engine(step, lambda: (0, 0.0, 0.0))
+
+
+class CombineDdp:
+    """amp at O0, with a dynamic scale."""
+
+    def __init__(self, model: nn.Module, x: Tensor) -> None:
+        self.x = x
+        self.model, self.optimizer = amp.initialize(
+            model,
+            optimizers.NpuFusedAdam(model.parameters(), lr=1e-4),
+            opt_level="O0",
+            loss_scale="dynamic",
+            combine_grad=True,
+            combine_ddp=True,
+            verbosity=0,
+        )
+
+    def step(self) -> None:
+        with amp.scale_loss(self.model(self.x).square().mean(), self.optimizer) as scaled_loss:
             scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
-    return step
+    def recorded(self) -> Timeline:
+        """A step, looked at."""
+        (reducer,) = self.optimizer._amp_record.parallel.reducers
+        block = amp.scale_loss(self.model(self.x).square().mean(), self.optimizer)
+        scaled_loss = block.__enter__()
+        timeline = record(reducer, scaled_loss.backward, lambda: block.__exit__(None, None, None))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return timeline
+
+    def traffic(self) -> tuple[int, float, float]:
+        steps = [self.recorded() for _ in range(9)]
+        sent = steps[0].transfers
+        hidden = statistics.median(step.hidden_share for step in steps)
+        return len(sent), sum(t.nbytes for t in sent) / 2**20, hidden
 
 
-def torch_ddp(model: nn.Module, x: Tensor) -> Step:
+def combine_ddp(model: nn.Module, x: Tensor) -> Engine:
+    training = CombineDdp(model, x)
+    return Engine(training.step, training.traffic)
+
+
+def torch_ddp(model: nn.Module, x: Tensor) -> Engine:
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
     scaler = torch.amp.GradScaler("cpu")
@@ -93,23 +158,38 @@ def torch_ddp(model: nn.Module, x: Tensor) -> Step:
         scaler.update()
         optimizer.zero_grad()
 
-    return step
+    def traffic() -> tuple[int, float, float]:
+        """From DistributedDataParallel's own clocks."""
+        seen = parallel._get_ddp_logging_data()
+        sizes = [int(size) for size in (seen.get("rebuilt_bucket_sizes") or seen["bucket_sizes"]).split(", ")]
+        shared = seen["avg_backward_compute_comm_overlap_time"] / max(1, seen["avg_backward_comm_time"])
+        return len(sizes), sum(sizes) / 2**20, shared
+
+    return Engine(step, traffic)
 
 
-@contextmanager
-def counted(calls: list[int]) -> Iterator[None]:
-    """Note the bytes of every all-reduce that Python starts."""
-    original = dist.all_reduce
+# amp last: its own forward stays with its own model.
+ENGINES = {"model alone": model_alone, "torch": torch_ddp, "combine_ddp": combine_ddp}
 
-    def all_reduce(tensor: Tensor, *args: object, **kwargs: object) -> object:
-        calls.append(tensor.numel() * tensor.element_size())
-        return original(tensor, *args, **kwargs)
 
-    dist.all_reduce = all_reduce
-    try:
-        yield
-    finally:
-        dist.all_reduce = original
+def measure(workload: str, rounds: int, repeats: int) -> list[dict[str, str]]:
+    """One row for each engine."""
+    engines = {name: make(*WORKLOADS[workload]()) for name, make in ENGINES.items()}
+
+    def time_one(name: str) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            engines[name].step()
+        return (time.perf_counter() - start) * 1e3 / repeats
+
+    times = in_turns(list(engines), rounds, time_one)
+    table = rows(CPU, torch.float32, f"{workload}, 2 processes", times, "torch")
+    for row, engine in zip(table, engines.values(), strict=True):
+        count, mib, hidden = engine.traffic()
+        row.update(all_reduces=str(count), mib_sent=f"{mib:.2f}", hidden_share=f"{hidden:.2f}")
+    amp.shutdown()
+    return table
 
 
 def main() -> None:
@@ -120,27 +200,18 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     table = []
-    for workload, make in WORKLOADS.items():
-        # amp last: its own forward stays with its own model.
-        steps = {"torch": torch_ddp(*make()), "combine_ddp": combine_ddp(*make())}
-
-        def time_one(variant: str) -> float:
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(options.repeats):
-                steps[variant]()  # noqa: B023
-            return (time.perf_counter() - start) * 1e3 / options.repeats
-
-        times = in_turns(list(steps), options.rounds, time_one)
-        calls: list[int] = []
-        with counted(calls):
-            steps["combine_ddp"]()
-        new = rows(CPU, torch.float32, f"{workload}, 2 processes", times, "torch")
+    for workload in WORKLOADS:
+        new = measure(workload, options.rounds, options.repeats)
         table += new
         if dist.get_rank() == 0:
             show(new)
-            print(f"combine_ddp: {len(calls)} all-reduces a step, {sum(calls) / 2**20:.2f} MiB")
-        amp.shutdown()
+            for row in new:
+                if row["all_reduces"] == "0":
+                    continue
+                print(
+                    f"    {row['variant']}: {row['all_reduces']} all-reduces a step, {row['mib_sent']} MiB, "
+                    f"{float(row['hidden_share']):.0%} of their time behind backward"
+                )
     if dist.get_rank() == 0:
         write("data_parallel", CPU, table)
     dist.destroy_process_group()

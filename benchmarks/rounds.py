@@ -10,11 +10,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any, NamedTuple
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
 WARM_UP_ROUNDS = 2
+# Of one measurement. Less, and what the clock itself costs would show.
+SHORTEST_MS = 4.0
+
+Times = dict[str, list[float]]
 
 
 def open_device(name: str) -> torch.device:
@@ -27,6 +32,15 @@ def open_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def is_simulated(device: torch.device) -> bool:
+    """True where times say nothing, and what counts is counted."""
+    if device.type != "npu":
+        return False
+    import npu_simulator
+
+    return bool(npu_simulator.installed())
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the device."""
     if device.type != "cpu":
@@ -34,8 +48,89 @@ def synchronize(device: torch.device) -> None:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds. On the host CPU time of the process: others do not count, the engine's threads do."""
-    return time.perf_counter() if device.type == "cuda" else time.process_time()
+    """Seconds: wall time of accelerators, else CPU time, in which others do not count.
+
+    On cpu of this thread, which all of torch runs in; on a simulated npu of the process, for there the autograd engine
+    has a thread of its own.
+    """
+    if device.type == "cpu":
+        return time.thread_time()
+    return time.process_time() if is_simulated(device) else time.perf_counter()
+
+
+class Stopwatch:
+    """Adds up the time between ``start`` and ``stop``: a step may stop it while it hands over gradients.
+
+    On cuda the time of the stream, between events, so that reading it waits once and pausing does not.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._total = 0.0
+        self._started = 0.0
+        self._events: list[Any] = []
+
+    def start(self) -> None:
+        if self.device.type == "cuda":
+            self._mark()
+        else:
+            synchronize(self.device)
+            self._started = clock(self.device)
+
+    def stop(self) -> None:
+        if self.device.type == "cuda":
+            self._mark()
+        else:
+            synchronize(self.device)
+            self._total += clock(self.device) - self._started
+
+    def _mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+
+    def take_ms(self) -> float:
+        """Milliseconds since the last call."""
+        total, self._total = self._total * 1e3, 0.0
+        if self._events:
+            torch.cuda.synchronize()
+            total = sum(a.elapsed_time(b) for a, b in zip(self._events[::2], self._events[1::2], strict=True))
+            self._events = []
+        return total
+
+    def time(self, step: Callable[[], object], repeats: int) -> float:
+        """Milliseconds of one ``step``, without what it pauses for."""
+        self.start()
+        for _ in range(repeats):
+            step()
+        self.stop()
+        return self.take_ms() / repeats
+
+
+class Counter(Stopwatch):
+    """Counts launches, bytes and waits of the simulated npu between ``start`` and ``stop``."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.counts = {"launches": 0, "bytes": 0, "syncs": 0}
+
+    def start(self) -> None:
+        import npu_simulator
+
+        self._context = npu_simulator.count()
+        self._count = self._context.__enter__()
+
+    def stop(self) -> None:
+        self._context.__exit__(None, None, None)
+        for name in self.counts:
+            self.counts[name] += getattr(self._count, name)
+
+    def of(self, step: Callable[[], object]) -> dict[str, int]:
+        """Counts of one ``step``, after two that set up."""
+        for _ in range(3):
+            self.counts = dict.fromkeys(self.counts, 0)
+            self.time(step, 1)
+        return dict(self.counts)  # what sets up the next one is counted, too
 
 
 def time_calls(call: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -49,37 +144,85 @@ def time_calls(call: Callable[[], object], device: torch.device, repeats: int) -
     return (clock(device) - start) * 1e3 / repeats
 
 
-def in_turns(variants: Sequence[str], rounds: int, time_one: Callable[[str], float]) -> dict[str, list[float]]:
-    """The milliseconds of ``time_one(variant)`` in each round, per variant; the first rounds warm up."""
-    times: dict[str, list[float]] = {variant: [] for variant in variants}
-    for turn in range(rounds + WARM_UP_ROUNDS):
+def in_turns(
+    variants: Sequence[str],
+    rounds: int,
+    time_one: Callable[[str], float],
+    *,
+    warm_up: int = WARM_UP_ROUNDS,
+    budget_s: float = float("inf"),
+    least: int = 7,
+) -> Times:
+    """The milliseconds of ``time_one(variant)`` in each round, per variant.
+
+    Args:
+        variants: Which.
+        rounds: How many rounds count.
+        time_one: Measures one.
+        warm_up: Rounds before those.
+        budget_s: Stop when this much wall time is spent, but not before ``least`` rounds.
+        least: See above.
+    """
+    times: Times = {variant: [] for variant in variants}
+    deadline = time.perf_counter() + budget_s
+    for turn in range(rounds + warm_up):
+        if turn >= least + warm_up and time.perf_counter() > deadline:
+            break
         # Rotated, so that no variant always follows the same one.
         for i in range(len(variants)):
             variant = variants[(turn + i) % len(variants)]
             elapsed = time_one(variant)
-            if turn >= WARM_UP_ROUNDS:
+            if turn >= warm_up:
                 times[variant].append(elapsed)
     return times
 
 
-def rows(
-    device: torch.device, dtype: torch.dtype, workload: str, times: dict[str, list[float]], reference: str
-) -> list[dict[str, str]]:
-    """One row per variant; README.md explains the columns."""
-    commit = subprocess.run(
+def steps_in_turns(steps: dict[str, Callable[[], object]], watch: Stopwatch, rounds: int, budget_s: float) -> Times:
+    """``in_turns`` of ``steps``, each repeated in a round until it takes long enough for the clock."""
+    repeats = {}
+    for name, step in steps.items():  # which warms up, too
+        watch.time(step, 1)
+        repeats[name] = max(1, min(1000, int(SHORTEST_MS / max(watch.time(step, 1), 1e-3))))
+
+    def time_one(name: str) -> float:
+        return watch.time(steps[name], repeats[name])
+
+    return in_turns(list(steps), rounds, time_one, warm_up=0, budget_s=budget_s)
+
+
+class Spread(NamedTuple):
+    """A median, and where 95 % of the values lie."""
+
+    middle: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        fortieths = quantiles(values, n=40, method="inclusive")
+        return cls(median(values), fortieths[0], fortieths[-1])
+
+
+def commit() -> str:
+    """Of the working tree."""
+    done = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
     )
-    same = {"commit": commit.stdout.strip(), "device": device.type, "torch": torch.__version__, "dtype": str(dtype)}
+    return done.stdout.strip()
+
+
+def rows(device: torch.device, dtype: torch.dtype, workload: str, times: Times, reference: str) -> list[dict[str, str]]:
+    """One row per variant; README.md explains the columns."""
+    same = {"commit": commit(), "device": device.type, "torch": torch.__version__, "dtype": str(dtype)}
     table = []
     for variant, values in times.items():
-        ratios = [a / b for a, b in zip(values, times[reference], strict=True)]
-        fortieths = quantiles(ratios, n=40)
+        ratio = Spread.of([a / b for a, b in zip(values, times[reference], strict=True)])
         numbers = {
             "median_ms": median(values),
-            "p90_ms": quantiles(values, n=10)[-1],
-            f"ratio_to_{reference}": median(ratios),
-            "ratio_low": fortieths[0],
-            "ratio_high": fortieths[-1],
+            "p90_ms": quantiles(values, n=10, method="inclusive")[-1],
+            f"ratio_to_{reference}": ratio.middle,
+            "ratio_low": ratio.low,
+            "ratio_high": ratio.high,
         }
         table.append(
             {**same, "workload": workload, "variant": variant, **{name: f"{x:.4f}" for name, x in numbers.items()}}
@@ -93,16 +236,27 @@ def show(table: list[dict[str, str]]) -> None:
         ratio = next(value for name, value in row.items() if name.startswith("ratio_to"))
         spread = f"({float(row['ratio_low']):.2f} .. {float(row['ratio_high']):.2f})"
         print(
-            f"{row['workload']:24} {row['variant']:34} {float(row['median_ms']):9.3f} ms {float(ratio):7.2f} {spread}"
+            f"{row['workload']:28} {row['variant']:34} {float(row['median_ms']):9.3f} ms {float(ratio):7.2f} {spread}",
+            flush=True,
         )
 
 
 def write(name: str, device: torch.device, table: list[dict[str, str]]) -> None:
     """Write ``results/<name>_<device>.csv``."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}_{device.type}.csv"
+    write_csv(RESULTS / f"{name}_{device.type}.csv", table)
+
+
+def write_csv(path: Path, table: list[dict[str, str]]) -> None:
+    """Write ``table``, whose first row has all columns."""
+    path.parent.mkdir(exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(table[0]))
+        writer = csv.DictWriter(file, fieldnames=list(table[0]), lineterminator="\n", restval="")
         writer.writeheader()
         writer.writerows(table)
     print(f"written: {path}")
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """What ``write_csv`` has written."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))

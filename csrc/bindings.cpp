@@ -2,15 +2,51 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // Python names for csrc; no logic.
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "amp/overlay.h"
 #include "combine_tensors/change_data_ptr.h"
 #include "combine_tensors/slot_table.h"
+#include "data_parallel/grad_arrivals.h"
 #include "fused_optim/gather_cpu.h"
 #include "fused_optim/kernels_cpu.h"
 
 namespace py = pybind11;
+
+// For a C++ thread that may not hold Python's lock: neither when it calls, nor when it lets go of `function`.
+static std::function<void(int64_t)> from_any_thread(py::function function) {
+  const std::shared_ptr<py::function> shared(new py::function(std::move(function)), [](py::function* held) {
+    py::gil_scoped_acquire gil;
+    delete held;
+  });
+  return [shared](int64_t n) {
+    py::gil_scoped_acquire gil;
+    try {
+      (*shared)(n);
+    } catch (py::error_already_set& error) {
+      error.restore();
+      python_error raised;  // what autograd's engine carries over to the thread that waits for it
+      raised.persist();
+      throw raised;
+    }
+  };
+}
+
+// The tensors of a list or tuple, which keeps them alive.
+apex_npu::Borrowed borrow(const py::sequence& tensors) {
+  apex_npu::Borrowed borrowed;
+  borrowed.reserve(tensors.size());
+  py::object fast = py::reinterpret_steal<py::object>(PySequence_Fast(tensors.ptr(), "expected a list of tensors"));
+  if (!fast) throw py::error_already_set();
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast.ptr()); ++i) {
+    PyObject* item = PySequence_Fast_GET_ITEM(fast.ptr(), i);
+    TORCH_CHECK_TYPE(THPVariable_Check(item), "expected a tensor at index ", i, ", got ", Py_TYPE(item)->tp_name);
+    borrowed.push_back(&THPVariable_Unpack(item));
+  }
+  return borrowed;
+}
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
@@ -32,17 +68,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("gather_cpu", &apex_npu::gather_cpu, py::arg("slots"), py::arg("grads"), py::arg("inv_scale"),
         py::arg("found_inf"));
-  m.def("take_grads_cpu", &apex_npu::take_grads_cpu, py::arg("sources"), py::arg("params"), py::arg("slots"),
-        py::arg("inv_scale"), py::arg("found_inf"));
+  m.def(
+      "take_grads_cpu",
+      [](const py::sequence& sources, const py::sequence& params, const py::sequence& slots, double inv_scale,
+         const std::optional<at::Tensor>& found_inf) {
+        return apex_npu::take_grads_cpu(borrow(sources), borrow(params), borrow(slots), inv_scale, found_inf);
+      },
+      py::arg("sources"), py::arg("params"), py::arg("slots"), py::arg("inv_scale"), py::arg("found_inf"));
   py::class_<apex_npu::KernelsCpu>(m, "KernelsCpu").def(py::init<>());
 
   py::class_<apex_npu::SlotTable>(m, "SlotTable")
       .def(py::init<const std::vector<at::Tensor>&>(), py::arg("tensors"))
-      .def("broken", &apex_npu::SlotTable::broken, py::arg("tensors"));
+      .def(
+          "broken",
+          [](const apex_npu::SlotTable& table, const py::sequence& tensors) { return table.broken(borrow(tensors)); },
+          py::arg("tensors"));
   m.def(
       "grad_states",
-      [](const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& views) {
-        return py::bytes(apex_npu::grad_states(tensors, views));
+      [](const py::sequence& tensors, const py::sequence& views) {
+        return py::bytes(apex_npu::grad_states(borrow(tensors), borrow(views)));
       },
       py::arg("tensors"), py::arg("views"));
 
@@ -50,4 +94,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init<const std::string&, const std::vector<std::pair<std::string, std::string>>&>(),
            py::arg("device_type"), py::arg("table"))
       .def("destroy", &apex_npu::Overlay::destroy);
+
+  py::class_<apex_npu::GradArrivals>(m, "GradArrivals")
+      .def(py::init([](const std::vector<at::Tensor>& tensors, py::function on_full) {
+             return std::make_unique<apex_npu::GradArrivals>(tensors, from_any_thread(std::move(on_full)));
+           }),
+           py::arg("tensors"), py::arg("on_full"))
+      .def("plan", &apex_npu::GradArrivals::plan, py::arg("bucket_of"), py::arg("expected"))
+      .def("begin", &apex_npu::GradArrivals::begin, py::arg("deferred"))
+      .def("end", &apex_npu::GradArrivals::end)
+      .def("close", &apex_npu::GradArrivals::close)
+      .def_property_readonly("order", &apex_npu::GradArrivals::order)
+      .def_property_readonly("counts", &apex_npu::GradArrivals::counts)
+      .def_property_readonly("late", &apex_npu::GradArrivals::late);
 }

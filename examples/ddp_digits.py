@@ -7,6 +7,10 @@ Gradients are averaged by amp itself (``combine_ddp``), by torch's DistributedDa
 
     torchrun --nproc-per-node 2 examples/ddp_digits.py
     torchrun --nproc-per-node 2 examples/ddp_digits.py --engine combine_ddp --opt-level O2
+
+With ``--checkpoint`` an engine saves after every epoch, and goes on from there when it is started again:
+
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/ddp_digits.py --engine combine_ddp --checkpoint digits.pt
 """
 
 import argparse
@@ -14,6 +18,7 @@ import os
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,6 +41,7 @@ class Training:
     def __init__(self, engine: str, args: argparse.Namespace, device: torch.device) -> None:
         self.losses: list[float] = []
         self.seconds: list[float] = []
+        self.epoch = 0
         torch.manual_seed(args.seed)
         model = DigitNet().to(device)
         optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=3e-3)
@@ -56,7 +62,7 @@ class Training:
         """All epochs; of every batch each process takes every n-th sample."""
         rank, world = dist.get_rank(), dist.get_world_size()
         self.model.train()
-        for epoch in range(args.epochs):
+        for epoch in range(self.epoch, args.epochs):
             for batch in epoch_batches(len(data.train_labels), seed=args.seed, epoch=epoch):
                 own = batch[rank::world]
                 started = time.perf_counter()
@@ -65,6 +71,30 @@ class Training:
                 mean = loss.detach().float()
                 dist.all_reduce(mean)
                 self.losses.append(mean.item() / world)
+            self.epoch = epoch + 1
+            if args.checkpoint and rank == 0:
+                self.save(args.checkpoint)
+
+    def save(self, path: Path) -> None:
+        """Whole or not at all, even where the process ends meanwhile."""
+        state = {
+            "model": self.inner.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "amp": amp.state_dict(),
+            "epoch": self.epoch,
+            "losses": self.losses,
+        }
+        new = path.with_name(f"{path.name}.new")
+        torch.save(state, new)
+        new.replace(path)
+
+    def load(self, path: Path, device: torch.device) -> None:
+        """All processes, from the one file."""
+        state = torch.load(path, map_location=device, weights_only=True)
+        self.inner.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        amp.load_state_dict(state["amp"])
+        self.epoch, self.losses = state["epoch"], state["losses"]
 
     def step(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Forward, backward and update."""
@@ -88,13 +118,15 @@ def run(args: argparse.Namespace, device: torch.device) -> bool:
     losses = {}
     for engine in [args.engine] if args.engine else ENGINES:
         training = Training(engine, args, device)
+        if args.checkpoint and args.checkpoint.exists():
+            training.load(args.checkpoint, device)
         training.train(data, args)
         accuracy = training.accuracy(data)
         amp.shutdown()
         losses[engine] = training.losses
         if dist.get_rank() == 0:
             # The first steps plan buckets and warm up.
-            step = statistics.median(training.seconds[3:] or training.seconds)
+            step = statistics.median(training.seconds[3:] or training.seconds or [0.0])
             print(
                 f"{engine:12} last loss {training.losses[-1]:.4f}  test accuracy {accuracy:.2%}  "
                 f"{1000 * step:.1f} ms a step"
@@ -115,6 +147,7 @@ def make_parser() -> Parser:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default="cpu")
     parser.add_argument("--simulated-npu", action="store_true", help="device npu in host memory, with hccl")
     parser.add_argument("--epochs", type=lambda text: number(text, kind=int, low=1), default=2, metavar="N")
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="save to and go on from; with --engine")
     parser.add_argument("--seed", type=lambda text: number(text, kind=int, low=0, high=2**32 - 1), default=0)
     return parser
 
@@ -141,6 +174,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if "LOCAL_RANK" not in os.environ:
             raise UserError("start it with torchrun: torchrun --nproc-per-node 2 examples/ddp_digits.py")
+        if args.checkpoint and not args.engine:
+            raise UserError("--checkpoint holds one engine's training: name it, as in --engine combine_ddp")
         device = set_up_device(args)
         dist.init_process_group(for_device(device).comm_backend)
         agree = run(args, device)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,10 @@ import torch
 from devices import DEVICE
 
 from apex_npu import amp
+
+# Without a GPU Triton's kernels are interpreted: it wants to know before it is imported by anyone.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The tensors here are small: a second thread only waits, and on a busy machine it waits long.
 torch.set_num_threads(1)

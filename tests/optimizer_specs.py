@@ -45,7 +45,7 @@ class OptimizerSpec:
 
 # The references of our own compute in float64 what the fused ones compute in float32: rounding differs at every step.
 _AGAINST_FLOAT64 = 5e-6
-# torch rounds a · b + c once where the processor can; our kernels round twice, and all machines get the same bits.
+# torch rounds a · b + c once where the processor can; we round twice, so that all machines get the same bits.
 _ROUNDED_OTHERWISE = 3e-6
 
 # Not 0.1: g + 0.1 p cancels exactly where g and p have few bits, and then a first step along its sign is undefined.

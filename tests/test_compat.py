@@ -205,14 +205,40 @@ def test_a_foreign_change_data_ptr_is_not_hidden(tmp_path):
     assert output(REFUSED, tmp_path).startswith("change_data_ptr is installed")
 
 
-@pytest.mark.parametrize("source", ["__apex_npu__ = True\n", None])
-def test_an_apex_that_points_at_us_and_a_mere_folder_are_no_obstacle(tmp_path, source):
-    if source is None:
-        (tmp_path / "apex" / "apex").mkdir(parents=True)  # a checkout of Apex beside the script
-    else:
-        package(tmp_path, "apex", "amp", source=source)
+def test_pypis_apex_is_named_for_what_it_is(tmp_path):
+    package(tmp_path, "apex", "models")
+    package(tmp_path / "apex", "lib", "libapex")
+    assert "PyPI's apex, a toolkit for logins in web applications made with Pyramid" in output(REFUSED, tmp_path)
+
+
+def test_a_mere_folder_is_no_obstacle(tmp_path):
+    (tmp_path / "apex" / "apex").mkdir(parents=True)  # a checkout of Apex beside the script
     program = "import apex_npu; apex_npu.install_as_apex(); from apex import amp; print(amp.initialize.__module__)"
     assert output(program, tmp_path) == "apex_npu.amp.frontend\n"
+
+
+PATCHED = """
+from apex_npu.beside_upstream import serve
+serve(__file__)
+__apex_npu__ = True
+"""
+
+
+@pytest.mark.parametrize("first", ["", "import apex"])
+def test_a_patched_apex_is_left_in_place(tmp_path, first):
+    package(tmp_path, "apex", "amp", "transformer", source=PATCHED)
+    program = f"""
+import sys
+{first}
+import apex_npu
+path = list(sys.path)
+apex_npu.install_as_apex()
+import apex, apex.transformer, apex.amp.handle
+assert apex.__file__.startswith({str(tmp_path)!r}) and sys.path == path
+apex_npu.uninstall_apex()
+print(sys.modules["apex"] is apex, apex.amp.initialize.__module__)
+"""
+    assert output(program, tmp_path) == "True apex_npu.amp.frontend\n"
 
 
 # ---------------------------------------------------------------------------------------------- python -m apex_npu run

@@ -10,6 +10,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CHINESE = (ROOT / "README.zh.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -24,9 +25,19 @@ def test_training_loop_runs_and_learns(capsys):
     assert float(last_line.removeprefix("loss ")) < 0.1
 
 
-@pytest.mark.parametrize("path", re.findall(r"\]\(([^)#]+)\)", README))
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([^)#]+)\)", README + CHINESE))))
 def test_links_lead_somewhere(path):
     assert path.startswith("https://") or (ROOT / path).exists()
+
+
+def test_the_chinese_readme_shows_the_same_code_and_names_the_same_things():
+    code = re.compile(r"^```.*?^```$|^    \S.*?$", flags=re.DOTALL | re.MULTILINE)
+    assert code.findall(CHINESE) == [block for block in code.findall(README) if "test accuracy" not in block]
+    levels = re.compile(r"^\| (`O\d`) \|", flags=re.MULTILINE)
+    assert levels.findall(CHINESE) == levels.findall(README)
+    named = set(re.findall(r"`(\w*(?:Fused\w+|Lamb))`", README))
+    assert len(named) > 12
+    assert named <= set(re.findall(r"`(\w+)`", CHINESE))
 
 
 def test_commands_are_two_targets_of_the_makefile():

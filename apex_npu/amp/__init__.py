@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Mixed precision with the interface of apex.amp."""
 
+from apex_npu.amp.block_of_ranks import no_sync
 from apex_npu.amp.frontend import initialize, last_step, load_state_dict, master_params, state_dict
 from apex_npu.amp.legacy.handle import init
 from apex_npu.amp.legacy.state import _amp_state
 from apex_npu.amp.scale_loss import scale_loss
-from apex_npu.amp.session import disable_casts, no_sync, shutdown
+from apex_npu.amp.session import disable_casts, shutdown
 from apex_npu.amp.step_report import StepReport
 from apex_npu.amp.user_casts import (
     float_function,

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -13,7 +13,32 @@ from torch.optim import Optimizer
 
 from apex_npu.amp.data_parallel import DataParallel, LocalGrads, Reduction, agree_on_overflow
 from apex_npu.amp.gradients import GradUnit
+from apex_npu.amp.session import require
 from apex_npu.backends import for_device
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """A context whose ``scale_loss`` blocks keep gradients to this process, under ``combine_ddp=True``.
+
+    For accumulation: open it around all blocks but the last of a step. Gradients are averaged by the first block
+    outside of it, all that have been added up since. A ``step()`` before that is refused. As with torch's
+    DistributedDataParallel, all processes must do the same. Without combine_ddp nothing happens.
+
+    Raises:
+        RuntimeError: amp has not been initialized; or this was opened inside of a ``scale_loss`` block.
+    """
+    session = require("amp.no_sync")
+    if any(o._amp_record.in_block for o in session.adopted):
+        raise RuntimeError(
+            "amp.no_sync was opened inside of an amp.scale_loss block, which may have sent gradients already; open it "
+            "around the whole block"
+        )
+    session.no_sync_depth += 1
+    try:
+        yield
+    finally:
+        session.no_sync_depth -= 1
 
 
 class BlockOfRanks:
@@ -46,6 +71,8 @@ class BlockOfRanks:
         if local:
             self._local_after = LocalGrads.IN_MASTERS if with_masters and delivers else LocalGrads.IN_SOURCES
             self._local_after = max(former, self._local_after)
+            # What is trained now takes part in the average that follows, though it be frozen by then.
+            parallel.plan(self._records, optimizers, self._units, masters=self._local_after is LocalGrads.IN_MASTERS)
         elif former is LocalGrads.IN_MASTERS and not delivers:
             # Averaged when they have all reached the masters.
             self._local_after = former
@@ -62,7 +89,7 @@ class BlockOfRanks:
     def average_sources(self, scale: float, *, dynamic: bool) -> None:
         """Behind backward: wait for the averages."""
         if self._reduction is not None and not self._reduction.masters:
-            self._reduction.finish(scale, dynamic=dynamic)
+            self._reduction.finish(self._units, scale, dynamic=dynamic)
             self._reduction = None
         if self._reduction is None:
             self._note()
@@ -70,7 +97,7 @@ class BlockOfRanks:
     def average_masters(self, scale: float, *, dynamic: bool) -> None:
         """Behind unscaling: average what the masters have gathered without other processes."""
         if self._reduction is not None:
-            self._reduction.finish(scale, dynamic=dynamic)
+            self._reduction.finish(self._units, scale, dynamic=dynamic)
             self._reduction = None
             self._note()
 

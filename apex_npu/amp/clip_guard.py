@@ -1,12 +1,12 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Notice torch's gradient clipping where it would do nothing, or the wrong thing."""
+"""torch's gradient clipping under amp: noticed where it would do the wrong thing, done in one pass where it can be."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch.nn.utils
 from torch import Tensor
@@ -16,21 +16,44 @@ from apex_npu.amp.patched_functions import patch_attribute
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
 
 
-def watch_clipping(undo: ExitStack, look: Callable[[str, Iterable[Tensor]], None]) -> None:
-    """Call ``look(name, parameters)`` before each of torch's clipping functions.
+class Clipper(Protocol):
+    """What has clipped gradients of its own, in flat buffers."""
+
+    def clip_optimizer_grad_norm_fused(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """What ``torch.nn.utils.clip_grad_norm_`` does, for all of its parameters."""
+        ...
+
+
+def watch_clipping(
+    undo: ExitStack,
+    look: Callable[[str, list[Tensor]], None],
+    clipper_of: Callable[[list[Tensor]], Clipper | None],
+) -> None:
+    """Stand between scripts and torch's clipping functions.
 
     A function that a script has imported by name before is out of reach.
 
     Args:
         undo: Takes the callbacks that put the functions back.
-        look: Sees the parameters, and may warn.
+        look: Told of a function's name and its parameters before torch clips them; may warn.
+        clipper_of: Whose norm is clipped instead, in one pass and to the same values; None: leave it to torch.
     """
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        name = original.__name__
+
         def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
             listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # it may be a generator
-            look(original.__name__, listed)
-            return original(listed, *args, **kwargs)
+            # ``foreach`` asks for one of torch's ways.
+            asked = len(args) > 3 or kwargs.get("foreach") is not None
+            clipper = None if asked or name != "clip_grad_norm_" else clipper_of(listed)
+            if clipper is None:
+                look(name, listed)
+                return original(listed, *args, **kwargs)
+            kwargs.pop("foreach", None)
+            return clipper.clip_optimizer_grad_norm_fused(*args, **kwargs)
 
         return clip
 

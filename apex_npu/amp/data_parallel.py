@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from operator import is_
 from typing import Any
 
 import torch
@@ -64,6 +65,12 @@ class DataParallel:
         """The processes."""
         return self.options.group
 
+    @property
+    def reducers(self) -> list[GradReducer]:
+        """What averages, one for each list of optimizers that has had a block."""
+        fitted = [fitted for known in self._fitted.values() for fitted in known.values()]
+        return [one.reducer for one in fitted if one.reducer is not None]
+
     def begin(
         self, records: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradUnit], *, masters: bool
     ) -> Reduction | None:
@@ -83,6 +90,12 @@ class DataParallel:
             return None
         fitted.reducer.begin(_finder(units, masters=masters))
         return Reduction(self, fitted.reducer, masters)
+
+    def plan(
+        self, records: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradUnit], *, masters: bool
+    ) -> None:
+        """Note which gradients a later block will average; see ``begin`` for the arguments."""
+        self._fit(records, optimizers, units, masters=masters)
 
     def _fit(
         self, records: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradUnit], *, masters: bool
@@ -141,10 +154,8 @@ class DataParallel:
 
     def close(self) -> None:
         """Take all hooks off."""
-        for known in self._fitted.values():
-            for fitted in known.values():
-                if fitted.reducer is not None:
-                    fitted.reducer.close()
+        for reducer in self.reducers:
+            reducer.close()
         self._fitted.clear()
 
 
@@ -161,10 +172,11 @@ class Reduction:
         self.masters = masters
 
     @disable_dynamo
-    def finish(self, scale: float, *, dynamic: bool) -> None:
+    def finish(self, units: Sequence[GradUnit], scale: float, *, dynamic: bool) -> None:
         """Wait until all gradients are averages.
 
         Args:
+            units: How they go on from here.
             scale: The loss scale.
             dynamic: It moves, so that this block waits for the device anyway.
 
@@ -173,6 +185,8 @@ class Reduction:
         """
         read = dynamic or self._parallel.must_read(scale)
         self._parallel.check(self._reducer.finish(scale, read=read, others_read=dynamic), scale)
+        for unit in units:
+            unit.note_gathered(self._reducer)
 
     def abandon(self, error: BaseException, scale: float, *, dynamic: bool) -> None:
         """End it, since ``error`` has ended the block.
@@ -196,7 +210,7 @@ class Reduction:
 
 
 def _same(found: Sequence[object], expected: Sequence[object]) -> bool:
-    return len(found) == len(expected) and all(a is b for a, b in zip(found, expected, strict=True))
+    return len(found) == len(expected) and all(map(is_, found, expected))
 
 
 def _groups(

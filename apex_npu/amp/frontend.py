@@ -27,6 +27,7 @@ from apex_npu.amp.preconditions import (
     check_incoming,
     check_nothing_averages,
     check_plain,
+    check_sharded,
 )
 from apex_npu.amp.ranks import Description, broadcast_values, describe, failing_together
 from apex_npu.amp.scaler import DynamicScaleOptions, in_apex_format, make_scaler
@@ -181,6 +182,7 @@ def initialize(
             check_incoming(model_list, optimizer_list)
             if policy.combine_grad:
                 check_plain(optimizer_list)
+            check_sharded(policy, overflow_group, model_list, optimizer_list)
             if policy.fuse_unscale:
                 for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
                     check_unwrapped(optimizer)

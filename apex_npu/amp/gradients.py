@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import for_device
-from apex_npu.fusion import FlatGrads
-from apex_npu.fusion.flat_grads import ABSENT, PRESENT
+from apex_npu.fusion import FlatGrads, GradReducer
+from apex_npu.fusion.flat_grads import ABSENT, FOREIGN, PRESENT
 from apex_npu.ops import gathers_in_one_pass, unscale_grads
 
 
@@ -27,6 +27,8 @@ class GradUnit:
         params: What the optimizer steps: masters, or the model's own parameters.
         sources: Where autograd leaves their gradients: for a master its model parameter, else the parameter itself.
         flat: The buffer that the gradients of ``params`` lie in, or None where each has memory of its own.
+        gathered: The buffer, and its slots, that the gradients of ``sources`` have been gathered into already, laid out
+            like ``flat``; None: they lie anywhere.
     """
 
     def __init__(self, params: Sequence[Tensor], sources: Sequence[Tensor], flat: FlatGrads | None = None) -> None:
@@ -34,11 +36,18 @@ class GradUnit:
         self.params = list(params)
         self.sources = list(sources)
         self.flat = flat
+        self.gathered: tuple[FlatGrads, range] | None = None
         pairs = [i for i, (p, s) in enumerate(zip(params, sources, strict=True)) if p is not s]
         self._masters = pairs
         self._direct = sorted(set(range(len(self.params))) - set(pairs))
         # Model gradients that have been brought to masters and left in place: by index, as they were then.
         self._delivered: dict[int, tuple[Tensor, int]] = {}
+
+    def note_gathered(self, reducer: GradReducer) -> None:
+        """What ``reducer`` has averaged lies together; remember where, if it saves a pass for each parameter."""
+        self.gathered = None
+        if self.flat is not None and self._masters and not gathers_in_one_pass(self.flat.flat):
+            self.gathered = reducer.gathered(self.sources, self.flat.offsets)
 
     @property
     def device(self) -> torch.device:
@@ -50,9 +59,13 @@ class GradUnit:
         """Multiply the gradients that backward is about to add to by ``factor``."""
         if factor == 1.0:
             return
-        if self.flat is not None and not self._masters and self._all_present(self.flat):
-            self.flat.flat.mul_(factor)
-            return
+        if self.flat is not None and not self._masters:
+            states = self.flat.gather()
+            if PRESENT not in states:
+                return
+            if ABSENT not in states:
+                self.flat.flat.mul_(factor)
+                return
         grads = [_writable(s) for s in self.sources if s.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
@@ -105,6 +118,11 @@ class GradUnit:
                 if not kept:
                     self.params[i].grad = None
 
+    def know_cleared(self, set_to_none: bool) -> None:
+        """Masters' gradients have been cleared with their model's: ``forget_cleared`` need not look for that."""
+        left = {} if set_to_none else self._delivered
+        self._delivered = {i: (g, g._version) for i, (g, _) in left.items() if self.sources[i].grad is g}
+
     def drop_source_grads(self) -> None:
         """Forget the gradients of model parameters that have masters: what they held is in the masters'."""
         for i in self._masters:
@@ -136,6 +154,9 @@ class GradUnit:
         """
         if self.flat is not None and self._take_all(self.flat, inv_scale, found_inf):
             return
+        if self.flat is not None and self._widen_all(self.flat):
+            unscale_grads([self.flat.flat], inv_scale, found_inf)
+            return
         if self.flat is not None and self._all_present(self.flat) and not self._masters:
             unscale_grads([self.flat.flat], inv_scale, found_inf)
             return
@@ -157,18 +178,35 @@ class GradUnit:
             new = [_dense(self.sources[i].grad, self.sources[i]).to(self.params[i].dtype) for i in later]
             unscale_grads(new, inv_scale, found_inf)
             torch._foreach_add_([_writable(self.params[i]) for i in later], new)
-        self._delivered = {i: (g, g._version) for i in fresh if (g := self.sources[i].grad) is not None}
+        self._note_delivered()
 
     def _take_all(self, flat: FlatGrads, inv_scale: float, found_inf: Tensor | None) -> bool:
         """Where no gradient is in its slot yet, gather, widen, unscale and check in one pass."""
         if not gathers_in_one_pass(flat.flat):
             return False
         states = flat.states()
-        if PRESENT in states or any(states[i] != ABSENT for i in self._masters):
+        if PRESENT in states or (FOREIGN in states and any(states[i] != ABSENT for i in self._masters)):
             return False
         flat.take(self.sources, inv_scale, found_inf)
-        self._delivered = {i: (g, g._version) for i in self._masters if (g := self.sources[i].grad) is not None}
+        self._note_delivered()
         return True
+
+    def _widen_all(self, flat: FlatGrads) -> bool:
+        """Where gradients of masters' sources lie together already, bring all of them over by one copy."""
+        if self.gathered is None or self._direct or flat.states().strip(bytes([ABSENT])):
+            return False
+        source, slots = self.gathered
+        part = source.span(slots)
+        if not source.all_present(slots) or part.numel() != flat.flat.numel():
+            return False
+        flat.flat.copy_(part)
+        for param, view in zip(self.params, flat.views, strict=True):
+            param.grad = view
+        self._note_delivered()
+        return True
+
+    def _note_delivered(self) -> None:
+        self._delivered = {i: (g, g._version) for i in self._masters if (g := self.sources[i].grad) is not None}
 
     @staticmethod
     def _all_present(flat: FlatGrads) -> bool:

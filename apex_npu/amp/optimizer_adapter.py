@@ -77,6 +77,20 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
     step.hooked = True  # type: ignore[attr-defined]
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
+    def join_hook(self, **kwargs: Any) -> Any:
+        """What torch.distributed.algorithms.Join asks for; optimizers that torch has made joinable have it.
+
+        Raises:
+            RuntimeError: Gradients are averaged by ``combine_ddp``, of which Join knows nothing.
+        """
+        if self._amp_record.parallel is not None:
+            raise RuntimeError(
+                "Join cannot let a process that has run out of data stand in for itself under combine_ddp=True: all "
+                "processes have to call amp.scale_loss equally often. Pad or drop the last batches (DistributedSampler "
+                "does either), or wrap the model in DistributedDataParallel instead, which has join()"
+            )
+        return super().join_hook(**kwargs)  # type: ignore[misc]
+
     @disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients of all parameters, and of the model parameters behind masters."""
@@ -84,12 +98,8 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             set_to_none = bool(getattr(self, "set_grad_none", True))
         super().zero_grad(set_to_none)
         record = self._amp_record
-        for pair in record.pairs:
-            if set_to_none:
-                pair.model_param.grad = None
-            elif pair.model_param.grad is not None:
-                with torch.no_grad():
-                    pair.model_param.grad.zero_()
+        if record.pairs:
+            record.clear_model_grads(set_to_none)
         if not record.in_block:  # there, what backward is about to add is scaled
             record.grad_scale = record.held_scale = 1.0
         record.local_grads = LocalGrads.NONE

@@ -97,6 +97,15 @@ class OptimizerRecord:
             return self.grad_scale
         return self.held_scale if self.in_block or self.unchecked == "delay_unscale" else 1.0
 
+    def clips_like_torch(self) -> bool:
+        """All gradients lie in float32 buffers, unscaled: clipping these gives what torch's function would."""
+        unscaled = self.scale_in_the_way == self.held_scale == 1.0
+        return (
+            unscaled
+            and bool(self._units)
+            and all(unit.flat is not None and unit.params[0].dtype == torch.float32 for unit in self._units)
+        )
+
     def units(self, optimizer: Optimizer) -> list[GradUnit]:
         """How the gradients of ``optimizer`` travel; made anew when its parameters, or their buffers, have changed."""
         flats = self._flats(optimizer)
@@ -109,6 +118,19 @@ class OptimizerRecord:
                 unit.take_over(former)
             self._fitted_to = fitted_to
         return self._units
+
+    @torch.no_grad()
+    def clear_model_grads(self, set_to_none: bool) -> None:
+        """Clear the gradients behind masters, whose own have been cleared."""
+        if set_to_none:
+            for pair in self.pairs:
+                pair.model_param.grad = None
+        else:
+            grads = [grad for pair in self.pairs if (grad := pair.model_param.grad) is not None]
+            if grads:
+                torch._foreach_zero_(grads)
+        for unit in self._units:
+            unit.know_cleared(set_to_none)
 
     def copy_masters(self, optimizer: Optimizer) -> None:
         """Round every master into its model parameter."""

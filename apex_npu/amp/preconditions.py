@@ -14,7 +14,7 @@ from apex_npu.amp.optimizer_adapter import check_adoptable
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.ranks import check_group
 from apex_npu.amp.session import current, settings
-from apex_npu.fusion import wraps_tensors
+from apex_npu.fusion import is_sharded, wraps_tensors
 from apex_npu.ops import LOW_PRECISION
 
 
@@ -81,6 +81,32 @@ def check_plain(optimizers: list[Optimizer]) -> None:
                 f"combine_grad=True puts gradients into flat memory, but a parameter of shape {tuple(param.shape)} is "
                 f"a {type(param.data).__name__}, which wraps other tensors; leave combine_grad out"
             )
+
+
+def check_sharded(policy: Policy, overflow_group: Any, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+    """Refuse what cannot be done to parameters of which each process has a part (DTensor)."""
+    of_models = [p for model in models for p in model.parameters()]
+    of_optimizers = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    if not any(map(is_sharded, of_models + of_optimizers)):
+        return
+    if policy.model_dtype is not None:
+        raise RuntimeError(
+            f"opt_level {policy.opt_level} casts the model, whose parameters are sharded over processes (DTensor): "
+            "fully_shard keeps copies that would not follow. Use O1 or O4, or fully_shard's MixedPrecisionPolicy"
+        )
+    for optimizer in optimizers:
+        fused = getattr(optimizer, "is_npu_fused_optimizer", False)
+        if fused and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} steps sharded parameters (DTensor) only without amp, which wants their "
+                "gradients whole in flat memory; use torch.optim's optimizer of the same rule with amp, or "
+                "fully_shard's MixedPrecisionPolicy instead of amp"
+            )
+    if policy.loss_scale == "dynamic" and overflow_group is None:
+        raise RuntimeError(
+            "parameters are sharded over processes (DTensor), each of which sees the overflow of its own part alone: "
+            "pass overflow_group=, the group of the processes that share the model, or a static loss_scale"
+        )
 
 
 def check_devices(device_types: list[str]) -> None:

@@ -47,7 +47,8 @@ def scale_loss(
     are zeroed at the next block, so that what it finds, and tells its scaler and its other optimizers, is its own.
 
     Under ``combine_ddp`` the gradients are averages over all processes when the block ends, and all of them call it
-    equally often. An exception on one ends the block on all, and drops their gradients.
+    equally often; with a dynamic scale it waits once more, for what they say. An exception on one ends the block on
+    all, and drops their gradients.
 
     Args:
         loss: The loss, computed under the policy of ``initialize``.

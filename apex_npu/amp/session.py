@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.amp.casting import CastHandle, ModelCast, enable_casts
-from apex_npu.amp.clip_guard import watch_clipping
+from apex_npu.amp.clip_guard import Clipper, watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.forward_cast import Ambient
 from apex_npu.amp.patched_functions import Patch
@@ -116,9 +116,8 @@ class Session:
     def enable(self) -> None:
         """Patch what this session needs patched; all of it, or nothing if something fails."""
         with ExitStack() as undo:
-            policies = [self.policy, *(o._amp_record.policy for o in self.adopted)]
-            if self.policy.enabled and any(policy.master_weights or policy.fuse_unscale for policy in policies):
-                watch_clipping(undo, self._look_at_clipping)
+            if self.policy.enabled:
+                watch_clipping(undo, self._look_at_clipping, self._clipper_of)
             self.casts = enable_casts(self.policy, self.device_types, self.patches)
             self._watch = undo.pop_all()
         self.ambient.active = True
@@ -130,7 +129,18 @@ class Session:
         self._watch.close()
         self.ambient.active = False
 
-    def _look_at_clipping(self, name: str, params: Iterable[Tensor]) -> None:
+    def _clipper_of(self, params: list[Tensor]) -> Clipper | None:
+        """The optimizer that steps just ``params``, where all of their gradients lie in float32 buffers."""
+        listed = set(map(id, params))
+        for optimizer in self.adopted:
+            if not optimizer._amp_record.clips_like_torch():
+                continue
+            if listed == {id(p) for group in optimizer.param_groups for p in group["params"]}:
+                clipper: Clipper = optimizer
+                return clipper
+        return None
+
+    def _look_at_clipping(self, name: str, params: list[Tensor]) -> None:
         holding = [o for o in self.adopted if o._amp_record.held_scale != 1.0]
         held = [p for optimizer in holding for group in optimizer.param_groups for p in group["params"]]
         if {id(p) for p in held} & {id(p) for p in params}:
@@ -261,30 +271,6 @@ def shutdown() -> None:
 def disable_casts() -> AbstractContextManager[Any]:
     """A context in which O1 casts nothing; without O1 it does nothing. Re-entrant, and restored after an exception."""
     return nullcontext() if _current is None or _current.casts is None else _current.casts.disabled()
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """A context whose ``scale_loss`` blocks keep gradients to this process, under ``combine_ddp=True``.
-
-    For accumulation: open it around all blocks but the last of a step. Gradients are averaged by the first block
-    outside of it, all that have been added up since. A ``step()`` before that is refused. As with torch's
-    DistributedDataParallel, all processes must do the same. Without combine_ddp nothing happens.
-
-    Raises:
-        RuntimeError: amp has not been initialized; or this was opened inside of a ``scale_loss`` block.
-    """
-    session = require("amp.no_sync")
-    if any(o._amp_record.in_block for o in session.adopted):
-        raise RuntimeError(
-            "amp.no_sync was opened inside of an amp.scale_loss block, which may have sent gradients already; open it "
-            "around the whole block"
-        )
-    session.no_sync_depth += 1
-    try:
-        yield
-    finally:
-        session.no_sync_depth -= 1
 
 
 def master_of(model_param: Tensor) -> Tensor | None:

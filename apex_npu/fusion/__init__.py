@@ -10,6 +10,7 @@ from apex_npu.fusion.grad_clip import clip_coefficient, clip_grad_norm_, total_g
 from apex_npu.fusion.grad_reducer import GradReducer, ReduceOptions
 from apex_npu.fusion.rank_progress import RankProgress
 from apex_npu.fusion.run import Run, row_count
+from apex_npu.fusion.shards import is_partial, is_sharded, local_grad, local_part, local_part_as, sharded_like
 from apex_npu.fusion.storage import change_data_ptr, is_slot, storage_view, wraps_tensors
 
 __all__ = [
@@ -27,10 +28,16 @@ __all__ = [
     "clip_coefficient",
     "clip_grad_norm_",
     "fuse",
+    "is_partial",
+    "is_sharded",
     "is_slot",
+    "local_grad",
+    "local_part",
+    "local_part_as",
     "owns_storage",
     "plan",
     "row_count",
+    "sharded_like",
     "step_in_place",
     "storage_view",
     "total_grad_norm",

@@ -3,21 +3,26 @@
 """The gradients of some parameters in one flat buffer.
 
 A slot is ABSENT while ``param.grad is None``, as ``zero_grad()`` leaves it, and PRESENT while ``param.grad`` is the
-slot's view. Autograd, or the user, may put any other tensor there: ``gather`` copies it into the slot.
+slot's view. Autograd, or the user, may put any other tensor there: ``gather`` copies it into the slot. Large ones may
+as well stay where they are (LOOSE), for whoever can work on several pieces: on a CPU copying one costs half as much as
+its step of Adam, and a call of its own next to nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer, plan
-from apex_npu.fusion.storage import grad_states, slot_table
-from apex_npu.ops import gather_, gathers_in_one_pass, take_grads_
+from apex_npu.fusion.storage import grad_states, is_slot, slot_table
+from apex_npu.ops import gather_, gathers_in_one_pass, take_grads_, unscale_grads
 
-ABSENT, PRESENT, FOREIGN = 0, 1, 2
+ABSENT, PRESENT, FOREIGN, LOOSE = 0, 1, 2, 3
+# From how many elements on.
+LOOSE_NUMEL = 1 << 16
 
 
 class FlatGrads:
@@ -36,6 +41,9 @@ class FlatGrads:
         self._buffer: FlatBuffer | None = None
         self._views: list[Tensor] = []
         self._padding: Tensor | None = None
+        # In which slots a gradient may stay out.
+        on_cpu = bool(self.params) and self.params[0].device.type == "cpu"
+        self._large = [i for i, p in enumerate(self.params) if on_cpu and p.numel() >= LOOSE_NUMEL]
         self._table = slot_table(self.params)
 
     @classmethod
@@ -72,9 +80,12 @@ class FlatGrads:
             self._padding = (~used).nonzero().flatten().to(self.flat.device)
         self.flat.index_fill_(0, self._padding, 0.0)
 
-    def states(self) -> bytes:
-        """One byte per parameter: ABSENT, PRESENT or FOREIGN."""
-        return grad_states(self.params, self._views or self.params)
+    def states(self, slots: range | None = None) -> bytes:
+        """One byte per parameter, of all or of those of ``slots``: ABSENT, PRESENT or FOREIGN."""
+        views = self._views or self.params
+        if slots is None:
+            return grad_states(self.params, views)
+        return grad_states(self.params[slots.start : slots.stop], views[slots.start : slots.stop])
 
     def broken(self) -> list[int]:
         """Indices of the parameters that no longer have the address, shape, dtype or device they were planned with."""
@@ -85,44 +96,115 @@ class FlatGrads:
         end = self.offsets[slots.stop] if slots.stop < len(self.offsets) else self._total_numel
         return self.flat[self.offsets[slots.start] : end]
 
-    def gather(self, slots: range | None = None) -> bytes:
+    def slots_of(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> range | None:
+        """Where the gradients of ``tensors`` lie next to each other, as far apart as ``offsets`` are; None: nowhere."""
+        first = next((i for i, p in enumerate(self.params) if p is tensors[0]), None)
+        if first is None:
+            return None
+        last = first + len(tensors)
+        apart = [offset - self.offsets[first] for offset in self.offsets[first:last]]
+        alike = len(apart) == len(offsets) and apart == [offset - offsets[0] for offset in offsets]
+        return range(first, last) if alike and all(map(is_, tensors, self.params[first:last])) else None
+
+    def all_present(self, slots: range) -> bool:
+        """True where each of ``slots`` is PRESENT."""
+        return self.states(slots).count(PRESENT) == len(slots)
+
+    def gather(self, slots: range | None = None, *, leave_large: bool = False) -> bytes:
         """Bring every gradient into its slot: afterwards ``param.grad`` is None or the slot's view.
 
         Args:
             slots: Which; None: all.
+            leave_large: Leave large gradients where they are, if they are laid out like their slots.
 
         Returns:
-            One byte per parameter, ABSENT or PRESENT.
+            One byte per parameter, ABSENT or PRESENT, or LOOSE where it has been left.
 
         Raises:
             RuntimeError: A gradient is sparse, or not of its parameter's dtype; nothing has been copied then.
         """
-        if slots is None:
-            states, first = self.states(), 0
-        else:
-            first, views = slots.start, self._views or self.params
-            states = grad_states(self.params[first : slots.stop], views[first : slots.stop])
+        first = 0 if slots is None else slots.start
+        states = self.states(slots)
         if FOREIGN not in states:
             return states
-        if slots is None and PRESENT not in states and gathers_in_one_pass(self.flat):
-            self.take(self.params)
-            return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
-        foreign = [i for i, state in enumerate(states, first) if state == FOREIGN]
-        grads = [self.grad_of(i) for i in foreign]
-        gather_([self.views[i] for i in foreign], grads)
-        for i in foreign:
-            self.params[i].grad = self.views[i]
+        loose = [i for i in self._large if states[i] == FOREIGN and self._fits(i)] if leave_large else []
+        if loose:
+            states = _replaced(states, loose)
+        if PRESENT not in states and gathers_in_one_pass(self.flat):
+            self._take(self.params, range(first, first + len(states)), loose, 1.0, None)
+        else:
+            foreign = [i for i, state in enumerate(states, first) if state == FOREIGN]
+            grads = [self.grad_of(i) for i in foreign]
+            gather_([self.views[i] for i in foreign], grads)
+            for i in foreign:
+                self.params[i].grad = self.views[i]
         return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
 
+    def gather_times(self, factor: float, slots: range) -> bytes:
+        """``gather(slots)``, then multiply what lies there by ``factor``; in one pass where the device allows."""
+        states = self.states(slots)
+        if PRESENT not in states and FOREIGN in states and gathers_in_one_pass(self.flat):
+            self._take(self.params, slots, [], factor, None)
+            return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
+        states = self.gather(slots)
+        if factor != 1.0 and PRESENT in states:
+            self.span(slots).mul_(factor)
+        return states
+
     def take(self, sources: Sequence[Tensor], inv_scale: float = 1.0, found_inf: Tensor | None = None) -> None:
-        """Bring the gradients of ``sources`` into the slots, in one pass; see ``ops.take_grads_``.
+        """Multiply the gradients of ``sources`` in one pass, and bring them into the slots; see ``ops.take_grads_``.
+
+        Large ones that need not go anywhere else are multiplied where they are.
 
         Raises:
             RuntimeError: A gradient is sparse, or not of its parameter's dtype; nothing has been copied then.
         """
-        unfit = take_grads_(sources, self.params, self.views, inv_scale, found_inf)
+        loose = self._unshared([i for i in self._large if sources[i] is self.params[i] and self._fits(i)])
+        self._take(sources, range(len(self.params)), loose, inv_scale, found_inf)
+        in_place = [self.loose(i) for i in loose]
+        unscale_grads(in_place, inv_scale, found_inf)
+        if inv_scale != 1.0:
+            torch.autograd.graph.increment_version(in_place)
+
+    def _take(
+        self, sources: Sequence[Tensor], slots: range, but: list[int], inv_scale: float, found_inf: Tensor | None
+    ) -> None:
+        left = set(but)
+        indices: Sequence[int] = [i for i in slots if i not in left] if left else slots
+
+        def among(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            return [tensors[i] for i in indices] if left else tensors[slots.start : slots.stop]
+
+        unfit = take_grads_(among(sources), among(self.params), among(self.views), inv_scale, found_inf)
         if unfit is not None:
-            self._check_grad(unfit, sources[unfit].grad)
+            self._check_grad(indices[unfit], sources[indices[unfit]].grad)
+
+    def _fits(self, index: int) -> bool:
+        """True where the gradient of parameter ``index`` has its slot's dtype and layout, and memory of its own."""
+        grad, view = self.params[index].grad, self.views[index]
+        return (
+            grad is not None
+            and grad.layout == torch.strided
+            and grad.dtype == view.dtype
+            and grad.stride() == view.stride()
+            and not is_slot(grad)  # of another gradient, or a parameter
+        )
+
+    def _unshared(self, indices: list[int]) -> list[int]:
+        """Those whose gradient shares memory with none of the others, so that it may be written."""
+        storages = [self.grad_of(i).untyped_storage()._cdata for i in indices]
+        return [i for i, storage in zip(indices, storages, strict=True) if storages.count(storage) == 1]
+
+    def loose(self, index: int) -> Tensor:
+        """The gradient of parameter ``index``, which fits, as one piece."""
+        grad = self.grad_of(index)
+        return grad.as_strided((grad.numel(),), (1,))
+
+    def pieces(self) -> tuple[list[Tensor], list[Tensor]]:
+        """All gradients in few pieces, 1-D: those that are LOOSE, and stretches of the buffer, padding included."""
+        states = self.gather(leave_large=True)
+        loose = [self.loose(i) for i, state in enumerate(states) if state == LOOSE]
+        return loose, [self.span(slots) for slots in _stretches(states)]
 
     def mask(self) -> Tensor:
         """float32, 1-D: one where a gradient is PRESENT, zero in padding and in ABSENT slots."""
@@ -157,3 +239,23 @@ class FlatGrads:
                 f"parameter {index} of shape {tuple(param.shape)} is {param.dtype} and has a gradient in {grad.dtype}, "
                 "which cannot be fused; leave its grad_dtype as it was, or use the unfused optimizer"
             )
+
+
+def _replaced(states: bytes, loose: Sequence[int]) -> bytes:
+    changed = bytearray(states)
+    for i in loose:
+        changed[i] = LOOSE
+    return bytes(changed)
+
+
+def _stretches(states: bytes) -> list[range]:
+    """Maximal ranges of slots that are PRESENT."""
+    found: list[range] = []
+    begin = None
+    for i, state in enumerate((*states, ABSENT)):
+        if state == PRESENT and begin is None:
+            begin = i
+        elif state != PRESENT and begin is not None:
+            found.append(range(begin, i))
+            begin = None
+    return found

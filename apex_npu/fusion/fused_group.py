@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer, may_move
-from apex_npu.fusion.flat_grads import PRESENT, FlatGrads
+from apex_npu.fusion.flat_grads import ABSENT, LOOSE, FlatGrads
 from apex_npu.fusion.layout import Layout, Slot
 from apex_npu.fusion.run import Run
 from apex_npu.fusion.storage import release_previous, slot_table, storage_numel
@@ -57,6 +57,7 @@ class FusedGroup:
         self._scratch: dict[str, FlatBuffer] = {}
         self._twin: weakref.ref[Twin] | None = None
         self._copied: Tensor | None = None
+        self._copied_count = 0
         # Float, on the host: torch.optim's `step` entries are such tensors, and here they are views of this one.
         self._steps = FlatBuffer(len(params), torch.float32, torch.device("cpu"))
         self._counts = self._steps.flat.numpy()  # the same memory; numpy is quicker with a handful of numbers
@@ -159,27 +160,28 @@ class FusedGroup:
         self._twin = weakref.ref(twin)
         return twin
 
-    def take_copy(self) -> Tensor | None:
-        """The buffer of the last ``twin``, if still in use, for an op that writes it together with ``param_flat``."""
+    def take_copy(self, count: int) -> Tensor | None:
+        """The buffer of the last ``twin``, if still in use, for an op that brings ``count`` parameters there, too."""
         twin = None if self._twin is None else self._twin()
         self._copied = None if twin is None else twin.flat
+        self._copied_count += count
         return self._copied
 
     def has_copied_to(self, twin: Twin) -> bool:
         """True where the last step has brought all parameters to ``twin``."""
-        return self._copied is twin.flat
+        return self._copied is twin.flat and self._copied_count == len(self.params)
 
     # Steps
 
     def advance(self, states: bytes, on_join: Callable[[int], None], *, counted: bool = True) -> list[Run]:
-        """Cut the slots that are PRESENT in ``states`` into runs, and count one step for each of them.
+        """Cut the slots that are PRESENT or LOOSE in ``states`` into runs, and count one step for each of them.
 
         Args:
             states: What ``grads.gather()`` returned.
             on_join: Called with the index of every such slot whenever the runs are cut anew, before counting.
             counted: False leaves the step counts as they are: the rule keeps no state.
         """
-        self._copied = None
+        self._copied, self._copied_count = None, 0
         if states != self._runs_states or not all(self._is_uniform(run) for run in self._runs):
             self._partition(states, on_join)
         for run in self._runs:
@@ -198,8 +200,14 @@ class FusedGroup:
     def _partition(self, states: bytes, on_join: Callable[[int], None]) -> None:
         self._runs_states = None  # for as long as it takes: memory may run out in on_join
         steps: list[float] = self._counts.tolist()
-        keys: list[Hashable] = [step if state == PRESENT else None for step, state in zip(steps, states, strict=True)]
-        self._runs = [Run(self, first, last, int(steps[first])) for first, last in _equal_neighbours(keys)]
+        keys: list[Hashable] = [None if state == ABSENT else step for step, state in zip(steps, states, strict=True)]
+        for i, state in enumerate(states):
+            if state == LOOSE:
+                keys[i] = (i,)  # alone
+        self._runs = [
+            Run(self, first, last, int(steps[first]), loose=states[first] == LOOSE)
+            for first, last in _equal_neighbours(keys)
+        ]
         for run in self._runs:
             for index in range(run.first, run.last + 1):
                 on_join(index)

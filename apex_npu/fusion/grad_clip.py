@@ -36,22 +36,22 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: The norm is not finite, and ``error_if_nonfinite``; nothing has been scaled.
     """
-    grads = _pieces(flats, loose, norm_type)
+    grads, padded = _pieces(flats, loose, norm_type)
     total = _total_norm(grads, norm_type)
     coefficient = clip_coefficient(total, max_norm, norm_type, error_if_nonfinite)
+    if total.device.type == "cpu" and coefficient == 1.0:
+        return total  # what multiplying would give, too
     for grad in grads:
         grad.mul_(coefficient.to(grad.device, grad.dtype))
-    whole = {id(grad) for grad in grads}
-    for flat in flats:
-        if id(flat.flat) in whole:
-            flat.clear_padding()  # 0 times a coefficient that is nan is nan, and would be found in later gradients
+    for flat in padded:
+        flat.clear_padding()  # 0 times a coefficient that is nan is nan, and would be found in later gradients
     return total
 
 
 @torch.no_grad()
 def total_grad_norm(flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm that ``clip_grad_norm_`` returns, without clipping."""
-    return _total_norm(_pieces(flats, loose, norm_type), norm_type)
+    return _total_norm(_pieces(flats, loose, norm_type)[0], norm_type)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -68,17 +68,20 @@ def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_n
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _pieces(flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    # Zeros in the padding add nothing to a p-norm with p > 0. Other "norms" count tensors or look for the smallest.
-    whole = norm_type > 0
+def _pieces(
+    flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float
+) -> tuple[list[Tensor], list[FlatGrads]]:
+    """All gradients in few pieces, and those buffers whose padding is in them."""
     found: list[Tensor] = []
+    padded: list[FlatGrads] = []
     for flat in flats:
-        states = flat.gather()
-        if whole and states.count(PRESENT) == len(states):
-            found.append(flat.flat)
+        if norm_type > 0:  # zeros in the padding add nothing; other "norms" count tensors or look for the smallest
+            apart, spans = flat.pieces()
+            found += apart + spans
+            padded += [flat] if spans else []
         else:
-            found += [view for view, state in zip(flat.views, states, strict=True) if state == PRESENT]
-    return found + [p.grad.detach() for p in loose if p.grad is not None]
+            found += [view for view, state in zip(flat.views, flat.gather(), strict=True) if state == PRESENT]
+    return found + [p.grad.detach() for p in loose if p.grad is not None], padded
 
 
 def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -86,6 +89,8 @@ def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
         return torch.tensor(0.0)
     norm_type = float(norm_type)
     norms = [_norm(grad, norm_type) for grad in grads if grad.numel() or norm_type >= 0]
+    if len(norms) == 1 and norm_type != 0.0:  # which counts tensors
+        return norms[0]
     device, dtype = norms[0].device, max((n.dtype for n in norms), key=lambda d: d.itemsize)
     total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(device, dtype) for n in norms]), norm_type)
     return total

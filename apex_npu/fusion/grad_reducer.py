@@ -29,6 +29,7 @@ from apex_npu.fusion.buckets import (
     waits_little,
 )
 from apex_npu.fusion.flat_grads import ABSENT, FlatGrads
+from apex_npu.fusion.grad_arrivals import grad_arrivals
 from apex_npu.fusion.rank_progress import RankProgress
 from apex_npu.ops import LOW_PRECISION
 
@@ -97,7 +98,6 @@ class Bucket:
     def __init__(self, row: int, slots: range, members: Sequence[int]) -> None:
         """``members`` are the numbers that the reducer knows the slots by."""
         self.row, self.slots, self.members = row, slots, list(members)
-        self.awaited = 0
         self.sent = False
         self.absent: list[int] = []  # slots without a gradient here
         self.wire: Tensor | None = None
@@ -144,11 +144,10 @@ class GradReducer:
         self._seen: dict[int, FlatGrads] = {}  # foreign memory that is known to be laid out alike
         self._buckets: list[Bucket] = []
         self._cut()
-        self._hooks: list[Any] = []
+        found = weakref.ref(self)  # a parameter may outlive its optimizer
+        self._arrivals = grad_arrivals(self.tensors, lambda full: _send_up_to(found(), full))
         self._expected = [1] * len(self.tensors)
-        self._come = [0] * len(self.tensors)
-        self._arrivals: list[int] = []
-        self._armed = self._deferred = False
+        self._planned = False
         self._recorded = False
         self._late: int | None = None
         self._next = 0
@@ -171,10 +170,7 @@ class GradReducer:
 
     def _set_order(self, buckets: list[Bucket]) -> None:
         self._buckets = buckets
-        self._bucket_of: list[Bucket] = [buckets[0]] * len(self.tensors)
-        for bucket in buckets:
-            for i in bucket.members:
-                self._bucket_of[i] = bucket
+        self._planned = False
 
     def _adopt_order(self, arrival: list[int]) -> None:
         """Send buckets in the order in which they were complete; where that does not fit memory, lie in that order."""
@@ -193,10 +189,18 @@ class GradReducer:
         by_members = [bucket.members for bucket in self._buckets]
         self._set_order([self._buckets[b] for b in order_of_completion(by_members, arrival)])
 
+    def gathered(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> tuple[FlatGrads, range] | None:
+        """Where the averages of ``tensors`` lie together, as far apart as ``offsets`` are, if they do."""
+        for grads in self._grads:
+            slots = grads.slots_of(tensors, offsets)
+            if slots is not None:
+                return grads, slots
+        return None
+
     @property
-    def bucket_sizes(self) -> list[int]:
-        """Bytes of the gradients in each bucket, in the order in which they are sent."""
-        return [sum(self._nbytes[i] for i in bucket.members) for bucket in self._buckets]
+    def bucket_members(self) -> list[list[int]]:
+        """The indices of the tensors in each bucket, in the order in which buckets are sent."""
+        return [list(bucket.members) for bucket in self._buckets]
 
     def _place(self, find_flat: FindFlat) -> None:
         """Find, or make, the flat memory of each row."""
@@ -222,62 +226,43 @@ class GradReducer:
             find_flat: What already holds the gradients of a list of tensors; used where it is laid out alike.
         """
         self._place(find_flat)
-        if not self._hooks:
-            for i, tensor in enumerate(self.tensors):
-                if tensor.requires_grad and tensor.is_leaf:
-                    self._hooks.append(tensor.register_post_accumulate_grad_hook(self._hook(i)))
+        if not self._planned:
+            self._plan_arrivals()
         for bucket in self._buckets:
-            bucket.awaited, bucket.sent, bucket.absent = len(bucket.members), False, []
+            bucket.sent, bucket.absent = False, []
             bucket.wire = bucket.work = None
-        self._come = [0] * len(self.tensors)
-        self._arrivals = []
         self._late = None
         self._next = 0
-        self._deferred = not self._recorded
-        self._armed = True
+        self._arrivals.begin(not self._recorded)
         self._progress.note("begun a backward")
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
-        found = weakref.ref(self)  # a parameter may outlive its optimizer
+    def _plan_arrivals(self) -> None:
+        bucket_of = [0] * len(self.tensors)
+        for number, bucket in enumerate(self._buckets):
+            for i in bucket.members:
+                bucket_of[i] = number
+        self._arrivals.plan(bucket_of, self._expected)
+        self._planned = True
 
-        def hook(tensor: Tensor) -> None:
-            reducer = found()
-            if reducer is not None and reducer._armed:
-                reducer._arrived(index)
-
-        return hook
-
-    def _arrived(self, index: int) -> None:
+    def send_up_to(self, count: int) -> None:
+        """Send what has not been sent yet of the first ``count`` buckets."""
         with self._lock:  # devices have threads of their own in backward
-            self._come[index] += 1
-            bucket = self._bucket_of[index]
-            if bucket.sent:
-                self._late = index
-                return
-            if not self._recorded:
-                self._arrivals.append(index)
-            grad = self.tensors[index].grad
-            if grad is not None and grad.requires_grad:
-                self._deferred = True  # create_graph=True: gradients are needed as they are until the block ends
-            if self._come[index] == self._expected[index]:
-                bucket.awaited -= 1
-            if not self._deferred:
-                while self._next < len(self._buckets) and not self._buckets[self._next].awaited:
-                    self._send(self._buckets[self._next])
+            while self._next < count:
+                self._send(self._buckets[self._next])
 
     @torch.no_grad()
     def _send(self, bucket: Bucket, *, empty: bool = False) -> None:
         grads = self._grads[bucket.row]
-        states = bytes(len(bucket.slots)) if empty else grads.gather(bucket.slots)
+        part = grads.span(bucket.slots)
+        wire_dtype = self.options.wire_dtype(part.dtype)
+        before, _ = divisors(wire_dtype, self._size)
+        same = part.dtype == wire_dtype
+        # Divided as they are gathered, unless they are widened first: what float16 would lose then is kept.
+        states = bytes(len(bucket.slots)) if empty else grads.gather_times(1.0 / before if same else 1.0, bucket.slots)
         bucket.absent = [slot for slot, state in zip(bucket.slots, states, strict=True) if state == ABSENT]
         if bucket.absent:
             torch._foreach_zero_([grads.views[slot] for slot in bucket.absent])
-        part = grads.span(bucket.slots)
-        wire_dtype = self.options.wire_dtype(part.dtype)
-        bucket.wire = part if part.dtype == wire_dtype else part.to(wire_dtype)
-        before, _ = divisors(wire_dtype, self._size)
-        if before != 1.0:
-            bucket.wire.mul_(1.0 / before)
+        bucket.wire = part if same else part.to(wire_dtype).mul_(1.0 / before)
         with self._breaking(self._next):
             bucket.work = dist.all_reduce(bucket.wire, group=self.options.group, async_op=True)
         bucket.sent = True
@@ -306,7 +291,9 @@ class GradReducer:
             LateGradientError: A gradient has come after its bucket was sent. If the others read the report, they are
                 told; else the reduction stays open, so that they do not step without this process.
         """
-        self._armed = False
+        self._arrivals.end()
+        late = self._arrivals.late
+        self._late = None if late < 0 else late
         if self._late is not None and not (others_read or self.everybody_reads):
             self._raise_late()
         failed = failed or self._late is not None
@@ -343,7 +330,8 @@ class GradReducer:
     def _raise_late(self) -> None:
         assert self._late is not None
         shape, self._late = tuple(self.tensors[self._late].shape), None
-        self._expected = [max(pair) for pair in zip(self._expected, self._come, strict=True)]
+        self._expected = [max(pair) for pair in zip(self._expected, self._arrivals.counts, strict=True)]
+        self._planned = False
         raise LateGradientError(
             f"the gradient of a parameter of shape {shape} has changed after its bucket was sent to the other "
             "processes: backward has reached it more often than before. Call backward once in each amp.scale_loss "
@@ -370,7 +358,7 @@ class GradReducer:
 
     def _share_record(self) -> None:
         """Take over rank 0's order of arrival; called by all processes behind their first reduction."""
-        place = {index: n for n, index in enumerate(self._arrivals)}  # of the last time that it came
+        place = {index: n for n, index in enumerate(self._arrivals.order)}  # of the last time that it came
         never = [i for i in reversed(range(len(self.tensors))) if i not in place]
         order = [*sorted(place, key=place.__getitem__), *never]
         shared = torch.tensor(order, dtype=torch.int64, device=self.tensors[0].device)
@@ -378,7 +366,7 @@ class GradReducer:
         arrival = [0] * len(order)
         for n, index in enumerate(shared.tolist()):
             arrival[index] = n
-        self._expected = [max(1, come) for come in self._come]
+        self._expected = [max(1, count) for count in self._arrivals.counts]
         self._recorded = True
         self._adopt_order(arrival)
 
@@ -402,14 +390,16 @@ class GradReducer:
 
     def cancel(self) -> None:
         """Reduce nothing more of what ``begin`` has begun; other processes are not told."""
-        self._armed = False
+        self._arrivals.end()
 
     def close(self) -> None:
         """Leave the tensors alone from now on."""
-        self.cancel()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._arrivals.close()
+
+
+def _send_up_to(reducer: GradReducer | None, count: int) -> None:
+    if reducer is not None:
+        reducer.send_up_to(count)
 
 
 def _offsets_apart(tensors: Sequence[Tensor]) -> list[int]:

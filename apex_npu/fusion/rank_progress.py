@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from typing import Any
 
@@ -29,7 +30,8 @@ class RankProgress:
         find_store = getattr(dist.distributed_c10d, "_get_default_store", None)
         self._store: Any = None
         if find_store is not None:
-            prefix = f"apex_npu/{group.group_name}"
+            # Of this start of the processes: torchrun may keep the store when it starts them again.
+            prefix = f"apex_npu/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{group.group_name}"
             self._store = dist.PrefixStore(prefix, find_store())  # type: ignore[attr-defined]
 
     def note(self, doing: str, *, now: bool = False) -> None:

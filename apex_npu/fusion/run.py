@@ -27,21 +27,21 @@ class Run:
         params: The parameters themselves.
         param: 1-D, dtype of the parameters; padding between slots included.
         step: How many times these slots have been updated, this time included.
-        scaled_grad: The gradients as they lie in their buffer; not to be written.
         grad_scale: What these have yet to be divided by, one float32 number; None: they are as they should be.
     """
 
-    def __init__(self, group: FusedGroup, first: int, last: int, step: int) -> None:
-        """The slots ``first`` to ``last`` of ``group``, both included."""
+    def __init__(self, group: FusedGroup, first: int, last: int, step: int, *, loose: bool = False) -> None:
+        """The slots ``first`` to ``last`` of ``group``, both included; of one slot, its gradient may be ``loose``."""
         self._group = group
         self.first, self.last = first, last
         self.params = group.params[first : last + 1]
         self._begin, self._end = group.span(first, last)
-        self._is_whole = (first, last) == (0, len(group.params) - 1)
+        if loose:
+            self._end = self._begin + self.params[0].numel()
+        self._loose = loose
         self.step, self.step_before = step, float(step)
         self.grad_scale: Tensor | None = None
         self.param = group.param_flat[self._begin : self._end]
-        self.scaled_grad = group.grads.flat[self._begin : self._end]
         self._slices: dict[tuple[str, str], Tensor] = {}
         self._segments: dict[bool, Segments] = {}
         self._remembered: dict[str, tuple[object, Any]] = {}
@@ -82,6 +82,13 @@ class Run:
         return self.scratch("param").copy_(self.param)
 
     @property
+    def scaled_grad(self) -> Tensor:
+        """The gradients as they lie in their buffer, or where autograd left them; not to be written."""
+        if self._loose:
+            return self._group.grads.loose(self.first)  # asked for anew: a reference would keep its memory
+        return self._slice("grad", "", lambda _: self._group.grads.flat)
+
+    @property
     def grad(self) -> Tensor:
         """The gradients, of the dtype of the parameters; a copy where they have to be divided first."""
         return self.scaled_grad if self.grad_scale is None else self.wide_grad().to(self.scaled_grad.dtype)
@@ -94,8 +101,9 @@ class Run:
         return grad if self.grad_scale is None else grad.div_(self.grad_scale)
 
     def model_param(self) -> Tensor | None:
-        """The low-precision copy of ``param``, for an op that writes both; None: there is none, or not of this run."""
-        return self._group.take_copy() if self._is_whole else None
+        """The low-precision copy of ``param``, for an op that writes both; None: nobody wants one."""
+        copy = self._group.take_copy(self.last - self.first + 1)
+        return None if copy is None else copy[self._begin : self._end]
 
     def write_back(self, param: Tensor) -> None:
         """Round what ``wide_param`` gave, and a rule has changed, into ``param``."""

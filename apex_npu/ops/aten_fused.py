@@ -16,6 +16,9 @@ from torch import Tensor
 
 from apex_npu.ops import reference
 
+# More than elsewhere: a call of these kernels costs more, and less of what it touches has to stay in the cache.
+_CHUNK_NUMEL = 1 << 18
+
 
 def sgd_(
     param: Tensor,
@@ -106,5 +109,12 @@ def _unscaled(tensors: tuple[Tensor | None, ...], grad_scale: Tensor | None) -> 
     if grad_scale is None:
         yield tensors
         return
-    for param, grad, *states in reference.chunks(tensors):
-        yield param, reference.in_dtype(grad, grad.dtype, False, grad_scale), *states
+    grad = tensors[1]
+    assert grad is not None
+    step = max(_CHUNK_NUMEL, reference.chunk_numel(grad.device))
+    inverse = grad_scale.to(grad.dtype).reciprocal()
+    quotient = torch.empty(min(step, grad.numel()), dtype=grad.dtype, device=grad.device)
+    for begin in range(0, grad.numel(), step):
+        param, scaled, *states = (None if t is None else t[begin : begin + step] for t in tensors)
+        assert scaled is not None
+        yield param, torch.mul(scaled, inverse, out=quotient[: scaled.numel()]), *states

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from apex_npu._extension import extension
 from apex_npu.ops.reference import FLOATS
+from apex_npu.ops.schemas import norm
 
 
 def gathers_in_one_pass(slot: Tensor) -> bool:
@@ -78,14 +78,15 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
     """
     if not grads:
         return
-    if found_inf is not None and inv_scale == 1.0:
-        # The largest element is nan or inf where any is; nothing has to be written.
-        norms = torch._foreach_norm([grad for grad in grads if grad.numel()], math.inf)
-        if norms:
-            found_inf.masked_fill_(~torch.stack(norms).isfinite().all(), 1.0)
+    if inv_scale == 1.0 and (found_inf is None or found_inf.device.type == "cpu"):
+        if found_inf is not None and not all(norm(grad.reshape(-1)).isfinite() for grad in grads):
+            found_inf.fill_(1.0)
+    elif gathers_in_one_pass(grads[0]) and all(grad.is_contiguous() for grad in grads):
+        assert extension is not None
+        extension.gather_cpu(grads, grads, inv_scale, found_inf)
     elif found_inf is not None:
-        # One pass that multiplies and looks at every element.
+        # One pass that multiplies and looks at every element; where it need not multiply, it still is the fewest calls.
         factor = torch.full((1,), inv_scale, dtype=torch.float32, device=found_inf.device)
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
-    elif inv_scale != 1.0:
+    else:
         torch._foreach_mul_(grads, inv_scale)

@@ -8,6 +8,7 @@ are walked in chunks that stay in the cache, so no temporary grows with the mode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,7 +45,7 @@ def in_dtype(grad: Tensor, dtype: torch.dtype, maximize: bool, grad_scale: Tenso
     """What a rule steps by, in ``dtype``: ±grad / grad_scale."""
     grad = grad.to(dtype)  # widened first: divided in float16, a small gradient would be lost
     if grad_scale is not None:
-        grad = grad * grad_scale.to(dtype).reciprocal()
+        grad = grad / grad_scale.to(dtype)
     return grad.neg() if maximize else grad
 
 
@@ -240,5 +241,14 @@ def norm(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         total: Tensor = torch.linalg.vector_norm(x, dtype=wide_dtype(x.dtype))
         return total
-    sums = [chunk.double().square().sum() for (chunk,) in chunks((x,))] or [x.double().sum()]
-    return torch.stack(sums).sum().sqrt_().to(wide_dtype(x.dtype))
+    # Each chunk in float32, all of them in float64; unless squares leave float32's range, or elements are not finite.
+    total = _sum_of_squares(x, wide_dtype(x.dtype))
+    if not 1e-30 < total < math.inf:
+        total = _sum_of_squares(x, torch.float64)
+    return total.sqrt_().to(wide_dtype(x.dtype))
+
+
+def _sum_of_squares(x: Tensor, dtype: torch.dtype) -> Tensor:
+    wide = (chunk.to(dtype) for (chunk,) in chunks((x,)))
+    sums = [torch.dot(chunk, chunk) for chunk in wide] or [x.sum()]
+    return torch.stack(sums).double().sum()

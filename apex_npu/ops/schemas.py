@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from apex_npu.ops import aten_fused, cpu, npu, reference, reference_segments
+from apex_npu.ops import aten_fused, cpu, cuda, npu, reference, reference_segments
 from apex_npu.ops.segments import Segments
 
 _library = torch.library.Library("apex_npu", "DEF")  # lives as long as the process
@@ -59,7 +59,7 @@ def _in_place_only(*args: object, **kwargs: object) -> None:
 
 
 # For each device a module that may have a kernel. Those of the extension are registered by cpu.py.
-_KERNELS = {"CUDA": aten_fused, "PrivateUse1": npu}
+_KERNELS = {"CUDA": cuda, "PrivateUse1": npu}
 if not cpu.available:
     _KERNELS["CPU"] = aten_fused
 

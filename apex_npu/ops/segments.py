@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from apex_npu.ops import cpu
+from apex_npu.ops import cpu, cuda
 from apex_npu.ops.reference_segments import segment_ids
 
 
@@ -33,5 +33,5 @@ class Segments:
     def of(starts: Sequence[int], lengths: Sequence[int], numel: int, device: torch.device) -> Segments:
         """Segments of a buffer of ``numel`` elements on ``device``."""
         start, length = torch.tensor(starts, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)
-        without_ids = device.type == "cpu" and cpu.available
+        without_ids = (device.type == "cpu" and cpu.available) or (device.type == "cuda" and cuda.takes_ranges())
         return Segments(start, length, None if without_ids else segment_ids(start, length, numel, device))

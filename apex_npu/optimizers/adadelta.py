@@ -40,6 +40,8 @@ class NpuFusedAdadelta(FusedOptimizer):
         TypeError: A value is no number.
     """
 
+    elementwise = True
+
     def __init__(
         self,
         params: ParamsT,

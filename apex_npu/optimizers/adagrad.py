@@ -37,6 +37,8 @@ class FusedAdagrad(FusedOptimizer):
         TypeError: A value is no number.
     """
 
+    elementwise = True
+
     def __init__(
         self,
         params: ParamsT,

@@ -46,6 +46,7 @@ class NpuFusedAdam(FusedOptimizer):
     """
 
     decoupled: ClassVar[bool] = False
+    elementwise = True
     optional_states: ClassVar[tuple[str, ...]] = ("max_exp_avg_sq",)
 
     def __init__(

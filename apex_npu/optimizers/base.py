@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu._extension import disable_dynamo
-from apex_npu.fusion import FlatGrads, FusedGroup, Run, clip_grad_norm_
-from apex_npu.fusion.flat_grads import PRESENT
-from apex_npu.optimizers.checks import check_bool, check_params, find_problems, naming
+from apex_npu.fusion import FlatGrads, FusedGroup, Run, clip_grad_norm_, local_part_as, sharded_like
+from apex_npu.fusion.flat_grads import LOOSE, PRESENT
+from apex_npu.optimizers.checks import check_bool, check_params, find_problems, find_unsharded, naming
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
 
 logger = logging.getLogger("apex_npu")
@@ -48,6 +48,8 @@ class FusedOptimizer(Optimizer):
     optional_states: ClassVar[tuple[str, ...]] = ()
     # States of one number for each parameter, rather than one for each element.
     scalar_states: ClassVar[tuple[str, ...]] = ()
+    # True where no element's update depends on other elements, so that a part of a parameter can be stepped by itself.
+    elementwise: ClassVar[bool] = False
     # What gradients have to be divided by in the next step alone, one float32 number: how amp hands over its scale.
     grad_scale_of_step: Tensor | None = None
     # True: print when parameters had to be fused again, and why; "error": raise instead.
@@ -111,9 +113,11 @@ class FusedOptimizer(Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RuntimeError: A gradient is sparse, or of another dtype; nothing has been updated then.
+            RuntimeError: A gradient is sparse, or of another dtype, or a CUDA graph is being captured; nothing has been
+                updated then.
             TypeError: A parameter has become one of a dtype that cannot be fused; likewise.
         """
+        self._refuse_capture()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -121,8 +125,10 @@ class FusedOptimizer(Optimizer):
         if self._overflowed():
             return loss
         self._fuse()
+        for record in self._fused:
+            record.bring_gradients()
         work = [
-            (group, fused, fused.grads.gather())
+            (group, fused, fused.grads.gather(leave_large=True))
             for group, record in zip(self.param_groups, self._fused, strict=True)
             for fused in record.groups
         ]
@@ -139,6 +145,7 @@ class FusedOptimizer(Optimizer):
                 # Writes to the flat buffer are invisible to autograd: without this it could not notice that a parameter
                 # changed between forward and backward.
                 torch.autograd.graph.increment_version(run.params)
+                torch.autograd.graph.increment_version(self._owners_of(run.params))
         except BaseException:
             for run, _ in runs[updated:]:
                 run.take_back()
@@ -146,6 +153,16 @@ class FusedOptimizer(Optimizer):
         if self._joined:
             self._remember_state()
         return loss
+
+    def _refuse_capture(self) -> None:
+        """Replayed, a captured step would repeat the step count and learning rate that the host knew at its capture."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{type(self).__name__}.step() cannot be captured in a CUDA graph: step counts and hyper-parameters "
+                "are kept on the host, so every replay would repeat those of the capture. Capture forward and backward "
+                "alone (torch.cuda.make_graphed_callables), and call step() behind each replay; or use an optimizer of "
+                "torch.optim with capturable=True. Nothing has been updated"
+            )
 
     def _overflowed(self) -> bool:
         """What a GradScaler has found, where it handed that over: such a step is skipped whole."""
@@ -165,7 +182,7 @@ class FusedOptimizer(Optimizer):
             run.grad_scale = None if scale is None else scale.to(run.param.device, torch.float32).reshape(1)
 
     def _advance(self, group: ParamGroup, fused: FusedGroup, states: bytes) -> list[Run]:
-        if PRESENT not in states:
+        if PRESENT not in states and LOOSE not in states:
             return []
         counted = self.has_step_state or bool(self.state_names(group))
         return fused.advance(states, lambda index: self._join(group, fused, index), counted=counted)
@@ -177,7 +194,7 @@ class FusedOptimizer(Optimizer):
         Without an argument they are dropped, as torch does; NVIDIA's signatures have a ``set_grad_none`` for that.
         """
         set_to_none = self.set_grad_none if set_to_none is None else set_to_none
-        if set_to_none or not self._fused:
+        if set_to_none or not self._fused or any(record.owners for record in self._fused):
             super().zero_grad(set_to_none)
             return
         for grads in self.flat_grads():
@@ -200,16 +217,30 @@ class FusedOptimizer(Optimizer):
         super().add_param_group(param_group)
         try:
             with naming(type(self).__name__):
-                check_params(self.param_groups[-1]["params"])
+                check_params(
+                    self.param_groups[-1]["params"],
+                    shards=self.elementwise,
+                    scaled=self._step_supports_amp_scaling,
+                )
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
 
     @disable_dynamo
     def flat_grads(self) -> list[FlatGrads]:
-        """The gradient buffers of all parameters, in order; fuses them if they are not."""
+        """The gradient buffers of all parameters, in order; fuses them if they are not.
+
+        Raises:
+            RuntimeError: Parameters are sharded over processes: their gradients are whole nowhere.
+        """
         with torch.no_grad():
-            self._fuse()
+            self._fuse(for_step=False)
+        if any(record.owners for record in self._fused):
+            raise RuntimeError(
+                f"{type(self).__name__} has parameters that are sharded over processes (DTensor), of whose gradients "
+                "each buffer holds a part. Clip them with torch.nn.utils.clip_grad_norm_, which takes the norm over "
+                "all processes"
+            )
         return [fused.grads for record in self._fused for fused in record.groups]
 
     def fused_groups(self) -> list[FusedGroup]:
@@ -307,6 +338,7 @@ class FusedOptimizer(Optimizer):
                     shapes = self._state_shapes(merged, params[index])
                     optional = (*self.optional_states, *(("step",) if "step" in merged else ()))
                     problems += find_problems(entry, shapes, optional, f"parameter {index}")
+                    problems += find_unsharded(entry, params[index], f"parameter {index}")
         if problems:
             more = f", and {len(problems) - 10} more" if len(problems) > 10 else ""
             raise ValueError(
@@ -342,8 +374,11 @@ class FusedOptimizer(Optimizer):
         self._known_entries: list[dict[str, Any]] = []
         self._known_views: tuple[list[dict[str, Any]], list[str], list[Tensor]] = ([], [], [])
 
-    def _fuse(self) -> None:
-        """Make every buffer match what the user now has; cheap where nothing has changed."""
+    def _fuse(self, *, for_step: bool = True) -> None:
+        """Make every buffer match what the user now has; cheap where nothing has changed.
+
+        Only a step has to know what has become of ``state``, unless buffers are made anew.
+        """
         del self._fused[len(self.param_groups) :]
         self._fused.extend(FusedParamGroup() for _ in self.param_groups[len(self._fused) :])
         changed = False
@@ -353,15 +388,12 @@ class FusedOptimizer(Optimizer):
                 if not any([self._follow(i, group) for i, group in enumerate(self.param_groups)]):
                     break
                 changed = True
-        if changed or not self._state_is_known():
+        if changed or (for_step and not self._state_is_known()):
             self._adopt_state()
 
     def _follow(self, index: int, group: ParamGroup) -> bool:
-        record = self._fused[index]
-        moved = record.moved()
-        if moved:
-            self._report(index, moved)
-        return record.follow(group["params"], self.state_names(group))
+        names = self.state_names(group)
+        return self._fused[index].follow(group["params"], names, lambda moved: self._report(index, moved))
 
     def _report(self, index: int, moved: list[Tensor]) -> None:
         message = (
@@ -387,16 +419,24 @@ class FusedOptimizer(Optimizer):
                 view = fused.state_view(name, index, scalar=name in self.scalar_states)
                 if value is None:
                     view.fill_(self.initial_state(name, group))
-                elif value is not view:
-                    view.copy_(value)
+                else:
+                    value = local_part_as(value, param)
+                    if value is not view:
+                        view.copy_(value)
             self._show_state(group, fused, index)
         self._remember_state()
 
     def _slots(self) -> Iterator[tuple[ParamGroup, FusedGroup, int, Tensor]]:
         for group, record in zip(self.param_groups, self._fused, strict=True):
             for fused in record.groups:
-                for index, param in enumerate(fused.params):
-                    yield group, fused, index, param
+                for index, part in enumerate(fused.params):
+                    yield group, fused, index, record.owner_of(part)
+
+    def _owners_of(self, parts: list[Tensor]) -> list[Tensor]:
+        """The sharded parameters that any of ``parts`` are parts of."""
+        return [
+            record.owners[id(p)] for record in self._fused if record.owners for p in parts if id(p) in record.owners
+        ]
 
     def _count_of(self, entry: dict[str, Any], group: ParamGroup) -> float:
         """Steps that the state ``entry`` stands for; a rule without a count only tells the first from later ones."""
@@ -417,13 +457,15 @@ class FusedOptimizer(Optimizer):
 
     def _show_state(self, group: ParamGroup, fused: FusedGroup, index: int) -> None:
         """Let the parameter's entry of ``state`` show the buffers' views, beside whatever else a user put there."""
+        param = next(iter(self._owners_of([fused.params[index]])), fused.params[index])
         views = {
-            name: fused.state_view(name, index, scalar=name in self.scalar_states) for name in self.state_names(group)
+            name: sharded_like(fused.state_view(name, index, scalar=name in self.scalar_states), param)
+            for name in self.state_names(group)
         }
         if self.has_step_state:
             views = {"step": fused.step_view(index), **views}
         if views:
-            self.state[fused.params[index]].update(views)
+            self.state[param].update(views)
 
     def _remember_state(self) -> None:
         self._joined = False

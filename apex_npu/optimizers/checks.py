@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_npu.fusion import wraps_tensors
+from apex_npu.fusion import is_partial, is_sharded, wraps_tensors
 from apex_npu.ops import FLOATS
 
 
@@ -120,20 +120,26 @@ def check_adam(group: dict[str, Any]) -> None:
     check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
 
 
-def check_params(params: Sequence[Tensor]) -> None:
+def check_params(params: Sequence[Tensor], *, shards: bool = True, scaled: bool = False) -> None:
     """Require trainable parameters of a dtype that can be fused, each once.
 
+    Args:
+        params: Of one group.
+        shards: The rule can step a part of a parameter by itself.
+        scaled: A GradScaler hands over its scale.
+
     Raises:
-        TypeError: One has another dtype, or is a subclass that has no memory of its own, such as DTensor.
+        TypeError: One has another dtype, is a subclass that has no memory of its own, or a DTensor that cannot be
+            stepped part by part.
         ValueError: One is listed twice.
     """
     for i, p in enumerate(params):
-        if wraps_tensors(p):
+        if is_sharded(p):
+            _check_shard(f"parameter {i} of shape {tuple(p.shape)}", p, shards=shards, scaled=scaled)
+        elif wraps_tensors(p):
             raise TypeError(
-                f"parameter {i} of shape {tuple(p.shape)} is a {type(p.data).__name__}, as fully_shard and "
-                "distribute_tensor make them, which wraps tensors and has no memory that could be fused. Use "
-                "torch.optim's optimizer of the same rule for it (its fused=True takes DTensors), or replicate the "
-                "model, with combine_ddp=True or DistributedDataParallel"
+                f"parameter {i} of shape {tuple(p.shape)} is a {type(p.data).__name__}, which wraps tensors and has no "
+                "memory that could be fused. Use torch.optim's optimizer of the same rule for it"
             )
         if p.dtype not in FLOATS and p.requires_grad:
             raise TypeError(
@@ -142,6 +148,42 @@ def check_params(params: Sequence[Tensor]) -> None:
             )
     if len({id(p) for p in params}) != len(params):
         raise ValueError("a parameter is listed twice in one group; pass each parameter once")
+
+
+def _check_shard(which: str, param: Tensor, *, shards: bool, scaled: bool) -> None:
+    if not shards:
+        raise TypeError(
+            f"{which} is a DTensor, as fully_shard and distribute_tensor make them, of which this process has a part: "
+            "this optimizer's rule takes norms over whole parameters. Use one whose rule does not (Adam, AdamW, SGD, "
+            "RMSprop, Adadelta, Adagrad), or replicate the model, with combine_ddp=True or DistributedDataParallel"
+        )
+    if scaled:
+        raise TypeError(
+            f"{which} is a DTensor, and fuse_grad_scaler=True lets each process look for overflow in its own part "
+            "alone; leave it out, so that GradScaler unscales before the step, for all processes together"
+        )
+    if is_partial(param):
+        raise TypeError(
+            f"{which} is a DTensor of which processes hold addends (Partial), and stepping each is not stepping their "
+            "sum; redistribute it to Shard or Replicate first"
+        )
+
+
+def find_unsharded(entry: dict[str, Any], param: Tensor, where: str) -> list[str]:
+    """What keeps a saved ``entry`` of state from being that of ``param``, where one is sharded and the other not."""
+    tensors = {name: value for name, value in entry.items() if isinstance(value, Tensor) and value.dim()}
+    if is_sharded(param):
+        return [
+            f"{where} is sharded and has {name!r} as a plain tensor (torch.distributed.checkpoint.state_dict's "
+            "set_optimizer_state_dict distributes it)"
+            for name, value in tensors.items()
+            if not is_sharded(value)
+        ]
+    return [
+        f"{where} is not sharded and has {name!r} as a DTensor (pass its full_tensor())"
+        for name, value in tensors.items()
+        if is_sharded(value)
+    ]
 
 
 def find_problems(

@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import is_
 
 from torch import Tensor
 
-from apex_npu.fusion import FusedGroup, fuse, is_slot, step_in_place
+from apex_npu.fusion import FusedGroup, fuse, is_sharded, is_slot, local_grad, local_part, step_in_place
 from apex_npu.ops import FLOATS
 from apex_npu.optimizers.checks import check_params
 
@@ -17,22 +18,44 @@ class FusedParamGroup:
     """The fused groups of one parameter group.
 
     Attributes:
-        groups: In them every parameter that is trainable, or has had a gradient, in the order of the list.
+        groups: In them every parameter that is trainable, or has had a gradient, in the order of the list. Of a
+            sharded one they hold this process's part.
+        owners: ``id(part)`` → the sharded parameter that it is part of.
     """
 
     def __init__(self) -> None:
         """Nothing is fused yet."""
         self.groups: list[FusedGroup] = []
+        self.owners: dict[int, Tensor] = {}
+        self._listed: list[Tensor] = []
         self._params: list[Tensor] = []
         self._unfused: list[Tensor] = []  # frozen so far
         self._state_names: tuple[str, ...] = ()
 
-    def moved(self) -> list[Tensor]:
-        """The parameters that have left their slots."""
-        return [group.params[i] for group in self.groups for i in group.broken()]
+    def owner_of(self, param: Tensor) -> Tensor:
+        """What the user has where ``groups`` have ``param``: that itself, or the parameter that it is a part of."""
+        return self.owners.get(id(param), param)
 
-    def follow(self, params: list[Tensor], state_names: tuple[str, ...]) -> bool:
+    def bring_gradients(self) -> None:
+        """Give the parts of sharded parameters the gradients that these have.
+
+        Raises:
+            RuntimeError: One is no DTensor.
+        """
+        for param in self._params if self.owners else ():
+            owner = self.owner_of(param)
+            if owner is not param:
+                param.grad = local_grad(owner)
+
+    def follow(
+        self, params: list[Tensor], state_names: tuple[str, ...], report: Callable[[list[Tensor]], None]
+    ) -> bool:
         """Fit the groups to ``params`` as they are now.
+
+        Args:
+            params: The list of the parameter group.
+            state_names: What its rule keeps.
+            report: Told of the parameters that have left their slots, if any have, before anything changes.
 
         Returns:
             True where buffers have been replaced, or their states are others: then state has to be brought along.
@@ -40,14 +63,17 @@ class FusedParamGroup:
         Raises:
             TypeError: A trainable parameter has a dtype that cannot be fused.
         """
+        broken = [(group, found) for group in self.groups if (found := group.broken())]
+        if broken:
+            report([group.params[i] for group, found in broken for i in found])
         changed = self._follow_list(params)
-        outdated = [group for group in self.groups if group.broken()]
+        outdated = [group for group, _ in broken if group in self.groups]
         if outdated:
             self._take_apart(outdated)
             changed = True
-        if any(p.requires_grad and p.dtype not in FLOATS for p in self._unfused):
+        if any(self.owner_of(p).requires_grad and p.dtype not in FLOATS for p in self._unfused):
             check_params(params)  # says which
-        ready = [p for p in self._unfused if (p.requires_grad or p.grad is not None) and p.dtype in FLOATS]
+        ready = [p for p in self._unfused if self._takes_part(self.owner_of(p)) and p.dtype in FLOATS]
         if ready:
             self.groups.extend(fuse(ready))
             held = {id(p) for p in ready}
@@ -58,19 +84,28 @@ class FusedParamGroup:
             changed = True
         if changed:
             # Parameters that share memory are stepped one after the other: in the order of the list, as torch does.
-            place = {id(p): i for i, p in enumerate(params)}
+            place = {id(p): i for i, p in enumerate(self._params)}
             self.groups.sort(key=lambda group: min(place[id(p)] for p in group.params))
         return changed
 
+    @staticmethod
+    def _takes_part(param: Tensor) -> bool:
+        return param.requires_grad or param.grad is not None
+
     def _follow_list(self, params: list[Tensor]) -> bool:
         """Take note of parameters that have been added, removed or replaced."""
-        if len(params) == len(self._params) and all(map(is_, params, self._params)):
+        same = len(params) == len(self._listed) and all(map(is_, params, self._listed))
+        if same and not self.owners:
             return False
-        self._params = list(params)
-        listed = {id(p) for p in params}
+        parts = [local_part(p) for p in params]
+        if same and all(map(is_, parts, self._params)):
+            return False
+        self._listed, self._params = list(params), parts
+        self.owners = {id(part): p for part, p in zip(parts, params, strict=True) if is_sharded(p)}
+        listed = {id(p) for p in parts}
         self._take_apart([group for group in self.groups if not all(id(p) in listed for p in group.params)])
         held = {id(p) for group in self.groups for p in group.params}
-        self._unfused = [p for p in params if id(p) not in held]
+        self._unfused = [p for p in parts if id(p) not in held]
         return True
 
     def _take_apart(self, outdated: list[FusedGroup]) -> None:

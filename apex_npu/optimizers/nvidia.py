@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """NVIDIA Apex's FusedAdam, FusedSGD and FusedLAMB: its signatures over the rules of this package.
 
-``set_grad_none`` is what ``zero_grad()`` does without an argument; ``capturable`` is accepted and changes nothing.
+``set_grad_none`` is what ``zero_grad()`` does without an argument; ``capturable`` is accepted and changes nothing: in
+the capture of a CUDA graph a step is refused.
 https://github.com/NVIDIA/apex, apex/optimizers.
 """
 
@@ -43,6 +44,8 @@ class FusedAdam(FusedOptimizer):
         TypeError: A value is no number.
         RuntimeError: ``amsgrad`` or ``master_weights`` is asked for.
     """
+
+    elementwise = True
 
     def __init__(
         self,

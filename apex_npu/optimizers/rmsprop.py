@@ -45,6 +45,7 @@ class NpuFusedRMSprop(FusedOptimizer):
         TypeError: A value is no number.
     """
 
+    elementwise = True
     optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer", "grad_avg")
 
     def __init__(

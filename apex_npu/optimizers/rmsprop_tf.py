@@ -50,6 +50,7 @@ class NpuFusedRMSpropTF(FusedOptimizer):
         TypeError: A value is no number.
     """
 
+    elementwise = True
     optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer", "grad_avg")
 
     def __init__(

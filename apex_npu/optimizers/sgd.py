@@ -43,6 +43,7 @@ class NpuFusedSGD(FusedOptimizer):
     """
 
     has_step_state = False
+    elementwise = True
     optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
     def __init__(

@@ -19,12 +19,12 @@ SlotTable::SlotTable(const std::vector<at::Tensor>& tensors) {
   }
 }
 
-std::vector<int64_t> SlotTable::broken(const std::vector<at::Tensor>& tensors) const {
+std::vector<int64_t> SlotTable::broken(const Borrowed& tensors) const {
   TORCH_CHECK_VALUE(tensors.size() == places_.size(), "broken: expected ", places_.size(), " tensors, got ",
                     tensors.size());
   std::vector<int64_t> indices;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& t = tensors[i];
+    const at::Tensor& t = *tensors[i];
     const Place& place = places_[i];
     const bool intact = t.layout() == c10::kStrided && t.scalar_type() == place.dtype && t.device() == place.device &&
                         t.sizes() == place.sizes && t.strides() == place.strides && address_of(t) == place.address;
@@ -33,13 +33,13 @@ std::vector<int64_t> SlotTable::broken(const std::vector<at::Tensor>& tensors) c
   return indices;
 }
 
-std::string grad_states(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& views) {
+std::string grad_states(const Borrowed& tensors, const Borrowed& views) {
   TORCH_CHECK_VALUE(views.size() == tensors.size(), "grad_states: expected one view per tensor (", tensors.size(),
                     "), got ", views.size());
   std::string states(tensors.size(), '\0');
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& grad = tensors[i].grad();
-    if (grad.defined()) states[i] = grad.is_same(views[i]) ? '\1' : '\2';
+    const at::Tensor& grad = tensors[i]->grad();
+    if (grad.defined()) states[i] = grad.is_same(*views[i]) ? '\1' : '\2';
   }
   return states;
 }

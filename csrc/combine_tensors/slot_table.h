@@ -13,13 +13,16 @@
 
 namespace apex_npu {
 
+// Tensors that somebody else keeps alive. Thousands are looked at in every step: counting references would take longer.
+using Borrowed = std::vector<const at::Tensor*>;
+
 // Holds places, not tensors: a reference would stand in the way of torch.utils.swap_tensors.
 class SlotTable {
  public:
   explicit SlotTable(const std::vector<at::Tensor>& tensors);
 
   // Indices of the tensors that have another address, size, stride, dtype or device than when the table was made.
-  std::vector<int64_t> broken(const std::vector<at::Tensor>& tensors) const;
+  std::vector<int64_t> broken(const Borrowed& tensors) const;
 
  private:
   struct Place {
@@ -35,6 +38,6 @@ class SlotTable {
 };
 
 // One byte per tensor: 0 its .grad is None, 1 its .grad is views[i] itself, 2 it is some other tensor.
-std::string grad_states(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& views);
+std::string grad_states(const Borrowed& tensors, const Borrowed& views);
 
 }  // namespace apex_npu

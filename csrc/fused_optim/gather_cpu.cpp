@@ -155,24 +155,23 @@ void gather_cpu(const std::vector<at::Tensor>& slots, const std::vector<at::Tens
   if (bad && found_inf.has_value()) *found_inf->mutable_data_ptr<float>() = 1.0f;
 }
 
-int64_t take_grads_cpu(const std::vector<at::Tensor>& sources, const std::vector<at::Tensor>& params,
-                       const std::vector<at::Tensor>& slots, double inv_scale,
+int64_t take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Borrowed& slots, double inv_scale,
                        const std::optional<at::Tensor>& found_inf) {
   TORCH_CHECK_VALUE(sources.size() == params.size() && sources.size() == slots.size(),
                     "take_grads: sources, params and slots must have one length");
   std::vector<at::Tensor> present, grads;
   std::vector<size_t> indices;
   for (size_t i = 0; i < sources.size(); ++i) {
-    const at::Tensor& grad = sources[i].grad();
+    const at::Tensor& grad = sources[i]->grad();
     if (!grad.defined()) continue;
-    const bool own = sources[i].is_same(params[i]);
-    if (!supported(grad) || (own && grad.scalar_type() != slots[i].scalar_type())) return static_cast<int64_t>(i);
-    present.push_back(slots[i]);
+    const bool own = sources[i]->is_same(*params[i]);
+    if (!supported(grad) || (own && grad.scalar_type() != slots[i]->scalar_type())) return static_cast<int64_t>(i);
+    present.push_back(*slots[i]);
     grads.push_back(grad);
     indices.push_back(i);
   }
   gather_cpu(present, grads, inv_scale, found_inf);
-  for (size_t i : indices) params[i].mutable_grad() = slots[i];
+  for (size_t i : indices) params[i]->mutable_grad() = *slots[i];
   return -1;
 }
 

@@ -9,6 +9,8 @@
 #include <optional>
 #include <vector>
 
+#include "combine_tensors/slot_table.h"
+
 namespace apex_npu {
 
 // slots[i] = grads[i] * inv_scale, element by element, in the slots' dtype. found_inf (float32, one element), if given,
@@ -23,8 +25,7 @@ void gather_cpu(const std::vector<at::Tensor>& slots, const std::vector<at::Tens
 //
 // Returns the index of the first gradient that is not dense, or not of the dtype that its parameter asks for; nothing
 // has been written then. -1 where all are well.
-int64_t take_grads_cpu(const std::vector<at::Tensor>& sources, const std::vector<at::Tensor>& params,
-                       const std::vector<at::Tensor>& slots, double inv_scale,
+int64_t take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Borrowed& slots, double inv_scale,
                        const std::optional<at::Tensor>& found_inf);
 
 }  // namespace apex_npu

@@ -206,3 +206,18 @@ def test_last_step_of_a_stranger():
     _, optimizer = pair()
     with pytest.raises(RuntimeError, match=r"SGD was not passed to amp.initialize"):
         amp.last_step(optimizer)
+
+
+def test_combine_ddp_needs_torch_distributed_and_says_how_to_get_it():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"opt_level": "O2", "combine_grad": True, "verbosity": 0}
+    with pytest.raises(RuntimeError, match=r"combine_ddp=True needs torch.distributed: call .*init_process_group"):
+        amp.initialize(model, optimizer, combine_ddp=True, **options)
+    with pytest.raises(RuntimeError, match=r"overflow_group needs torch.distributed"):
+        amp.initialize(model, optimizer, overflow_group="everyone", **options)
+    with pytest.raises(ValueError, match="ddp_replica_count must be an integer >= 1, got 0"):
+        amp.initialize(model, optimizer, combine_ddp=True, ddp_replica_count=0, **options)
+    assert type(optimizer) is torch.optim.SGD
+    assert model.weight.dtype == torch.float32
+    amp.initialize(model, optimizer, combine_ddp=False, **options)  # says nothing, and needs nothing

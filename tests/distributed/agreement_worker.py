@@ -13,6 +13,7 @@ import torch.distributed as dist
 from common import assert_averages, assert_equal_on_all, backward, data, local_grads, loss_on, main, mlp, start
 from devices import DEVICE
 from torch import nn
+from torch.distributed.algorithms import Join
 
 from apex_npu import amp
 from apex_npu.amp.ranks import RanksDifferError
@@ -99,6 +100,12 @@ def misuse():
     expected = local_grads(model, loss_on(x))
     backward(loss_on(x)(model), optimizer)
     assert_averages(model, expected)
+    for joinable, error, said in (
+        (optimizer, RuntimeError, "Join cannot .* equally often"),
+        (model, AttributeError, "join_hook"),
+    ):
+        with pytest.raises(error, match=said):
+            Join([joinable])
     amp.shutdown()
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 

@@ -92,8 +92,8 @@ def train_backwards(level):
 
 
 def reducer_of(optimizer):
-    (fitted,) = next(iter(optimizer._amp_record.parallel._fitted.values())).values()
-    return fitted.reducer
+    (reducer,) = optimizer._amp_record.parallel.reducers
+    return reducer
 
 
 def several_forwards(forward, *inputs):
@@ -256,6 +256,38 @@ def change_parameters(kind):
     model[-1].bias.requires_grad_(False)
     backward(loss_on(x)(model), optimizer)
     torch.testing.assert_close(model[-1].bias.grad.cpu().double(), average(expected), rtol=1e-6, atol=1e-7)
+
+
+def changing_parameters_within_an_accumulation():
+    for level, tolerance in (("O0", {"rtol": 1e-6, "atol": 1e-7}), ("O2", {"rtol": 2e-2, "atol": 1e-3})):
+        for kind in (torch.optim.SGD, optimizers.NpuFusedSGD):
+            for where in ("everywhere", "on rank 1"):
+                change_within_an_accumulation(level, kind, tolerance, alone=where == "on rank 1")
+                amp.shutdown()
+
+
+def change_within_an_accumulation(level, kind, tolerance, *, alone):
+    """Frozen, it counts with what it had; unfrozen, which all have to do together, with what it has since."""
+    rank = dist.get_rank()
+    x, y = data(0, 0, rank), data(0, 1, rank)
+    model = mlp()
+    of_x, of_y = local_grads(model, loss_on(x)), local_grads(model, loss_on(y))
+    model, optimizer = start(model, kind(model.parameters(), lr=0.1), level=level, loss_scale=64.0)
+    frozen, unfrozen = model[2].weight, model[4].bias
+    for _ in range(2):
+        frozen.requires_grad_(True)
+        unfrozen.requires_grad_(alone)
+        with amp.no_sync():
+            backward(loss_on(x)(model), optimizer)
+        frozen.requires_grad_(alone and rank != 1)
+        unfrozen.requires_grad_(True)
+        backward(loss_on(y)(model), optimizer)
+        pairs = zip(model.parameters(), amp.master_params(optimizer), of_x, of_y, strict=True)
+        for param, stepped, first, second in pairs:
+            first = torch.zeros_like(first) if param is unfrozen and not alone else first
+            second = torch.zeros_like(second) if not param.requires_grad else second
+            torch.testing.assert_close(stepped.grad.cpu().double(), average(first + second), **tolerance)
+        optimizer.zero_grad()
 
 
 def precision_of_averages():

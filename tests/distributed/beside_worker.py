@@ -8,17 +8,13 @@ Run in several processes; the arguments are names of functions here.
 import shutil
 import tempfile
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import average, backward, data, local_grads, loss_on, main, mlp, start
-from devices import DEVICE
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from apex_npu import amp, optimizers
 
@@ -53,31 +49,6 @@ def wrap(level, options, *, combine_grad=True, hook=None):
         optimizer.step()
         optimizer.zero_grad()
     amp.shutdown()
-
-
-def sharded(model):
-    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh)
-    return model
-
-
-def fully_sharded_parameters_are_refused():
-    model = sharded(mlp())
-    before = [p.full_tensor() for p in model.parameters()]
-    with pytest.raises(TypeError, match=r"NpuFusedAdam: parameter 0 .* is a DTensor, .* fused=True takes DTensors"):
-        optimizers.NpuFusedAdam(model.parameters())
-    optimizer = optimizers.NpuFusedSGD(mlp().parameters(), lr=0.1)
-    with pytest.raises(TypeError, match="is a DTensor"):
-        optimizer.add_param_group({"params": model.parameters()})
-    assert len(optimizer.param_groups) == 1
-    with pytest.raises(RuntimeError, match=r"combine_grad=True .* is a DTensor"):
-        start(model, torch.optim.SGD(model.parameters(), lr=0.1), combine_ddp=None)
-    # The way out.
-    theirs = torch.optim.Adam(model.parameters(), fused=DEVICE.type != "npu")
-    loss_on(data(0, 0, dist.get_rank()))(model).backward()
-    theirs.step()
-    assert not any(torch.equal(p.full_tensor(), value) for p, value in zip(model.parameters(), before, strict=True))
 
 
 def train(model, optimizer, steps):

@@ -73,6 +73,11 @@ def assert_equal_on_all(tensors):
         assert torch.equal(first, t)
 
 
+def use_small_buckets():
+    """Of a size that fits these models."""
+    frontend.ReduceOptions = functools.partial(ReduceOptions, min_bucket_nbytes=512)
+
+
 def main(checks):
     """Meet the other processes, then run those of ``checks`` that the command line names."""
     torch.set_num_threads(1)
@@ -83,8 +88,7 @@ def main(checks):
     timeout = timedelta(seconds=float(os.environ.get("TIMEOUT", "60")))
     store = dist.FileStore(os.environ["STORE"], world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    # Buckets of a size that fits these models.
-    frontend.ReduceOptions = functools.partial(ReduceOptions, min_bucket_nbytes=512)
+    use_small_buckets()
     for name in sys.argv[1:]:
         checks[name]()
         amp.shutdown()

@@ -33,6 +33,7 @@ def test_gradients_are_averages_whatever_backward_does():
         "accumulation",
         "several_models",
         "changing_parameters",
+        "changing_parameters_within_an_accumulation",
         "precision_of_averages",
         "held_scale",
     )
@@ -47,19 +48,31 @@ def test_what_goes_wrong_on_one_process_ends_the_block_on_all():
 
 
 @pytest.mark.slow
-def test_torchs_own_ways_to_train_in_parallel_work_or_are_refused():
+def test_distributed_data_parallel_and_distributed_checkpoints_work():
     run(
         "beside",
         "ddp_around_the_model",
-        "fully_sharded_parameters_are_refused",
         "distributed_checkpoint",
         "state_by_names",
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_sharded_parameters_are_stepped_part_by_part(count):
+    even = ["parts_are_fused", "refusals", "amp_with_torchs_optimizers"] if count == 2 else []
+    checks = ["same_as_torch", "same_as_whole", "checkpoints", "plain_state_dicts", "what_users_do"]
+    run("sharded", *checks, *even, processes=count, timeout=300)
+
+
 @pytest.mark.skipif(DEVICE.type != "npu", reason="only npus saturate")
 def test_a_flag_that_one_device_has_raised_skips_the_step_on_all():
     run("agreement", "saturating_devices")
+
+
+@pytest.mark.skipif(DEVICE.type != "npu", reason="launches are counted on the simulated npu")
+def test_launches_do_not_grow_with_the_number_of_parameters_but_for_one_to_gather_each():
+    run("launches", "independent_of_the_number_of_parameters", "fused_lists")
 
 
 @pytest.mark.parametrize(("fault", "patience"), [("killed", 60), pytest.param("stalled", 8, marks=pytest.mark.slow)])

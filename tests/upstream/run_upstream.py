@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Run the amp and fp16_utils tests of a checkout of NVIDIA's Apex against this package, under the name apex.
 
-    python tests/upstream/run_upstream.py path/to/apex [--device npu] [-k part of a name]
+    python tests/upstream/run_upstream.py path/to/apex [--device npu] [--installed] [-k part of a name]
 
 Only the tests are taken from the checkout. They are written for CUDA: in their source, on its way into the
 interpreter, CUDA's names are replaced by those of the device. What needs the CUDA kernels of amp_C skips itself.
+With --installed they meet the apex that is installed, a wheel of scripts/build.sh, rather than install_as_apex.
 """
 
 from __future__ import annotations
@@ -149,6 +150,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("apex", type=Path, help="a checkout of https://github.com/NVIDIA/apex that has apex/amp")
     parser.add_argument("--device", default="cpu", help='"cpu", or "npu", simulated where there is none')
+    parser.add_argument("--installed", action="store_true", help="an apex is installed that answers with apex_npu")
     parser.add_argument("-k", default="", metavar="PART", help="only tests with this in their names")
     options = parser.parse_args()
     folders = [options.apex / name for name in FOLDERS if (options.apex / name).is_dir()]
@@ -159,7 +161,13 @@ def main() -> int:
 
         npu_simulator.install()
     torch.set_num_threads(1)
-    apex_npu.install_as_apex(force=True)
+    if options.installed:
+        import apex
+
+        if not getattr(apex, "__apex_npu__", False) or Path(apex.__file__).is_relative_to(options.apex.resolve()):
+            parser.error(f"{apex.__file__} is no installed apex that has been patched")
+    else:
+        apex_npu.install_as_apex(force=True)
     counts: Counter[str] = Counter()
     for folder in folders:
         counts += run_folder(folder, options.device, options.k)

@@ -1,0 +1,99 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What runs on cuda: Triton's kernels, and plain torch wherever they cannot.
+
+Triton is imported when the first tensor on a GPU is stepped. Where it is missing, too old, switched off with
+``APEX_NPU_NO_TRITON=1``, or fails to compile a kernel, torch's own kernels do the work, with more launches and the same
+results. That is said once, in the log; an error is only raised for operands that no kernel could take.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from apex_npu.ops import aten_fused, reference, reference_segments
+from apex_npu.ops.triton_kernels.launches import CompilationError
+
+logger = logging.getLogger("apex_npu")
+
+# It came with torch 2.10. Up to 3.3 kernels cannot ask for float64 numbers; up to 3.5 roots take denormal ones for 0.
+_OLDEST_TRITON = (3, 6)
+# Where an op's arguments say which segments there are: starts, lengths, ids.
+_SEGMENTS_AT = {"lamb_": 6, "adamp_": 6, "segment_dot": 2, "segment_add_": 3}
+# Ops whose kernels Triton could not compile here: not tried again.
+_given_up: set[str] = set()
+_ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def takes_ranges() -> bool:
+    """True where the kernels find segments by their ranges, and need no map from elements to segments."""
+    return _plans() is not None
+
+
+@functools.cache
+def _plans() -> ModuleType | None:
+    """The module that knows how to launch what; None where plain torch has to do."""
+    # The same words as for APEX_NPU_NO_EXT.
+    if os.environ.get("APEX_NPU_NO_TRITON", "").strip().lower() not in {"", "0", "false", "no", "off"}:
+        return None
+    try:
+        triton = importlib.import_module("triton")
+        version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+        if version < _OLDEST_TRITON:
+            oldest = ".".join(map(str, _OLDEST_TRITON))
+            raise ImportError(f"this is Triton {triton.__version__}, and {oldest} or newer is needed")
+        return importlib.import_module("apex_npu.ops.triton_kernels.plans")
+    except Exception as error:  # a broken installation raises anything
+        logger.warning("apex_npu: no Triton on cuda, torch's own kernels take over (more launches): %s", error)
+        return None
+
+
+def _or_torch(name: str, fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """The op ``name`` in Triton where that can be, else ``fallback``."""
+
+    @functools.wraps(fallback)
+    def op(*args: Any, **options: Any) -> Any:
+        plans = None if name in _given_up else _plans()
+        plan = None if plans is None else getattr(plans, name)(*args, **options)
+        if plan is not None:
+            try:
+                return plan.run(args[0].device)
+            except CompilationError as error:
+                _given_up.add(name)
+                logger.warning("apex_npu: Triton cannot compile %s, torch's own kernels take over: %s", name, error)
+        return fallback(*_with_ids(name, args), **options)
+
+    return op
+
+
+def _with_ids(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``args`` with the map from elements to segments that plain torch needs, made once for the same segments."""
+    at = _SEGMENTS_AT.get(name)
+    if at is None or args[at + 2] is not None:
+        return args
+    starts, lengths = args[at : at + 2]
+    ids: Tensor | None = _ids.get(starts)
+    if ids is None:
+        ids = _ids[starts] = reference_segments.segment_ids(starts, lengths, args[0].numel(), args[0].device)
+    return *args[: at + 2], ids, *args[at + 3 :]
+
+
+sgd_ = _or_torch("sgd_", aten_fused.sgd_)
+adam_ = _or_torch("adam_", aten_fused.adam_)
+rmsprop_ = _or_torch("rmsprop_", reference.rmsprop_)
+adadelta_ = _or_torch("adadelta_", reference.adadelta_)
+adagrad_ = _or_torch("adagrad_", reference.adagrad_)
+lamb_ = _or_torch("lamb_", reference_segments.lamb_)
+adamp_ = _or_torch("adamp_", reference_segments.adamp_)
+segment_dot = _or_torch("segment_dot", reference_segments.segment_dot)
+segment_add_ = _or_torch("segment_add_", reference_segments.segment_add_)
+norm = _or_torch("norm", reference.norm)

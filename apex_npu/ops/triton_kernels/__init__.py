@@ -1,0 +1,6 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The ops in Triton, for cuda: kernels, and in ``plans.py`` which of them an op launches over what.
+
+Nothing here is imported before a tensor on a GPU is stepped: see ``apex_npu.ops.cuda``.
+"""

@@ -1,0 +1,98 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Segments cut into chunks, one for each program, so that sums over segments need no atomic operations.
+
+A sum takes two launches: each chunk's part, and then for each segment its parts, in order. What comes out depends on
+neither the device nor the order in which programs run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_LARGEST, _SMALLEST = 2048, 128
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """Where the chunks of some segments lie; int64, on the device.
+
+    Attributes:
+        begins: The first element of each chunk.
+        ends: One behind the last.
+        owners: The index of its segment.
+        firsts: For each segment the index of its first chunk; and at the end the number of chunks.
+        size: How many elements a chunk has at most: a power of two.
+        aligned: Every segment begins at a multiple of 16, and padding goes on to the next one behind it.
+    """
+
+    begins: Tensor
+    ends: Tensor
+    owners: Tensor
+    firsts: Tensor
+    size: int
+    aligned: bool
+
+    @staticmethod
+    def of(starts: Tensor, lengths: Tensor, like: Tensor) -> Chunks:
+        """The chunks of segments of ``like`` that are given on the host; made once for each ``starts``."""
+        return _made_once(_chunks, starts, lambda: _cut(starts, lengths, like))
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Which rows belong together.
+
+    Attributes:
+        firsts: int64, on the device: for each parameter its first row; and at the end the number of rows.
+    """
+
+    firsts: Tensor
+
+    @staticmethod
+    def of(owner: Tensor, params: int) -> Rows | None:
+        """See ``schemas.adamp_`` for ``owner``; None where the rows of a parameter are not neighbours."""
+        return _made_once(_rows, owner, lambda: _find_rows(owner, params))
+
+
+# What was made for which tensor; gone as soon as the tensor is.
+_chunks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_rows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _made_once(known: WeakTensorKeyDictionary, key: Tensor, make: Callable[[], _T]) -> _T:
+    if key not in known:
+        known[key] = make()
+    found: _T = known[key]
+    return found
+
+
+def _cut(starts: Tensor, lengths: Tensor, like: Tensor) -> Chunks:
+    longest = int(lengths.max()) if lengths.numel() else 0
+    size = min(_LARGEST, max(_SMALLEST, 1 << (longest - 1).bit_length() if longest else 0))
+    counts = (lengths + (size - 1)) // size
+    firsts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    owners = torch.repeat_interleave(torch.arange(counts.numel()), counts)
+    begins = starts[owners] + (torch.arange(owners.numel()) - firsts[owners]) * size
+    ends = torch.minimum(begins + size, (starts + lengths)[owners])
+    aligned = not bool((starts % 16).any()) and like.numel() % 16 == 0
+    table = torch.cat([begins, ends, owners, firsts]).to(like.device)
+    count = owners.numel()
+    columns = table[:count], table[count : 2 * count], table[2 * count : 3 * count], table[3 * count :]
+    return Chunks(*columns, size=size, aligned=aligned)
+
+
+def _find_rows(owner: Tensor, params: int) -> Rows | None:
+    owners = owner[:-1].cpu()  # waits for the device, once for each layout
+    counts = torch.bincount(owners, minlength=params + 1)
+    if not bool((owners[1:] >= owners[:-1]).all()) or int(counts[0]):
+        return None
+    return Rows(torch.cat([counts[:1], counts[1:].cumsum(0)]).to(owner.device))

@@ -1,0 +1,101 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""LAMB: moments, direction and parts of both norms in one pass, the ratios, and the parameters in another."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from apex_npu.ops.triton_kernels.arithmetic import blend, divide, load_decayed, number, root, store_param
+from apex_npu.ops.triton_kernels.sums import chunk_offsets, dot, sum_of_parts
+
+
+@triton.jit
+def lamb_directions(
+    param,
+    grad,
+    exp_avg,
+    exp_avg_sq,
+    model_param,
+    grad_scale,
+    direction,
+    parts,
+    begins,
+    ends,
+    chunks: tl.int64,
+    lr: tl.float64,
+    beta1: tl.float64,
+    beta3: tl.float64,
+    beta2: tl.float64,
+    share2: tl.float64,
+    eps: tl.float64,
+    bias_correction1: tl.float64,
+    bias_correction2_sqrt: tl.float64,
+    l2: tl.float64,
+    decay: tl.float64,
+    ADAPT: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    L2: tl.constexpr,
+    DECAY: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Without ADAPT nothing is left to do behind it. ``AVERAGE``: beta3 is 1 − beta1. ``share2``: 1 − beta2."""
+    offsets, mask, inside = chunk_offsets(begins, ends, ALIGNED, BLOCK)
+    p, g = load_decayed(param, grad, grad_scale, offsets, mask, number(l2, DTYPE), L2, False, MAXIMIZE, DTYPE)
+    m = tl.load(exp_avg + offsets, mask=mask, other=0.0)
+    m = blend(m, g, number(beta3, DTYPE)) if AVERAGE else number(beta1, DTYPE) * m + number(beta3, DTYPE) * g
+    v = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0)
+    v = number(beta2, DTYPE) * v + number(share2, DTYPE) * g * g
+    tl.store(exp_avg + offsets, m, mask=mask)
+    tl.store(exp_avg_sq + offsets, v, mask=mask)
+    u = divide(m, divide(root(v), number(bias_correction2_sqrt, DTYPE)) + number(eps, DTYPE))
+    u = divide(u, number(bias_correction1, DTYPE))
+    if DECAY:
+        u = u + number(decay, DTYPE) * p
+    if ADAPT:
+        tl.store(direction + offsets, u, mask=mask)
+        tl.store(parts + tl.program_id(0), dot(p, p, inside))
+        tl.store(parts + chunks + tl.program_id(0), dot(u, u, inside))
+    else:
+        store_param(param, model_param, offsets, p - number(lr, DTYPE) * u, mask)
+
+
+@triton.jit
+def lamb_ratios(
+    parts, ratios, firsts, chunks: tl.int64, max_weight_norm: tl.float64, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The ratio r of each segment."""
+    segment = tl.program_id(0)
+    first, last = tl.load(firsts + segment), tl.load(firsts + segment + 1)
+    weight_norm = tl.sqrt(sum_of_parts(parts, first, last, BLOCK)).to(DTYPE)
+    norm = tl.sqrt(sum_of_parts(parts + chunks, first, last, BLOCK)).to(DTYPE)
+    unusable = (weight_norm == 0) | (norm == 0)  # nan is not: what has overflowed must show
+    limit = number(max_weight_norm, DTYPE)
+    ratio = divide(tl.where(weight_norm > limit, limit, weight_norm), tl.where(unusable, number(1.0, DTYPE), norm))
+    tl.store(ratios + segment, tl.where(unusable, number(1.0, DTYPE), ratio))
+
+
+@triton.jit
+def lamb_step(
+    param,
+    model_param,
+    direction,
+    ratios,
+    begins,
+    ends,
+    owners,
+    lr: tl.float64,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """New p: p − lr · r · u."""
+    offsets, mask, _ = chunk_offsets(begins, ends, ALIGNED, BLOCK)
+    p = tl.load(param + offsets, mask=mask, other=0.0).to(DTYPE)
+    rate = number(lr, DTYPE) * tl.load(ratios + tl.load(owners + tl.program_id(0)))
+    u = tl.load(direction + offsets, mask=mask, other=0.0)
+    store_param(param, model_param, offsets, p - rate * u, mask)

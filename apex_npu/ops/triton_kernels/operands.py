@@ -1,0 +1,33 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What kernels can be given: they follow pointers for as many elements as the first operand has, unasked."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from apex_npu.ops.reference import FLOATS
+
+
+def check_operands(op: str, **operands: Tensor | None) -> None:
+    """Refuse what a kernel would read or write past its end, or misread.
+
+    Raises:
+        ValueError: Operands differ in length or device, have gaps, or are no floating-point numbers.
+    """
+    present = [(name, tensor) for name, tensor in operands.items() if tensor is not None]
+    first, like = present[0]
+    numel, device = like.numel(), like.device
+    for name, tensor in present:
+        if tensor.numel() != numel or tensor.device != device:
+            problem = f"has {tensor.numel()} elements on {tensor.device}, but {first} has {numel} on {device}"
+        elif not tensor.is_contiguous():
+            problem = f"has stride {tensor.stride()}: call contiguous() on it"
+        elif tensor.dtype not in FLOATS:
+            problem = f"is of {tensor.dtype}, which is not one of {', '.join(sorted(map(str, FLOATS)))}"
+        else:
+            continue
+        raise ValueError(
+            f"{op}: {name} {problem}. Operands are contiguous flat buffers of one length on one device. "
+            "Nothing has been written"
+        )

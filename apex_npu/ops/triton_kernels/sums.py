@@ -1,0 +1,85 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Norms and sums, in float64 and in an order that depends on the sizes alone; see ``chunks.py``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def chunk_offsets(begins, ends, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's elements, which of them it may read and write, and which are inside of its chunk.
+
+    With ALIGNED the former go on to the next multiple of 16, into padding: so Triton sees that 16 bytes can be moved at
+    once, which it cannot where a chunk may end anywhere.
+    """
+    chunk = tl.program_id(0)
+    begin, end = tl.load(begins + chunk), tl.load(ends + chunk)
+    if ALIGNED:
+        begin = tl.multiple_of(begin, 16)
+        offsets = begin + tl.arange(0, BLOCK)
+        return offsets, offsets < (end + 15) // 16 * 16, offsets < end
+    else:
+        offsets = begin + tl.arange(0, BLOCK)
+        return offsets, offsets < end, offsets < end
+
+
+@triton.jit
+def dot(a, b, inside):
+    """The sum of a · b inside."""
+    return tl.sum(tl.where(inside, a.to(tl.float64) * b.to(tl.float64), 0.0), axis=0)
+
+
+@triton.jit
+def sum_of_parts(parts, first, last, BLOCK: tl.constexpr):
+    """The sum of parts[first:last], always in the same order."""
+    total = tl.zeros((BLOCK,), tl.float64)
+    for begin in range(first, last, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        total += tl.load(parts + offsets, mask=offsets < last, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def square_parts(x, parts, numel: tl.int64, programs: tl.int64, BLOCK: tl.constexpr):
+    """Each program's share of the sum of squares: every programs-th block."""
+    total = tl.zeros((BLOCK,), tl.float64)
+    for begin in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, programs * BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        value = tl.load(x + offsets, mask=offsets < numel, other=0.0).to(tl.float64)
+        total += value * value
+    tl.store(parts + tl.program_id(0), tl.sum(total, axis=0))
+
+
+@triton.jit
+def root_of_parts(parts, result, count: tl.int64, BLOCK: tl.constexpr):
+    """The norm, of its squares' parts."""
+    tl.store(result, tl.sqrt(sum_of_parts(parts, 0, count, BLOCK)).to(result.dtype.element_ty))
+
+
+@triton.jit
+def dot_parts(a, b, parts, begins, ends, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Each chunk's sum of a · b."""
+    offsets, mask, inside = chunk_offsets(begins, ends, ALIGNED, BLOCK)
+    product = dot(tl.load(a + offsets, mask=mask, other=0.0), tl.load(b + offsets, mask=mask, other=0.0), inside)
+    tl.store(parts + tl.program_id(0), product)
+
+
+@triton.jit
+def segment_sums(parts, sums, firsts, BLOCK: tl.constexpr):
+    """Each segment's sum of its chunks' parts."""
+    segment = tl.program_id(0)
+    total = sum_of_parts(parts, tl.load(firsts + segment), tl.load(firsts + segment + 1), BLOCK)
+    tl.store(sums + segment, total.to(sums.dtype.element_ty))
+
+
+@triton.jit
+def segment_add(x, y, factors, begins, ends, owners, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """New x: x + factor · y in every chunk."""
+    offsets, mask, inside = chunk_offsets(begins, ends, ALIGNED, BLOCK)
+    factor = tl.load(factors + tl.load(owners + tl.program_id(0))).to(DTYPE)
+    old = tl.load(x + offsets, mask=mask, other=0.0)
+    new = old.to(DTYPE) + factor * tl.load(y + offsets, mask=mask, other=0.0).to(DTYPE)
+    tl.store(x + offsets, tl.where(inside, new.to(x.dtype.element_ty), old), mask=mask)

@@ -1,0 +1,142 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``optimizer.step()`` alone, on gradients that are there: each rule as it is here and as others have it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import old_patch
+import torch
+from ceiling import ceiling, compiler
+from torch import nn
+from workloads import Bench, Shapes, numel
+
+from apex_npu import optimizers
+
+Step = Callable[[], object]
+Make = Callable[[Bench], Step]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule, and who else has it.
+
+    Attributes:
+        ours: The fused class.
+        kernel: Of the ceiling: what it reads and writes.
+        options: Hyper-parameters of ours and, where their names agree, of all others.
+        torch: The name in torch.optim.
+        torch_fused: torch has a fused kernel for it.
+        others: Package → module, name there, and options of its own.
+    """
+
+    ours: type[torch.optim.Optimizer]
+    kernel: str
+    options: dict[str, Any] = field(default_factory=dict)
+    torch: str | None = None
+    torch_fused: bool = False
+    others: dict[str, tuple[str, str, dict[str, Any]]] = field(default_factory=dict)
+
+
+RULES: dict[str, Rule] = {
+    "SGD": Rule(optimizers.NpuFusedSGD, "one_pass_2", {"lr": 1e-3, "momentum": 0.9}, "SGD", True),
+    "Adam": Rule(
+        optimizers.NpuFusedAdam,
+        "one_pass_3",
+        torch="Adam",
+        torch_fused=True,
+        others={"DeepSpeed": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": False})},
+    ),
+    "AdamW": Rule(optimizers.NpuFusedAdamW, "one_pass_3", torch="AdamW", torch_fused=True),
+    "RMSprop": Rule(optimizers.NpuFusedRMSprop, "one_pass_2", torch="RMSprop"),
+    "RMSpropTF": Rule(
+        optimizers.NpuFusedRMSpropTF, "one_pass_2", others={"timm": ("timm.optim.rmsprop_tf", "RMSpropTF", {})}
+    ),
+    "Adadelta": Rule(optimizers.NpuFusedAdadelta, "one_pass_3", torch="Adadelta"),
+    "BertAdam": Rule(optimizers.NpuFusedBertAdam, "one_pass_3", {"lr": 1e-3}),
+    "LAMB": Rule(
+        optimizers.NpuFusedLamb,
+        "two_passes",
+        # Without decay timm leaves the norms out; the norm of all gradients is a pass that the rule does not ask for.
+        {"weight_decay": 0.01},
+        others={
+            "timm": ("timm.optim.lamb", "Lamb", {"max_grad_norm": None}),
+            "pytorch_optimizer": ("pytorch_optimizer", "Lamb", {"max_grad_norm": 0.0}),
+        },
+    ),
+    "AdamP": Rule(
+        optimizers.NpuFusedAdamP,
+        "two_passes",
+        others={
+            "timm": ("timm.optim.adamp", "AdamP", {}),
+            "pytorch_optimizer": ("pytorch_optimizer", "AdamP", {}),
+        },
+    ),
+}
+
+
+def imported(module: str, name: str) -> Any:
+    """Somebody else's optimizer, or None where it is not installed, or cannot be built here."""
+    package = module.partition(".")[0]
+    if package == "timm" and package not in sys.modules:
+        # Without its package's __init__, which needs torchvision.
+        found = importlib.util.find_spec(package)
+        for root in (found and found.submodule_search_locations) or ():
+            for part, path in (("timm", root), ("timm.optim", f"{root}/optim")):
+                sys.modules[part] = types.ModuleType(part)
+                sys.modules[part].__path__ = [path]
+    with suppress(ImportError, RuntimeError, OSError):
+        return getattr(importlib.import_module(module), name)
+    return None
+
+
+def stepping(
+    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer], bench: Bench, shapes: Shapes | None
+) -> Step:
+    """``step`` of an optimizer over new parameters that have gradients for good."""
+    params = bench.params(shapes)
+    bench.gradients(params, fixed=True)
+    return make(params).step
+
+
+def variants(name: str, bench: Bench) -> dict[str, Callable[[], Step]]:
+    """Everyone who has the rule ``name``; each makes its own parameters when it is called."""
+    rule, device = RULES[name], bench.device.type
+
+    def of(
+        make: Callable[..., torch.optim.Optimizer], shapes: Shapes | None = None, **options: Any
+    ) -> Callable[[], Step]:
+        return lambda: stepping(partial(make, **{**rule.options, **options}), bench, shapes)
+
+    found: dict[str, Callable[[], Step]] = {
+        "apex_npu": of(rule.ours),
+        "apex_npu, one tensor": of(rule.ours, [(numel(bench.shapes),)]),
+    }
+    if rule.torch is not None:
+        theirs = getattr(torch.optim, rule.torch)
+        found["torch for-loop"] = of(theirs, foreach=False)
+        found["torch foreach"] = of(theirs, foreach=True)
+        if rule.torch_fused and device != "npu":
+            found["torch fused"] = of(theirs, fused=True)
+    for package, (module, attribute, options) in rule.others.items():
+        other = imported(module, attribute)
+        if other is not None and not (package == "DeepSpeed" and device != "cpu"):
+            found[package] = of(other, **options)
+
+    def old() -> Step:
+        params = bench.params()
+        return old_patch.bare_step(name, params, [g.clone() for g in bench.gradients(params).values])
+
+    found["old patch"] = old
+    if device == "cuda" or (device == "cpu" and compiler() is not None):
+        found["ceiling"] = lambda: ceiling(bench, rule.kernel)
+    return found

@@ -1,0 +1,210 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is to be reached, and whether it is: one row per goal.
+
+    python benchmarks/goals.py [--device cpu|cuda] [--seconds 60] [--only PATTERN] [--write]
+
+Exit code 1 where the whole 95 % interval of the rounds' ratios misses a goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+from measure import NO_COMPILER, measure, variant_names
+from overhead import import_ms
+from rounds import RESULTS, Spread, Times, commit, open_device, write_csv
+from whole_steps import IN_PLACE, REFERENCE
+
+LARGE, SMALL, TINY = "resnet50", "small2000", "tiny"
+ANY, CPU, CUDA = ("cpu", "cuda"), ("cpu",), ("cuda",)
+IMPORT = "import"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One row.
+
+    Attributes:
+        comparison: One of ``measure.COMPARISONS``, or IMPORT.
+        workload: Of the comparison.
+        ours: The variant that has to be fast.
+        rival: Pattern of the variants it is compared with: the fastest of each round. "": no one.
+        at_least: The rival's time over ours.
+        at_most_us: Instead: our time less the rival's, in microseconds.
+        devices: Where the goal counts.
+    """
+
+    comparison: str
+    workload: str
+    ours: str
+    rival: str
+    at_least: float | None = None
+    at_most_us: float | None = None
+    devices: tuple[str, ...] = CPU
+
+    @property
+    def name(self) -> str:
+        """What is printed; short."""
+        return f"{self.comparison}, {self.workload}: {self.ours} / {self.rival or 'nothing'}"
+
+    def values(self, times: Times) -> list[float]:
+        """What is held against the goal, of each round."""
+        rivals = [times[name] for name in times if fnmatchcase(name, self.rival) and name != self.ours]
+        if self.at_most_us is not None:
+            base = [min(row) for row in zip(*rivals, strict=True)] if rivals else [0.0] * len(times[self.ours])
+            return [(a - b) * 1e3 for a, b in zip(times[self.ours], base, strict=True)]
+        return [min(row) / ours for *row, ours in zip(*rivals, times[self.ours], strict=True)]
+
+    def is_met(self, spread: Spread) -> bool:
+        """False where the whole interval misses the goal."""
+        if self.at_most_us is not None:
+            return spread.low <= self.at_most_us
+        assert self.at_least is not None
+        return spread.high >= self.at_least
+
+
+def _goals() -> Iterator[Goal]:
+    step, ours = "step of {}".format, "apex_npu"
+    for rule in ("SGD", "Adam", "AdamW", "RMSprop", "Adadelta"):
+        yield Goal(step(rule), LARGE, ours, "ceiling", 0.85, devices=ANY)
+    for rule in ("LAMB", "AdamP"):
+        yield Goal(step(rule), LARGE, ours, "ceiling", 0.80)
+    for rule, small in (("SGD", 3.0), ("Adam", 4.0), ("AdamW", 4.0)):
+        yield Goal(step(rule), LARGE, ours, "torch fused", 0.95)
+        yield Goal(step(rule), SMALL, ours, "torch fused", small)
+    for rule, large in (("RMSprop", 2.5), ("Adadelta", 4.0)):
+        yield Goal(step(rule), LARGE, ours, "torch *", large)
+        yield Goal(step(rule), SMALL, ours, "torch *", 15.0)
+    yield Goal(step("LAMB"), LARGE, ours, "timm", 3.5)
+    yield Goal(step("LAMB"), SMALL, ours, "timm", 30.0)
+    yield Goal(step("AdamP"), LARGE, ours, "timm", 6.0)
+    yield Goal(step("Adam"), SMALL, ours, "apex_npu, one tensor", 1 / 1.3, devices=ANY)
+
+    written, folded = "apex_npu, as written", "apex_npu, folded"
+    for precision, workload, variant, least in (
+        ("fp32", LARGE, written, 1.4),
+        ("fp32", LARGE, folded, 1.7),
+        ("fp32", SMALL, written, 6.0),
+        ("fp32", SMALL, folded, 7.0),
+        ("O2", LARGE, written, 1.6),
+        ("O2", LARGE, folded, 2.0),
+        ("O2", SMALL, written, 6.0),
+        ("O2", SMALL, folded, 7.0),
+    ):
+        for how in ("", IN_PLACE):
+            yield Goal(f"whole {precision} step", workload, f"{variant}{how}", f"{REFERENCE[precision]}{how}", least)
+    for workload, least in ((LARGE, 1.3), (SMALL, 5.0)):
+        for how in ("", IN_PLACE):
+            comparison, rival = f"{NO_COMPILER}whole fp32 step", f"{REFERENCE['fp32']}{how}"
+            yield Goal(comparison, workload, f"{folded}{how}", rival, least)
+    for precision, workload, least in (("fp32", "bert", 1.3), ("fp32", SMALL, 3.0), ("O2", "bert", 1.6)):
+        yield Goal(f"whole {precision} step", workload, folded, REFERENCE[precision], least, devices=CUDA)
+
+    yield Goal("overhead of step", TINY, "step", "", at_most_us=60.0, devices=ANY)
+    yield Goal("overhead of step", TINY, "scale_loss", "", at_most_us=100.0, devices=ANY)
+    yield Goal("overhead of O1", TINY, "O1 forward", "by hand", at_most_us=10.0, devices=ANY)
+    yield Goal("overhead of O2", TINY, "O2 forward", "by hand", at_most_us=10.0, devices=ANY)
+    yield Goal(IMPORT, "over torch", ours, "", at_most_us=0.3e6, devices=CPU)
+
+
+GOALS = list(_goals())
+
+
+class Row(NamedTuple):
+    """A goal, and what was measured; None where the rival is not here."""
+
+    goal: Goal
+    spread: Spread | None
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.spread is None:
+            return "SKIPPED"
+        return "PASS" if self.goal.is_met(self.spread) else "FALLS SHORT"
+
+    def line(self) -> str:
+        """To print."""
+        if self.spread is None:
+            return f"{'SKIPPED':12}{self.goal.name}: no {self.goal.rival} here (make bench-deps, or a C++ compiler)"
+        if self.goal.at_most_us is not None:
+            wanted, unit, digits = f"<= {self.goal.at_most_us:g} µs", " µs", 1
+        else:
+            wanted, unit, digits = f">= {self.goal.at_least:.2f}", "x", 2
+        low, middle, high = (f"{x:.{digits}f}" for x in (self.spread.low, self.spread.middle, self.spread.high))
+        return f"{self.verdict:12}{middle + unit:>12} ({low} .. {high}), goal {wanted:12} {self.goal.name}"
+
+    def cells(self) -> dict[str, str]:
+        """For a csv."""
+        numbers = ["", "", ""] if self.spread is None else [f"{x:.4f}" for x in self.spread]
+        goal = self.goal
+        return {
+            "comparison": goal.comparison,
+            "workload": goal.workload,
+            "variant": goal.ours,
+            "rival": goal.rival,
+            "goal": f">= {goal.at_least:.2f}" if goal.at_least is not None else f"<= {goal.at_most_us:g} µs",
+            **dict(zip(("median", "low", "high"), numbers, strict=True)),
+            "verdict": self.verdict,
+        }
+
+
+def check(goals: list[Goal], device: torch.device, seconds: float) -> Iterator[Row]:
+    """Measure what ``goals`` need, one comparison after the other, in about so many seconds of rounds."""
+    needed: dict[tuple[str, str], list[Goal]] = {}
+    for goal in goals:
+        needed.setdefault((goal.comparison, goal.workload), []).append(goal)
+    for (comparison, workload), members in needed.items():
+        if comparison == IMPORT:
+            times = {"apex_npu": [import_ms() for _ in range(5)]}
+        else:
+            there = variant_names(comparison, workload, device)
+            patterns = {pattern for goal in members for pattern in (goal.ours, goal.rival) if pattern}
+            times = measure(
+                comparison,
+                workload,
+                device,
+                patterns=[name for name in there if any(fnmatchcase(name, p) for p in patterns)],
+                budget_s=seconds / len(needed),
+            )
+        for goal in members:
+            lacks_rival = goal.rival and not any(fnmatchcase(n, goal.rival) for n in times if n != goal.ours)
+            yield Row(goal, None if lacks_rival else Spread.of(goal.values(times)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for the rounds of all goals together")
+    parser.add_argument("--only", default="*", help="pattern of the comparisons, as in a shell")
+    parser.add_argument("--write", action="store_true", help="write results/goals_<device>.csv")
+    options = parser.parse_args()
+    device = open_device(options.device)
+    started = time.perf_counter()
+    rows = []
+    goals = [g for g in GOALS if device.type in g.devices and fnmatchcase(g.comparison, options.only)]
+    for row in check(goals, device, options.seconds):
+        rows.append(row)
+        print(row.line(), flush=True)
+    short = [row for row in rows if row.verdict == "FALLS SHORT"]
+    skipped = [row for row in rows if row.spread is None]
+    print(
+        f"{len(rows) - len(short) - len(skipped)} goals met, {len(short)} not, {len(skipped)} skipped, "
+        f"in {time.perf_counter() - started:.0f} s on {device.type}, torch {torch.__version__}"
+    )
+    if options.write:
+        same = {"commit": commit(), "device": device.type, "torch": torch.__version__}
+        write_csv(RESULTS / f"goals_{device.type}.csv", [{**same, **row.cells()} for row in rows])
+    sys.exit(1 if short else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What Python costs where there is next to nothing to compute: step, scale_loss, a wrapped forward, the import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from workloads import LOSS_SCALE, Bench
+
+from apex_npu import amp, optimizers
+
+Step = Callable[[], object]
+
+
+class Identity(nn.Module):
+    """Computes nothing, but has a parameter."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def variants(what: str, bench: Bench) -> dict[str, Callable[[], Step]]:
+    """The bench's workload is to be tiny. What is done "by hand" has to be taken off a wrapped forward's time."""
+    if what == "O1":
+        return {"O1 forward": lambda: _forward(bench, "O1"), "by hand": lambda: _forward(bench, None)}
+    if what == "O2":
+        return {"O2 forward": lambda: _forward(bench, "O2"), "by hand": lambda: _casts_by_hand(bench)}
+    return {
+        "step": lambda: _step(bench),
+        "torch's fused step": lambda: _torch_step(bench),
+        "step under amp": lambda: _amp(bench)[0],
+        "scale_loss": lambda: _amp(bench)[1],
+    }
+
+
+def _step(bench: Bench) -> Step:
+    params = bench.params()
+    bench.gradients(params, fixed=True)
+    return optimizers.NpuFusedAdam(params, lr=1e-4).step
+
+
+def _torch_step(bench: Bench) -> Step:
+    params = bench.params()
+    bench.gradients(params, fixed=True)
+    return torch.optim.Adam(params, lr=1e-4, fused=bench.device.type != "npu").step
+
+
+def _amp(bench: Bench) -> tuple[Step, Step]:
+    """An adopted optimizer's step, and the block before it, into which gradients come off the clock."""
+    model = nn.Module()
+    model.params = nn.ParameterList(bench.params())
+    optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-4)
+    options = {"loss_scale": "dynamic", "dynamic_init_scale": LOSS_SCALE, "verbosity": 0}
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", **options)
+    gradients = bench.gradients(list(model.parameters()))
+    loss = torch.ones((), device=bench.device, requires_grad=True)
+
+    def block() -> None:
+        with amp.scale_loss(loss, optimizer):
+            gradients.hand_over()
+
+    bench.watch.start()
+    block()
+    bench.watch.stop()
+    bench.watch.take_ms()
+    return optimizer.step, block
+
+
+def _forward(bench: Bench, level: str | None) -> Step:
+    model, x = Identity(bench.device), torch.ones(4, device=bench.device)
+    if level is not None:
+        model = amp.initialize(model, opt_level=level, verbosity=0)
+    return lambda: model(x)
+
+
+def _casts_by_hand(bench: Bench) -> Step:
+    model, x = Identity(bench.device), torch.ones(4, device=bench.device)
+    return lambda: model(x.half()).float()
+
+
+_IMPORT = """
+import time, torch
+start = time.process_time()
+from apex_npu import amp, optimizers
+print((time.process_time() - start) * 1e3)
+"""
+
+
+def import_ms() -> float:
+    """CPU time of importing the package in a new process that has torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORT],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
+    )
+    return float(done.stdout)

@@ -1,0 +1,144 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Writes the tables of README.md from results/*.csv, between markers, and the plots.
+
+    python benchmarks/report.py [--check]
+
+--check writes nothing, and ends with exit code 1 where a table is not what the csv says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rounds import RESULTS, read_csv
+
+README = Path(__file__).with_name("README.md")
+Table = list[dict[str, str]]
+
+
+def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    cells = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def _origin(table: Table) -> str:
+    first = table[0]
+    return f"Commit {first['commit']}, torch {first['torch']}, {first['device']}.\n\n"
+
+
+def goals(table: Table) -> str:
+    """Every goal, and whether it is met."""
+    lines = []
+    for row in table:
+        digits = 1 if "µs" in row["goal"] else 2
+        low, middle, high = (f"{float(row[k]):.{digits}f}" if row[k] else "" for k in ("low", "median", "high"))
+        against = f"{row['variant']} / {row['rival']}" if row["rival"] else row["variant"]
+        verdict = {"PASS": "yes", "FALLS SHORT": "**no**"}.get(row["verdict"], "not measured")
+        lines.append(
+            (f"{row['comparison']}, {row['workload']}", against, row["goal"], middle, f"{low} .. {high}", verdict)
+        )
+    met = sum(row["verdict"] == "PASS" for row in table)
+    head = ("", "", "goal", "median", "95 % of the rounds", "met")
+    return f"{_origin(table)}{met} of {len(table)} goals are met.\n\n{_markdown(head, lines)}"
+
+
+def steps(table: Table) -> str:
+    """Bare steps: ours in ms and as a share of the ceiling, and how many times as long others take."""
+    others = ("torch fused", "torch foreach", "torch for-loop", "timm", "pytorch_optimizer", "DeepSpeed", "old patch")
+    found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    for row in table:
+        if row["comparison"].startswith("step of") and row["workload"] in ("small2000", "resnet50", "bert"):
+            found.setdefault((row["comparison"], row["workload"]), {})[row["variant"]] = row
+    there = [name for name in others if any(name in variants for variants in found.values())]
+    lines = []
+    for (comparison, workload), variants in found.items():
+        own = variants["apex_npu"]
+        share = f"{float(own['share_of_ceiling']):.0%}" if own["share_of_ceiling"] else ""
+        ratios = [f"{float(variants[name]['ratio']):.2f}" if name in variants else "" for name in there]
+        lines.append((comparison.removeprefix("step of "), workload, f"{float(own['median_ms']):.1f}", share, *ratios))
+    return _origin(table) + _markdown(("rule", "workload", "ms", "of the ceiling", *there), lines)
+
+
+def whole(table: Table) -> str:
+    """Whole steps and iterations: times relative to the first variant of each."""
+    lines = [
+        (
+            row["comparison"],
+            row["workload"],
+            row["variant"],
+            f"{float(row['median_ms']):.1f}",
+            f"{float(row['ratio']):.2f}",
+        )
+        for row in table
+        if "whole" in row["comparison"] or row["comparison"].startswith("iteration")
+    ]
+    return _markdown(("", "workload", "variant", "ms", "relative to the first"), lines)
+
+
+def counts(table: Table) -> str:
+    """What the simulated npu has counted."""
+    kept = [row for row in table if not row["comparison"].startswith("overhead") and row["workload"] != "tiny"]
+    lines = [
+        (
+            row["comparison"],
+            row["workload"],
+            row["variant"],
+            f"{int(row['launches']):,}",
+            f"{int(row['bytes']) / 1e6:,.1f}",
+            f"{int(row['syncs']):,}",
+        )
+        for row in kept
+        if row["workload"] in ("small2000", "resnet50")
+    ]
+    return _origin(table) + _markdown(("", "workload", "variant", "launches", "MB", "waits"), lines)
+
+
+# Marker in README.md → csv, and how it is shown.
+TABLES: dict[str, tuple[str, Callable[[Table], str]]] = {
+    "goals on cpu": ("goals_cpu.csv", goals),
+    "steps on cpu": ("cpu.csv", steps),
+    "whole steps on cpu": ("cpu.csv", whole),
+    "counts on npu": ("npu.csv", counts),
+    "goals on cuda": ("goals_cuda.csv", goals),
+    "steps on cuda": ("cuda.csv", steps),
+}
+MISSING = "There are no figures yet."
+
+
+def filled(text: str, results: Path = RESULTS) -> str:
+    """``text`` with what is between its markers made anew."""
+
+    def table(match: re.Match[str]) -> str:
+        name, render = TABLES[match["name"]]
+        path = results / name
+        return f"{match['open']}\n{render(read_csv(path)) if path.exists() else MISSING}\n{match['close']}"
+
+    return re.sub(r"(?P<open><!-- table: (?P<name>.+?) -->)\n.*?(?P<close><!-- end -->)", table, text, flags=re.DOTALL)
+
+
+def write() -> None:
+    """Tables and plots."""
+    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
+    import plots
+
+    plots.write()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    if not parser.parse_args().check:
+        write()
+        return
+    text = README.read_text(encoding="utf-8")
+    if filled(text) != text:
+        sys.exit(f"{README} does not show what results/*.csv say: run python benchmarks/report.py")
+
+
+if __name__ == "__main__":
+    main()

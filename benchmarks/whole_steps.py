@@ -1,0 +1,144 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What comes behind a backward: unscale, check, clip, a step of Adam, clear. In float32, and with float32 masters.
+
+Gradients are handed over off the clock (``Gradients.hand_over``): every variant has to take what autograd gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import old_patch
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_  # as it is before amp watches it
+from workloads import LOSS_SCALE, MAX_NORM, Bench, Gradients
+
+from apex_npu import amp, optimizers
+
+Step = Callable[[], object]
+# Of variants whose gradients stay, as zeros, for the next backward to add to: zero_grad(set_to_none=False).
+IN_PLACE = ", in place"
+REFERENCE = {"fp32": "GradScaler, clip, fused", "O2": "foreach copies, GradScaler, clip, fused"}
+
+
+class Params(nn.Module):
+    """Nothing but parameters."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(params)
+
+
+def torch_adam(params: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """torch's best for the device."""
+    return torch.optim.Adam(list(params), lr=1e-4, fused=params[0].device.type != "npu")
+
+
+def grad_scaler(device: torch.device) -> torch.amp.GradScaler:
+    scaler = torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE)
+    scaler.scale(torch.ones((), device=device))  # it makes its tensors when it first scales
+    return scaler
+
+
+def torch_fp32(bench: Bench, *, set_to_none: bool = True) -> Step:
+    """GradScaler, clip_grad_norm_ and torch's fused Adam."""
+    params = bench.params()
+    gradients = bench.gradients(params)
+    optimizer, scaler = torch_adam(params), grad_scaler(bench.device)
+    take = gradients.hand_over if set_to_none else gradients.add_up
+
+    def step() -> None:
+        take()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(params, MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none)
+
+    return step
+
+
+def torch_o2(bench: Bench, *, set_to_none: bool = True) -> Step:
+    """Half parameters, float32 masters with gradients of their own, torch's foreach copies and fused Adam."""
+    masters = bench.params()
+    params = [nn.Parameter(m.detach().half()) for m in masters]
+    gradients = bench.gradients(params)
+    optimizer, scaler = torch_adam(masters), grad_scaler(bench.device)
+    for master in masters:
+        master.grad = torch.zeros_like(master)
+    grads = [m.grad for m in masters]
+    take = gradients.hand_over if set_to_none else gradients.add_up
+    clear = nn.ParameterList(params).zero_grad
+
+    def step() -> None:
+        take()
+        torch._foreach_copy_(grads, [p.grad for p in params])
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(masters, MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad():
+            torch._foreach_copy_(params, masters)
+        clear(set_to_none)
+
+    return step
+
+
+def ours(bench: Bench, level: str, *, fold: bool = False, set_to_none: bool = True) -> Step:
+    """scale_loss and NpuFusedAdam; clipped by torch, or with ``fold`` in the step, as is the loss scale."""
+    model = Params(bench.params())
+    model, optimizer = amp.initialize(
+        model,
+        optimizers.NpuFusedAdam(model.parameters(), lr=1e-4),
+        opt_level=level,
+        loss_scale="dynamic",
+        dynamic_init_scale=LOSS_SCALE,
+        fuse_unscale=fold,
+        verbosity=0,
+    )
+    gradients: Gradients = bench.gradients(list(model.parameters()))
+    take = gradients.hand_over if set_to_none else gradients.add_up
+    loss = torch.ones((), device=bench.device, requires_grad=True)
+
+    def step() -> None:
+        with amp.scale_loss(loss, optimizer):
+            take()
+        if fold:
+            optimizer.clip_optimizer_grad_norm_fused(MAX_NORM)
+        else:
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none)
+
+    return step
+
+
+def old(bench: Bench) -> Step:
+    """The old patch's operators, at O1 with combine_grad, where backward adds to a flat buffer of zeros."""
+    params = bench.params()
+    gradients = bench.gradients(params)
+
+    def hand_over(views: list[Tensor]) -> None:
+        bench.watch.stop()
+        torch._foreach_copy_(views, gradients.values)
+        bench.watch.start()
+
+    return old_patch.whole_step(params, hand_over)
+
+
+def variants(precision: str, bench: Bench) -> dict[str, Callable[[], Step]]:
+    """Those of "fp32" or "O2"; each makes its own parameters when it is called."""
+    theirs, level = (torch_o2, "O2") if precision == "O2" else (torch_fp32, "O0")
+    found: dict[str, Callable[[], Step]] = {
+        REFERENCE[precision]: lambda: theirs(bench),
+        "apex_npu, as written": lambda: ours(bench, level),
+        "apex_npu, folded": lambda: ours(bench, level, fold=True),
+        f"{REFERENCE[precision]}{IN_PLACE}": lambda: theirs(bench, set_to_none=False),
+        f"apex_npu, as written{IN_PLACE}": lambda: ours(bench, level, set_to_none=False),
+        f"apex_npu, folded{IN_PLACE}": lambda: ours(bench, level, fold=True, set_to_none=False),
+    }
+    if precision == "fp32":
+        found["old patch"] = lambda: old(bench)
+    return found

@@ -1,0 +1,54 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Counts the gradients that backward has brought to parameters, without taking Python's lock for each of them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace apex_npu {
+
+// Buckets are full in one order: the first n of them, or none. See GradArrivals in apex_npu/fusion/grad_arrivals.py,
+// which does the same in Python.
+class GradArrivals {
+ public:
+  // `on_full(n)`: the first n buckets are full. Called in the thread that brought the last gradient; two threads may
+  // call at once, and in either order.
+  GradArrivals(std::vector<at::Tensor> tensors, std::function<void(int64_t)> on_full);
+  ~GradArrivals();
+  GradArrivals(const GradArrivals&) = delete;
+  GradArrivals& operator=(const GradArrivals&) = delete;
+
+  void plan(std::vector<int64_t> bucket_of, std::vector<int64_t> expected);
+  void begin(bool deferred);
+  void end();
+  void close();
+  std::vector<int64_t> order() const;
+  std::vector<int64_t> counts() const;
+  int64_t late() const;
+
+ private:
+  struct State;
+  using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+  struct Watched {
+    NodePtr node;
+    uintptr_t key;
+  };
+
+  void watch();
+
+  std::vector<at::Tensor> tensors_;
+  std::vector<Watched> watched_;
+  // Hooks hold it weakly: a graph may outlive what counts here.
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace apex_npu

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+# Clones Apex and patches the copy; --reverse takes the patch out again. scripts/gen.sh --help
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# As a package of its own: neither torch nor an installation is needed.
+PYTHONPATH="$root/apex_npu" exec "${PYTHON:-python3}" -m pipeline gen "$@"

@@ -1,0 +1,154 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a step costs on an NPU: kernels started and waits for the device, counted on the simulated one, so exact.
+
+Per flat buffer, with ATen's operators alone. NOW is the bound that holds; where it is above GOAL, the goal is missed.
+"""
+
+from collections.abc import Callable
+
+import old_patch
+import pytest
+import torch
+from devices import DEVICE
+from torch import nn
+
+from apex_npu import amp, optimizers
+
+pytestmark = pytest.mark.skipif(DEVICE.type != "npu", reason="launches are counted on the simulated NPU")
+
+# rule, class, options; launches of an update, whatever the number of tensors: NOW, GOAL. The goals are what the old
+# patch needs, where that does not depend on the number of tensors.
+UPDATES = [
+    ("SGD", optimizers.NpuFusedSGD, {"lr": 0.1, "momentum": 0.9}, 3, 3),
+    ("Adam", optimizers.NpuFusedAdam, {}, 7, 8),
+    ("AdamW", optimizers.NpuFusedAdamW, {}, 8, 9),
+    ("RMSprop", optimizers.NpuFusedRMSprop, {}, 5, 5),
+    ("RMSpropTF", optimizers.NpuFusedRMSpropTF, {}, 5, 6),
+    ("Adadelta", optimizers.NpuFusedAdadelta, {}, 11, 11),
+    ("BertAdam", optimizers.NpuFusedBertAdam, {"lr": 1e-3}, 7, 12),
+    ("LAMB", optimizers.NpuFusedLamb, {}, 19, 20),
+    ("AdamP", optimizers.NpuFusedAdamP, {}, 39, 40),
+]
+
+# part of a step of Adam, opt_level, fuse_unscale; launches: NOW, GOAL.
+PARTS = [
+    ("unscale and check", "O0", False, 3, 3),
+    ("unscale and check", "O2", False, 3, 3),
+    ("unscale and check", "O0", True, 3, 3),
+    ("unscale and check", "O2", True, 3, 3),
+    ("clip", "O0", False, 7, 5),
+    ("clip", "O0", True, 6, 5),
+    ("update", "O0", False, 7, 8),
+    ("update", "O0", True, 10, 8),
+    ("update", "O2", False, 8, 9),  # one more, to write back to the model
+    ("update", "O2", True, 11, 9),
+    ("zero", "O0", False, 1, 1),
+    ("zero", "O2", False, 1, 1),
+]
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was():
+    import npu_simulator
+
+    npu_simulator.configure()
+    yield
+    npu_simulator.configure()
+
+
+def counted(call: Callable[[], object]):
+    import npu_simulator
+
+    with npu_simulator.count() as n:
+        call()
+    return n
+
+
+def params(tensors: int) -> list[nn.Parameter]:
+    shapes = [(3, 5), (7,), (4, 4)]
+    made = [nn.Parameter(torch.ones(shapes[i % 3], device=DEVICE)) for i in range(tensors)]
+    for p in made:
+        p.grad = torch.full_like(p, 0.5)
+    return made
+
+
+@pytest.mark.parametrize(("cls", "options", "now"), [row[1:4] for row in UPDATES], ids=[row[0] for row in UPDATES])
+def test_update(cls, options, now):
+    launches = []
+    for tensors in (3, 60):
+        optimizer = cls(params(tensors), **options)
+        optimizer.step()
+        optimizer.step()
+        n = counted(optimizer.step)
+        assert n.syncs == 0
+        launches.append(n.launches)
+    assert launches[0] == launches[1] <= now
+
+
+@pytest.mark.parametrize("rule", [row[0] for row in UPDATES if row[0] not in ("LAMB", "AdamP")])
+def test_goal_of_an_update_is_what_the_old_patch_needs(rule):
+    (goal,) = (row[4] for row in UPDATES if row[0] == rule)
+    made = params(3)
+    step = old_patch.bare_step(rule, made, [p.grad for p in made])
+    assert counted(step).launches == goal
+
+
+def parts_of_a_step(tensors: int, level: str, fuse_unscale: bool, *, set_to_none: bool = True):
+    """Counts of each part of an iteration behind backward, once all is set up."""
+    model = nn.Module()
+    model.params = nn.ParameterList(params(tensors))
+    optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-3)
+    options = {"loss_scale": "dynamic", "dynamic_init_scale": 4.0, "verbosity": 0, "fuse_unscale": fuse_unscale}
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, **options)
+    loss = torch.ones((), device=DEVICE, requires_grad=True)
+    found = {}
+    for _ in range(3):
+        block = amp.scale_loss(loss, optimizer)
+        found["enter"] = counted(block.__enter__)
+        for p in model.parameters():
+            if p.grad is None:
+                p.grad = torch.full_like(p, 2.0)
+            else:
+                p.grad += 2.0
+        found["unscale and check"] = counted(lambda: block.__exit__(None, None, None))  # noqa: B023
+        found["clip"] = counted(lambda: optimizer.clip_optimizer_grad_norm_fused(0.1))
+        found["update"] = counted(optimizer.step)
+        found["zero"] = counted(lambda: optimizer.zero_grad(set_to_none))
+    amp.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(("part", "level", "fuse_unscale", "now"), [row[:4] for row in PARTS])
+def test_part_of_a_step(part, level, fuse_unscale, now):
+    import npu_simulator
+
+    # One launch more where gradients have to be gathered, and those of O2 always have to be.
+    gathered = part == "unscale and check" and level == "O2"
+    npu_simulator.configure(fused_foreach=True)
+    launches = [
+        parts_of_a_step(tensors, level, fuse_unscale, set_to_none=False)[part].launches - gathered
+        for tensors in (3, 60)
+    ]
+    assert launches[0] == launches[1] <= now
+
+
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_one_wait_for_the_device(level, fuse_unscale, set_to_none):
+    parts = parts_of_a_step(6, level, fuse_unscale, set_to_none=set_to_none)
+    assert {part: n.syncs for part, n in parts.items() if n.syncs} == {"unscale and check": 1}
+
+
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_gathering_takes_one_launch_for_each_tensor_or_one_in_all(level, fuse_unscale):
+    import npu_simulator
+
+    def launches(tensors):
+        return parts_of_a_step(tensors, level, fuse_unscale)["unscale and check"].launches
+
+    assert launches(60) - launches(3) == 57
+    npu_simulator.configure(fused_foreach=True)
+    assert launches(60) == launches(3)

@@ -1,0 +1,186 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the benchmarks conclude from numbers; that their variants compute what they are to; nothing is timed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import bare_steps
+import goals
+import measure
+import old_patch
+import pytest
+import report
+import torch
+from rounds import Spread, Stopwatch, in_turns, steps_in_turns, write_csv
+from torch import nn
+from workloads import WORKLOADS, Bench, Gradients, numel
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def test_spread_is_the_median_and_95_percent_of_the_values():
+    middle, low, high = Spread.of([float(x) for x in range(1, 42)])
+    assert (middle, low, high) == (21.0, 2.0, 40.0)
+
+
+def test_spread_of_few_values_stays_among_them():
+    assert Spread.of([3.0, 1.0, 2.0])[1:] >= (1.0,)
+    assert Spread.of([3.0, 1.0, 2.0]).high <= 3.0
+
+
+def test_every_variant_is_measured_once_a_round_and_none_always_first():
+    order = []
+    times = in_turns(["a", "b", "c"], 4, lambda name: order.append(name) or 1.0)
+    assert [len(v) for v in times.values()] == [4, 4, 4]
+    rounds = [order[i : i + 3] for i in range(0, len(order), 3)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
+    assert {turn[0] for turn in rounds} == {"a", "b", "c"}
+
+
+def test_a_spent_budget_ends_the_rounds_but_leaves_enough_for_an_interval():
+    assert len(in_turns(["a"], 50, lambda _: 1.0, budget_s=0.0)["a"]) == 7
+
+
+def test_stopwatch_leaves_out_what_is_paused(monkeypatch):
+    now = iter([1.0, 3.0, 10.0, 11.0])
+    monkeypatch.setattr("rounds.clock", lambda _: next(now))
+    watch = Stopwatch(CPU)
+
+    def step():
+        watch.stop()  # at 3
+        watch.start()  # at 10
+
+    assert watch.time(step, 1) == 3000.0
+
+
+@pytest.mark.parametrize(
+    ("at_least", "ours", "verdict"),
+    [(2.0, 0.4, "PASS"), (2.0, 0.5, "PASS"), (2.0, 0.6, "FALLS SHORT"), (0.5, 1.9, "PASS")],
+)
+def test_a_ratio_is_the_rivals_time_over_ours(at_least, ours, verdict):
+    goal = goals.Goal("step of Adam", "tiny", "us", "them", at_least)
+    spread = Spread.of(goal.values({"us": [ours] * 9, "them": [1.0] * 9}))
+    assert goals.Row(goal, spread).verdict == verdict
+
+
+def test_a_goal_is_missed_only_where_the_whole_interval_misses_it():
+    goal = goals.Goal("step of Adam", "tiny", "us", "them", 2.0)
+    assert goal.is_met(Spread(1.5, 1.0, 2.0))
+    assert not goal.is_met(Spread(1.5, 1.0, 1.99))
+    limit = goals.Goal("overhead of step", "tiny", "us", "", at_most_us=60.0)
+    assert limit.is_met(Spread(70.0, 60.0, 80.0))
+    assert not limit.is_met(Spread(70.0, 60.1, 80.0))
+
+
+def test_the_best_rival_is_chosen_in_every_round():
+    goal = goals.Goal("step of Adam", "tiny", "torch ours", "torch *", 1.0)
+    times = {"torch ours": [1.0, 1.0], "torch a": [2.0, 5.0], "torch b": [4.0, 3.0], "other": [0.1, 0.1]}
+    assert goal.values(times) == [2.0, 3.0]
+
+
+def test_microseconds_are_those_over_what_is_done_by_hand():
+    goal = goals.Goal("overhead of O1", "tiny", "wrapped", "by hand", at_most_us=10.0)
+    assert goal.values({"wrapped": [0.012], "by hand": [0.005]}) == pytest.approx([7.0])
+
+
+def test_goals_name_comparisons_and_variants_that_exist():
+    for goal in goals.GOALS:
+        if goal.comparison != goals.IMPORT and "cpu" in goal.devices:
+            names = measure.variant_names(goal.comparison, goal.workload, CPU)
+            assert goal.ours in names
+    assert len({(goal.name, goal.devices) for goal in goals.GOALS}) == len(goals.GOALS)
+
+
+@pytest.mark.parametrize(("name", "count", "tensors"), [("resnet50", 25_557_032, 161), ("bert", 109_482_240, 199)])
+def test_workloads_are_those_of_the_models(name, count, tensors):
+    shapes = WORKLOADS[name]()
+    assert (numel(shapes), len(shapes)) == (count, tensors)
+
+
+def test_gradients_are_the_same_in_every_step_though_steps_write_them():
+    bench = Bench(CPU, WORKLOADS["tiny"]())
+    params = bench.params()
+    gradients: Gradients = bench.gradients(params)
+    for _ in range(2):
+        bench.watch.start()
+        gradients.hand_over()
+        bench.watch.stop()
+        for p, value in zip(params, gradients.values, strict=True):
+            assert torch.equal(p.grad, value)
+            p.grad.zero_()
+
+
+@pytest.mark.parametrize("comparison", [c for c in measure.COMPARISONS if not c.startswith(measure.NO_COMPILER)])
+def test_every_variant_runs(comparison):
+    bench = Bench(CPU, WORKLOADS["tiny"]())
+    names = [n for n in measure.COMPARISONS[comparison](bench) if n != "DeepSpeed"]
+    steps = {name: measure.COMPARISONS[comparison](bench)[name]() for name in names}
+    for name, step in steps.items():
+        assert bench.watch.time(step, 1) > 0.0, name
+
+
+def test_rounds_of_steps_are_as_many_for_all():
+    watch = Stopwatch(CPU)
+    times = steps_in_turns({"a": lambda: sum(range(100)), "b": lambda: None}, watch, 5, float("inf"))
+    assert [len(v) for v in times.values()] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    "rule", ["SGD", "Adam", "AdamW", "RMSprop", "Adadelta", "RMSpropTF", "BertAdam", "LAMB", "AdamP"]
+)
+def test_old_patch_computes_what_the_fused_optimizers_do(rule):
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for shape in [(7, 5), (11,), (3, 2, 2)]]
+    grads = [torch.randn(v.shape, generator=generator) for v in values]
+    ours = [nn.Parameter(v.clone()) for v in values]
+    for p, g in zip(ours, grads, strict=True):
+        p.grad = g.clone()
+    options = {"SGD": {"lr": 1e-3, "momentum": 0.9}, "BertAdam": {"lr": 1e-3}, "Adadelta": {"lr": 1.0}}
+    lr = {} if rule in options else {"lr": 1e-3}
+    if rule == "RMSpropTF":
+        lr["init_square_avg"] = 0.0
+    optimizer = bare_steps.RULES[rule].ours(ours, **options.get(rule, {}), **lr)
+    flat = old_patch.Flat(values, grads)
+    for _ in range(5):
+        optimizer.step()
+        flat.step += 1
+        old_patch.RULES[rule](flat)
+    for p, q in zip(ours, flat.params, strict=True):
+        torch.testing.assert_close(p.detach(), q, rtol=2e-6, atol=1e-6)
+
+
+def test_readme_shows_what_the_results_say():
+    done = subprocess.run([sys.executable, ROOT / "benchmarks/report.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_report_replaces_what_is_between_markers_alone(tmp_path):
+    row = goals.Row(goals.Goal("step of Adam", "tiny", "us", "them", 2.0), Spread(2.5, 2.25, 3.0))
+    write_csv(tmp_path / "goals_cpu.csv", [{"commit": "abc", "device": "cpu", "torch": "2", **row.cells()}])
+    text = (
+        "before\n<!-- table: goals on cpu -->\nold\n<!-- end -->\nafter\n<!-- table: goals on cuda -->\n<!-- end -->\n"
+    )
+    new = report.filled(text, tmp_path)
+    assert new.startswith("before\n<!-- table: goals on cpu -->\nCommit abc")
+    assert "| step of Adam, tiny | us / them | >= 2.00 | 2.50 | 2.25 .. 3.00 | yes |" in new
+    assert "old" not in new
+    assert "<!-- end -->\nafter\n" in new
+    assert report.MISSING in new
+    assert report.filled(new, tmp_path) == new
+
+
+def test_bench_gpu_says_how_to_use_it_and_what_is_missing():
+    script = str(ROOT / "benchmarks/bench_gpu.sh")
+    asked = subprocess.run(["bash", script, "--help"], capture_output=True, text=True)
+    assert asked.returncode == 0
+    assert "usage" in asked.stdout
+    wrong = subprocess.run(["bash", script, "--turbo"], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "unknown argument '--turbo'" in wrong.stderr
+    if not torch.cuda.is_available():
+        without = subprocess.run(["bash", script, "--python", sys.executable], capture_output=True, text=True)
+        assert without.returncode == 2
+        assert without.stderr.startswith("bench_gpu.sh: torch")

@@ -1,0 +1,326 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Parameters that fully_shard and distribute_tensor have cut: each process steps its part.
+
+Run in several processes; the arguments are names of functions here.
+"""
+
+import copy
+import shutil
+import tempfile
+from operator import is_
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import backward, data, loss_on, main, mlp
+from devices import DEVICE
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from apex_npu import amp, optimizers
+from apex_npu.contrib.combine_tensors import combine_npu
+
+# Ours, and torch's of the same rule.
+RULES = [
+    (optimizers.NpuFusedAdamW, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    (optimizers.NpuFusedAdam, torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    (optimizers.NpuFusedSGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    (optimizers.NpuFusedRMSprop, torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+    (optimizers.NpuFusedAdadelta, torch.optim.Adadelta, {"lr": 1.0}),
+    (optimizers.FusedAdagrad, torch.optim.Adagrad, {"lr": 0.01}),
+]
+
+
+class Uneven(nn.Module):
+    """Parameters that do not divide by the number of processes, and one that leaves some processes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp()
+        self.odd = nn.Linear(2, 7)
+        self.single = nn.Linear(7, 1)
+        self.unused = nn.Linear(3, 3)
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+
+    def forward(self, x):
+        return self.single(torch.tanh(self.frozen(self.odd(self.layers(x)))))
+
+
+def sharded():
+    torch.manual_seed(0)
+    model = Uneven().to(DEVICE)
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    for layer in (model.layers[0], model.layers[2], model.odd, model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+def all_used():
+    """Parameters that are not trained have no state to be saved, and dcp wants all that it is to load."""
+    model = sharded()
+    model.unused.requires_grad_(False)
+    return model
+
+
+def train(model, optimizer, steps, clip=None):
+    for step in steps:
+        for micro in range(2):  # added up in gradients that fully_shard has reduced
+            loss_on(data(step, micro, dist.get_rank()))(model).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=bool(step % 2))
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same(found, expected, **tolerance):
+    for p, q in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q.full_tensor(), **{"rtol": 1e-6, "atol": 1e-7, **tolerance})
+
+
+def same_as_torch():
+    for ours, theirs, options in RULES:
+        model, twin = sharded(), sharded()
+        optimizer, other = ours(model.parameters(), **options), theirs(twin.parameters(), **options)
+        train(model, optimizer, range(6), clip=0.05)
+        train(twin, other, range(6), clip=0.05)
+        assert_same(model, twin)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            if theirs is not torch.optim.Adagrad:  # which has state before the first step
+                assert optimizer.state.get(p, {}).keys() == other.state.get(q, {}).keys(), theirs
+            for name, entry in optimizer.state.get(p, {}).items():
+                value = other.state[q][name]
+                assert isinstance(entry, DTensor) == isinstance(value, DTensor)
+                torch.testing.assert_close(whole(entry), whole(value), rtol=1e-5, atol=1e-8)
+
+
+def parts_are_fused():
+    """The parts of all parameters that divide evenly lie in one buffer, which is stepped by one kernel."""
+    model = sharded()
+    optimizer = optimizers.NpuFusedAdam(model.parameters())
+    train(model, optimizer, range(2))
+    groups = optimizer.fused_groups()
+    train(model, optimizer, range(2, 4))
+    assert all(map(is_, optimizer.fused_groups(), groups))  # not made anew in every step
+    largest = max(groups, key=lambda group: len(group.params))
+    assert len(largest.params) >= 6  # the three layers of mlp()
+    begin, end = largest.param_flat.data_ptr(), largest.param_flat.data_ptr() + largest.param_flat.nbytes
+    assert all(begin <= p.to_local().data_ptr() < end for p in model.layers.parameters())
+
+
+def checkpoints():
+    for ours, theirs, options in RULES[:3]:
+        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(folder, 0)
+        model = all_used()
+        optimizer = ours(model.parameters(), **options)
+        train(model, optimizer, range(3))
+        state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=folder[0])
+        full = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        train(model, optimizer, range(3, 6))
+        # Into ours and into torch's, which both go on alike.
+        for kind, tolerance in ((ours, {"rtol": 0.0, "atol": 0.0}), (theirs, {})):
+            twin = all_used()
+            other = kind(twin.parameters(), **{**options, "lr": 0.5})
+            state = {"model": get_model_state_dict(twin), "optim": get_optimizer_state_dict(twin, other)}
+            # torch's groups have entries (foreach, ...) that ours have not.
+            planner = DefaultLoadPlanner(allow_partial_load=kind is theirs)
+            dcp.load(state, checkpoint_id=folder[0], planner=planner)
+            set_model_state_dict(twin, state["model"])
+            set_optimizer_state_dict(twin, other, state["optim"])
+            train(twin, other, range(3, 6))
+            assert_same(twin, model, **tolerance)
+        # What was saved whole is cut again.
+        twin = all_used()
+        other = ours(twin.parameters(), **options)
+        set_optimizer_state_dict(twin, other, full, options=StateDictOptions(full_state_dict=True))
+        for p in twin.parameters():
+            for value in other.state.get(p, {}).values():
+                assert isinstance(value, DTensor) or not value.dim()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder[0])
+
+
+def plain_state_dicts():
+    model = sharded()
+    optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=0.01)
+    train(model, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    train(model, optimizer, range(2, 4))
+    twin = sharded()
+    twin.load_state_dict(weights)
+    other = optimizers.NpuFusedAdam(twin.parameters())
+    other.load_state_dict(state)
+    train(twin, other, range(2, 4))
+    assert_same(twin, model, rtol=0.0, atol=0.0)
+    for entry in state["state"].values():
+        entry["exp_avg"] = entry["exp_avg"].full_tensor()
+    with pytest.raises(ValueError, match=r"parameter 0 is sharded and has 'exp_avg' as a plain tensor.*set_optimizer"):
+        other.load_state_dict(state)
+    plain = mlp()
+    of_plain = optimizers.NpuFusedAdam(plain.parameters())
+    entry = {"step": torch.tensor(1.0), "exp_avg": None, "exp_avg_sq": None}
+    cut = distribute_tensor(torch.zeros_like(plain[0].weight), next(twin.parameters()).device_mesh, [Shard(0)])
+    entry["exp_avg"] = entry["exp_avg_sq"] = cut
+    groups = of_plain.state_dict()["param_groups"]
+    with pytest.raises(ValueError, match=r"parameter 0 is not sharded and has 'exp_avg' as a DTensor"):
+        of_plain.load_state_dict({"state": {0: entry}, "param_groups": groups})
+
+
+def what_users_do():
+    """Parameters replaced inside, added, unfrozen, and gradients cut in another way."""
+    model, twin = sharded(), sharded()
+    optimizer = optimizers.NpuFusedAdamW(model.parameters(), lr=0.01)
+    other = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    train(model, optimizer, range(2))
+    train(twin, other, range(2))
+    for m in (model, twin):
+        m.load_state_dict({name: value.clone() for name, value in m.state_dict().items()}, assign=False)
+        m.frozen.requires_grad_(True)
+        m.to(DEVICE)  # fully_shard takes this as an occasion to look at its parts again
+    train(model, optimizer, range(2, 4))
+    train(twin, other, range(2, 4))
+    assert_same(model, twin)
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    torch.manual_seed(1)
+    value, grad = torch.randn(6, 4, device=DEVICE), torch.randn(6, 4, device=DEVICE)
+    for kind, kwargs in ((optimizers.NpuFusedSGD, {}), (torch.optim.SGD, {})):
+        for placement in (Shard(0), Shard(1), Replicate()):
+            p = nn.Parameter(distribute_tensor(value.clone(), mesh, [placement]))
+            p.grad = distribute_tensor(grad.clone(), mesh, [Shard(1)])
+            added = nn.Parameter(value.clone())
+            added.grad = grad.clone()
+            mixed = kind([p], lr=0.5, **kwargs)
+            mixed.add_param_group({"params": [added], "lr": 0.25})
+            mixed.step()
+            torch.testing.assert_close(p.full_tensor(), value - 0.5 * grad)
+            torch.testing.assert_close(added.detach(), value - 0.25 * grad)
+
+
+def same_as_whole():
+    """Of rules that torch has not: what is stepped in parts is what the same optimizer makes of whole parameters."""
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    kinds = [
+        (optimizers.NpuFusedRMSpropTF, {"lr": 0.1, "momentum": 0.5}),
+        (optimizers.FusedAdam, {"lr": 0.1, "weight_decay": 0.1}),
+        (optimizers.FusedSGD, {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.1}),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for kind, options in kinds:
+        values = [torch.randn(shape, generator=generator).to(DEVICE) for shape in ((6, 4), (7,), (1, 3))]
+        parts = [nn.Parameter(distribute_tensor(value.clone(), mesh, [Shard(0)])) for value in values]
+        wholes = [nn.Parameter(value.clone()) for value in values]
+        of_parts, of_wholes = kind(parts, **options), kind(wholes, **options)
+        for _ in range(3):
+            for part, whole_param in zip(parts, wholes, strict=True):
+                whole_param.grad = torch.randn(part.shape, generator=generator).to(DEVICE)
+                part.grad = distribute_tensor(whole_param.grad.clone(), mesh, [Shard(0)])
+            of_parts.step()
+            of_wholes.step()
+        for part, whole_param in zip(parts, wholes, strict=True):
+            torch.testing.assert_close(part.full_tensor(), whole_param.detach(), rtol=1e-6, atol=1e-7)
+
+
+def refusals():
+    model = sharded()
+    before = [p.full_tensor() for p in model.parameters()]
+    for kind in (
+        optimizers.NpuFusedLamb,
+        optimizers.NpuFusedAdamP,
+        optimizers.NpuFusedBertAdam,
+        optimizers.FusedNovoGrad,
+        optimizers.FusedLAMB,
+    ):
+        with pytest.raises(TypeError, match=rf"{kind.__name__}: parameter 0 .* is a DTensor.* norms over whole param"):
+            kind(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="fuse_grad_scaler=True lets each process look for overflow in its own part"):
+        optimizers.NpuFusedAdam(model.parameters(), fuse_grad_scaler=True)
+    lamb = optimizers.NpuFusedLamb(mlp().parameters())
+    with pytest.raises(TypeError, match="is a DTensor"):
+        lamb.add_param_group({"params": model.parameters()})
+    assert len(lamb.param_groups) == 1
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    addends = nn.Parameter(DTensor.from_local(torch.ones(2, device=DEVICE), mesh, [Partial()]))
+    with pytest.raises(TypeError, match=r"hold addends \(Partial\)"):
+        optimizers.NpuFusedSGD([addends], lr=0.1)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+    for call in (optimizer.flat_grads, optimizer.get_optimizer_combined_params):
+        with pytest.raises(RuntimeError, match=r"sharded over processes .*clip_grad_norm_"):
+            call()
+    with pytest.raises(RuntimeError, match=r"sharded over processes .*clip_grad_norm_"):
+        optimizer.clip_optimizer_grad_norm_fused(1.0)
+
+    with pytest.raises(TypeError, match=r"must be a plain tensor .* got .*; pass its local tensor"):
+        combine_npu(list(model.parameters()))
+    theirs = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def refused(said, given, **options):
+        with pytest.raises(RuntimeError, match=said):
+            amp.initialize(model, given, verbosity=0, **options)
+        assert not hasattr(given, "_amp_record")
+
+    everyone = dist.group.WORLD
+    refused(r"combine_grad=True .* is a DTensor", theirs, opt_level="O1", combine_grad=True)
+    refused(r"NpuFusedSGD steps sharded parameters .* only without amp", optimizer, opt_level="O1")
+    refused(r"pass overflow_group=", theirs, opt_level="O1")
+    for level in ("O2", "O3", "O5"):
+        refused(rf"opt_level {level} casts the model.*Use O1 or O4", theirs, opt_level=level, overflow_group=everyone)
+    for p, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p.full_tensor(), value)
+
+
+def amp_with_torchs_optimizers():
+    """O1 and O4: all ranks skip together, and what is trained is what torch.autocast alone would have trained."""
+    for level in ("O1", "O4"):
+        model, twin = sharded(), sharded()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        other = torch.optim.AdamW(twin.parameters(), lr=0.01)
+        model, optimizer = amp.initialize(
+            model,
+            optimizer,
+            opt_level=level,
+            loss_scale="dynamic",
+            dynamic_init_scale=2.0**8,
+            overflow_group=dist.group.WORLD,
+            verbosity=0,
+        )
+        for step in range(5):
+            x = data(step, 0, dist.get_rank())
+            if step == 2 and dist.get_rank() == 1:
+                x[0, 0] = torch.inf
+            backward(loss_on(x)(model), optimizer)
+            optimizer.step()
+            assert amp.last_step(optimizer).applied == (step != 2)
+            optimizer.zero_grad()
+        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**7
+        amp.shutdown()
+        for step in (0, 1, 3, 4):
+            with torch.autocast(DEVICE.type, torch.float16 if level == "O1" else torch.bfloat16):
+                loss = loss_on(data(step, 0, dist.get_rank()))(twin)
+            loss.backward()
+            other.step()
+            other.zero_grad()
+        # Adam's first steps are as large where a gradient is nothing but rounding.
+        assert_same(model, twin, rtol=2e-2, atol=5e-3)
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,148 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Large gradients stay where autograd left them, and nothing but time tells the difference."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from lockstep import assert_equal_params
+from torch import nn
+
+from apex_npu import amp, optimizers
+from apex_npu.fusion import flat_grads, fuse
+
+SHAPES = [(3,), (40, 30), (7, 5), (20, 60), (2,)]
+LARGE = [1, 3]
+
+
+@pytest.fixture(autouse=True)
+def large_is_small(monkeypatch):
+    monkeypatch.setattr(flat_grads, "LOOSE_NUMEL", 1_000)
+
+
+def make_params(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def set_grads(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def test_which_stay():
+    params = make_params()
+    grads = fuse(params)[0].grads
+    set_grads(params, 1)
+    before = [p.grad for p in params]
+    states = grads.gather(leave_large=True)
+    assert [i for i, state in enumerate(states) if state == flat_grads.LOOSE] == LARGE
+    assert [i for i, (p, g) in enumerate(zip(params, before, strict=True)) if p.grad is g] == LARGE
+    loose, spans = grads.pieces()
+    assert [piece.data_ptr() for piece in loose] == [before[i].data_ptr() for i in LARGE]
+    assert len(spans) == 3
+    assert grads.gather().count(flat_grads.PRESENT) == len(params)  # who needs one piece gets it
+    torch.testing.assert_close(params[1].grad, before[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda p: p.grad.t().contiguous().t(), id="other strides"),
+        pytest.param(lambda p: torch.ones(()).expand(p.shape), id="one element for all"),
+        pytest.param(lambda p: p.detach(), id="the parameter's own memory"),
+    ],
+)
+def test_which_do_not(spoil):
+    params = make_params()
+    grads = fuse(params)[0].grads
+    set_grads(params, 1)
+    params[1].grad = spoil(params[1])
+    wanted = params[1].grad.clone()
+    states = grads.gather(leave_large=True)
+    assert states[1] == flat_grads.PRESENT
+    torch.testing.assert_close(params[1].grad, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [optimizers.NpuFusedSGD, optimizers.NpuFusedAdam, optimizers.NpuFusedLamb, optimizers.NpuFusedAdamP],
+)
+def test_steps_are_those_of_gathered_gradients(cls, monkeypatch):
+    ours, theirs = make_params(), make_params()
+    one, other = cls(ours, lr=0.1), cls(theirs, lr=0.1)
+    for i in range(6):
+        for params, optimizer, limit in ((ours, one, 1_000), (theirs, other, 10**9)):
+            monkeypatch.setattr(flat_grads, "LOOSE_NUMEL", limit)
+            set_grads(params, i)
+            if i == 2:
+                params[3].grad = None  # not in this step
+            optimizer.step()
+            if i != 4:  # or its gradients are stepped by again
+                optimizer.zero_grad()
+            else:
+                optimizer.step()
+    assert_equal_params(ours, theirs, 1e-6)
+
+
+def test_memory_of_gradients_is_let_go_of():
+    params = make_params()
+    optimizer = optimizers.NpuFusedAdam(params, lr=0.1)
+    for i in range(2):
+        set_grads(params, i)
+        optimizer.step()
+    grad = weakref.ref(params[1].grad)
+    storage = params[1].grad.untyped_storage()
+    optimizer.zero_grad()
+    gc.collect()
+    assert grad() is None
+    assert torch._C._storage_Use_Count(storage._cdata) == 1
+
+
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("clip", ["torch", "fused"])
+def test_amp_trains_as_with_gathered_gradients(level, fuse_unscale, clip, monkeypatch):
+    def train(limit):
+        monkeypatch.setattr(flat_grads, "LOOSE_NUMEL", limit)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 40), nn.Linear(40, 2))
+        optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=0.01)
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, fuse_unscale=fuse_unscale, dynamic_init_scale=2.0**9, verbosity=0
+        )
+        norms = []
+        for i in range(8):
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(i))
+            x[0, 0] = torch.inf if i == 3 else 0.0  # a skipped step
+            with amp.scale_loss(model(x).float().square().sum(), optimizer) as scaled:
+                scaled.backward()
+            if clip == "torch" and not fuse_unscale:
+                norms.append(nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5))
+            else:
+                norms.append(optimizer.clip_optimizer_grad_norm_fused(0.5))
+            optimizer.step()
+            if i != 5:  # the next backward adds to these
+                optimizer.zero_grad()
+        result = [p.detach().clone() for p in amp.master_params(optimizer)]
+        amp.shutdown()
+        return result, torch.stack(norms).float()
+
+    (ours, our_norms), (theirs, their_norms) = train(1_000), train(10**9)
+    assert_equal_params(ours, theirs, 1e-6)
+    torch.testing.assert_close(our_norms, their_norms, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+def test_two_parameters_with_one_gradient_are_unscaled_once():
+    params = make_params()[1:2] + make_params(1)[1:2]
+    grads = fuse(params)[0].grads
+    shared = torch.full((40, 30), 8.0)
+    for p in params:
+        p.grad = shared
+    grads.take(params, 0.5)
+    for p in params:
+        torch.testing.assert_close(p.grad, torch.full((40, 30), 4.0), rtol=0, atol=0)
+    assert shared.eq(8.0).all()

@@ -1,0 +1,74 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Triton's kernels compile, down to machine code, for GPUs that need not be there; and what the code looks like."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KERNELS = {
+    "sgd", "adam", "rmsprop", "adadelta", "adagrad", "lamb_directions", "lamb_ratios", "lamb_step", "adamp_directions",
+    "adamp_rows", "adamp_decisions", "adamp_step", "square_parts", "root_of_parts", "dot_parts", "segment_sums",
+    "segment_add",
+}  # fmt: skip
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
+    pytest.skip(f"Triton {triton.__version__} is too old for these kernels", allow_module_level=True)
+
+
+def compile_for(cache, *arguments):
+    """What the worker says of every launch."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, str(Path(__file__).with_name("triton_compile_worker.py")), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """For one architecture, and float32."""
+    return compile_for(tmp_path_factory.mktemp("triton"), "90")
+
+
+def check(facts):
+    assert facts["cubin"] > 0
+    assert facts["atomics"] == 0, "sums would depend on the order in which programs run"
+    assert facts["flushes"] == facts["approximates"] == 0, "not the arithmetic that torch has"
+    assert facts["narrow_offsets"] == 0, "32 bits do not reach beyond 2³¹ elements"
+    assert set(facts["float_arguments"]) <= {"f64"}, "Triton has taken a number as float32"
+
+
+def test_every_kernel_compiles_exactly_and_without_atomics(compiled):
+    launches = compiled[:-1]
+    assert {facts["kernel"] for facts in launches} == KERNELS
+    for facts in launches:
+        check(facts)
+
+
+@pytest.mark.parametrize(("op", "per_element"), [("sgd_", 20), ("adam_", 36), ("rmsprop_", 36), ("adadelta_", 28),
+                                                 ("adagrad_", 20)])  # fmt: skip
+def test_every_operand_is_read_and_written_once_and_in_pieces_of_16_bytes(compiled, op, per_element):
+    """Adam here with AMSGrad, RMSprop with mean and momentum: 8 bytes more for each. A thread has 8 elements."""
+    facts = next(facts for facts in compiled if facts["op"] == op)
+    assert set(facts["loads"]) == set(facts["stores"]) == {16}
+    assert sum(facts["loads"]) + sum(facts["stores"]) == 8 * per_element
+
+
+def test_no_hyper_parameter_step_or_length_is_compiled_in(compiled):
+    assert compiled[-1] == {"compiled_for_other_numbers": 0}
+
+
+@pytest.mark.slow
+def test_every_dtype_and_option_compiles_for_every_architecture(tmp_path):
+    launches = compile_for(tmp_path, "75", "90", "100", "--all")[:-1]
+    assert {facts["arch"] for facts in launches} == {75, 90, 100}
+    for facts in launches:
+        check(facts)

@@ -1,0 +1,426 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Triton's kernels compute what plain torch computes: on a GPU where there is one, else in Triton's interpreter.
+
+The interpreter runs the kernels' arithmetic, offsets and masks on the CPU, one program after the other. That they
+compile is shown by test_triton_compile.py; how fast they are, by neither.
+"""
+
+import importlib
+import itertools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from triton_cases import (
+    CHANGES,
+    DTYPES,
+    NUMEL,
+    OPTIONS,
+    SEGMENTED_CHANGES,
+    apply_reference,
+    inside,
+    operands,
+    places,
+    segments,
+)
+from triton_interpreter import DEVICE, INTERPRETED, interpreter, mend
+
+from apex_npu.ops import cuda, wide_dtype
+from apex_npu.ops.triton_kernels import launches, plans
+
+OPS = sorted(OPTIONS)
+
+
+# numpy, in which the interpreter computes, tells of every nan; kernels do not.
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _mended_interpreter(monkeypatch):
+    mend(monkeypatch)
+
+
+def launch(op, args, options=None):
+    """Run ``op`` on copies of ``args``; what they are then, and what it returns."""
+    copies = [a.to(DEVICE, copy=True) if isinstance(a, torch.Tensor) and _is_flat(a) else a for a in args]
+    plan = getattr(plans, op)(*copies, **(options or {}))
+    result = plan.run(DEVICE)
+    return [a.cpu() if isinstance(a, torch.Tensor) else a for a in copies], None if result is None else result.cpu()
+
+
+def _is_flat(tensor):
+    return tensor.dtype != torch.int64 or DEVICE.type == "cpu"
+
+
+def in_float64(op, args, options):
+    """What plain torch computes from ``args`` in float64."""
+    wide = [a.double() if isinstance(a, torch.Tensor) and a.dtype.is_floating_point else a for a in args]
+    wide = [w.clone() if w is a and isinstance(a, torch.Tensor) else w for w, a in zip(wide, args, strict=True)]
+    apply_reference(op, wide, options)
+    return wide
+
+
+def check(op, args, options, which=None, rtol=None):
+    """``op`` gives what float64 gives, rounded once to each operand's dtype; nothing outside of ``which`` counts."""
+    got, _ = launch(op, args, options)
+    wanted = in_float64(op, args, options)
+    assert torch.equal(got[1], args[1]), "gradients are not written"
+    for place, (g, w) in enumerate(zip(got, wanted, strict=True)):
+        if not isinstance(g, torch.Tensor) or not g.dtype.is_floating_point or g.numel() != args[0].numel():
+            continue
+        if op in ("lamb_", "adamp_") and place == 5:
+            continue  # scratch
+        g, w = (g, w) if which is None else (g[which], w[which])
+        eps = torch.finfo(g.dtype).eps
+        tolerance = rtol or (8 * eps if g.dtype in (torch.float32, torch.float64) else eps)
+        torch.testing.assert_close(g.double(), w, rtol=tolerance, atol=tolerance / 4, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize(("op", "change", "without"), CHANGES)
+def test_every_rule_gives_what_float64_gives(op, change, without, dtypes):
+    args = operands(op, 1500, *dtypes, without)
+    check(op, [*args, None], {**OPTIONS[op], **change}, rtol=None if dtypes[0] != torch.float32 else 4e-6)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 1024, 1025, 41 * 123])
+@pytest.mark.parametrize("op", ["sgd_", "adam_", "rmsprop_", "adadelta_", "adagrad_"])
+def test_any_length_at_any_place_and_nothing_beside_it(op, numel):
+    """Views that start one element behind an aligned address: what lies before and behind them stays."""
+    padded = [torch.nn.functional.pad(a, (1, 5), value=7.0).to(DEVICE) for a in operands(op, numel)]
+    plan = getattr(plans, op)(*(a[1 : 1 + numel] for a in padded), **OPTIONS[op])
+    plan.run(DEVICE)
+    wanted = in_float64(op, operands(op, numel), OPTIONS[op])
+    for got, want in zip(padded, wanted, strict=True):
+        want = torch.nn.functional.pad(want, (1, 5), value=7.0)
+        torch.testing.assert_close(got.cpu().double(), want, rtol=4e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale_dtype"),
+    [
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float64),
+        pytest.param(torch.bfloat16, torch.float32, marks=pytest.mark.slow),
+        pytest.param(torch.float64, torch.float32, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("op", OPS)
+def test_grad_scale_divides_and_model_param_gets_the_rounded_param(op, dtype, scale_dtype):
+    """Gradients of 1e-7, scaled by 2¹⁰: float16 could not hold them divided."""
+    more = segments(op, dtype) if op in ("lamb_", "adamp_") else []
+    numel = NUMEL if more else 100
+    param, grad, *states = operands(op, numel, dtype)
+    scaled = (grad.double() * 1e-7 * 2.0**10).to(dtype)
+    model_param = torch.zeros(numel, dtype=torch.float16)
+    scale = torch.tensor([2.0**10], dtype=scale_dtype, device=DEVICE)
+    got, _ = launch(op, [param, scaled, *states, model_param, *more], {**OPTIONS[op], "grad_scale": scale})
+    # In what it is computed in, a division by a power of two is exact.
+    wide = [t.to(wide_dtype(dtype)) for t in (param, scaled)]
+    want, _ = launch(op, [wide[0], wide[1] / 2.0**10, *states, model_param, *more], OPTIONS[op])
+    assert torch.equal(got[0], want[0].to(dtype))
+    assert torch.equal(got[2], want[2])
+    inside = slice(0, 5000 if more else numel)
+    assert torch.equal(got[2 + len(states)][inside], want[0].to(torch.float16)[inside])
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("op", ["sgd_", "adam_", "rmsprop_", "adadelta_", "adagrad_"])
+def test_inf_and_nan_go_where_they_go_in_torch(op, bad):
+    """In each operand in turn, at the first and the last element: nothing else is touched by them."""
+    for place in range(len(operands(op, 40))):
+        args = operands(op, 40)
+        args[place][0] = args[place][-1] = bad
+        got, _ = launch(op, args, OPTIONS[op])
+        apply_reference(op, args, OPTIONS[op])
+        for g, w in zip(got, args, strict=True):
+            torch.testing.assert_close(g, w, rtol=4e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_zero_eps_and_tiny_gradients(dtype):
+    """Squares of 1e-20, which float32 only holds as denormal numbers, are not taken for 0."""
+    args = operands("adam_", 50, dtype, without=(4,))
+    args[1] = torch.full_like(args[1], 1e-6 if dtype == torch.float16 else 1e-20)
+    args[2].zero_()
+    args[3].zero_()
+    check("adam_", args, {**OPTIONS["adam_"], "weight_decay": 0.0, "eps": 0.0, "step": 1}, rtol=4e-3)
+
+
+def test_without_beta1_nothing_is_left_of_the_average_before():
+    """As in torch.lerp: computed from the other end, 1e8 would swallow what is blended in."""
+    args = operands("adam_", 50, without=(4,))
+    args[2].fill_(1e8)
+    got, _ = launch("adam_", args, {**OPTIONS["adam_"], "beta1": 0.0, "weight_decay": 0.0})
+    assert torch.equal(got[2], args[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_norm_of_large_tiny_odd_and_no_values(dtype):
+    for x in (torch.full((300,), 1e30), torch.full((300,), 1e-30), torch.randn(10_003), torch.zeros(0)):
+        x = x.to(dtype)
+        _, got = launch("norm", [x])
+        assert got.dtype == wide_dtype(dtype)
+        torch.testing.assert_close(got, torch.linalg.vector_norm(x.double()).to(got.dtype), rtol=1e-7, atol=0)
+    for bad, place in itertools.product((math.inf, math.nan), (0, 500, 1_000)):
+        x = torch.randn(1_001).to(dtype)
+        x[place] = bad
+        assert not launch("norm", [x])[1].isfinite()
+
+
+def test_a_norm_of_more_blocks_than_programs(monkeypatch):
+    monkeypatch.setattr(plans, "_NORM_PROGRAMS", 2)
+    x = torch.randn(5 * 2048 + 3)
+    torch.testing.assert_close(launch("norm", [x])[1], x.double().norm().float(), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_segment_sums(dtype, aligned):
+    where = places("segment_dot", aligned)
+    a, b = operands("sgd_", NUMEL, dtype)[:2]
+    starts, lengths = (torch.tensor(column) for column in zip(*where, strict=True))
+    _, got = launch("segment_dot", [a, b, starts, lengths, None])
+    # Rounded once, from a sum without rounding errors.
+    wanted = [math.fsum((a[s : s + n].double() * b[s : s + n].double()).tolist()) for s, n in where]
+    torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64).to(dtype), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_segment_add(dtype, aligned):
+    where = places("segment_add_", aligned)
+    x, y = operands("sgd_", NUMEL, dtype)[:2]
+    starts, lengths = (torch.tensor(column) for column in zip(*where, strict=True))
+    factors = torch.tensor([2.0, -3.0, 0.5, 9.0], dtype=dtype)
+    got, _ = launch("segment_add_", [x, y, factors, starts, lengths, None])
+    wanted = x.double()
+    for (start, length), factor in zip(where, factors.tolist(), strict=True):
+        wanted[start : start + length] += factor * y[start : start + length].double()
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(got[0].double(), wanted, rtol=eps, atol=eps)
+    outside = torch.ones(NUMEL, dtype=torch.bool)
+    for start, length in where:
+        outside[start : start + length] = False
+    assert torch.equal(got[0][outside], x[outside])
+
+
+@pytest.mark.parametrize("dtypes", [DTYPES[0], *(pytest.param(d, marks=pytest.mark.slow) for d in DTYPES[1:])], ids=str)
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize(("op", "change"), SEGMENTED_CHANGES)
+def test_every_rule_that_looks_at_segments_gives_what_float64_gives(op, change, aligned, dtypes):
+    args = [*operands(op, NUMEL, *dtypes), None, *segments(op, dtypes[0], aligned)]
+    # The direction is stored once in between, and a projection takes two numbers of one size from each other.
+    rtol = {torch.float32: 1e-5, torch.float64: 1e-13}.get(dtypes[0])
+    check(op, args, {**OPTIONS[op], **change}, inside(op, aligned), rtol)
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("bad", [math.inf, math.nan, 0.0])
+@pytest.mark.parametrize("op", ["lamb_", "adamp_"])
+def test_inf_nan_and_zero_norms_go_where_they_go_in_torch(op, bad, aligned):
+    """A segment with such a gradient, and one whose parameters are such; padding of nan reaches nobody."""
+    args = [*operands(op, NUMEL), None, *segments(op, aligned=aligned)]
+    inner, first, second = inside(op, aligned), slice(0, 5000), slice(5056, 7300)
+    if bad == 0.0:
+        for operand in (args[1], args[2], args[3]):
+            operand[first] = 0.0
+        args[0][second] = 0.0
+    else:
+        args[1][100] = args[0][5060] = bad
+    padding = torch.ones(NUMEL, dtype=torch.bool)
+    padding[inner] = False
+    for operand in args[:4]:
+        operand[padding] = math.nan
+    options = {**OPTIONS[op], "decay": 0.0} if op == "lamb_" else OPTIONS[op]
+    got, _ = launch(op, args, options)
+    apply_reference(op, args, options)
+    for g, w in zip(got[:4], args[:4], strict=True):
+        torch.testing.assert_close(g[inner], w[inner], rtol=2e-5, atol=1e-6, equal_nan=True)
+    assert got[0][inner].isfinite().all() == (bad == 0.0)
+
+
+def test_adamp_projects_a_nan_nowhere_and_small_cosines_everywhere():
+    """By the limits of a cosine, not by those that let everything or nothing pass."""
+    args = [*operands("adamp_", NUMEL), None, *segments("adamp_")]
+    args[10] = torch.tensor([0.0, 0.02, 0.5, 0.5])
+    args[11] = torch.tensor([0.0, 0.5, 0.5, 1e-9])
+    check("adamp_", args, OPTIONS["adamp_"], inside("adamp_"), 4e-6)
+
+
+def test_rows_of_a_parameter_that_are_no_neighbours_are_left_to_torch():
+    args = [*operands("adamp_", NUMEL), None, *segments("adamp_")]
+    args[9] = args[9][[7, 0, 1, 2, 3, 4, 5, 6, 8]]
+    assert plans.adamp_(*args, **OPTIONS["adamp_"]) is None
+
+
+@pytest.mark.parametrize(("op", "count"), [("sgd_", 1), ("adam_", 1), ("rmsprop_", 1), ("adadelta_", 1),
+                                           ("adagrad_", 1), ("lamb_", 3), ("adamp_", 4)])  # fmt: skip
+def test_how_many_launches_a_step_takes(op, count):
+    more = segments(op) if count > 1 else []
+    numel = NUMEL if more else 100
+    plan = getattr(plans, op)(*operands(op, numel), torch.zeros(numel, dtype=torch.float16), *more, **OPTIONS[op])
+    assert len(plan.launches) == count
+    assert len(plans.norm(torch.zeros(5)).launches) == 2
+
+
+def test_the_same_bits_every_time():
+    args = [*operands("lamb_", NUMEL), None, *segments("lamb_")]
+    one, other = (launch("lamb_", args, OPTIONS["lamb_"])[0] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one[:4], other[:4], strict=True))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="takes the interpreter's program ids")
+def test_elements_behind_two_to_the_31(monkeypatch):
+    """The last block of a buffer of 2³¹ + 100 elements, of which no other page is ever touched."""
+    numel = 2**31 + 100
+    param, grad = (torch.empty(numel, dtype=torch.float16) for _ in range(2))
+    param[-200:], grad[-200:] = 1.0, 2.0
+    plan = plans.sgd_(param, grad, None, **{**OPTIONS["sgd_"], "weight_decay": 0.0, "lr": 0.25})
+    (only,) = plan.launches
+    last = interpreter.TensorHandle(np.array([only.programs - 1], dtype=np.int32), interpreter.tl.int32)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", lambda *_: last)
+    launches.Launch(only.kernel, 1, only.args, only.constants, only.warps).run()
+    assert param[-100:].eq(0.5).all()
+    assert param[-200:-100].eq(1.0).all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="its memory is only reserved, which takes a CPU")
+def test_segments_behind_two_to_the_31():
+    numel = 2**31 + 4096
+    x = torch.empty(numel, dtype=torch.float16)
+    x[-4000:] = 1.0
+    x[-1000:] = 2.0
+    starts, lengths = torch.tensor([numel - 3500, numel - 500]), torch.tensor([3000, 500])
+    plan = plans.segment_dot(x, x, starts, lengths, None)
+    assert plan.run(DEVICE).tolist() == [2500 + 4 * 500, 4 * 500]
+
+
+# What decides between Triton and torch
+
+
+def adam_args():
+    return [a.to(DEVICE) for a in operands("adam_", 100)]
+
+
+def stepped(args=None):
+    args = adam_args() if args is None else args
+    cuda.adam_(*args, **OPTIONS["adam_"])
+    return args[0]
+
+
+@pytest.fixture
+def decide_anew():
+    """Nothing that was found out before, or is found out here, counts elsewhere."""
+    cuda._plans.cache_clear()
+    yield
+    cuda._plans.cache_clear()
+    cuda._given_up.clear()
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How many launches there were."""
+    calls = []
+    run = launches.Launch.run
+    monkeypatch.setattr(launches.Launch, "run", lambda self: (calls.append(self.kernel.__name__), run(self)))
+    return calls
+
+
+@pytest.mark.usefixtures("decide_anew")
+def test_triton_is_taken_where_it_can_be(counted):
+    stepped()
+    assert counted == ["adam"]
+    assert cuda.takes_ranges()
+
+
+@pytest.mark.usefixtures("decide_anew")
+@pytest.mark.parametrize("how", ["missing", "old", "switched off"])
+def test_torch_takes_over_where_there_is_no_triton(how, monkeypatch, counted, caplog):
+    expected = stepped()
+    counted.clear()
+    cuda._plans.cache_clear()
+    if how == "switched off":
+        monkeypatch.setenv("APEX_NPU_NO_TRITON", "1")
+    else:
+        import_module = importlib.import_module
+
+        def load(name):
+            if name == "triton" and how == "missing":
+                raise ModuleNotFoundError("No module named 'triton'")
+            return SimpleNamespace(__version__="3.5.1") if name == "triton" else import_module(name)
+
+        monkeypatch.setattr(importlib, "import_module", load)
+    for _ in range(2):
+        torch.testing.assert_close(stepped(), expected, rtol=1e-6, atol=1e-6)
+    assert not counted
+    assert not cuda.takes_ranges()
+    said = {"missing": ["No module named 'triton'"], "old": ["3.5.1, and 3.6 or newer is needed"], "switched off": []}
+    assert len(caplog.records) == len(said[how])
+    assert all(words in caplog.text for words in said[how])
+
+
+@pytest.mark.usefixtures("decide_anew")
+@pytest.mark.parametrize("op", ["adam_", "lamb_"])
+def test_what_triton_cannot_compile_torch_does_instead_and_nothing_is_half_done(op, monkeypatch, counted, caplog):
+    """The last kernel fails: had the first already run, moments would have been blended twice."""
+    args = [*operands(op, NUMEL), None, *(segments(op) if op == "lamb_" else [])]
+    args = [a.to(DEVICE) if isinstance(a, torch.Tensor) and _is_flat(a) else a for a in args]
+    expected = in_float64(op, [a.cpu() if isinstance(a, torch.Tensor) else a for a in args], OPTIONS[op])
+    failing = getattr(plans, op)(*args, **OPTIONS[op]).launches[-1].kernel
+    compiling = launches.Launch.compile
+
+    def compile_(self):
+        if self.kernel is failing:
+            raise RuntimeError("Failed to find C compiler")
+        compiling(self)
+
+    monkeypatch.setattr(launches.Launch, "compile", compile_)
+    monkeypatch.setattr(launches, "_compiled", set())
+    getattr(cuda, op)(*args, **OPTIONS[op])
+    for got, want in zip(args[:4], expected[:4], strict=True):
+        torch.testing.assert_close(got.cpu()[inside(op)].double(), want[inside(op)], rtol=1e-5, atol=1e-6)
+    getattr(cuda, op)(*args, **OPTIONS[op])
+    assert not counted
+    assert len(caplog.records) == 1
+    assert op in caplog.text
+    assert "Failed to find C compiler" in caplog.text
+
+
+@pytest.mark.usefixtures("decide_anew")
+def test_scattered_segments_are_left_to_torch(counted):
+    """Rows of a transposed matrix are no ranges of memory: there is a map from elements to segments instead."""
+    x = torch.arange(100.0, device=DEVICE)
+    ids = torch.arange(100, device=DEVICE) % 2
+    halves = cuda.segment_dot(x, x, torch.tensor([0, 1]), torch.tensor([50, 50]), ids)
+    assert halves.tolist() == [sum(i * i for i in range(k, 100, 2)) for k in (0, 1)]
+    assert not counted
+    assert cuda.segment_dot(x, x, torch.tensor([10]), torch.tensor([3]), None).tolist() == [100 + 121 + 144]
+    assert counted == ["dot_parts", "segment_sums"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda grad: grad[:-3], rf"grad has {NUMEL - 3} elements on .*, but param has {NUMEL} on .*of one length"),
+        (lambda grad: torch.stack([grad, grad], 1)[:, 0], r"grad has stride \(2,\): call contiguous\(\)"),
+        (lambda grad: grad.long(), r"grad is of torch.int64, which is not one of torch.bfloat16, torch.float16"),
+    ],
+)
+@pytest.mark.parametrize("op", OPS)
+def test_operands_that_do_not_fit_are_refused_before_anything_is_written(op, spoil, words):
+    args = [*operands(op, NUMEL), None, *(segments(op) if op in ("lamb_", "adamp_") else [])]
+    before = args[0].clone()
+    args[1] = spoil(args[1])
+    with pytest.raises(ValueError, match=f"^{op}: {words}.*Nothing has been written"):
+        getattr(plans, op)(*args, **OPTIONS[op])
+    assert torch.equal(args[0], before)
+
+
+@pytest.mark.parametrize("op", [*OPS, "norm", "segment_dot", "segment_add_"])
+def test_cuda_has_a_kernel_of_its_own_for_every_op(op):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"apex_npu::{op}", "CUDA")
+    assert callable(getattr(cuda, op))

@@ -1,0 +1,130 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Compiles Triton's kernels for GPUs that are not there, and prints what came of each launch as a line of JSON.
+
+A process of its own: one that interprets kernels cannot compile them. Triton's compiler and ptxas need no GPU, only the
+driver does, so a stand-in tells for which one to compile, and takes what is launched.
+
+    python triton_compile_worker.py ARCH [ARCH ...] [--all]     80 is an A100, 90 an H100 or H200
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from triton_cases import CHANGES, DTYPES, NUMEL, OPTIONS, SEGMENTED_CHANGES, operands, segments
+
+from apex_npu.ops.triton_kernels import plans
+from apex_npu.ops.triton_kernels.launches import Plan
+
+CPU = torch.device("cpu")
+
+
+class NoGpu:
+    """What Triton asks of a driver; a launch is only counted."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+        self.launched: list[tuple[Any, ...]] = []
+        self.utils = SimpleNamespace(
+            load_binary=lambda *_: (0, 0, 0, 0, 1024),
+            get_device_properties=lambda _: {"max_shared_mem": 64 * 1024},  # what the smallest of them has
+        )
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch  # so that nothing compiled for one is found for another
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def launcher_cls(self, *_: Any) -> Any:
+        return lambda *args: self.launched.append(args)
+
+
+def all_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
+    """Each op, aligned and not; for ``everything`` in each dtype, and with each of its options."""
+    for dtypes in DTYPES if everything else DTYPES[:1]:
+        low = torch.zeros(NUMEL, dtype=torch.bfloat16)
+        for op, change, without in CHANGES:
+            if change and not everything:
+                continue
+            yield op, getattr(plans, op)(*operands(op, 1504, *dtypes, without), None, **{**OPTIONS[op], **change})
+        a, b = operands("sgd_", NUMEL, *dtypes)[:2]
+        yield "norm", plans.norm(a)
+        for aligned in (True, False):
+            for op, change in SEGMENTED_CHANGES:
+                if change and not everything:
+                    continue
+                args = [*operands(op, NUMEL, *dtypes), low, *segments(op, dtypes[0], aligned)]
+                yield op, getattr(plans, op)(*args, **{**OPTIONS[op], **change})
+            starts, lengths = segments("lamb_", aligned=aligned)[1:3]
+            yield "segment_dot", plans.segment_dot(a, a, starts, lengths, None)
+            yield "segment_add_", plans.segment_add_(a, b, a[:4], starts, lengths, None)
+    for op in ("sgd_", "adam_", "rmsprop_", "adadelta_", "adagrad_"):
+        args = operands(op, 1000, torch.float32, torch.bfloat16)
+        model_param, scale = torch.zeros(1000, dtype=torch.float16), torch.ones(1)
+        yield op, getattr(plans, op)(*args, model_param, **OPTIONS[op], grad_scale=scale)
+        yield op, getattr(plans, op)(*(a[1:] for a in args), model_param[1:], **OPTIONS[op], grad_scale=scale.double())
+
+
+def facts(compiled: Any) -> dict[str, Any]:
+    """What can be seen in a compiled kernel."""
+    ptx, ttir = compiled.asm["ptx"], compiled.asm["ttir"]
+    moved = [(kind, int(count or 1) * int(bits) // 8) for kind, count, bits in _MOVES.findall(ptx)]
+    return {
+        "cubin": len(compiled.asm["cubin"]),
+        "loads": [size for kind, size in moved if kind == "ld"],
+        "stores": [size for kind, size in moved if kind == "st"],
+        "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
+        "flushes": len(re.findall(r"\b(?:div|sqrt|mul|fma|add)\S*\.ftz", ptx)),
+        "approximates": len(re.findall(r"\b(?:div\.full|div\.approx|sqrt\.approx|rsqrt)", ptx)),
+        "narrow_offsets": len(re.findall(r"tt\.addptr .*: tensor<.*x!tt\.ptr<\w+>>, tensor<\w+xi32>", ttir)),
+        "float_arguments": sorted(set(re.findall(r"%\w+: (f\d+)", ttir.partition("tt.func public")[2].split("\n")[0]))),
+    }
+
+
+_MOVES = re.compile(r"\b(ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("arch", type=int, nargs="+")
+    parser.add_argument("--all", action="store_true")
+    arguments = parser.parse_args()
+    for arch in arguments.arch:
+        driver = NoGpu(arch)
+        triton.runtime.driver.set_active(driver)
+        for op, plan in all_plans(arguments.all):
+            for launch in plan.launches:
+                compiled = launch.compile()
+                print(json.dumps({"arch": arch, "op": op, "kernel": launch.kernel.__name__, **facts(compiled)}))
+            before = len(driver.launched)
+            plan.run(CPU)
+            assert len(driver.launched) - before == len(plan.launches)
+    # Other numbers compile nothing: neither hyper-parameters nor lengths, as long as these are multiples of 16.
+    kernel = plans.adam_(*operands("adam_", 1504), **OPTIONS["adam_"]).launches[0].kernel
+    known = [len(cache[0]) for cache in kernel.device_caches.values()]
+    for step in range(1, 5):
+        options = {**OPTIONS["adam_"], "step": step, "lr": 1 / step, "beta1": 1.0 - 1 / step, "eps": float(step)}
+        plans.adam_(*operands("adam_", 1504 + 16 * step), **options).run(CPU)
+    compiled_since = sum(len(cache[0]) for cache in kernel.device_caches.values()) - sum(known)
+    print(json.dumps({"compiled_for_other_numbers": compiled_since}))
+
+
+if __name__ == "__main__":
+    main()

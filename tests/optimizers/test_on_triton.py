@@ -1,0 +1,73 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whole optimizers on Triton's kernels: those of cuda take the place of the CPU's, through torch's dispatcher."""
+
+import inspect
+
+import pytest
+import torch
+from lockstep import assert_equal_params
+from optimizer_specs import SPECS
+from triton_interpreter import INTERPRETED, mend
+
+from apex_npu.ops import cpu, cuda
+from apex_npu.ops.triton_kernels import launches
+
+OPS = ("sgd_", "adam_", "rmsprop_", "adadelta_", "adagrad_", "lamb_", "adamp_", "segment_dot", "segment_add_", "norm")
+
+CAN_OVERRIDE = "allow_override" in inspect.signature(torch.library.Library.impl).parameters
+
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED, reason="on a GPU APEX_NPU_TEST_DEVICE=cuda runs all tests on it"),
+    pytest.mark.skipif(not cpu.available, reason="without the extension the CPU has other segments"),
+    pytest.mark.skipif(not CAN_OVERRIDE, reason="this torch lets no kernel take the place of another"),
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero|Warning only once):"),
+]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels that have run, on the CPU."""
+    mend(monkeypatch)
+    names = []
+    run = launches.Launch.run
+    monkeypatch.setattr(launches.Launch, "run", lambda self: (names.append(self.kernel.__name__), run(self)))
+    with torch.library._scoped_library("apex_npu", "IMPL") as library:
+        for op in OPS:
+            library.impl(op, getattr(cuda, op), "CPU", allow_override=True)
+        yield names
+
+
+def params():
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(5, 7), (7,), (1,), (6, 3, 3, 3), (2, 2500)]
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_optimizers_on_triton_step_like_their_references(spec, launched):
+    """One parameter joins later, and so has a step count, and a run, of its own."""
+    for options in spec.variants[: 2 if "Adam" in spec.cls.__name__ else 3]:
+        ours, theirs = params(), params()
+        optimizer, reference = spec.cls(ours, **options), spec.reference(theirs, **options)
+        for step in range(3):
+            for index, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+                late = index == 1 and step == 0
+                q.grad = (
+                    None if late else torch.randn(q.shape, generator=torch.Generator().manual_seed(9 * step + index))
+                )
+                p.grad = None if late else q.grad.clone()
+            optimizer.step()
+            reference.step()
+        assert_equal_params(ours, theirs, 1e-5)
+    assert launched
+
+
+def test_a_clipped_norm_is_of_triton(launched):
+    ours = params()
+    optimizer = SPECS[0].cls(ours, lr=0.1)
+    for p in ours:
+        p.grad = torch.ones_like(p)
+    norm = optimizer.clip_optimizer_grad_norm_fused(1.0)
+    torch.testing.assert_close(norm, torch.tensor(float(sum(p.numel() for p in ours)) ** 0.5))
+    assert launched == ["square_parts", "root_of_parts"]

@@ -1,0 +1,125 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Operands and options of every op that has a Triton kernel: what is interpreted, and what is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_npu.ops import reference, reference_segments, wide_dtype
+
+SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.01, "nesterov": False, "maximize": False,
+       "first": False, "decoupled": False}  # fmt: skip
+ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "decoupled": False,
+        "maximize": False, "step": 3, "bias_correction": True}  # fmt: skip
+RMSPROP = {"lr": 0.01, "alpha": 0.9, "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9, "eps_inside_sqrt": False,
+           "decoupled": False, "lr_in_momentum": False, "maximize": False}  # fmt: skip
+ADADELTA = {"lr": 0.5, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.1, "maximize": False}
+ADAGRAD = {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.1, "decoupled": False, "maximize": False}
+LAMB = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "beta3": 0.1, "eps": 1e-8, "bias_correction1": 0.3,
+        "bias_correction2": 0.03, "l2": 0.0, "decay": 0.1, "adapt": True, "max_weight_norm": 40.0,
+        "maximize": False}  # fmt: skip
+ADAMP = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "wd_ratio": 0.1, "nesterov": False,
+         "maximize": False, "step": 3}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sgd_": SGD, "adam_": ADAM, "rmsprop_": RMSPROP, "adadelta_": ADADELTA, "adagrad_": ADAGRAD, "lamb_": LAMB,
+    "adamp_": ADAMP,
+}  # fmt: skip
+
+# What else to try of each rule: changes of its options, and the places of the operands that are left out.
+CHANGES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
+    ("sgd_", {}, ()),
+    ("sgd_", {"nesterov": True, "dampening": 0.0, "weight_decay": 0.0}, ()),
+    ("sgd_", {"first": True, "maximize": True}, ()),
+    ("sgd_", {"decoupled": True}, (2,)),
+    ("adam_", {}, ()),
+    ("adam_", {"decoupled": True, "step": 1, "maximize": True}, (4,)),
+    ("adam_", {"bias_correction": False, "weight_decay": 0.0, "beta1": 0.3}, (4,)),
+    ("rmsprop_", {}, ()),
+    ("rmsprop_", {"eps_inside_sqrt": True, "lr_in_momentum": True, "decoupled": True}, (3,)),
+    ("rmsprop_", {"weight_decay": 0.0, "maximize": True}, (4,)),
+    ("rmsprop_", {"lr_in_momentum": True, "eps_inside_sqrt": True}, (3, 4)),
+    ("adadelta_", {}, ()),
+    ("adadelta_", {"weight_decay": 0.0, "maximize": True}, ()),
+    ("adagrad_", {}, ()),
+    ("adagrad_", {"decoupled": True, "maximize": True}, ()),
+]
+SEGMENTED_CHANGES: list[tuple[str, dict[str, Any]]] = [
+    ("lamb_", {}),
+    ("lamb_", {"adapt": False, "l2": 0.1, "decay": 0.0}),
+    ("lamb_", {"beta3": 1.0, "maximize": True, "max_weight_norm": float("inf"), "bias_correction1": 1.0}),
+    ("adamp_", {}),
+    ("adamp_", {"nesterov": True, "maximize": True, "weight_decay": 0.0}),
+]
+# Of the parameter and of the gradient.
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.float64, torch.float64),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.float32, torch.bfloat16),
+]
+_STATES = {"sgd_": 1, "adam_": 3, "rmsprop_": 3, "adadelta_": 2, "adagrad_": 1, "lamb_": 2, "adamp_": 2}
+
+
+def operands(
+    op: str,
+    numel: int,
+    dtype: torch.dtype = torch.float32,
+    grad_dtype: torch.dtype | None = None,
+    without: tuple[int, ...] = (),
+) -> list[Tensor | None]:
+    """Parameters, gradients and states; the places ``without`` are None."""
+    generator = torch.Generator().manual_seed(numel)
+    made = [torch.randn(numel, generator=generator, dtype=torch.float64) for _ in range(2 + _STATES[op])]
+    states = [state.abs() for state in made[2:]]
+    if op == "rmsprop_":  # a mean, whose square is less than the mean square
+        states[0] += 0.1
+        states[1] = states[1].mul(0.1).minimum(states[0].sqrt() / 2)
+    wide = wide_dtype(dtype)
+    all_of_them = [made[0].to(dtype), made[1].to(grad_dtype or dtype), *(state.to(wide) for state in states)]
+    return [None if i in without else operand for i, operand in enumerate(all_of_them)]
+
+
+# Two parameters: of rows longer than a chunk, and of short ones that start at odd places; and one of one row.
+ROWS = [(0, 2500), (2500, 2500), *((5053 + 460 * i, 460) for i in range(5)), (7400, 300)]
+OWNER = [1, 1, *[2] * 5, 3, 0]
+SEGMENTS = [(0, 5000), (5053, 2300), (7400, 300), (7800, 0)]
+NUMEL = 7_808
+# The same where kernels may read and write on, into padding, up to a multiple of 16.
+ALIGNED_ROWS = [(0, 2496), (2496, 2500), *((5056 + 464 * i, 460) for i in range(5)), (7408, 300)]
+ALIGNED_SEGMENTS = [(0, 5000), (5056, 2300), (7408, 300), (7808, 0)]
+
+
+def places(op: str, aligned: bool) -> list[tuple[int, int]]:
+    """Start and length of each segment."""
+    if op == "adamp_":
+        return ALIGNED_ROWS if aligned else ROWS
+    return ALIGNED_SEGMENTS if aligned else SEGMENTS
+
+
+def inside(op: str, aligned: bool = False) -> Tensor:
+    """The indices of what is no padding."""
+    return torch.cat([torch.arange(start, start + length) for start, length in places(op, aligned)])
+
+
+def segments(op: str, dtype: torch.dtype = torch.float32, aligned: bool = False) -> list[Any]:
+    """What stands behind ``model_param``: scratch, segments and for AdamP who is projected: rows, wholes, nobody."""
+    wide = wide_dtype(dtype)
+    starts, lengths = (torch.tensor(column) for column in zip(*places(op, aligned), strict=True))
+    common = [torch.zeros(NUMEL, dtype=wide), starts, lengths, None]
+    if op == "lamb_":
+        return common
+    row_limit = torch.tensor([0.0, 0.0, 2.0, 0.0], dtype=wide)
+    whole_limit = torch.tensor([0.0, 2.0, 0.0, 0.0], dtype=wide)
+    return [*common, torch.tensor(OWNER), row_limit, whole_limit]
+
+
+def apply_reference(op: str, args: list[Any], options: dict[str, Any]) -> None:
+    """The op in plain torch."""
+    module = reference_segments if hasattr(reference_segments, op) else reference
+    getattr(module, op)(*args, **options)
