@@ -132,6 +132,8 @@ struct Rows {
 
   int64_t at(int64_t element) const { return (element - begin) / length; }
 
+  int64_t count_in(const Piece& piece) const { return at(piece.begin + piece.numel - 1) - at(piece.begin) + 1; }
+
   // visit(row, begin, n) for what each row has of the elements [begin, end).
   template <typename Visit>
   void for_each_in(int64_t begin, int64_t end, const Visit& visit) const {
@@ -149,8 +151,8 @@ struct Options {
 
 // What is projected, on what: each row on itself, the whole parameter, or nothing.
 struct Projection {
-  enum { kNothing, kRows, kWhole } view;
-  double multiple;  // for kWhole
+  enum { kNothing, kRows, kWhole } view = kNothing;
+  double multiple = 0;  // for kWhole
 };
 
 Projection choose_projection(const Rows& rows, const Products* of_rows, double eps) {
@@ -164,6 +166,11 @@ Projection choose_projection(const Rows& rows, const Products* of_rows, double e
   if (whole.cosine(eps) < rows.whole_limit) return {Projection::kWhole, whole.multiple(eps)};
   return {Projection::kNothing, 0};
 }
+
+struct Decision {
+  Projection projection;
+  const Products* of_rows = nullptr;  // for kRows
+};
 
 // Whether a parameter is projected is known when all of its direction is. Where it is one piece, that is at once, with
 // all of it still in the cache; else the direction is computed a second time, which is cheaper than keeping it.
@@ -179,59 +186,45 @@ class AdamP {
         move_{moments.exp_avg, moments.exp_avg_sq, moments.gradient, moments.direction,
               static_cast<T>(options.lr / bias_correction1)} {
     for (size_t i = 0; i < params.size(); ++i) {
-      pieces_.add_segment(static_cast<int64_t>(i), params[i].begin, params[i].count * params[i].length);
+      const int64_t numel = params[i].count * params[i].length;
+      pieces_.add_segment(static_cast<int64_t>(i), params[i].begin, numel);
+      if (params[i].may_be_projected() && numel > kPieceNumel) {
+        cut_.add_segment(static_cast<int64_t>(i), params[i].begin, numel);
+      }
     }
-    int64_t rows = 0;
+    int64_t products = 0;
     for (size_t i = 0; i < pieces_.size(); ++i) {
-      const Rows& param = params_[pieces_[i].segment];
-      first_products_.push_back(rows);
-      if (param.may_be_projected())
-        rows += param.at(pieces_[i].begin + pieces_[i].numel - 1) - param.at(pieces_[i].begin) + 1;
+      first_products_.push_back(products);
+      if (of(pieces_[i]).may_be_projected()) products += of(pieces_[i]).count_in(pieces_[i]);
     }
-    products_.resize(rows);
+    products_.resize(products);
+    of_params_.resize(params.size());
   }
 
   void step() {
     pieces_.parallel_for_each([&](size_t i) {
       const Piece& piece = pieces_[i];
-      const Rows& param = params_[piece.segment];
       Products* products = products_.data() + first_products_[i];
       update_moments(piece, products);
-      if (!param.may_be_projected()) {
-        move(piece, {Projection::kNothing, 0}, nullptr);
+      if (!of(piece).may_be_projected()) {
+        move(piece, Decision());
       } else if (piece.whole) {
-        move(piece, choose_projection(param, products, options_.eps), products);
+        move(piece, {choose_projection(of(piece), products, options_.eps), products});
       }
     });
-    step_the_rest();
+    for (size_t first = 0, end; first < pieces_.size(); first = end) {
+      const Piece& piece = pieces_[first];
+      for (end = first; end < pieces_.size() && pieces_[end].segment == piece.segment;) ++end;
+      if (piece.whole || !of(piece).may_be_projected()) continue;
+      const Products* products = join_products(first, end);
+      of_params_[piece.segment] = {choose_projection(of(piece), products, options_.eps), products};
+    }
+    cut_.parallel_for_each([&](size_t i) { move(cut_[i], of_params_[cut_[i].segment]); });
   }
 
  private:
-  // Of what may be projected and is several pieces.
-  void step_the_rest() {
-    struct Cut {
-      Projection projection;
-      const Products* products;
-    };
-    Pieces rest;
-    std::vector<Cut> cuts(params_.size());
-    for (size_t first = 0, end; first < pieces_.size(); first = end) {
-      const int64_t segment = pieces_[first].segment;
-      for (end = first; end < pieces_.size() && pieces_[end].segment == segment;) ++end;
-      const Rows& param = params_[segment];
-      if (!param.may_be_projected() || pieces_[first].whole) continue;
-      const Products* products = join_pieces(first, end);
-      cuts[segment] = {choose_projection(param, products, options_.eps), products};
-      rest.add_segment(segment, param.begin, param.count * param.length);
-    }
-    rest.parallel_for_each([&](size_t i) {
-      const Cut& cut = cuts[rest[i].segment];
-      move(rest[i], cut.projection, cut.products);
-    });
-  }
-
   void update_moments(const Piece& piece, Products* products) const {
-    const Rows& param = params_[piece.segment];
+    const Rows& param = of(piece);
     const int64_t first_row = param.at(piece.begin);
     alignas(64) T direction[kBlockNumel];
     for (int64_t done = 0; done < piece.numel; done += kBlockNumel) {
@@ -250,15 +243,14 @@ class AdamP {
   }
 
   // Adds up what neighbouring pieces have of the same row. What is returned has one entry per row.
-  const Products* join_pieces(size_t first, size_t end) {
-    const Rows& param = params_[pieces_[first].segment];
+  const Products* join_products(size_t first, size_t end) {
+    const Rows& param = of(pieces_[first]);
     Products* joined = products_.data() + first_products_[first];
     const Products* next = joined;
     int64_t rows = 0;
     for (size_t i = first; i < end; ++i) {
       const int64_t first_row = param.at(pieces_[i].begin);
-      const int64_t last_row = param.at(pieces_[i].begin + pieces_[i].numel - 1);
-      for (int64_t row = first_row; row <= last_row; ++row, ++next) {
+      for (int64_t row = first_row; row < first_row + param.count_in(pieces_[i]); ++row, ++next) {
         if (row < rows) {
           joined[row] += *next;
         } else {
@@ -269,8 +261,9 @@ class AdamP {
     return joined;
   }
 
-  void move(const Piece& piece, const Projection& projection, const Products* products) const {
-    const Rows& param = params_[piece.segment];
+  void move(const Piece& piece, const Decision& decision) const {
+    const Rows& param = of(piece);
+    const Projection& projection = decision.projection;
     const bool projected = projection.view != Projection::kNothing;
     const T decay = static_cast<T>(options_.lr * options_.weight_decay * (projected ? options_.wd_ratio : 1));
     for (int64_t done = 0; done < piece.numel; done += kBlockNumel) {
@@ -279,7 +272,7 @@ class AdamP {
       const GradBlock<T> g(operands_, begin, move_.direction.nesterov ? n : 0);
       if (projection.view == Projection::kRows) {
         param.for_each_in(begin, begin + n, [&](int64_t row, int64_t at, int64_t count) {
-          const T multiple = static_cast<T>(products[row].multiple(options_.eps));
+          const T multiple = static_cast<T>(decision.of_rows[row].multiple(options_.eps));
           vectorized(move_, p.data() + (at - begin), g.data() + (at - begin), decay, multiple, at, count);
         });
       } else {
@@ -289,14 +282,18 @@ class AdamP {
     }
   }
 
+  const Rows& of(const Piece& piece) const { return params_[piece.segment]; }
+
   const Operands& operands_;
   const std::vector<Rows>& params_;
   const Options options_;
   const Moments<T> moments_;
   const Move<T> move_;
-  Pieces pieces_;
+  // All memory is taken before anything moves.
+  Pieces pieces_, cut_;                  // the latter: of what may be projected and is more than one
   std::vector<Products> products_;       // of what each piece has of each row, where that is needed
   std::vector<int64_t> first_products_;  // where each piece has its own
+  std::vector<Decision> of_params_;      // where that is not one piece
 };
 
 void check_limits(const at::Tensor& limits, const char* name, at::ScalarType dtype) {

@@ -89,26 +89,17 @@ class Lamb {
     });
   }
 
-  void step_by_trust_ratio(double lr, double max_weight_norm) const {
-    std::vector<SquaredNorms> norms(pieces_.size());
+  void step_by_trust_ratio(int64_t segment_count, double lr, double max_weight_norm) const {
+    // All memory is taken before anything moves.
+    const Pieces cut = pieces_.of_cut_segments();
+    std::vector<SquaredNorms> of_pieces(pieces_.size()), of_segments(segment_count);
     pieces_.parallel_for_each([&](size_t i) {
-      norms[i] = update_moments(pieces_[i]);
-      if (pieces_[i].whole) move(pieces_[i], lr * norms[i].trust_ratio(max_weight_norm));
+      of_pieces[i] = update_moments(pieces_[i]);
+      if (pieces_[i].whole) move(pieces_[i], lr * of_pieces[i].trust_ratio(max_weight_norm));
     });
-    Pieces rest;
-    std::vector<double> step_sizes;
-    for (size_t first = 0, end; first < pieces_.size(); first = end) {
-      SquaredNorms total;
-      for (end = first; end < pieces_.size() && pieces_[end].segment == pieces_[first].segment; ++end) {
-        total += norms[end];
-      }
-      if (pieces_[first].whole) continue;
-      const Piece& last = pieces_[end - 1];
-      rest.add_segment(static_cast<int64_t>(step_sizes.size()), pieces_[first].begin,
-                       last.begin + last.numel - pieces_[first].begin);
-      step_sizes.push_back(lr * total.trust_ratio(max_weight_norm));
-    }
-    rest.parallel_for_each([&](size_t i) { move(rest[i], step_sizes[rest[i].segment]); });
+    for (size_t i = 0; i < pieces_.size(); ++i) of_segments[pieces_[i].segment] += of_pieces[i];
+    cut.parallel_for_each(
+        [&](size_t i) { move(cut[i], lr * of_segments[cut[i].segment].trust_ratio(max_weight_norm)); });
   }
 
  private:
@@ -169,7 +160,7 @@ void lamb_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor&
     moments.beta3 = static_cast<T>(beta3);
     const Lamb<T> lamb(operands, pieces, moments);
     if (adapt) {
-      lamb.step_by_trust_ratio(lr, max_weight_norm);
+      lamb.step_by_trust_ratio(starts.numel(), lr, max_weight_norm);
     } else {
       lamb.step(lr);
     }

@@ -52,10 +52,22 @@ Pieces::Pieces(const at::Tensor& starts, const at::Tensor& lengths) {
 void Pieces::add_segment(int64_t segment, int64_t begin, int64_t numel) {
   for (int64_t done = 0; done < numel; done += kPieceNumel) {
     const int64_t part = std::min(kPieceNumel, numel - done);
-    pieces_.push_back({segment, begin + done, part, part == numel});
-    before_.push_back(numel_);
-    numel_ += part;
+    add({segment, begin + done, part, part == numel});
   }
+}
+
+Pieces Pieces::of_cut_segments() const {
+  Pieces cut;
+  for (const Piece& piece : pieces_) {
+    if (!piece.whole) cut.add(piece);
+  }
+  return cut;
+}
+
+void Pieces::add(const Piece& piece) {
+  pieces_.push_back(piece);
+  before_.push_back(numel_);
+  numel_ += piece.numel;
 }
 
 }  // namespace apex_npu

@@ -38,6 +38,9 @@ class Pieces {
 
   void add_segment(int64_t segment, int64_t begin, int64_t numel);
 
+  // The pieces of segments that are more than one.
+  Pieces of_cut_segments() const;
+
   size_t size() const { return pieces_.size(); }
   const Piece& operator[](size_t i) const { return pieces_[i]; }
 
@@ -51,6 +54,8 @@ class Pieces {
   }
 
  private:
+  void add(const Piece& piece);
+
   std::vector<Piece> pieces_;
   std::vector<int64_t> before_;  // elements in the pieces before each
   int64_t numel_ = 0;
