@@ -183,5 +183,5 @@ def test_a_patched_tree_may_be_installed_beside_apex_npu(environment, tmp_path):
     program = (
         "from apex import amp; import importlib.metadata as m; print(m.requires('apex'), amp.initialize.__module__)"
     )
-    assert environment.output("-c", program) == "['apex_npu==0.1.0'] apex.amp\n"
+    assert environment.output("-c", program) == "['apex_npu==0.1.0'] apex_npu.amp.frontend\n"
     assert not any((environment.site / "apex").glob("amp*"))
