@@ -173,7 +173,7 @@ struct Decision {
 };
 
 // Whether a parameter is projected is known when all of its direction is. Where it is one piece, that is at once, with
-// all of it still in the cache; else the direction is computed a second time, which is cheaper than keeping it.
+// all of it still in the cache. The direction is computed a second time then, which is cheaper than keeping it.
 template <typename T>
 class AdamP {
  public:

@@ -72,7 +72,7 @@ struct SquaredNorms {
 };
 
 // What a parameter's step size depends on is known when all of its moments are. Where it is one piece, that is at once,
-// with all of it still in the cache; else the direction is computed a second time, which is cheaper than keeping it.
+// with all of it still in the cache. The direction is computed a second time then, which is cheaper than keeping it.
 template <typename T>
 class Lamb {
  public:
