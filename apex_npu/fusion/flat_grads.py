@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer, plan
-from apex_npu.fusion.storage import grad_states, is_slot, slot_table
+from apex_npu.fusion.storage import SlotTable, grad_states, has_unnamed_aliases, is_slot, slot_table
 from apex_npu.ops import gather_, gathers_in_one_pass, take_grads_, unscale_grads
 
 ABSENT, PRESENT, FOREIGN, LOOSE = 0, 1, 2, 3
@@ -39,7 +39,9 @@ class FlatGrads:
         self.offsets = list(offsets)
         self._total_numel = total_numel
         self._buffer: FlatBuffer | None = None
+        self._shapes: list[Tensor] = []
         self._views: list[Tensor] = []
+        self._view_table: SlotTable | None = None
         self._padding: Tensor | None = None
         # In which slots a gradient may stay out.
         on_cpu = bool(self.params) and self.params[0].device.type == "cpu"
@@ -56,8 +58,9 @@ class FlatGrads:
         if self._buffer is None:
             self._buffer = FlatBuffer(self._total_numel, self.params[0].dtype, self.params[0].device)
             # Shaped like what autograd makes: a parameter's strides where they are dense, else contiguous.
-            shapes = [torch.empty_like(p, device="meta") for p in self.params]
-            self._views = self._buffer.views_like(shapes, self.offsets)
+            self._shapes = [torch.empty_like(p, device="meta") for p in self.params]
+            self._views = self._buffer.views_like(self._shapes, self.offsets)
+            self._view_table = slot_table(self._views)
         return self._buffer
 
     @property
@@ -82,10 +85,18 @@ class FlatGrads:
 
     def states(self, slots: range | None = None) -> bytes:
         """One byte per parameter, of all or of those of ``slots``: ABSENT, PRESENT or FOREIGN."""
+        self._replace_lost_views()
         views = self._views or self.params
         if slots is None:
             return grad_states(self.params, views)
         return grad_states(self.params[slots.start : slots.stop], views[slots.start : slots.stop])
+
+    def _replace_lost_views(self) -> None:
+        """``p.grad.data = ...`` takes a view out of its slot: from then on it is a gradient like any other."""
+        if self._buffer is None or self._view_table is None:
+            return
+        for i in self._view_table.broken(self._views):
+            self._views[i] = self._buffer.view(self.offsets[i], self._shapes[i].size(), self._shapes[i].stride())
 
     def broken(self) -> list[int]:
         """Indices of the parameters that no longer have the address, shape, dtype or device they were planned with."""
@@ -110,12 +121,13 @@ class FlatGrads:
         """True where each of ``slots`` is PRESENT."""
         return self.states(slots).count(PRESENT) == len(slots)
 
-    def gather(self, slots: range | None = None, *, leave_large: bool = False) -> bytes:
+    def gather(self, slots: range | None = None, *, leave_large: bool = False, to_be_written: bool = False) -> bytes:
         """Bring every gradient into its slot: afterwards ``param.grad`` is None or the slot's view.
 
         Args:
             slots: Which; None: all.
             leave_large: Leave large gradients where they are, if they are laid out like their slots.
+            to_be_written: Only those that share their memory with nobody.
 
         Returns:
             One byte per parameter, ABSENT or PRESENT, or LOOSE where it has been left.
@@ -128,6 +140,8 @@ class FlatGrads:
         if FOREIGN not in states:
             return states
         loose = [i for i in self._large if states[i] == FOREIGN and self._fits(i)] if leave_large else []
+        if to_be_written:
+            loose = self._unshared(loose)
         if loose:
             states = _replaced(states, loose)
         if PRESENT not in states and gathers_in_one_pass(self.flat):
@@ -185,15 +199,21 @@ class FlatGrads:
         return (
             grad is not None
             and grad.layout == torch.strided
+            and not grad.requires_grad  # create_graph=True: writing it would falsify its graph
             and grad.dtype == view.dtype
             and grad.stride() == view.stride()
             and not is_slot(grad)  # of another gradient, or a parameter
         )
 
     def _unshared(self, indices: list[int]) -> list[int]:
-        """Those whose gradient shares memory with none of the others, so that it may be written."""
-        storages = [self.grad_of(i).untyped_storage()._cdata for i in indices]
-        return [i for i, storage in zip(indices, storages, strict=True) if storages.count(storage) == 1]
+        """Those whose gradient nobody else looks at, so that it may be written.
+
+        Two gradients can be views of one tensor: autograd leaves them so for ``a.view(-1) + b.view(-1)``.
+        """
+        grads = [self.params[i].grad for i in indices]
+        alone = [g is not None and not has_unnamed_aliases([g]) for g in grads]
+        ids = [id(g) for g in grads]
+        return [i for i, g, is_alone in zip(indices, ids, alone, strict=True) if is_alone and ids.count(g) == 1]
 
     def loose(self, index: int) -> Tensor:
         """The gradient of parameter ``index``, which fits, as one piece."""
@@ -202,7 +222,7 @@ class FlatGrads:
 
     def pieces(self) -> tuple[list[Tensor], list[Tensor]]:
         """All gradients in few pieces, 1-D: those that are LOOSE, and stretches of the buffer, padding included."""
-        states = self.gather(leave_large=True)
+        states = self.gather(leave_large=True, to_be_written=True)
         loose = [self.loose(i) for i, state in enumerate(states) if state == LOOSE]
         return loose, [self.span(slots) for slots in _stretches(states)]
 

@@ -56,7 +56,7 @@ class FusedGroup:
         self._state_views: dict[str, list[Tensor]] = {}
         self._scratch: dict[str, FlatBuffer] = {}
         self._twin: weakref.ref[Twin] | None = None
-        self._copied: Tensor | None = None
+        self._copied: weakref.ref[Twin] | None = None
         self._copied_count = 0
         # Float, on the host: torch.optim's `step` entries are such tensors, and here they are views of this one.
         self._steps = FlatBuffer(len(params), torch.float32, torch.device("cpu"))
@@ -163,13 +163,18 @@ class FusedGroup:
     def take_copy(self, count: int) -> Tensor | None:
         """The buffer of the last ``twin``, if still in use, for an op that brings ``count`` parameters there, too."""
         twin = None if self._twin is None else self._twin()
-        self._copied = None if twin is None else twin.flat
+        self._copied = None if twin is None else self._twin
         self._copied_count += count
-        return self._copied
+        return None if twin is None else twin.flat
 
     def has_copied_to(self, twin: Twin) -> bool:
         """True where the last step has brought all parameters to ``twin``."""
-        return self._copied is twin.flat and self._copied_count == len(self.params)
+        copied_to = None if self._copied is None else self._copied()
+        return copied_to is twin and self._copied_count == len(self.params)
+
+    def forget_copy(self) -> None:
+        """A new step begins, whether or not it steps this group."""
+        self._copied, self._copied_count = None, 0
 
     # Steps
 
@@ -181,7 +186,6 @@ class FusedGroup:
             on_join: Called with the index of every such slot whenever the runs are cut anew, before counting.
             counted: False leaves the step counts as they are: the rule keeps no state.
         """
-        self._copied, self._copied_count = None, 0
         if states != self._runs_states or not all(self._is_uniform(run) for run in self._runs):
             self._partition(states, on_join)
         for run in self._runs:

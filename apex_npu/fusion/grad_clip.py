@@ -36,6 +36,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: The norm is not finite, and ``error_if_nonfinite``; nothing has been scaled.
     """
+    max_norm, norm_type = float(max_norm), float(norm_type)
     grads, padded = _pieces(flats, loose, norm_type)
     total = _total_norm(grads, norm_type)
     coefficient = clip_coefficient(total, max_norm, norm_type, error_if_nonfinite)
@@ -53,7 +54,7 @@ def clip_grad_norm_(
 @torch.no_grad()
 def total_grad_norm(flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm that ``clip_grad_norm_`` returns, without clipping."""
-    return _total_norm(_pieces(flats, loose, norm_type)[0], norm_type)
+    return _total_norm(_pieces(flats, loose, float(norm_type))[0], float(norm_type))
 
 
 def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:

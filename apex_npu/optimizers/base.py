@@ -182,6 +182,7 @@ class FusedOptimizer(Optimizer):
             run.grad_scale = None if scale is None else scale.to(run.param.device, torch.float32).reshape(1)
 
     def _advance(self, group: ParamGroup, fused: FusedGroup, states: bytes) -> list[Run]:
+        fused.forget_copy()
         if PRESENT not in states and LOOSE not in states:
             return []
         counted = self.has_step_state or bool(self.state_names(group))

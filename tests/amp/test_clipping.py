@@ -45,7 +45,7 @@ def fused_calls(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf, "inf"])
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 def test_values_are_torchs_and_buffers_are_clipped_whole(level, norm_type, fused_calls):
     model, optimizer = make(level)

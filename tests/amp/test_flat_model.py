@@ -160,3 +160,22 @@ def test_memory_outside_torch_is_not_left_dangling():
         assert (array == before).all()  # the array keeps the former memory
     else:
         assert (array == model[4].weight.detach().numpy()).all()  # pure torch leaves what others look at in place
+
+
+def test_masters_edited_by_hand_reach_the_model_without_gradients_of_their_own():
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    model = nn.ModuleList(layers).to(DEVICE)
+    groups = [{"params": layer.parameters()} for layer in layers]
+    model, optimizer = amp.initialize(
+        model, optimizers.NpuFusedSGD(groups, lr=0.1), opt_level="O2", loss_scale=2.0, verbosity=0
+    )
+    x = torch.ones(1, 4, device=DEVICE)
+    for used in (layers, layers[:1]):
+        with torch.no_grad():
+            for p in amp.master_params(optimizer):
+                p.fill_(7.0)
+        with amp.scale_loss(sum(layer(x).sum() for layer in used), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert agrees(model, optimizer)

@@ -1,0 +1,74 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients that share memory, have a graph, or whose ``.data`` somebody replaces: what plain torch computes."""
+
+import pytest
+import torch
+from devices import DEVICE
+from torch import nn
+
+from apex_npu import amp, optimizers
+from apex_npu.fusion import flat_grads
+
+
+@pytest.fixture(autouse=True)
+def large_is_small(monkeypatch):
+    monkeypatch.setattr(flat_grads, "LOOSE_NUMEL", 16)
+
+
+@pytest.mark.parametrize("numel", [4, 64], ids=["small", "large"])
+def test_replaced_data_of_a_gradient_is_stepped(numel):
+    ours, theirs = (nn.Parameter(torch.ones(numel, device=DEVICE)) for _ in range(2))
+    one, other = optimizers.NpuFusedSGD([ours], lr=0.5), torch.optim.SGD([theirs], lr=0.5)
+    for p, optimizer in ((ours, one), (theirs, other)):
+        p.grad = torch.ones(numel, device=DEVICE)
+        optimizer.step()
+        for factor in (0.5, 0.25):
+            optimizer.zero_grad(set_to_none=False)
+            (2 * p).sum().backward()
+            p.grad.data = p.grad.data * factor
+            optimizer.step()
+        p.grad.mul_(3)  # in its slot again
+        optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one group", "two groups"])
+def test_gradients_that_autograd_left_in_one_memory_are_unscaled_and_clipped_once(together):
+    a, b = (nn.Parameter(torch.full((8, 8), value, device=DEVICE)) for value in (1.0, 2.0))
+    model = nn.ParameterList([a, b])
+    groups = [{"params": [a, b]}] if together else [{"params": [a]}, {"params": [b]}]
+    model, optimizer = amp.initialize(
+        model, optimizers.NpuFusedSGD(groups, lr=1.0), opt_level="O1", loss_scale=128.0, verbosity=0
+    )
+    weight = torch.arange(64.0, device=DEVICE)
+    with amp.scale_loss(((a.view(-1) + b.view(-1)) * weight).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    for p in (a, b):
+        torch.testing.assert_close(p.grad.view(-1), weight, rtol=0, atol=0)
+    norm = optimizer.clip_optimizer_grad_norm_fused(1.0)
+    torch.testing.assert_close(norm, weight.norm() * 2**0.5)
+    torch.testing.assert_close((a.grad.square().sum() + b.grad.square().sum()).sqrt(), torch.ones((), device=DEVICE))
+
+
+def test_gradients_in_one_memory_are_clipped_once_without_amp():
+    a, b = (nn.Parameter(torch.zeros(8, 8, device=DEVICE)) for _ in range(2))
+    optimizer = optimizers.NpuFusedSGD([a, b], lr=1.0)
+    (a.view(-1) + b.view(-1)).sum().backward()
+    optimizer.clip_optimizer_grad_norm_fused(1.0)
+    optimizer.step()
+    # Each of the 128 elements has its share of a norm of 1.
+    for p in (a, b):
+        torch.testing.assert_close(p, torch.full_like(p, -(128**-0.5)))
+
+
+@pytest.mark.parametrize("numel", [4, 64], ids=["small", "large"])
+def test_unscaled_gradients_have_no_graph_that_is_still_scaled(numel):
+    p = nn.Parameter(torch.full((numel,), 2.0, device=DEVICE))
+    _, optimizer = amp.initialize(
+        nn.ParameterList([p]), optimizers.NpuFusedSGD([p], lr=1.0), opt_level="O1", loss_scale=64.0, verbosity=0
+    )
+    with amp.scale_loss((p**3).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward(create_graph=True)
+    torch.testing.assert_close(p.grad, torch.full_like(p, 12.0), rtol=0, atol=0)
+    assert not p.grad.requires_grad
