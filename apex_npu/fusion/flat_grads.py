@@ -22,7 +22,7 @@ from apex_npu.ops import gather_, gathers_in_one_pass, take_grads_, unscale_grad
 
 ABSENT, PRESENT, FOREIGN, LOOSE = 0, 1, 2, 3
 # From how many elements on.
-LOOSE_NUMEL = 1 << 16
+LOOSE_NUMEL = 1 << 18
 
 
 class FlatGrads:
