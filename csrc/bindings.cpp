@@ -36,12 +36,13 @@ static std::function<void(int64_t)> from_any_thread(py::function function) {
 
 // The tensors of a list or tuple, which keeps them alive.
 apex_npu::Borrowed borrow(const py::sequence& tensors) {
+  // Other sequences make their items when asked, and nobody would hold these.
+  TORCH_CHECK_TYPE(PyList_Check(tensors.ptr()) || PyTuple_Check(tensors.ptr()), "expected a list or tuple, got ",
+                   Py_TYPE(tensors.ptr())->tp_name);
   apex_npu::Borrowed borrowed;
   borrowed.reserve(tensors.size());
-  py::object fast = py::reinterpret_steal<py::object>(PySequence_Fast(tensors.ptr(), "expected a list of tensors"));
-  if (!fast) throw py::error_already_set();
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast.ptr()); ++i) {
-    PyObject* item = PySequence_Fast_GET_ITEM(fast.ptr(), i);
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(tensors.ptr()); ++i) {
+    PyObject* item = PySequence_Fast_GET_ITEM(tensors.ptr(), i);
     TORCH_CHECK_TYPE(THPVariable_Check(item), "expected a tensor at index ", i, ", got ", Py_TYPE(item)->tp_name);
     borrowed.push_back(&THPVariable_Unpack(item));
   }

@@ -66,12 +66,14 @@ void GradArrivals::plan(std::vector<int64_t> bucket_of, std::vector<int64_t> exp
   TORCH_CHECK_VALUE(bucket_of.size() == tensors_.size() && expected.size() == tensors_.size(),
                     "plan: expected one bucket and one count per tensor (", tensors_.size(), "), got ",
                     bucket_of.size(), " and ", expected.size());
+  for (const int64_t bucket : bucket_of) TORCH_CHECK_VALUE(bucket >= 0, "plan: buckets count from 0, got ", bucket);
   const std::lock_guard<std::mutex> lock(state_->mutex);
   state_->bucket_of = std::move(bucket_of);
   state_->expected = std::move(expected);
 }
 
 void GradArrivals::begin(bool deferred) {
+  TORCH_CHECK(state_->bucket_of.size() == tensors_.size(), "begin: nothing has been planned; call plan before it");
   watch();
   const std::lock_guard<std::mutex> lock(state_->mutex);
   State& state = *state_;

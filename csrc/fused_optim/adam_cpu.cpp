@@ -13,7 +13,8 @@ template <typename T>
 struct Adam {
   T *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
   Gradient<T> gradient;
-  T keep, beta1_rest, beta2, beta2_rest, eps, step_size, root_factor;
+  T keep, beta1, beta1_rest, beta2, beta2_rest, eps, step_size, root_factor;
+  bool forgetful;
 
   APEX_NPU_INLINE void operator()(T* p, const T* g, int64_t begin, int64_t n) const {
     T *m = exp_avg + begin, *v = exp_avg_sq + begin;
@@ -34,7 +35,8 @@ struct Adam {
   }
 
   APEX_NPU_INLINE T update_moments(T grad, T& m, T& v) const {
-    m += beta1_rest * (grad - m);
+    // From the nearer end, as torch's lerp: else beta1 = 0 would not forget a huge m.
+    m = forgetful ? grad + beta1 * (m - grad) : m + beta1_rest * (grad - m);
     v = beta2 * v + beta2_rest * grad * grad;
     return v;
   }
@@ -62,6 +64,8 @@ void adam_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor&
     rule.max_exp_avg_sq = v_max.data<T>();
     rule.gradient = operands.gradient<T>(decoupled ? 0 : weight_decay);
     rule.keep = static_cast<T>(decoupled ? 1 - lr * weight_decay : 1);
+    rule.beta1 = static_cast<T>(beta1);
+    rule.forgetful = beta1 <= 0.5;
     rule.beta1_rest = static_cast<T>(1 - beta1);
     rule.beta2 = static_cast<T>(beta2);
     rule.beta2_rest = static_cast<T>(1 - beta2);

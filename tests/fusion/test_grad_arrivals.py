@@ -162,3 +162,26 @@ def test_plans_must_fit_the_tensors():
     arrivals = extension.GradArrivals([nn.Parameter(torch.ones(1))], print)
     with pytest.raises(ValueError, match=r"one bucket and one count per tensor \(1\), got 2 and 1"):
         arrivals.plan([0, 1], [1])
+
+
+@pytest.mark.skipif(extension is None, reason="C++ would write beside its memory; Python raises anyway")
+def test_a_plan_that_does_not_fit_is_refused():
+    params, _ = chain(2)
+    arrivals = extension.GradArrivals(params, print)
+    with pytest.raises(RuntimeError, match="call plan before it"):
+        arrivals.begin(False)
+    with pytest.raises(ValueError, match="buckets count from 0, got -1"):
+        arrivals.plan([0, -1], [1, 1])
+
+
+@pytest.mark.skipif(extension is None, reason="pure torch borrows nothing")
+def test_sequences_that_make_their_tensors_when_asked_are_refused():
+    class Made:
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return [torch.ones(2)][index]
+
+    with pytest.raises(TypeError, match="expected a list or tuple, got Made"):
+        extension.grad_states(Made(), Made())

@@ -14,7 +14,7 @@ import pytest
 import torch
 from devices import DEVICE
 
-from apex_npu import ops
+from apex_npu import ops, optimizers
 from apex_npu.ops import cpu, reference, reference_segments
 
 pytestmark = [
@@ -501,3 +501,18 @@ def test_norm_and_segment_sums_name_what_they_are_given():
         torch.ops.apex_npu.segment_add_(torch.ones(3), torch.ones(3, dtype=F64), torch.ones(1), starts, lengths, None)
     with pytest.raises(ValueError, match=r"expected one factor per segment \(1\) on the cpu, got 2"):
         torch.ops.apex_npu.segment_add_(torch.ones(3), torch.ones(3), torch.ones(2), starts, lengths, None)
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.25])
+def test_adam_forgets_a_huge_gradient_as_fast_as_torch(beta1):
+    """The difference to a mean of 1e8 has no digits left for a gradient of 1."""
+    ours, theirs = (torch.nn.Parameter(torch.zeros(40)) for _ in range(2))
+    betas = (beta1, 0.5)
+    for p, optimizer in (
+        (ours, optimizers.NpuFusedAdam([ours], lr=1e-2, betas=betas)),
+        (theirs, torch.optim.Adam([theirs], lr=1e-2, betas=betas)),
+    ):
+        for size in (1e8, *[1.0] * 20):
+            p.grad = torch.full_like(p, size)
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
