@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
-import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -92,8 +92,9 @@ def imported(module: str, name: str) -> Any:
         found = importlib.util.find_spec(package)
         for root in (found and found.submodule_search_locations) or ():
             for part, path in (("timm", root), ("timm.optim", f"{root}/optim")):
-                sys.modules[part] = types.ModuleType(part)
-                sys.modules[part].__path__ = [path]
+                spec = importlib.machinery.ModuleSpec(part, None, is_package=True)
+                spec.submodule_search_locations = [path]
+                sys.modules[part] = importlib.util.module_from_spec(spec)
     with suppress(ImportError, RuntimeError, OSError):
         return getattr(importlib.import_module(module), name)
     return None

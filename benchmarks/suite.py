@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from statistics import median, quantiles
@@ -151,15 +153,18 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device that this torch can use: torch.cuda.is_available() is False")
-    for name in [options.device] if options.device else devices():
-        device = open_device(name)
-        chosen = [item for item in items(device) if fnmatchcase(item.comparison, options.only)]
-        table = []
-        for item in chosen:
-            table += run(item, device, options.minutes * 60 / len(chosen))
-        if options.only == "*":
-            write_csv(RESULTS / f"{name}.csv", table)
+    if options.device is None:
+        for name in devices():
+            # A process for each: a simulated npu cannot be added once autograd's engine runs.
+            subprocess.run([sys.executable, __file__, *sys.argv[1:], "--device", name], check=True)
+        return
+    device = open_device(options.device)
+    chosen = [item for item in items(device) if fnmatchcase(item.comparison, options.only)]
+    table = []
+    for item in chosen:
+        table += run(item, device, options.minutes * 60 / len(chosen))
     if options.only == "*":
+        write_csv(RESULTS / f"{options.device}.csv", table)
         report.write()
 
 

@@ -130,7 +130,7 @@ SPECS = [
         torch.optim.RMSprop,
         (
             {},
-            {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1},
+            {"lr": 1e-3, "momentum": 0.9, "weight_decay": _DECAY},
             {"lr": 1e-3, "alpha": 0.9, "centered": True, "eps": 1e-6},
             {"lr": 1e-3, "momentum": 0.5, "centered": True, "maximize": True},
         ),
