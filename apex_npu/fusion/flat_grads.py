@@ -149,7 +149,8 @@ class FlatGrads:
         else:
             foreign = [i for i, state in enumerate(states, first) if state == FOREIGN]
             grads = [self.grad_of(i) for i in foreign]
-            gather_([self.views[i] for i in foreign], grads)
+            # One may lie in another's slot, which is about to be written.
+            gather_([self.views[i] for i in foreign], [g.clone() if is_slot(g) else g for g in grads])
             for i in foreign:
                 self.params[i].grad = self.views[i]
         return states.replace(bytes([FOREIGN]), bytes([PRESENT]))

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,7 +33,8 @@ class Run:
 
     def __init__(self, group: FusedGroup, first: int, last: int, step: int, *, loose: bool = False) -> None:
         """The slots ``first`` to ``last`` of ``group``, both included; of one slot, its gradient may be ``loose``."""
-        self._group = group
+        # Weakly, since the group holds its runs: a cycle would keep all memory until Python looks for cycles.
+        self._of = weakref.ref(group)
         self.first, self.last = first, last
         self.params = group.params[first : last + 1]
         self._begin, self._end = group.span(first, last)
@@ -45,6 +47,12 @@ class Run:
         self._slices: dict[tuple[str, str], Tensor] = {}
         self._segments: dict[bool, Segments] = {}
         self._remembered: dict[str, tuple[object, Any]] = {}
+
+    @property
+    def _group(self) -> FusedGroup:
+        group = self._of()
+        assert group is not None
+        return group
 
     def take_back(self) -> None:
         """Count the step that ``FusedGroup.advance`` has counted no longer: it could not be taken."""

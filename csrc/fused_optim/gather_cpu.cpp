@@ -8,6 +8,7 @@
 #include <atomic>
 #include <type_traits>
 
+#include "combine_tensors/change_data_ptr.h"
 #include "fused_optim/convert.h"
 #include "fused_optim/pieces.h"
 #include "fused_optim/vectors.h"
@@ -167,7 +168,8 @@ int64_t take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Bo
     const bool own = sources[i]->is_same(*params[i]);
     if (!supported(grad) || (own && grad.scalar_type() != slots[i]->scalar_type())) return static_cast<int64_t>(i);
     present.push_back(*slots[i]);
-    grads.push_back(grad);
+    // It may lie in another's slot, which is about to be written.
+    grads.push_back(own && is_slot(grad) ? grad.clone() : grad);
     indices.push_back(i);
   }
   gather_cpu(present, grads, inv_scale, found_inf);

@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Gradients that share memory, have a graph, or whose ``.data`` somebody replaces: what plain torch computes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from devices import DEVICE
@@ -72,3 +75,33 @@ def test_unscaled_gradients_have_no_graph_that_is_still_scaled(numel):
         scaled_loss.backward(create_graph=True)
     torch.testing.assert_close(p.grad, torch.full_like(p, 12.0), rtol=0, atol=0)
     assert not p.grad.requires_grad
+
+
+@pytest.mark.parametrize("cls", [optimizers.NpuFusedSGD, torch.optim.SGD])
+def test_gradients_that_change_places(cls):
+    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))]
+    optimizer = cls(params, lr=1.0)
+    for p, value in zip(params, (1.0, 2.0), strict=True):
+        p.grad = torch.full((3,), value)
+    optimizer.step()
+    params[0].grad, params[1].grad = params[1].grad, params[0].grad
+    optimizer.step()
+    for p in params:
+        torch.testing.assert_close(p.detach(), torch.full((3,), -3.0), rtol=0, atol=0)
+
+
+def test_memory_is_let_go_of_at_once():
+    """Without waiting for Python to look for cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))]
+        optimizer = optimizers.NpuFusedAdam(params, lr=1.0)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        alive = [weakref.ref(p) for p in params] + [weakref.ref(optimizer)]
+        del p, params, optimizer
+        assert [ref() for ref in alive] == [None, None, None]
+    finally:
+        gc.enable()
