@@ -124,6 +124,7 @@ SPECS = [
             ({"eps": float("nan")}, ValueError, "Invalid epsilon value: nan"),
             ({"weight_decay": -0.1}, ValueError, "Invalid weight_decay value: -0.1"),
         ),
+        tolerance=_ROUNDED_OTHERWISE,
     ),
     OptimizerSpec(
         optimizers.NpuFusedRMSprop,

@@ -277,18 +277,22 @@ def test_state_dict_moves_in_mid_run(pair, direction):
     file = io.BytesIO()
     torch.save(pair.optimizers[source].state_dict(), file)
     values = [p.detach().clone() for p in pair.params[source]]
+    expected = []
     for i in range(5, 9):
         pair.step(i)
-    expected = [p.detach().clone() for p in pair.params[source]]
+        expected.append([p.detach().clone() for p in pair.params[source]])
     file.seek(0)
     pair.optimizers[target].load_state_dict(torch.load(file, weights_only=True))
     for p, value in zip(pair.params[target], values, strict=True):
         p.data.copy_(value)
-    for i in range(5, 9):
+    for i, wanted in enumerate(expected, 5):
         set_grads(pair.params[target], i)
         pair.optimizers[target].step()
-    # Replaying our own steps is exact; the other rule rounds in another order.
-    assert_equal_params(pair.params[target], expected, 0.0 if direction == "ours to ours" else pair.spec.tolerance)
+        # Replaying our own steps is exact; the other rule rounds in another order, which must not add up.
+        assert_equal_params(pair.params[target], wanted, 0.0 if direction == "ours to ours" else pair.spec.tolerance)
+        if pair.dtype in LOW_PRECISION:
+            for p, value in zip(pair.params[target], wanted, strict=True):
+                p.data.copy_(value)
 
 
 def test_loading_copies():
