@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import for_device
-from apex_npu.fusion import FlatGrads, GradReducer
+from apex_npu.fusion import FlatGrads, GradReducer, local_part
 from apex_npu.fusion.flat_grads import ABSENT, FOREIGN, PRESENT
 from apex_npu.ops import gathers_in_one_pass, unscale_grads
 
@@ -230,11 +230,14 @@ def _dense(grad: Tensor | None, param: Tensor) -> Tensor:
 
 
 def _writable(param: Tensor) -> Tensor:
-    """The gradient of ``param``, to be written in place; one whose elements share memory is replaced by a copy."""
+    """The gradient of ``param``, to be written in place; one whose elements share memory is replaced by a copy.
+
+    Of a sharded one this process's part: each process unscales its own, and they agree on overflow elsewhere.
+    """
     grad = _dense(param.grad, param)
-    if torch._debug_has_internal_overlap(grad):
+    if torch._debug_has_internal_overlap(local_part(grad)):
         param.grad = grad = grad.clone(memory_format=torch.contiguous_format)
-    return grad
+    return local_part(grad)
 
 
 def clear_overflow_flags(units: Sequence[GradUnit]) -> None:

@@ -133,7 +133,8 @@ class FlatGrads:
             One byte per parameter, ABSENT or PRESENT, or LOOSE where it has been left.
 
         Raises:
-            RuntimeError: A gradient is sparse, or not of its parameter's dtype; nothing has been copied then.
+            RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
+                been copied then.
         """
         first = 0 if slots is None else slots.start
         states = self.states(slots)
@@ -172,7 +173,8 @@ class FlatGrads:
         Large ones that need not go anywhere else are multiplied where they are.
 
         Raises:
-            RuntimeError: A gradient is sparse, or not of its parameter's dtype; nothing has been copied then.
+            RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
+                been copied then.
         """
         loose = self._unshared([i for i in self._large if sources[i] is self.params[i] and self._fits(i)])
         self._take(sources, range(len(self.params)), loose, inv_scale, found_inf)
@@ -200,6 +202,7 @@ class FlatGrads:
         return (
             grad is not None
             and grad.layout == torch.strided
+            and not _dispatches_in_python(grad)
             and not grad.requires_grad  # create_graph=True: writing it would falsify its graph
             and grad.dtype == view.dtype
             and grad.stride() == view.stride()
@@ -240,7 +243,7 @@ class FlatGrads:
         """The gradient of parameter ``index``, which must have one.
 
         Raises:
-            RuntimeError: It is sparse, or of another dtype.
+            RuntimeError: It is sparse, of another dtype, or a subclass such as DTensor.
         """
         grad = self.params[index].grad
         assert grad is not None
@@ -260,6 +263,16 @@ class FlatGrads:
                 f"parameter {index} of shape {tuple(param.shape)} is {param.dtype} and has a gradient in {grad.dtype}, "
                 "which cannot be fused; leave its grad_dtype as it was, or use the unfused optimizer"
             )
+        if _dispatches_in_python(grad):
+            raise RuntimeError(
+                f"parameter {index} of shape {tuple(param.shape)} is a plain tensor and has a {type(grad).__name__} as "
+                "gradient, which cannot be fused; give it a plain tensor (of a DTensor its full_tensor()), or None"
+            )
+
+
+def _dispatches_in_python(tensor: Tensor) -> bool:
+    """True for a subclass of which only its own code knows where the elements are."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _replaced(states: bytes, loose: Sequence[int]) -> bytes:

@@ -38,7 +38,8 @@ def take_grads_(
         found_inf: See ``gather_``.
 
     Returns:
-        The index of the first gradient that is sparse, or not of its parameter's dtype, with nothing written; or None.
+        The index of the first gradient that is sparse, not of its parameter's dtype, or a subclass with dispatch of its
+        own, with nothing written; or None.
     """
     assert extension is not None
     unfit: int = extension.take_grads_cpu(sources, params, slots, inv_scale, found_inf)
@@ -78,10 +79,12 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
     """
     if not grads:
         return
-    if inv_scale == 1.0 and (found_inf is None or found_inf.device.type == "cpu"):
+    # Subclasses may have no memory but that of tensors inside (DTensor); torch's own ops know what to do with them.
+    plain = all(type(grad) is Tensor for grad in grads)
+    if plain and inv_scale == 1.0 and (found_inf is None or found_inf.device.type == "cpu"):
         if found_inf is not None and not all(norm(grad.reshape(-1)).isfinite() for grad in grads):
             found_inf.fill_(1.0)
-    elif gathers_in_one_pass(grads[0]) and all(grad.is_contiguous() for grad in grads):
+    elif plain and gathers_in_one_pass(grads[0]) and all(grad.is_contiguous() for grad in grads):
         assert extension is not None
         extension.gather_cpu(grads, grads, inv_scale, found_inf)
     elif found_inf is not None:

@@ -115,7 +115,8 @@ bool unscale(const Place& slot, const Place& grad, double inv_scale, int64_t n) 
 
 bool supported(const at::Tensor& t) {
   const auto dtype = t.scalar_type();
-  return t.layout() == c10::kStrided && t.device().is_cpu() &&
+  // Subclasses may have no memory but that of tensors inside (DTensor).
+  return t.layout() == c10::kStrided && t.device().is_cpu() && !t.unsafeGetTensorImpl()->is_python_dispatch() &&
          (dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16);
 }
 
@@ -125,7 +126,7 @@ void check(const std::vector<at::Tensor>& slots, const std::vector<at::Tensor>& 
   for (size_t i = 0; i < slots.size(); ++i) {
     TORCH_CHECK_TYPE(supported(slots[i]) && supported(grads[i]),
                      "gather: slots and gradients must be dense float16, bfloat16, float32 or float64 tensors on the "
-                     "cpu, got ",
+                     "cpu, with memory of their own, got ",
                      slots[i].toString(), " and ", grads[i].toString(), " at index ", i);
     TORCH_CHECK_VALUE(slots[i].sizes() == grads[i].sizes(), "gather: gradient ", i, " has shape ", grads[i].sizes(),
                       ", its slot ", slots[i].sizes());

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 from devices import DEVICE
+from torch.testing._internal.two_tensor import TwoTensor  # a subclass that has no memory but that of two inside
 
-from apex_npu.ops import gather_, gathers_in_one_pass
+from apex_npu.ops import gather_, gathers_in_one_pass, unscale_grads
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SHAPES = [(3, 5), (), (0,), (17,), (2, 3, 4), (40_000,)]
@@ -95,9 +96,22 @@ def test_bad_input():
         ([ones], [torch.ones(3, dtype=torch.int32)], TypeError, "got torch.FloatTensor and torch.IntTensor at index 0"),
         ([torch.ones(6)[::2]], [ones], ValueError, "slot 0 must fill its memory"),
         ([ones], [ones.to_sparse()], TypeError, "must be dense"),
+        ([ones], [TwoTensor(ones, ones)], TypeError, "with memory of their own"),
     ):
         with pytest.raises(error, match=message):
             extension.gather_cpu(slots, grads, 1.0, None)
+
+
+@pytest.mark.parametrize("inv_scale", [1.0, 0.5])
+@pytest.mark.parametrize("bad", [False, True])
+def test_subclasses_are_unscaled_by_their_own_code(inv_scale, bad):
+    wrapped = TwoTensor(torch.ones(3, device=DEVICE), torch.full((3,), 2.0, device=DEVICE))
+    plain = torch.full((2,), math.inf if bad else 4.0, device=DEVICE)
+    found_inf = torch.zeros(1, device=DEVICE)
+    unscale_grads([plain, wrapped], inv_scale, found_inf)
+    assert wrapped.a.tolist() == [inv_scale] * 3
+    assert wrapped.b.tolist() == [2 * inv_scale] * 3
+    assert found_inf.item() == bad
 
 
 def test_taking_gradients_in_one_call():
@@ -119,5 +133,8 @@ def test_taking_gradients_in_one_call():
     assert sources[0].grad.dtype == torch.float16  # left where it was
     # An unfit one is told, and nothing has happened.
     params[2].grad = torch.ones(3).to_sparse()
+    assert take_grads_(params, params, slots, 0.5) == 2
+    assert slots[1].tolist() == [8.0] * 3
+    params[2].grad = TwoTensor(torch.ones(3), torch.ones(3))
     assert take_grads_(params, params, slots, 0.5) == 2
     assert slots[1].tolist() == [8.0] * 3

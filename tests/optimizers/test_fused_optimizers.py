@@ -16,7 +16,9 @@ from devices import DEVICE
 from lockstep import FLOAT64_TOLERANCE, LOW_PRECISION, assert_equal_params, assert_equal_states
 from optimizer_specs import DTYPES, MATRIX, SPECS
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
+from apex_npu.fusion.flat_grads import LOOSE_NUMEL
 from apex_npu.optimizers import (
     FusedLAMB,
     FusedNovoGrad,
@@ -456,6 +458,17 @@ def test_sparse_gradient_is_refused_before_anything_moves():
         optimizer.step()
     assert other.tolist() == [1, 1, 1]
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("numel", [3, LOOSE_NUMEL])
+def test_gradient_without_memory_of_its_own_is_refused_before_anything_moves(numel):
+    params = [nn.Parameter(torch.ones(n)) for n in (3, numel)]
+    optimizer = NpuFusedSGD(params, lr=0.1)
+    params[0].grad = torch.ones(3)
+    params[1].grad = TwoTensor(torch.ones(numel), torch.ones(numel))
+    with pytest.raises(RuntimeError, match=r"parameter 1 .* has a TwoTensor as gradient.* give it a plain tensor"):
+        optimizer.step()
+    assert params[0].tolist() == [1, 1, 1]
 
 
 @for_all
