@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from whole_steps import grad_scaler, torch_adam
-from workloads import LOSS_SCALE, MAX_NORM
+from whole_steps import clip_step_clear, grad_scaler, initialized, torch_adam
+from workloads import MAX_NORM
 
-from apex_npu import amp, optimizers
+from apex_npu import amp
 
 Step = Callable[[], object]
 
@@ -71,25 +71,12 @@ def theirs(name: str, device: torch.device, dtype: torch.dtype | None) -> Step:
 def ours(name: str, device: torch.device, level: str, *, fold: bool = False, set_to_none: bool = True) -> Step:
     """The same with amp and NpuFusedAdam; without ``set_to_none`` backward adds to gradients that stay."""
     model, x = MODELS[name](device)
-    model, optimizer = amp.initialize(
-        model,
-        optimizers.NpuFusedAdam(model.parameters(), lr=1e-4),
-        opt_level=level,
-        loss_scale="dynamic",
-        dynamic_init_scale=LOSS_SCALE,
-        fuse_unscale=fold,
-        verbosity=0,
-    )
+    model, optimizer = initialized(model, level, fold)
 
     def step() -> None:
         with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
             scaled_loss.backward()
-        if fold:
-            optimizer.clip_optimizer_grad_norm_fused(MAX_NORM)
-        else:
-            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none)
+        clip_step_clear(optimizer, fold, set_to_none)
 
     return step
 

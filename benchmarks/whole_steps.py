@@ -86,18 +86,33 @@ def torch_o2(bench: Bench, *, set_to_none: bool = True) -> Step:
     return step
 
 
-def ours(bench: Bench, level: str, *, fold: bool = False, set_to_none: bool = True) -> Step:
-    """scale_loss and NpuFusedAdam; clipped by torch, or with ``fold`` in the step, as is the loss scale."""
-    model = Params(bench.params())
-    model, optimizer = amp.initialize(
+def initialized(model: nn.Module, level: str, fold: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """``model`` with NpuFusedAdam, under amp."""
+    optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-4)
+    return amp.initialize(
         model,
-        optimizers.NpuFusedAdam(model.parameters(), lr=1e-4),
+        optimizer,
         opt_level=level,
         loss_scale="dynamic",
         dynamic_init_scale=LOSS_SCALE,
         fuse_unscale=fold,
         verbosity=0,
     )
+
+
+def clip_step_clear(optimizer: torch.optim.Optimizer, fold: bool, set_to_none: bool) -> None:
+    """Clipped by torch, or with ``fold`` in the step, as is the loss scale."""
+    if fold:
+        optimizer.clip_optimizer_grad_norm_fused(MAX_NORM)
+    else:
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none)
+
+
+def ours(bench: Bench, level: str, *, fold: bool = False, set_to_none: bool = True) -> Step:
+    """scale_loss and NpuFusedAdam; see ``clip_step_clear``."""
+    model, optimizer = initialized(Params(bench.params()), level, fold)
     gradients: Gradients = bench.gradients(list(model.parameters()))
     take = gradients.hand_over if set_to_none else gradients.add_up
     loss = torch.ones((), device=bench.device, requires_grad=True)
@@ -105,12 +120,7 @@ def ours(bench: Bench, level: str, *, fold: bool = False, set_to_none: bool = Tr
     def step() -> None:
         with amp.scale_loss(loss, optimizer):
             take()
-        if fold:
-            optimizer.clip_optimizer_grad_norm_fused(MAX_NORM)
-        else:
-            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none)
+        clip_step_clear(optimizer, fold, set_to_none)
 
     return step
 

@@ -2,20 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Update rules on flat buffers: one schema per op, a kernel per device, the reference where there is none."""
 
+import apex_npu.ops.schemas  # noqa: F401 -- defines the ops that everything else here calls
+from apex_npu.ops.elementwise import adadelta_, adagrad_, adam_, rmsprop_, sgd_
 from apex_npu.ops.gather import gather_, gathers_in_one_pass, take_grads_, unscale_grads
 from apex_npu.ops.reference import FLOATS, LOW_PRECISION, wide_dtype
-from apex_npu.ops.schemas import (
-    adadelta_,
-    adagrad_,
-    adam_,
-    adamp_,
-    lamb_,
-    norm,
-    rmsprop_,
-    segment_add_,
-    segment_dot,
-    sgd_,
-)
+from apex_npu.ops.segmented import adamp_, lamb_, norm, segment_add_, segment_dot
 from apex_npu.ops.segments import Segments
 
 __all__ = [

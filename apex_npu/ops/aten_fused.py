@@ -31,7 +31,7 @@ def sgd_(
     grad_scale: Tensor | None = None,
     **options: Any,
 ) -> None:
-    """See ``apex_npu.ops.schemas.sgd_``."""
+    """See ``apex_npu.ops.elementwise.sgd_``."""
     decays = decoupled and options["weight_decay"] != 0
     if decays or not _one_dtype(param, grad, momentum_buffer) or param.dtype in reference.LOW_PRECISION:
         reference.sgd_(
@@ -67,7 +67,7 @@ def adam_(
     grad_scale: Tensor | None = None,
     **options: Any,
 ) -> None:
-    """See ``apex_npu.ops.schemas.adam_``."""
+    """See ``apex_npu.ops.elementwise.adam_``."""
     # Without bias correction: torch has no such option, but steps so many that there is nothing left to correct.
     steps = float(step) if bias_correction else _endless(options["beta1"], options["beta2"])
     if steps is None or not _one_dtype(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from apex_npu._extension import extension
 from apex_npu.ops.reference import FLOATS
-from apex_npu.ops.schemas import norm
+from apex_npu.ops.segmented import norm
 
 
 def gathers_in_one_pass(slot: Tensor) -> bool:

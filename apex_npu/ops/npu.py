@@ -31,7 +31,7 @@ def has_aten_kernel(name: str) -> bool:
 
 
 def sgd_(param: Tensor, *args: Any, **options: Any) -> None:
-    """See ``apex_npu.ops.schemas.sgd_``."""
+    """See ``apex_npu.ops.elementwise.sgd_``."""
     module = aten_fused if has_aten_kernel("_fused_sgd_") else reference
     module.sgd_(param, *args, **options)
 
@@ -47,7 +47,7 @@ def adam_(
     decoupled: bool,
     **options: Any,
 ) -> None:
-    """See ``apex_npu.ops.schemas.adam_``."""
+    """See ``apex_npu.ops.elementwise.adam_``."""
     one_dtype = param.dtype == grad.dtype == exp_avg.dtype == torch.float32
     if one_dtype and max_exp_avg_sq is None and has_apply_adam_w():
         for p, g, m, v in reference.chunks((param, grad, exp_avg, exp_avg_sq)):

@@ -78,7 +78,7 @@ def sgd_(
     decoupled: bool = False,
     grad_scale: Tensor | None = None,
 ) -> None:
-    """See ``apex_npu.ops.schemas.sgd_``."""
+    """See ``apex_npu.ops.elementwise.sgd_``."""
     compute_dtype = wide_dtype(param.dtype)
     for p_chunk, g_chunk, b, model_chunk in chunks((param, grad, momentum_buffer, model_param)):
         p = p_chunk.to(compute_dtype)
@@ -116,7 +116,7 @@ def adam_(
     bias_correction: bool = True,
     grad_scale: Tensor | None = None,
 ) -> None:
-    """See ``apex_npu.ops.schemas.adam_``."""
+    """See ``apex_npu.ops.elementwise.adam_``."""
     step_size = lr / (1 - beta1**step) if bias_correction else lr
     bias_correction2_sqrt = (1 - beta2**step) ** 0.5 if bias_correction else 1.0
     operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, model_param)
@@ -157,7 +157,7 @@ def rmsprop_(
     maximize: bool,
     grad_scale: Tensor | None = None,
 ) -> None:
-    """See ``apex_npu.ops.schemas.rmsprop_``."""
+    """See ``apex_npu.ops.elementwise.rmsprop_``."""
     operands = (param, grad, square_avg, grad_avg, momentum_buffer, model_param)
     for p_chunk, g_chunk, s, mean, b, model_chunk in chunks(operands):
         p = p_chunk.to(square_avg.dtype)
@@ -196,7 +196,7 @@ def adadelta_(
     maximize: bool,
     grad_scale: Tensor | None = None,
 ) -> None:
-    """See ``apex_npu.ops.schemas.adadelta_``."""
+    """See ``apex_npu.ops.elementwise.adadelta_``."""
     for p_chunk, g_chunk, s, a, model_chunk in chunks((param, grad, square_avg, acc_delta, model_param)):
         p = p_chunk.to(square_avg.dtype)
         g = in_dtype(g_chunk, square_avg.dtype, maximize, grad_scale)
@@ -222,7 +222,7 @@ def adagrad_(
     maximize: bool,
     grad_scale: Tensor | None = None,
 ) -> None:
-    """See ``apex_npu.ops.schemas.adagrad_``."""
+    """See ``apex_npu.ops.elementwise.adagrad_``."""
     for p_chunk, g_chunk, s, model_chunk in chunks((param, grad, square_sum, model_param)):
         p = p_chunk.to(square_sum.dtype)
         g = in_dtype(g_chunk, square_sum.dtype, maximize, grad_scale)
@@ -237,7 +237,7 @@ def adagrad_(
 
 
 def norm(x: Tensor) -> Tensor:
-    """See ``apex_npu.ops.schemas.norm``."""
+    """See ``apex_npu.ops.segmented.norm``."""
     if x.device.type != "cpu":
         total: Tensor = torch.linalg.vector_norm(x, dtype=wide_dtype(x.dtype))
         return total

@@ -100,13 +100,13 @@ def _update_moments_(
 
 
 def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> Tensor:
-    """See ``apex_npu.ops.schemas.segment_dot``."""
+    """See ``apex_npu.ops.segmented.segment_dot``."""
     ids = segment_ids(starts, lengths, a.numel(), a.device) if ids is None else ids
     return _sums([(a, b)], ids, starts.numel())[0, : starts.numel()]
 
 
 def segment_add_(x: Tensor, y: Tensor, factors: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> None:
-    """See ``apex_npu.ops.schemas.segment_add_``."""
+    """See ``apex_npu.ops.segmented.segment_add_``."""
     ids = segment_ids(starts, lengths, x.numel(), x.device) if ids is None else ids
     x.addcmul_(y, torch.cat([factors, factors.new_zeros(1)])[ids[: x.numel()]])
 
@@ -136,7 +136,7 @@ def lamb_(
     maximize: bool,
     grad_scale: Tensor | None = None,
 ) -> None:
-    """See ``apex_npu.ops.schemas.lamb_``."""
+    """See ``apex_npu.ops.segmented.lamb_``."""
     p = param.to(exp_avg.dtype)
     _update_moments_(
         direction,
@@ -193,7 +193,7 @@ def adamp_(
     step: int,
     grad_scale: Tensor | None = None,
 ) -> None:
-    """See ``apex_npu.ops.schemas.adamp_``."""
+    """See ``apex_npu.ops.segmented.adamp_``."""
     ids = segment_ids(starts, lengths, param.numel(), param.device) if ids is None else ids
     p = param.to(exp_avg.dtype)
     _update_moments_(

@@ -8,7 +8,7 @@
 
 namespace apex_npu {
 
-// apex_npu::adam_, see apex_npu/ops/schemas.py.
+// apex_npu::adam_, see apex_npu/ops/elementwise.py.
 void adam_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
               const std::optional<at::Tensor>& max_exp_avg_sq, const std::optional<at::Tensor>& model_param, double lr,
               double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize, int64_t step,

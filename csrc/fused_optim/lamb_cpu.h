@@ -8,7 +8,7 @@
 
 namespace apex_npu {
 
-// apex_npu::lamb_, see apex_npu/ops/schemas.py. `direction` and `ids` are for devices that need them.
+// apex_npu::lamb_, see apex_npu/ops/segmented.py. `direction` and `ids` are for devices that need them.
 void lamb_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
               const std::optional<at::Tensor>& model_param, const at::Tensor& direction, const at::Tensor& starts,
               const at::Tensor& lengths, const std::optional<at::Tensor>& ids, double lr, double beta1, double beta2,

@@ -6,7 +6,7 @@
 
 namespace apex_npu {
 
-// apex_npu::norm, see apex_npu/ops/schemas.py.
+// apex_npu::norm, see apex_npu/ops/segmented.py.
 at::Tensor norm_cpu(const at::Tensor& x);
 
 }  // namespace apex_npu

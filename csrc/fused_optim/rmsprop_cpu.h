@@ -8,7 +8,7 @@
 
 namespace apex_npu {
 
-// apex_npu::rmsprop_, see apex_npu/ops/schemas.py.
+// apex_npu::rmsprop_, see apex_npu/ops/elementwise.py.
 void rmsprop_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& square_avg,
                  const std::optional<at::Tensor>& grad_avg, const std::optional<at::Tensor>& momentum_buffer,
                  const std::optional<at::Tensor>& model_param, double lr, double alpha, double eps, double weight_decay,

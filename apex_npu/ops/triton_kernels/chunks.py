@@ -59,7 +59,7 @@ class Rows:
 
     @staticmethod
     def of(owner: Tensor, params: int) -> Rows | None:
-        """See ``schemas.adamp_`` for ``owner``; None where the rows of a parameter are not neighbours."""
+        """See ``segmented.adamp_`` for ``owner``; None where the rows of a parameter are not neighbours."""
         return _made_once(_rows, owner, lambda: _find_rows(owner, params))
 
 

@@ -43,7 +43,7 @@ def sgd_(
     decoupled: bool = False,
     grad_scale: Tensor | None = None,
 ) -> Plan:
-    """See ``apex_npu.ops.schemas.sgd_``."""
+    """See ``apex_npu.ops.elementwise.sgd_``."""
     decay, flags = _decay(weight_decay, decoupled, 1 - lr * weight_decay)
     flags |= {"NESTEROV": nesterov, "FIRST": first, "MAXIMIZE": maximize}
     operands = {"param": param, "grad": grad, "momentum_buffer": momentum_buffer, "model_param": model_param}
@@ -69,7 +69,7 @@ def adam_(
     bias_correction: bool = True,
     grad_scale: Tensor | None = None,
 ) -> Plan:
-    """See ``apex_npu.ops.schemas.adam_``."""
+    """See ``apex_npu.ops.elementwise.adam_``."""
     decay, flags = _decay(weight_decay, decoupled, 1 - lr * weight_decay)
     step_size = lr / (1 - beta1**step) if bias_correction else lr
     correction2 = (1 - beta2**step) ** 0.5 if bias_correction else 1.0
@@ -104,7 +104,7 @@ def rmsprop_(
     maximize: bool,
     grad_scale: Tensor | None = None,
 ) -> Plan:
-    """See ``apex_npu.ops.schemas.rmsprop_``."""
+    """See ``apex_npu.ops.elementwise.rmsprop_``."""
     decay, flags = _decay(weight_decay, decoupled, 1 - weight_decay)
     flags |= {"EPS_INSIDE_SQRT": eps_inside_sqrt, "LR_IN_MOMENTUM": lr_in_momentum, "MAXIMIZE": maximize}
     operands = {
@@ -134,7 +134,7 @@ def adadelta_(
     maximize: bool,
     grad_scale: Tensor | None = None,
 ) -> Plan:
-    """See ``apex_npu.ops.schemas.adadelta_``."""
+    """See ``apex_npu.ops.elementwise.adadelta_``."""
     flags = {"L2": weight_decay != 0, "MAXIMIZE": maximize}
     operands = {
         "param": param,
@@ -159,7 +159,7 @@ def adagrad_(
     maximize: bool,
     grad_scale: Tensor | None = None,
 ) -> Plan:
-    """See ``apex_npu.ops.schemas.adagrad_``."""
+    """See ``apex_npu.ops.elementwise.adagrad_``."""
     decay, flags = _decay(weight_decay, decoupled, 1 - lr * weight_decay)
     operands = {"param": param, "grad": grad, "square_sum": square_sum, "model_param": model_param}
     return _elementwise(
@@ -168,7 +168,7 @@ def adagrad_(
 
 
 def norm(x: Tensor) -> Plan:
-    """See ``apex_npu.ops.schemas.norm``."""
+    """See ``apex_npu.ops.segmented.norm``."""
     check_operands("norm", x=x)
     programs = min(_NORM_PROGRAMS, max(1, -(-x.numel() // _NORM_BLOCK)))
     parts = x.new_empty(programs, dtype=torch.float64)
@@ -179,7 +179,7 @@ def norm(x: Tensor) -> Plan:
 
 
 def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> Plan | None:
-    """See ``apex_npu.ops.schemas.segment_dot``."""
+    """See ``apex_npu.ops.segmented.segment_dot``."""
     if ids is not None:
         return None
     check_operands("segment_dot", a=a, b=b)
@@ -193,7 +193,7 @@ def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tens
 def segment_add_(
     x: Tensor, y: Tensor, factors: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None
 ) -> Plan | None:
-    """See ``apex_npu.ops.schemas.segment_add_``."""
+    """See ``apex_npu.ops.segmented.segment_add_``."""
     if ids is not None:
         return None
     check_operands("segment_add_", x=x, y=y)
@@ -227,7 +227,7 @@ def lamb_(
     maximize: bool,
     grad_scale: Tensor | None = None,
 ) -> Plan | None:
-    """See ``apex_npu.ops.schemas.lamb_``."""
+    """See ``apex_npu.ops.segmented.lamb_``."""
     operands = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "model_param": model_param}
     if ids is not None:
         return None
@@ -273,7 +273,7 @@ def adamp_(
     step: int,
     grad_scale: Tensor | None = None,
 ) -> Plan | None:
-    """See ``apex_npu.ops.schemas.adamp_``."""
+    """See ``apex_npu.ops.segmented.adamp_``."""
     operands = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "model_param": model_param}
     if ids is not None:
         return None

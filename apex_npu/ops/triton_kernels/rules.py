@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Update rules that look at one element at a time: one launch, every operand read and written once.
 
-All alike: gradients and parameters are widened to the states' dtype, the rule of ``apex_npu.ops.schemas`` follows, and
-what has changed is rounded and stored. Options are constants, for each of which Triton compiles a kernel of its own; so
-are operands that are not there (None).
+All alike: gradients and parameters are widened to the states' dtype, the rule of ``apex_npu.ops.elementwise``
+follows, and what has changed is rounded and stored. Options are constants, for each of which Triton compiles a kernel
+of its own; so are operands that are not there (None).
 """
 
 from __future__ import annotations
