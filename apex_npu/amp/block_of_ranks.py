@@ -56,6 +56,11 @@ class BlockOfRanks:
         self._parallel = False
         self.agreeing: list[Any] = []
 
+    @property
+    def is_alone(self) -> bool:
+        """No other process takes part."""
+        return not self._parallel and not self.agreeing
+
     def join(self, parallel: DataParallel, optimizers: Sequence[Optimizer], *, local: bool, delivers: bool) -> None:
         """Average the gradients over processes.
 

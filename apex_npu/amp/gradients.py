@@ -180,6 +180,15 @@ class GradUnit:
             torch._foreach_add_([_writable(self.params[i]) for i in later], new)
         self._note_delivered()
 
+    @torch.no_grad()
+    def check(self, found_inf: Tensor) -> None:
+        """Set ``found_inf``, float32, one element, to 1 where a gradient of ``params`` is not finite."""
+        if self.flat is not None:
+            loose, spans = self.flat.pieces()
+            unscale_grads(loose + spans, 1.0, found_inf)
+        else:
+            unscale_grads([_writable(p) for p in self.params if p.grad is not None], 1.0, found_inf)
+
     def _take_all(self, flat: FlatGrads, inv_scale: float, found_inf: Tensor | None) -> bool:
         """Where no gradient is in its slot yet, gather, widen, unscale and check in one pass."""
         if not gathers_in_one_pass(flat.flat):
@@ -259,11 +268,26 @@ def unscale_units(units: Sequence[GradUnit], scale: float, *, check: bool) -> bo
     Returns:
         Whether a gradient has overflowed.
     """
-    flags: dict[torch.device, Tensor] = {}
+    flags = _flags(units) if check else {}
     for unit in units:
-        if check and unit.device not in flags:
-            flags[unit.device] = torch.zeros(1, dtype=torch.float32, device=unit.device)
         unit.unscale_(1.0 / scale, flags.get(unit.device))
+    return _any_raised(flags)
+
+
+def have_overflowed(units: Sequence[GradUnit]) -> bool:
+    """Whether a gradient of the optimizer's parameters is inf or nan; waits for the device, once."""
+    flags = _flags(units)
+    for unit in units:
+        unit.check(flags[unit.device])
+    return _any_raised(flags)
+
+
+def _flags(units: Sequence[GradUnit]) -> dict[torch.device, Tensor]:
+    devices = {unit.device for unit in units}
+    return {device: torch.zeros(1, dtype=torch.float32, device=device) for device in devices}
+
+
+def _any_raised(flags: dict[torch.device, Tensor]) -> bool:
     found_inf = False
     for device, flag in flags.items():
         backend = for_device(device)

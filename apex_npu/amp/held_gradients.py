@@ -69,10 +69,12 @@ def hand_over_scale(optimizer: Optimizer, record: OptimizerRecord) -> None:
     if not getattr(optimizer, "is_npu_fused_optimizer", False) or optimizer._optimizer_step_pre_hooks or not units:
         settle(record, units)
         return
-    scale = torch.full((1,), record.held_scale, dtype=torch.float32, device=units[0].device)
-    if record.clip_coefficient is not None:
-        scale /= record.clip_coefficient.to(scale.device)
-    optimizer.grad_scale_of_step = scale  # type: ignore[attr-defined]
+    coefficient = record.clip_coefficient
+    device = units[0].device if coefficient is None else coefficient.device
+    scale = torch.full((1,), record.held_scale, dtype=torch.float32, device=device)
+    if coefficient is not None:
+        scale /= coefficient
+    optimizer.grad_scale_of_step = scale.to(units[0].device)  # type: ignore[attr-defined]
 
 
 def finish_hand_over(optimizer: Optimizer) -> None:
@@ -107,6 +109,10 @@ def clip_at_step(
 ) -> Tensor:
     """Leave it to the next step to clip; the arguments and the norm are those of ``clip_grad_norm_``."""
     norm = total_grad_norm(flats, loose, norm_type)
+    device = norm.device
+    if record.open_check is not None and norm_type > 0:  # other "norms" pass over inf and nan
+        norm = norm.cpu()  # the one wait of the step; what follows from it is cheaper on the host
+        record.settle(norm)
     if norm_type != 0:  # which counts, whatever the scale
         norm = norm / record.held_scale
     before = record.clip_coefficient
@@ -114,4 +120,4 @@ def clip_at_step(
         norm = norm * before.to(norm.device).squeeze()
     coefficient = clip_coefficient(norm, max_norm, norm_type, error_if_nonfinite).float().reshape(1)
     record.clip_coefficient = coefficient if before is None else coefficient * before.to(coefficient.device)
-    return norm
+    return norm.to(device)

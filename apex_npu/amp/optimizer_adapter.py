@@ -96,8 +96,9 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
         """Clear the gradients of all parameters, and of the model parameters behind masters."""
         if set_to_none is None:
             set_to_none = bool(getattr(self, "set_grad_none", True))
-        super().zero_grad(set_to_none)
         record = self._amp_record
+        record.settle()  # while there is something to look at
+        super().zero_grad(set_to_none)
         if record.pairs:
             record.clear_model_grads(set_to_none)
         if not record.in_block:  # there, what backward is about to add is scaled

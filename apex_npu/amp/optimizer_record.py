@@ -17,6 +17,7 @@ from apex_npu.amp.data_parallel import DataParallel, LocalGrads
 from apex_npu.amp.flat_model import FlatModel
 from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.master_params import MasterPair, copy_masters_to_model
+from apex_npu.amp.open_check import OpenCheck
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import Session, current
 from apex_npu.amp.step_report import StepReport, Verdict
@@ -34,6 +35,7 @@ class OptimizerRecord:
         held_scale: With ``fuse_unscale``, what the gradients of ``param_groups`` are multiplied with between blocks.
         clip_coefficient: With ``fuse_unscale``, what the next step has yet to multiply gradients by; float32, (1,).
         verdict: What scale_loss has decided about the next step; None: nothing since the last one.
+        open_check: What the last block has left open, before which ``verdict`` does not count.
         last_step: How the last call of ``step`` ended.
         unchecked: The option by which the last block has put off looking at its gradients; None: it has looked.
         in_block: A scale_loss block is open.
@@ -49,6 +51,7 @@ class OptimizerRecord:
     held_scale: float = 1.0
     clip_coefficient: Tensor | None = None
     verdict: Verdict | None = None
+    open_check: OpenCheck | None = None
     last_step: StepReport | None = None
     unchecked: Literal["delay_unscale", "delay_overflow_check"] | None = None
     in_block: bool = False
@@ -73,6 +76,7 @@ class OptimizerRecord:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without buffers: a copy makes its own."""
+        self.settle()
         own: dict[str, Any] = {
             "known_to": None,
             "in_block": False,
@@ -88,7 +92,14 @@ class OptimizerRecord:
     @property
     def skip(self) -> bool:
         """The next step is to be skipped."""
+        self.settle()
         return self.verdict is not None and self.verdict.skip
+
+    def settle(self, norm: Tensor | None = None) -> None:
+        """Have decided what the last block has left open; see ``OpenCheck.settle``."""
+        if self.open_check is not None:
+            self.open_check.settle(norm)
+            self.open_check = None
 
     @property
     def scale_in_the_way(self) -> float:

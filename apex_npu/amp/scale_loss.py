@@ -14,13 +14,15 @@ from torch.optim import Optimizer
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.block_of_ranks import BlockOfRanks
 from apex_npu.amp.data_parallel import LocalGrads
-from apex_npu.amp.gradients import GradUnit, clear_overflow_flags, unscale_units
+from apex_npu.amp.gradients import GradUnit, clear_overflow_flags, have_overflowed, unscale_units
 from apex_npu.amp.held_gradients import check_unshared, check_unwrapped, clip_held
+from apex_npu.amp.open_check import OpenCheck
 from apex_npu.amp.optimizer_adapter import pair_masters
 from apex_npu.amp.optimizer_record import OptimizerRecord, inner_optimizer, record_of
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session, require
 from apex_npu.amp.step_report import Verdict
+from apex_npu.backends import for_device
 from apex_npu.ops import LOW_PRECISION
 
 Work = list[tuple[OptimizerRecord, list[GradUnit]]]
@@ -41,7 +43,8 @@ def scale_loss(
     Behind the block ``param.grad`` of every optimizer parameter, the fp32 masters' at O2, is the true gradient,
     accumulated over all blocks since it was last cleared; clip it, or look at it, then call ``optimizer.step()``. If a
     gradient was inf or nan, the scale shrinks and that ``step()`` does nothing. At most one wait for the device happens
-    here, with a dynamic scale, and none with a static one. With ``fuse_unscale`` they stay scaled until ``step``.
+    here, with a dynamic scale, and none with a static one. With ``fuse_unscale`` they stay scaled until ``step``, and
+    whoever reads them first behind the block, clipping or ``step``, looks for overflow and waits.
 
     An exception inside the block leaves gradients unscaled and everything usable. Gradients whose step will be skipped
     are zeroed at the next block, so that what it finds, and tells its scaler and its other optimizers, is its own.
@@ -111,13 +114,18 @@ def scale_loss(
         ranks.average_sources(scale, dynamic=scaler.dynamic)
         if not delivers:
             return
-        found_inf = _unscale(work, 1.0 if hold else scale, check=scaler.dynamic and decides)
+        leaves_open = hold and decides and scaler.dynamic and len(work) == 1 and ranks.is_alone and not _saturates(work)
+        found_inf = _unscale(work, 1.0 if hold else scale, check=scaler.dynamic and decides and not leaves_open)
         ranks.average_masters(scale, dynamic=scaler.dynamic)
         found_inf = ranks.agree(found_inf, scale)
     except BaseException:
         _drop_all(work)  # some are unscaled by now and some are not
         raise
-    if decides:
+    if leaves_open:
+        units = [unit for _, part in work for unit in part]
+        check = OpenCheck(lambda: have_overflowed(units), lambda found: _decide(work, loss_id, scaler, found))
+        session.open_check = work[0][0].open_check = check
+    elif decides:
         _decide(work, loss_id, scaler, found_inf)
 
 
@@ -292,6 +300,11 @@ def _unscale(work: Work, scale: float, *, check: bool) -> bool:
     for record, _ in work:
         record.grad_scale = 1.0
     return found_inf
+
+
+def _saturates(work: Work) -> bool:
+    """Overflow shows in a flag of the device, which later work may raise, rather than in the gradients."""
+    return any(for_device(unit.device).saturates() for _, units in work for unit in units)
 
 
 def _decide(work: Work, loss_id: int, scaler: LossScaler, found_inf: bool) -> None:

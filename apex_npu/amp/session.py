@@ -24,6 +24,7 @@ from apex_npu.amp.casting import CastHandle, ModelCast, enable_casts
 from apex_npu.amp.clip_guard import Clipper, watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.forward_cast import Ambient
+from apex_npu.amp.open_check import OpenCheck
 from apex_npu.amp.patched_functions import Patch
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler
@@ -65,7 +66,7 @@ class Session:
 
     Attributes:
         policy: What the level and the overrides have come to.
-        scalers: One per loss; ``loss_id`` is the index.
+        open_check: What the last block has left open about its gradients, and so about its scaler.
         verbosity: 0 silent, 1 normal.
         device_types: Where O1 casts.
         patches: The functions that users have registered casts for.
@@ -83,7 +84,7 @@ class Session:
     """
 
     policy: Policy
-    scalers: list[LossScaler]
+    _scalers: list[LossScaler]
     verbosity: int = 1
     device_types: list[str] = field(default_factory=list)
     patches: list[Patch] = field(default_factory=list)
@@ -98,13 +99,26 @@ class Session:
     data_parallel: DataParallel | None = None
     data_parallels: list[DataParallel] = field(default_factory=list)
     no_sync_depth: int = 0
+    open_check: OpenCheck | None = None
     _watch: ExitStack = field(default_factory=ExitStack)
     _warned: set[str] = field(default_factory=set)
 
     def disable(self) -> None:
         """Make everything pass through."""
         self.policy = replace(self.policy, enabled=False)
-        self.scalers = []
+        self._scalers = []
+
+    @property
+    def scalers(self) -> list[LossScaler]:
+        """One per loss; ``loss_id`` is the index. They know of all blocks that are behind."""
+        self.settle()
+        return self._scalers
+
+    def settle(self) -> None:
+        """Have decided what the last block has left open."""
+        if self.open_check is not None:
+            self.open_check.settle()
+            self.open_check = None
 
     def parameter_names(self) -> WeakTensorKeyDictionary:
         """The names of all parameters of models that are alive."""

@@ -35,14 +35,14 @@ UPDATES = [
 PARTS = [
     ("unscale and check", "O0", False, 3, 3),
     ("unscale and check", "O2", False, 3, 3),
-    ("unscale and check", "O0", True, 3, 3),
-    ("unscale and check", "O2", True, 3, 3),
+    ("unscale and check", "O0", True, 0, 3),  # the norm looks for overflow, too
+    ("unscale and check", "O2", True, 0, 3),
     ("clip", "O0", False, 7, 5),
-    ("clip", "O0", True, 6, 5),
+    ("clip", "O0", True, 1, 5),
     ("update", "O0", False, 7, 8),
-    ("update", "O0", True, 10, 8),
+    ("update", "O0", True, 8, 8),
     ("update", "O2", False, 8, 9),  # one more, to write back to the model
-    ("update", "O2", True, 11, 9),
+    ("update", "O2", True, 9, 9),
     ("zero", "O0", False, 1, 1),
     ("zero", "O2", False, 1, 1),
 ]
@@ -94,7 +94,9 @@ def test_goal_of_an_update_is_what_the_old_patch_needs(rule):
     assert counted(step).launches == goal
 
 
-def parts_of_a_step(tensors: int, level: str, fuse_unscale: bool, *, set_to_none: bool = True):
+def parts_of_a_step(
+    tensors: int, level: str, fuse_unscale: bool, *, set_to_none: bool = True, max_norm: float | None = 0.1
+):
     """Counts of each part of an iteration behind backward, once all is set up."""
     model = nn.Module()
     model.params = nn.ParameterList(params(tensors))
@@ -112,7 +114,8 @@ def parts_of_a_step(tensors: int, level: str, fuse_unscale: bool, *, set_to_none
             else:
                 p.grad += 2.0
         found["unscale and check"] = counted(lambda: block.__exit__(None, None, None))  # noqa: B023
-        found["clip"] = counted(lambda: optimizer.clip_optimizer_grad_norm_fused(0.1))
+        if max_norm is not None:
+            found["clip"] = counted(lambda: optimizer.clip_optimizer_grad_norm_fused(max_norm))
         found["update"] = counted(optimizer.step)
         found["zero"] = counted(lambda: optimizer.zero_grad(set_to_none))
     amp.shutdown()
@@ -137,8 +140,10 @@ def test_part_of_a_step(part, level, fuse_unscale, now):
 @pytest.mark.parametrize("level", ["O0", "O2"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_one_wait_for_the_device(level, fuse_unscale, set_to_none):
-    parts = parts_of_a_step(6, level, fuse_unscale, set_to_none=set_to_none)
-    assert {part: n.syncs for part, n in parts.items() if n.syncs} == {"unscale and check": 1}
+    for max_norm, first_look in ((0.1, "clip"), (None, "update")):
+        parts = parts_of_a_step(6, level, fuse_unscale, set_to_none=set_to_none, max_norm=max_norm)
+        waits = {part: n.syncs for part, n in parts.items() if n.syncs}
+        assert waits == {first_look if fuse_unscale else "unscale and check": 1}
 
 
 @pytest.mark.parametrize("fuse_unscale", [False, True])

@@ -50,7 +50,7 @@ class OptimWrapper:
                 adopt(inner_optimizer(optimizer), session, {})
             self._first_loss_id = len(session.scalers)
             loss_scale = session.policy.loss_scale
-            session.scalers += [make_scaler(loss_scale, DynamicScaleOptions()) for _ in range(num_loss)]
+            session.scalers.extend(make_scaler(loss_scale, DynamicScaleOptions()) for _ in range(num_loss))
 
     @contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:

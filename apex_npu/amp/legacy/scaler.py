@@ -14,6 +14,7 @@ from torch import Tensor
 
 from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
 from apex_npu.amp.scaler import LossScaler as Scaler
+from apex_npu.amp.session import current
 from apex_npu.ops import unscale_grads
 
 __all__ = ["LossScaler"]
@@ -39,7 +40,6 @@ class LossScaler:
     """
 
     has_fused_kernel = False
-    _scaler: Scaler
 
     def __init__(
         self,
@@ -54,20 +54,27 @@ class LossScaler:
         options = DynamicScaleOptions(
             init_scale, scale_factor, backoff, scale_window, min_loss_scale or None, max_loss_scale
         )
-        self._scaler = make_scaler("dynamic" if loss_scale == "dynamic" else _checked(loss_scale), options)
+        self._own = make_scaler("dynamic" if loss_scale == "dynamic" else _checked(loss_scale), options)
 
     @classmethod
     def view(cls, scaler: Scaler) -> LossScaler:
         """A live view of ``scaler``."""
         view = cls.__new__(cls)
-        view._scaler = scaler
+        view._own = scaler
         return view
 
+    @property
+    def _scaler(self) -> Scaler:
+        session = current()
+        if session is not None:
+            session.settle()  # the last block may have moved it
+        return self._own
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LossScaler) and other._scaler is self._scaler
+        return isinstance(other, LossScaler) and other._own is self._own
 
     def __hash__(self) -> int:
-        return id(self._scaler)
+        return id(self._own)
 
     # ---------------------------------------------------------------------------------------------- what scripts read
 

@@ -1,0 +1,172 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``fuse_unscale`` leaves the look for overflow to whoever reads the gradients next, and nobody can tell."""
+
+import copy
+import math
+import pickle
+import sys
+
+import pytest
+import torch
+from devices import DEVICE
+from torch import nn
+
+from apex_npu import amp, optimizers
+
+LEVELS = ["O0", "O2"]
+
+
+def make(level="O0", **options):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).to(DEVICE)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.5)
+    options = {"loss_scale": "dynamic", "dynamic_init_scale": 64.0, "fuse_unscale": True, "verbosity": 0, **options}
+    return amp.initialize(model, optimizer, opt_level=level, **options)
+
+
+def backward(model, optimizer, bad=False, **options):
+    with amp.scale_loss(model(torch.ones(2, 4, device=DEVICE)).float().sum(), optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+        if bad:
+            model.bias.grad[1] = math.inf
+
+
+def loss_scale():
+    return amp.state_dict()["loss_scaler0"]["loss_scale"]
+
+
+def values(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_skipped(model, optimizer):
+    before = values(model)
+    optimizer.step()
+    assert amp.last_step(optimizer).skipped
+    assert (amp.last_step(optimizer).scale_before, amp.last_step(optimizer).scale_after) == (64.0, 32.0)
+    for p, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, value)
+
+
+ASKED_BY = {
+    "step": lambda optimizer: None,
+    "state_dict": lambda optimizer: amp.state_dict(),
+    "an old view of the scaler": None,
+    "clipping": lambda optimizer: optimizer.clip_optimizer_grad_norm_fused(1.0),
+    "clipping by the largest": lambda optimizer: optimizer.clip_optimizer_grad_norm_fused(1.0, math.inf),
+    "clipping by the smallest": lambda optimizer: optimizer.clip_optimizer_grad_norm_fused(1.0, -math.inf),
+    "clipping by the count": lambda optimizer: optimizer.clip_optimizer_grad_norm_fused(1.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("asked_by", ASKED_BY)
+def test_an_overflow_is_found_by_whoever_looks_first(level, asked_by):
+    model, optimizer = make(level)
+    view = amp._amp_state.loss_scalers[0]
+    backward(model, optimizer, bad=True)
+    if ASKED_BY[asked_by] is None:
+        assert view.loss_scale() == 32.0
+    else:
+        ASKED_BY[asked_by](optimizer)
+    assert loss_scale() == 32.0
+    assert_skipped(model, optimizer)
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    assert amp.last_step(optimizer).applied
+    assert loss_scale() == 32.0
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("clear", [True, False])
+def test_clearing_instead_of_stepping_does_not_lose_it(level, clear):
+    model, optimizer = make(level)
+    backward(model, optimizer, bad=True)
+    optimizer.zero_grad(set_to_none=clear)
+    assert loss_scale() == 32.0
+    backward(model, optimizer)
+    optimizer.step()
+    assert amp.last_step(optimizer).applied
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_second_block_finds_it_and_starts_anew(level):
+    model, optimizer = make(level)
+    backward(model, optimizer, bad=True)
+    backward(model, optimizer)
+    assert loss_scale() == 32.0
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
+    before = values(model)
+    optimizer.step()
+    assert amp.last_step(optimizer).skipped
+    for p, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, value)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_know_it(copied):
+    model, optimizer = make()
+    backward(model, optimizer, bad=True)
+    twin_model, twin = copied((model, optimizer))
+    assert_skipped(twin_model, twin)
+    assert_skipped(model, optimizer)
+    assert loss_scale() == 32.0
+
+
+def test_two_losses_and_two_optimizers_each_have_their_own():
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 3).to(DEVICE) for _ in range(2)]
+    made = [optimizers.NpuFusedSGD(m.parameters(), lr=0.5) for m in models]
+    options = {"loss_scale": "dynamic", "dynamic_init_scale": 64.0, "fuse_unscale": True, "verbosity": 0}
+    models, made = amp.initialize(models, made, opt_level="O0", num_losses=2, **options)
+    backward(models[0], made[0], bad=True, loss_id=0)
+    backward(models[1], made[1], loss_id=1)
+    for optimizer, skipped in zip(made, (True, False), strict=True):
+        optimizer.step()
+        assert amp.last_step(optimizer).skipped == skipped
+    scales = [state["loss_scale"] for state in amp.state_dict().values()]
+    assert scales == [32.0, 64.0]
+
+
+def test_finite_gradients_whose_norm_overflows_have_not_overflowed():
+    model, optimizer = make()
+    huge = torch.finfo(torch.float32).max / 2
+    with amp.scale_loss(torch.ones((), device=DEVICE, requires_grad=True), optimizer):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, huge)
+    norm = optimizer.clip_optimizer_grad_norm_fused(1.0)
+    assert not norm.isfinite()
+    assert loss_scale() == 64.0
+    optimizer.step()
+    assert amp.last_step(optimizer).applied
+
+
+def test_gradients_that_a_script_repairs_are_stepped():
+    model, optimizer = make()
+    backward(model, optimizer, bad=True)
+    model.bias.grad.nan_to_num_(posinf=0.0)
+    before = model.bias.detach().clone()
+    optimizer.step()
+    assert amp.last_step(optimizer).applied
+    # The sum over two rows, whose mean nobody takes: 2 each.
+    torch.testing.assert_close(model.bias, before - 0.5 * torch.tensor([2.0, 0.0, 2.0], device=DEVICE))
+
+
+def test_a_plain_step_reads_gradients_for_overflow_once(monkeypatch):
+    scale_loss = sys.modules["apex_npu.amp.scale_loss"]  # the module; the package has a function of that name
+    looks = []
+    real = scale_loss.have_overflowed
+    monkeypatch.setattr(scale_loss, "have_overflowed", lambda units: looks.append(1) or real(units))
+    model, optimizer = make()
+    for clip in (True, False):
+        backward(model, optimizer)
+        assert not looks
+        if clip:
+            optimizer.clip_optimizer_grad_norm_fused(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss_scale() == 64.0
+        assert len(looks) == (0 if clip else 1)
