@@ -8,10 +8,12 @@
 
 #include "amp/overlay.h"
 #include "combine_tensors/change_data_ptr.h"
+#include "combine_tensors/python_dicts.h"
 #include "combine_tensors/slot_table.h"
 #include "data_parallel/grad_arrivals.h"
 #include "fused_optim/gather_cpu.h"
 #include "fused_optim/kernels_cpu.h"
+#include "prefetch.h"
 
 namespace py = pybind11;
 
@@ -40,9 +42,13 @@ apex_npu::Borrowed borrow(const py::sequence& tensors) {
   TORCH_CHECK_TYPE(PyList_Check(tensors.ptr()) || PyTuple_Check(tensors.ptr()), "expected a list or tuple, got ",
                    Py_TYPE(tensors.ptr())->tp_name);
   apex_npu::Borrowed borrowed;
-  borrowed.reserve(tensors.size());
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(tensors.ptr()); ++i) {
-    PyObject* item = PySequence_Fast_GET_ITEM(tensors.ptr(), i);
+  constexpr Py_ssize_t kAhead = 16;
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(tensors.ptr());
+  PyObject* const* items = PySequence_Fast_ITEMS(tensors.ptr());
+  borrowed.reserve(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) APEX_NPU_PREFETCH(items[i + kAhead]);
+    PyObject* item = items[i];
     TORCH_CHECK_TYPE(THPVariable_Check(item), "expected a tensor at index ", i, ", got ", Py_TYPE(item)->tp_name);
     borrowed.push_back(&THPVariable_Unpack(item));
   }
@@ -51,7 +57,7 @@ apex_npu::Borrowed borrow(const py::sequence& tensors) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 5;
+  m.attr("API") = 6;
 
   m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"),
         py::arg("keep_previous"));
@@ -90,6 +96,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return py::bytes(apex_npu::grad_states(borrow(tensors), borrow(views)));
       },
       py::arg("tensors"), py::arg("views"));
+
+  m.def(
+      "increment_versions", [](const py::sequence& tensors) { apex_npu::increment_versions(borrow(tensors)); },
+      py::arg("tensors"));
+  m.def("drop_grads", [](const py::sequence& tensors) { apex_npu::drop_grads(borrow(tensors)); }, py::arg("tensors"));
+
+  m.def("hold_values", &apex_npu::hold_values, py::arg("dicts"), py::arg("keys"), py::arg("values"));
 
   py::class_<apex_npu::Overlay>(m, "Overlay")
       .def(py::init<const std::string&, const std::vector<std::pair<std::string, std::string>>&>(),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.amp.master_params import MasterPair, copy_masters_to_model
-from apex_npu.fusion import FusedGroup, Twin
+from apex_npu.fusion import FusedGroup, Twin, increment_versions
 
 
 @dataclass(eq=False)
@@ -60,5 +60,5 @@ class FlatModel:
         for group, twin in self.twins:
             if not group.has_copied_to(twin):
                 twin.flat.copy_(group.param_flat)
-            torch.autograd.graph.increment_version(twin.params)
+            increment_versions(twin.params)
         copy_masters_to_model(self.loose)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer, plan
+from apex_npu.fusion.many_tensors import increment_versions
 from apex_npu.fusion.storage import SlotTable, grad_states, has_unnamed_aliases, is_slot, slot_table
 from apex_npu.ops import gather_, gathers_in_one_pass, take_grads_, unscale_grads
 
@@ -181,7 +182,7 @@ class FlatGrads:
         in_place = [self.loose(i) for i in loose]
         unscale_grads(in_place, inv_scale, found_inf)
         if inv_scale != 1.0:
-            torch.autograd.graph.increment_version(in_place)
+            increment_versions(in_place)
 
     def _take(
         self, sources: Sequence[Tensor], slots: range, but: list[int], inv_scale: float, found_inf: Tensor | None

@@ -15,7 +15,17 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu._extension import disable_dynamo
-from apex_npu.fusion import FlatGrads, FusedGroup, Run, clip_grad_norm_, local_part_as, sharded_like
+from apex_npu.fusion import (
+    FlatGrads,
+    FusedGroup,
+    Run,
+    clip_grad_norm_,
+    drop_grads,
+    hold_values,
+    increment_versions,
+    local_part_as,
+    sharded_like,
+)
 from apex_npu.fusion.flat_grads import LOOSE, PRESENT
 from apex_npu.optimizers.checks import check_bool, check_params, find_problems, find_unsharded, naming
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
@@ -144,8 +154,8 @@ class FusedOptimizer(Optimizer):
                 updated += 1
                 # Writes to the flat buffer are invisible to autograd: without this it could not notice that a parameter
                 # changed between forward and backward.
-                torch.autograd.graph.increment_version(run.params)
-                torch.autograd.graph.increment_version(self._owners_of(run.params))
+                increment_versions(run.params)
+                increment_versions(self._owners_of(run.params))
         except BaseException:
             for run, _ in runs[updated:]:
                 run.take_back()
@@ -195,7 +205,11 @@ class FusedOptimizer(Optimizer):
         Without an argument they are dropped, as torch does; NVIDIA's signatures have a ``set_grad_none`` for that.
         """
         set_to_none = self.set_grad_none if set_to_none is None else set_to_none
-        if set_to_none or not self._fused or any(record.owners for record in self._fused):
+        if set_to_none:
+            for group in self.param_groups:
+                drop_grads(group["params"])
+            return
+        if not self._fused or any(record.owners for record in self._fused):
             super().zero_grad(set_to_none)
             return
         for grads in self.flat_grads():
@@ -485,5 +499,4 @@ class FusedOptimizer(Optimizer):
         values = self.state.values()
         if len(values) != len(self._known_entries) or not all(map(is_, values, self._known_entries)):
             return False
-        entries, names, views = self._known_views
-        return all(map(is_, map(dict.get, entries, names), views))
+        return hold_values(*self._known_views)

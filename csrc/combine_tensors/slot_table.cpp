@@ -23,13 +23,13 @@ std::vector<int64_t> SlotTable::broken(const Borrowed& tensors) const {
   TORCH_CHECK_VALUE(tensors.size() == places_.size(), "broken: expected ", places_.size(), " tensors, got ",
                     tensors.size());
   std::vector<int64_t> indices;
-  for (size_t i = 0; i < tensors.size(); ++i) {
+  look_at_each(tensors, prefetch_storage, [&](size_t i) {
     const at::Tensor& t = *tensors[i];
     const Place& place = places_[i];
     const bool intact = t.layout() == c10::kStrided && t.scalar_type() == place.dtype && t.device() == place.device &&
                         t.sizes() == place.sizes && t.strides() == place.strides && address_of(t) == place.address;
     if (!intact) indices.push_back(static_cast<int64_t>(i));
-  }
+  });
   return indices;
 }
 
@@ -37,10 +37,10 @@ std::string grad_states(const Borrowed& tensors, const Borrowed& views) {
   TORCH_CHECK_VALUE(views.size() == tensors.size(), "grad_states: expected one view per tensor (", tensors.size(),
                     "), got ", views.size());
   std::string states(tensors.size(), '\0');
-  for (size_t i = 0; i < tensors.size(); ++i) {
+  look_at_each(tensors, prefetch_autograd, [&](size_t i) {
     const at::Tensor& grad = tensors[i]->grad();
     if (grad.defined()) states[i] = grad.is_same(*views[i]) ? '\1' : '\2';
-  }
+  });
   return states;
 }
 

@@ -4,17 +4,15 @@
 // Remembers where tensors lay when they were fused, and says in one call which of them are still there.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <c10/util/DimVector.h>
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
-namespace apex_npu {
+#include "combine_tensors/borrowed.h"
 
-// Tensors that somebody else keeps alive. Thousands are looked at in every step: counting references would take longer.
-using Borrowed = std::vector<const at::Tensor*>;
+namespace apex_npu {
 
 // Holds places, not tensors: a reference would stand in the way of torch.utils.swap_tensors.
 class SlotTable {

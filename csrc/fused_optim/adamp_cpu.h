@@ -8,8 +8,8 @@
 
 namespace apex_npu {
 
-// apex_npu::adamp_, see apex_npu/ops/segmented.py. Rows must be ranges of memory: `ids` is not looked at, and `direction`
-// is for devices that need it.
+// apex_npu::adamp_, see apex_npu/ops/segmented.py. Rows must be ranges of memory: `ids` is not looked at, and
+// `direction` is for devices that need it.
 void adamp_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
                const std::optional<at::Tensor>& model_param, const at::Tensor& direction, const at::Tensor& starts,
                const at::Tensor& lengths, const std::optional<at::Tensor>& ids, const at::Tensor& owner,

@@ -163,16 +163,21 @@ int64_t take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Bo
                     "take_grads: sources, params and slots must have one length");
   std::vector<at::Tensor> present, grads;
   std::vector<size_t> indices;
-  for (size_t i = 0; i < sources.size(); ++i) {
+  int64_t unfit = -1;
+  look_at_each(sources, prefetch_autograd, [&](size_t i) {
     const at::Tensor& grad = sources[i]->grad();
-    if (!grad.defined()) continue;
+    if (!grad.defined() || unfit >= 0) return;
     const bool own = sources[i]->is_same(*params[i]);
-    if (!supported(grad) || (own && grad.scalar_type() != slots[i]->scalar_type())) return static_cast<int64_t>(i);
+    if (!supported(grad) || (own && grad.scalar_type() != slots[i]->scalar_type())) {
+      unfit = static_cast<int64_t>(i);
+      return;
+    }
     present.push_back(*slots[i]);
     // It may lie in another's slot, which is about to be written.
     grads.push_back(own && is_slot(grad) ? grad.clone() : grad);
     indices.push_back(i);
-  }
+  });
+  if (unfit >= 0) return unfit;
   gather_cpu(present, grads, inv_scale, found_inf);
   for (size_t i : indices) params[i]->mutable_grad() = *slots[i];
   return -1;

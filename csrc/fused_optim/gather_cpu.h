@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "combine_tensors/slot_table.h"
+#include "combine_tensors/borrowed.h"
 
 namespace apex_npu {
 

@@ -14,14 +14,14 @@
 
 #include <cstdint>
 
+#include "prefetch.h"
+
 #if defined(__GNUC__)  // clang's, too
 #define APEX_NPU_INLINE inline __attribute__((always_inline))
 #define APEX_NPU_INLINE_LAMBDA __attribute__((always_inline))
-#define APEX_NPU_PREFETCH(address) __builtin_prefetch(address)
 #else
 #define APEX_NPU_INLINE inline
 #define APEX_NPU_INLINE_LAMBDA
-#define APEX_NPU_PREFETCH(address) static_cast<void>(address)
 #endif
 
 #if defined(__x86_64__) && defined(__GNUC__)

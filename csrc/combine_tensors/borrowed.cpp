@@ -1,0 +1,18 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+#include "combine_tensors/borrowed.h"
+
+namespace apex_npu {
+
+void increment_versions(const Borrowed& tensors) {
+  const auto nothing = [](const c10::TensorImpl&) {};
+  look_at_each(tensors, nothing, [&](size_t i) { tensors[i]->unsafeGetTensorImpl()->bump_version(); });
+}
+
+void drop_grads(const Borrowed& tensors) {
+  look_at_each(tensors, prefetch_autograd, [&](size_t i) {
+    if (tensors[i]->grad().defined()) tensors[i]->mutable_grad().reset();
+  });
+}
+
+}  // namespace apex_npu

@@ -1,0 +1,46 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Many tensors, looked at one after the other.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "prefetch.h"
+
+namespace apex_npu {
+
+// Tensors that somebody else keeps alive. Thousands are looked at in every step: counting references would take longer.
+using Borrowed = std::vector<const at::Tensor*>;
+
+// look(i) for each tensor. What belongs to one lies all over the memory, and an update has swept it out of the caches:
+// each look would wait for the memory a few times, one after the other. So `next`, which gets the tensor's
+// implementation, fetches what is behind it a few tensors ahead, and the implementation itself is fetched before that.
+template <typename Next, typename Look>
+void look_at_each(const Borrowed& tensors, const Next& next, const Look& look) {
+  constexpr size_t kAhead = 8;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (i + 2 * kAhead < tensors.size()) {
+      const auto* impl = reinterpret_cast<const char*>(tensors[i + 2 * kAhead]->unsafeGetTensorImpl());
+      for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) APEX_NPU_PREFETCH(impl + line);
+    }
+    if (i + kAhead < tensors.size()) next(*tensors[i + kAhead]->unsafeGetTensorImpl());
+    look(i);
+  }
+}
+
+inline void prefetch_storage(const c10::TensorImpl& impl) {
+  if (impl.has_storage()) APEX_NPU_PREFETCH(impl.unsafe_storage().unsafeGetStorageImpl());
+}
+
+inline void prefetch_autograd(const c10::TensorImpl& impl) { APEX_NPU_PREFETCH(impl.autograd_meta()); }
+
+// What in-place operations on these tensors would have done to their version counters.
+void increment_versions(const Borrowed& tensors);
+
+// tensor.grad = None, for each.
+void drop_grads(const Borrowed& tensors);
+
+}  // namespace apex_npu

@@ -1,0 +1,76 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is done to thousands of tensors in one call is what would be done to each."""
+
+import weakref
+
+import pytest
+import torch
+from devices import DEVICE
+from torch import nn
+
+from apex_npu._extension import extension
+from apex_npu.fusion.many_tensors import drop_grads, hold_values, increment_versions
+
+needs_extension = pytest.mark.skipif(extension is None, reason="checks of the extension")
+
+
+def make(count=50):
+    return [nn.Parameter(torch.full((3,), float(i), device=DEVICE)) for i in range(count)]
+
+
+def test_versions_grow_by_one_each():
+    params = make()
+    params[3].detach().add_(1)
+    before = [p._version for p in params]
+    increment_versions(params)
+    assert [p._version for p in params] == [version + 1 for version in before]
+    increment_versions([])
+
+
+def test_autograd_notices_what_was_written_between_forward_and_backward():
+    (param,) = make(1)
+    loss = (param * param).sum()
+    increment_versions([param])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_gradients_are_dropped_and_freed():
+    params = make()
+    for p in params[::2]:
+        p.grad = torch.ones_like(p)
+    gone, kept = weakref.ref(params[0].grad), params[2].grad
+    drop_grads(params)
+    assert all(p.grad is None for p in params)
+    assert gone() is None
+    assert kept.tolist() == [1, 1, 1]
+
+
+def test_the_very_objects_are_looked_for():
+    value = torch.ones(2)
+    dicts = [{"a": value, "b": 1} for _ in range(40)]
+    keys, values = ["a"] * 40, [value] * 40
+    assert hold_values(dicts, keys, values)
+    assert hold_values([], [], [])
+    dicts[39]["a"] = value.clone()  # equal, but another
+    assert not hold_values(dicts, keys, values)
+    del dicts[39]["a"]
+    assert not hold_values(dicts, keys, values)
+    assert hold_values(dicts[:39], keys[:39], values[:39])
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: extension.increment_versions([1]), TypeError, "expected a tensor at index 0, got int"),
+        (lambda: extension.drop_grads(iter([])), TypeError, ""),
+        (lambda: extension.hold_values([{}], [], []), ValueError, "must have one length"),
+        (lambda: extension.hold_values([1], ["a"], [2]), TypeError, "expected dicts"),
+        (lambda: extension.hold_values([{}], [[]], [2]), TypeError, "unhashable"),
+    ],
+)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
