@@ -8,12 +8,11 @@
 
 #include "amp/overlay.h"
 #include "combine_tensors/change_data_ptr.h"
-#include "combine_tensors/python_dicts.h"
+#include "combine_tensors/python_objects.h"
 #include "combine_tensors/slot_table.h"
 #include "data_parallel/grad_arrivals.h"
 #include "fused_optim/gather_cpu.h"
 #include "fused_optim/kernels_cpu.h"
-#include "prefetch.h"
 
 namespace py = pybind11;
 
@@ -36,28 +35,11 @@ static std::function<void(int64_t)> from_any_thread(py::function function) {
   };
 }
 
-// The tensors of a list or tuple, which keeps them alive.
-apex_npu::Borrowed borrow(const py::sequence& tensors) {
-  // Other sequences make their items when asked, and nobody would hold these.
-  TORCH_CHECK_TYPE(PyList_Check(tensors.ptr()) || PyTuple_Check(tensors.ptr()), "expected a list or tuple, got ",
-                   Py_TYPE(tensors.ptr())->tp_name);
-  apex_npu::Borrowed borrowed;
-  constexpr Py_ssize_t kAhead = 16;
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(tensors.ptr());
-  PyObject* const* items = PySequence_Fast_ITEMS(tensors.ptr());
-  borrowed.reserve(count);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) APEX_NPU_PREFETCH(items[i + kAhead]);
-    PyObject* item = items[i];
-    TORCH_CHECK_TYPE(THPVariable_Check(item), "expected a tensor at index ", i, ", got ", Py_TYPE(item)->tp_name);
-    borrowed.push_back(&THPVariable_Unpack(item));
-  }
-  return borrowed;
-}
+using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 6;
+  m.attr("API") = 7;
 
   m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"),
         py::arg("keep_previous"));
@@ -102,6 +84,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("tensors"));
   m.def("drop_grads", [](const py::sequence& tensors) { apex_npu::drop_grads(borrow(tensors)); }, py::arg("tensors"));
 
+  m.def(
+      "grads_of", [](const py::sequence& tensors) { return apex_npu::grads_of(borrow(tensors)); }, py::arg("tensors"));
+  m.def("versions_of", &apex_npu::versions_of, py::arg("tensors"));
+  m.def(
+      "low_precision_of", [](const py::sequence& tensors) { return apex_npu::low_precision_of(borrow(tensors)); },
+      py::arg("tensors"));
   m.def("hold_values", &apex_npu::hold_values, py::arg("dicts"), py::arg("keys"), py::arg("values"));
 
   py::class_<apex_npu::Overlay>(m, "Overlay")

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from apex_npu.amp.delivered_grads import DeliveredGrads
 from apex_npu.backends import for_device
-from apex_npu.fusion import FlatGrads, GradReducer, local_part
+from apex_npu.fusion import FlatGrads, GradReducer, drop_grads, grads_of, local_part
 from apex_npu.fusion.flat_grads import ABSENT, FOREIGN, PRESENT
 from apex_npu.ops import gathers_in_one_pass, unscale_grads
 
@@ -40,8 +41,8 @@ class GradUnit:
         pairs = [i for i, (p, s) in enumerate(zip(params, sources, strict=True)) if p is not s]
         self._masters = pairs
         self._direct = sorted(set(range(len(self.params))) - set(pairs))
-        # Model gradients that have been brought to masters and left in place: by index, as they were then.
-        self._delivered: dict[int, tuple[Tensor, int]] = {}
+        self._master_sources = [self.sources[i] for i in pairs]
+        self._delivered = DeliveredGrads(self._master_sources)
 
     def note_gathered(self, reducer: GradReducer) -> None:
         """What ``reducer`` has averaged lies together; remember where, if it saves a pass for each parameter."""
@@ -66,7 +67,7 @@ class GradUnit:
             if ABSENT not in states:
                 self.flat.flat.mul_(factor)
                 return
-        grads = [_writable(s) for s in self.sources if s.grad is not None]
+        grads = [_writable(s) for s in _with_grads(self.sources)]
         if grads:
             torch._foreach_mul_(grads, factor)
 
@@ -85,7 +86,7 @@ class GradUnit:
         if self.flat is not None and self._all_present(self.flat):
             self.flat.flat.mul_(factor)
             return
-        grads = [_writable(p) for p in self.params if p.grad is not None]
+        grads = [_writable(p) for p in _with_grads(self.params)]
         if grads:
             torch._foreach_mul_(grads, factor)
 
@@ -99,47 +100,32 @@ class GradUnit:
 
     def take_over(self, former: Sequence[GradUnit]) -> None:
         """Know what ``former``, in whose place this one comes, has brought to masters."""
-        known = {id(unit.params[i]): entry for unit in former for i, entry in unit._delivered.items()}
-        self._delivered = {i: known[id(p)] for i, p in enumerate(self.params) if id(p) in known}
+        self._delivered.note_from(unit._delivered for unit in former)
 
     def forget_cleared(self) -> None:
         """Clear masters' gradients whose model gradient somebody has cleared since it was brought to them."""
-        written = []
-        for i, (grad, version) in self._delivered.items():
-            now = self.sources[i].grad
-            if now is None:
-                self.params[i].grad = None
-            elif now is grad and now._version != version:
-                written.append((i, now))
-        if written:
-            # One answer for all: each alone would wait for the device.
-            nonzero = torch.stack([now.any() for _, now in written]).tolist()
-            for (i, _), kept in zip(written, nonzero, strict=True):
-                if not kept:
-                    self.params[i].grad = None
+        for k in self._delivered.cleared():
+            self.params[self._masters[k]].grad = None
 
     def know_cleared(self, set_to_none: bool) -> None:
         """Masters' gradients have been cleared with their model's: ``forget_cleared`` need not look for that."""
-        left = {} if set_to_none else self._delivered
-        self._delivered = {i: (g, g._version) for i, (g, _) in left.items() if self.sources[i].grad is g}
+        if set_to_none:
+            self._delivered.forget()
+        else:
+            self._delivered.forget_replaced()
 
     def drop_source_grads(self) -> None:
         """Forget the gradients of model parameters that have masters: what they held is in the masters'."""
-        for i in self._masters:
-            self.sources[i].grad = None
-        self._delivered = {}
+        drop_grads(self._master_sources)
+        self._delivered.forget()
 
     def has_undelivered(self) -> bool:
         """True where a model parameter has a gradient that no scale_loss has brought to its master."""
-        return any(
-            grad is not None and (i not in self._delivered or self._delivered[i][0] is not grad)
-            for i in self._masters
-            for grad in (self.sources[i].grad,)
-        )
+        return self._delivered.lack_any()
 
     def has_grads(self) -> bool:
         """True where any gradient is there."""
-        return any(p.grad is not None for p in self.params) or any(s.grad is not None for s in self.sources)
+        return bool(_with_grads(self.params)) or bool(_with_grads(self.sources))
 
     @torch.no_grad()
     def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
@@ -178,7 +164,7 @@ class GradUnit:
             new = [_dense(self.sources[i].grad, self.sources[i]).to(self.params[i].dtype) for i in later]
             unscale_grads(new, inv_scale, found_inf)
             torch._foreach_add_([_writable(self.params[i]) for i in later], new)
-        self._note_delivered()
+        self._delivered.note()
 
     @torch.no_grad()
     def check(self, found_inf: Tensor) -> None:
@@ -197,7 +183,7 @@ class GradUnit:
         if PRESENT in states or (FOREIGN in states and any(states[i] != ABSENT for i in self._masters)):
             return False
         flat.take(self.sources, inv_scale, found_inf)
-        self._note_delivered()
+        self._delivered.note()
         return True
 
     def _widen_all(self, flat: FlatGrads) -> bool:
@@ -211,11 +197,8 @@ class GradUnit:
         flat.flat.copy_(part)
         for param, view in zip(self.params, flat.views, strict=True):
             param.grad = view
-        self._note_delivered()
+        self._delivered.note()
         return True
-
-    def _note_delivered(self) -> None:
-        self._delivered = {i: (g, g._version) for i in self._masters if (g := self.sources[i].grad) is not None}
 
     @staticmethod
     def _all_present(flat: FlatGrads) -> bool:
@@ -226,6 +209,10 @@ class GradUnit:
         if self.flat is not None:
             return self.flat.views[index]
         return torch.empty_like(self.params[index], requires_grad=False)
+
+
+def _with_grads(tensors: list[Tensor]) -> list[Tensor]:
+    return [t for t, grad in zip(tensors, grads_of(tensors), strict=True) if grad is not None]
 
 
 def _dense(grad: Tensor | None, param: Tensor) -> Tensor:

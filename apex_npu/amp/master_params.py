@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex_npu.amp.session import master_of
+from apex_npu.fusion import low_precision_of
 from apex_npu.ops import LOW_PRECISION
 
 
@@ -37,8 +38,9 @@ def make_masters(optimizer: Optimizer, fp32_values: Mapping[int, Tensor]) -> lis
     """
     pairs = []
     for group in optimizer.param_groups:
-        for i, param in enumerate(group["params"]):
-            if param.dtype not in LOW_PRECISION or not param.requires_grad:
+        for i in low_precision_of(group["params"]):
+            param = group["params"][i]
+            if not param.requires_grad:
                 continue
             value = fp32_values.get(id(param))
             if value is None or value.dtype != torch.float32:

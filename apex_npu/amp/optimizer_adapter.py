@@ -27,7 +27,7 @@ from apex_npu.amp.master_params import make_masters
 from apex_npu.amp.optimizer_record import OptimizerRecord, record_of, tell_masters
 from apex_npu.amp.session import Session, current, disable_casts
 from apex_npu.amp.step_report import StepReport, explain_skips, next_report
-from apex_npu.fusion import clip_grad_norm_
+from apex_npu.fusion import clip_grad_norm_, drop_grads
 
 logger = logging.getLogger(__name__)
 
@@ -253,8 +253,7 @@ def _named_grads(session: Session, optimizer: Optimizer, record: OptimizerRecord
 
 
 def _drop_master_grads(record: OptimizerRecord) -> None:
-    for pair in record.pairs:
-        pair.master_param.grad = None
+    drop_grads([pair.master_param for pair in record.pairs])
 
 
 def _require_no_masters(record: OptimizerRecord, name: str, instead: str) -> None:

@@ -21,7 +21,7 @@ from apex_npu.amp.open_check import OpenCheck
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import Session, current
 from apex_npu.amp.step_report import StepReport, Verdict
-from apex_npu.fusion import FlatGrads, FusedGroup
+from apex_npu.fusion import FlatGrads, FusedGroup, drop_grads, grads_of
 
 
 @dataclass(eq=False)
@@ -134,10 +134,9 @@ class OptimizerRecord:
     def clear_model_grads(self, set_to_none: bool) -> None:
         """Clear the gradients behind masters, whose own have been cleared."""
         if set_to_none:
-            for pair in self.pairs:
-                pair.model_param.grad = None
+            drop_grads([pair.model_param for pair in self.pairs])
         else:
-            grads = [grad for pair in self.pairs if (grad := pair.model_param.grad) is not None]
+            grads = [grad for grad in grads_of([pair.model_param for pair in self.pairs]) if grad is not None]
             if grads:
                 torch._foreach_zero_(grads)
         for unit in self._units:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any
 
 import torch.distributed
@@ -145,11 +146,12 @@ class Session:
 
     def _clipper_of(self, params: list[Tensor]) -> Clipper | None:
         """The optimizer that steps just ``params``, where all of their gradients lie in float32 buffers."""
-        listed = set(map(id, params))
         for optimizer in self.adopted:
             if not optimizer._amp_record.clips_like_torch():
                 continue
-            if listed == {id(p) for group in optimizer.param_groups for p in group["params"]}:
+            own = [p for group in optimizer.param_groups for p in group["params"]]
+            in_order = len(own) == len(params) and all(map(is_, own, params))  # as amp.master_params gives them
+            if in_order or set(map(id, own)) == set(map(id, params)):
                 clipper: Clipper = optimizer
                 return clipper
         return None

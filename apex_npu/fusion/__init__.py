@@ -8,7 +8,14 @@ from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups, Twin
 from apex_npu.fusion.fusing import fuse, step_in_place
 from apex_npu.fusion.grad_clip import clip_coefficient, clip_grad_norm_, total_grad_norm
 from apex_npu.fusion.grad_reducer import GradReducer, ReduceOptions
-from apex_npu.fusion.many_tensors import drop_grads, hold_values, increment_versions
+from apex_npu.fusion.many_tensors import (
+    drop_grads,
+    grads_of,
+    hold_values,
+    increment_versions,
+    low_precision_of,
+    versions_of,
+)
 from apex_npu.fusion.rank_progress import RankProgress
 from apex_npu.fusion.run import Run, row_count
 from apex_npu.fusion.shards import is_partial, is_sharded, local_grad, local_part, local_part_as, sharded_like
@@ -30,6 +37,7 @@ __all__ = [
     "clip_grad_norm_",
     "drop_grads",
     "fuse",
+    "grads_of",
     "hold_values",
     "increment_versions",
     "is_partial",
@@ -38,6 +46,7 @@ __all__ = [
     "local_grad",
     "local_part",
     "local_part_as",
+    "low_precision_of",
     "owns_storage",
     "plan",
     "row_count",
@@ -45,5 +54,6 @@ __all__ = [
     "step_in_place",
     "storage_view",
     "total_grad_norm",
+    "versions_of",
     "wraps_tensors",
 ]

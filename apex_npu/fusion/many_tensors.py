@@ -4,13 +4,16 @@
 
 from __future__ import annotations
 
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from apex_npu._extension import extension
+from apex_npu.ops import LOW_PRECISION
+
+_GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
 
 
 def increment_versions(tensors: list[Tensor]) -> None:
@@ -28,6 +31,30 @@ def drop_grads(tensors: list[Tensor]) -> None:
         return
     for tensor in tensors:
         tensor.grad = None
+
+
+def grads_of(tensors: list[Tensor]) -> list[Tensor | None]:
+    """``tensor.grad`` of each."""
+    if extension is not None:
+        grads: list[Tensor | None] = extension.grads_of(tensors)
+        return grads
+    return list(map(_GRAD, tensors))
+
+
+def versions_of(tensors: list[Tensor | None]) -> list[int]:
+    """How often each has been written, by autograd's count; of None 0."""
+    if extension is not None:
+        versions: list[int] = extension.versions_of(tensors)
+        return versions
+    return [0 if tensor is None else tensor._version for tensor in tensors]
+
+
+def low_precision_of(tensors: list[Tensor]) -> list[int]:
+    """The indices of those in float16 or bfloat16."""
+    if extension is not None:
+        indices: list[int] = extension.low_precision_of(tensors)
+        return indices
+    return [i for i, dtype in enumerate(map(_DTYPE, tensors)) if dtype in LOW_PRECISION]
 
 
 def hold_values(dicts: list[dict[str, Any]], keys: list[str], values: list[Any]) -> bool:

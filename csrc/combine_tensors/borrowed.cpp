@@ -9,6 +9,16 @@ void increment_versions(const Borrowed& tensors) {
   look_at_each(tensors, nothing, [&](size_t i) { tensors[i]->unsafeGetTensorImpl()->bump_version(); });
 }
 
+std::vector<int64_t> low_precision_of(const Borrowed& tensors) {
+  std::vector<int64_t> indices;
+  const auto nothing = [](const c10::TensorImpl&) {};
+  look_at_each(tensors, nothing, [&](size_t i) {
+    const at::ScalarType dtype = tensors[i]->scalar_type();
+    if (dtype == at::kHalf || dtype == at::kBFloat16) indices.push_back(static_cast<int64_t>(i));
+  });
+  return indices;
+}
+
 void drop_grads(const Borrowed& tensors) {
   look_at_each(tensors, prefetch_autograd, [&](size_t i) {
     if (tensors[i]->grad().defined()) tensors[i]->mutable_grad().reset();

@@ -40,6 +40,9 @@ inline void prefetch_autograd(const c10::TensorImpl& impl) { APEX_NPU_PREFETCH(i
 // What in-place operations on these tensors would have done to their version counters.
 void increment_versions(const Borrowed& tensors);
 
+// The indices of those in float16 or bfloat16.
+std::vector<int64_t> low_precision_of(const Borrowed& tensors);
+
 // tensor.grad = None, for each.
 void drop_grads(const Borrowed& tensors);
 

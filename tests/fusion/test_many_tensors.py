@@ -10,7 +10,14 @@ from devices import DEVICE
 from torch import nn
 
 from apex_npu._extension import extension
-from apex_npu.fusion.many_tensors import drop_grads, hold_values, increment_versions
+from apex_npu.fusion.many_tensors import (
+    drop_grads,
+    grads_of,
+    hold_values,
+    increment_versions,
+    low_precision_of,
+    versions_of,
+)
 
 needs_extension = pytest.mark.skipif(extension is None, reason="checks of the extension")
 
@@ -47,6 +54,24 @@ def test_gradients_are_dropped_and_freed():
     assert kept.tolist() == [1, 1, 1]
 
 
+def test_gradients_and_their_versions():
+    params = make()
+    for i, p in enumerate(params[::2]):
+        p.grad = torch.ones_like(p)
+        for _ in range(i):
+            p.grad.add_(1)
+    grads = grads_of(params)
+    assert all(grad is p.grad for grad, p in zip(grads, params, strict=True))
+    assert grads[1] is None
+    assert versions_of(grads) == [0 if p.grad is None else p.grad._version for p in params]
+    assert versions_of(grads)[4] == 2
+
+
+def test_low_precision_is_found():
+    tensors = [torch.ones(1, dtype=d) for d in (torch.float16, torch.float32, torch.bfloat16, torch.int8)]
+    assert low_precision_of(tensors * 10) == [i for i in range(40) if i % 4 in (0, 2)]
+
+
 def test_the_very_objects_are_looked_for():
     value = torch.ones(2)
     dicts = [{"a": value, "b": 1} for _ in range(40)]
@@ -66,6 +91,7 @@ def test_the_very_objects_are_looked_for():
     [
         (lambda: extension.increment_versions([1]), TypeError, "expected a tensor at index 0, got int"),
         (lambda: extension.drop_grads(iter([])), TypeError, ""),
+        (lambda: extension.versions_of([torch.ones(1), 2]), TypeError, "expected a tensor or None at index 1"),
         (lambda: extension.hold_values([{}], [], []), ValueError, "must have one length"),
         (lambda: extension.hold_values([1], ["a"], [2]), TypeError, "expected dicts"),
         (lambda: extension.hold_values([{}], [[]], [2]), TypeError, "unhashable"),

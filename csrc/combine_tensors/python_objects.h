@@ -1,0 +1,25 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Many objects of Python, looked at one after the other, fetched ahead as in look_at_each.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include "combine_tensors/borrowed.h"
+
+namespace apex_npu {
+
+// The tensors of a list or tuple, which keeps them alive.
+Borrowed borrow(const pybind11::sequence& tensors);
+
+// Whether dicts[i].get(keys[i]) is values[i], the very object, for each i; no value is None.
+bool hold_values(const pybind11::list& dicts, const pybind11::list& keys, const pybind11::list& values);
+
+// tensor.grad, or None, for each.
+pybind11::list grads_of(const Borrowed& tensors);
+
+// tensor._version, for each; where there is None, 0.
+pybind11::list versions_of(const pybind11::list& tensors);
+
+}  // namespace apex_npu
