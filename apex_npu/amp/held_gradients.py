@@ -112,7 +112,7 @@ def clip_at_step(
     device = norm.device
     if record.open_check is not None and norm_type > 0:  # other "norms" pass over inf and nan
         norm = norm.cpu()  # the one wait of the step; what follows from it is cheaper on the host
-        record.settle(norm)
+        record.close_check(norm)
     if norm_type != 0:  # which counts, whatever the scale
         norm = norm / record.held_scale
     before = record.clip_coefficient

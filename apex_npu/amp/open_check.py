@@ -21,7 +21,7 @@ class OpenCheck:
         self._look: Callable[[], bool] | None = look
         self._decide = decide
 
-    def settle(self, norm: Tensor | None = None) -> None:
+    def close(self, norm: Tensor | None = None) -> None:
         """Have it decided; later calls do nothing.
 
         Args:

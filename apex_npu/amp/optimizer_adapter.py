@@ -97,7 +97,7 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
         if set_to_none is None:
             set_to_none = bool(getattr(self, "set_grad_none", True))
         record = self._amp_record
-        record.settle()  # while there is something to look at
+        record.close_check()  # while there is something to look at
         super().zero_grad(set_to_none)
         if record.pairs:
             record.clear_model_grads(set_to_none)

@@ -76,7 +76,7 @@ class OptimizerRecord:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without buffers: a copy makes its own."""
-        self.settle()
+        self.close_check()
         own: dict[str, Any] = {
             "known_to": None,
             "in_block": False,
@@ -92,13 +92,13 @@ class OptimizerRecord:
     @property
     def skip(self) -> bool:
         """The next step is to be skipped."""
-        self.settle()
+        self.close_check()
         return self.verdict is not None and self.verdict.skip
 
-    def settle(self, norm: Tensor | None = None) -> None:
-        """Have decided what the last block has left open; see ``OpenCheck.settle``."""
+    def close_check(self, norm: Tensor | None = None) -> None:
+        """Have decided what the last block has left open; see ``OpenCheck.close``."""
         if self.open_check is not None:
-            self.open_check.settle(norm)
+            self.open_check.close(norm)
             self.open_check = None
 
     @property

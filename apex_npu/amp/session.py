@@ -112,13 +112,13 @@ class Session:
     @property
     def scalers(self) -> list[LossScaler]:
         """One per loss; ``loss_id`` is the index. They know of all blocks that are behind."""
-        self.settle()
+        self.close_check()
         return self._scalers
 
-    def settle(self) -> None:
+    def close_check(self) -> None:
         """Have decided what the last block has left open."""
         if self.open_check is not None:
-            self.open_check.settle()
+            self.open_check.close()
             self.open_check = None
 
     def parameter_names(self) -> WeakTensorKeyDictionary:

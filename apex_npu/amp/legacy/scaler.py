@@ -67,7 +67,7 @@ class LossScaler:
     def _scaler(self) -> Scaler:
         session = current()
         if session is not None:
-            session.settle()  # the last block may have moved it
+            session.close_check()  # the last block may have moved it
         return self._own
 
     def __eq__(self, other: object) -> bool:
