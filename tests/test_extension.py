@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """An extension that does not fit is set aside with one warning; pure torch takes over."""
 
+import ast
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,3 +53,20 @@ def test_switched_off(note, monkeypatch, value, skipped):
     module = types.SimpleNamespace(API=_extension._API)
     monkeypatch.setattr(_extension.importlib, "import_module", lambda name: module)
     assert _extension._load(note) is (None if skipped else module)
+
+
+@pytest.mark.skipif(_extension.extension is None, reason="there is no extension")
+def test_what_is_there_is_what_its_types_say():
+    stub = Path(_extension.__file__).with_name("_C.pyi")
+    declared = {}
+    for node in ast.parse(stub.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.AnnAssign):
+            declared[node.target.id] = set()
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            members = node.body if isinstance(node, ast.ClassDef) else []
+            declared[node.name] = {m.name for m in members if isinstance(m, ast.FunctionDef)} - {"__init__"}
+    module = _extension.extension
+    assert set(declared) == {name for name in dir(module) if not name.startswith("__")}
+    for name, members in declared.items():
+        if isinstance(getattr(module, name), type):
+            assert members == {m for m in vars(getattr(module, name)) if not m.startswith("_")}
