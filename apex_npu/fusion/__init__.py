@@ -8,6 +8,7 @@ from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups, Twin
 from apex_npu.fusion.fusing import fuse, step_in_place
 from apex_npu.fusion.grad_clip import clip_coefficient, clip_grad_norm_, total_grad_norm
 from apex_npu.fusion.grad_reducer import GradReducer, ReduceOptions
+from apex_npu.fusion.layout import extent_numel, overlapping
 from apex_npu.fusion.rank_progress import RankProgress
 from apex_npu.fusion.run import Run, row_count
 from apex_npu.fusion.shards import is_partial, is_sharded, local_grad, local_part, local_part_as, sharded_like
@@ -27,6 +28,7 @@ __all__ = [
     "change_data_ptr",
     "clip_coefficient",
     "clip_grad_norm_",
+    "extent_numel",
     "fuse",
     "is_partial",
     "is_sharded",
@@ -34,6 +36,7 @@ __all__ = [
     "local_grad",
     "local_part",
     "local_part_as",
+    "overlapping",
     "owns_storage",
     "plan",
     "row_count",
