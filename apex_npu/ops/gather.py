@@ -82,7 +82,7 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
     # Subclasses may have no memory but that of tensors inside (DTensor); torch's own ops know what to do with them.
     plain = all(type(grad) is Tensor for grad in grads)
     if plain and inv_scale == 1.0 and (found_inf is None or found_inf.device.type == "cpu"):
-        if found_inf is not None and not all(norm(grad.reshape(-1)).isfinite() for grad in grads):
+        if found_inf is not None and not all(_is_finite(grad) for grad in grads):
             found_inf.fill_(1.0)
     elif plain and gathers_in_one_pass(grads[0]) and all(grad.is_contiguous() for grad in grads):
         assert extension is not None
@@ -93,3 +93,8 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
     else:
         torch._foreach_mul_(grads, inv_scale)
+
+
+def _is_finite(grad: Tensor) -> bool:
+    """True where every element is finite: quickly told by the norm, unless that alone is too large for its dtype."""
+    return bool(norm(grad.reshape(-1)).isfinite()) or bool(grad.isfinite().all())
