@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 
-from apex_npu.compat import MODULES, OldModules
+from apex_npu.compat import MODULES, OldModules, forget_modules
 
 __all__ = ["SERVED", "is_served", "serve"]
 
@@ -32,13 +33,19 @@ def serve(apex_file: str) -> None:
     """Answer for modules of the Apex whose ``__init__.py`` is ``apex_file``, from now on.
 
     Raises:
-        ImportError: Two copies of this package are in each other's way.
+        ImportError: Two copies of this package are in each other's way, or a module of ours does not import; nobody
+            answers for it then.
     """
     _check_copies(Path(apex_file).resolve().parents[1])
-    if not any(isinstance(finder, OldModules) and finder.modules is SERVED for finder in sys.meta_path):
-        sys.meta_path.insert(0, OldModules(SERVED))
-    for package in _PACKAGES:
-        importlib.import_module(package)
+    with ExitStack() as undo:
+        if not any(isinstance(finder, OldModules) and finder.modules is SERVED for finder in sys.meta_path):
+            finder = OldModules(SERVED)
+            sys.meta_path.insert(0, finder)
+            undo.callback(sys.meta_path.remove, finder)
+            undo.callback(forget_modules, [name for name in SERVED if name not in sys.modules])
+        for package in _PACKAGES:
+            importlib.import_module(package)
+        undo.pop_all()
 
 
 def _check_copies(folder: Path) -> None:

@@ -13,7 +13,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
@@ -141,9 +141,9 @@ def install_as_apex(force: bool = False) -> None:
     # Hidden as a whole: submodules of another Apex would not fit ours.
     hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in _ROOTS}
     undo.callback(sys.modules.update, {n: module for n, module in hidden.items() if not hasattr(module, MARK)})
-    undo.callback(_forget, MODULES)
+    undo.callback(forget_modules, MODULES)
     with undo.pop_all() as attempt:
-        _forget(hidden)
+        forget_modules(hidden)
         finder = OldModules(MODULES)
         sys.meta_path.insert(0, finder)
         attempt.callback(sys.meta_path.remove, finder)
@@ -167,7 +167,8 @@ def _undo() -> ExitStack | None:
     return undo if isinstance(undo, ExitStack) else None
 
 
-def _forget(modules: Mapping[str, object]) -> None:
+def forget_modules(modules: Iterable[str]) -> None:
+    """Let those of ``modules`` that have been imported be imported anew when they are asked for."""
     for name in modules:
         sys.modules.pop(name, None)
 

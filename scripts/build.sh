@@ -76,6 +76,7 @@ END
 
 work="$(mktemp -d "${TMPDIR:-/tmp}/apex_npu-build.XXXXXX")" || stop "no folder could be made in ${TMPDIR:-/tmp}: set TMPDIR"
 trap 'rm -rf "$work"' EXIT
+case "$work" in *:*) stop "the path ${TMPDIR:-/tmp} has a colon in it, at which PYTHONPATH is cut: set TMPDIR to another" ;; esac
 trap 'exit 130' INT
 trap 'exit 143' TERM
 mkdir -p "$wheels" || stop "$wheels cannot be made: choose another --wheel-dir"

@@ -3,6 +3,4 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Clones Apex and patches the copy; --reverse takes the patch out again. scripts/gen.sh --help
 set -euo pipefail
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-# As a package of its own: neither torch nor an installation is needed.
-PYTHONPATH="$root/apex_npu" exec "${PYTHON:-python3}" -m pipeline gen "$@"
+exec "$(dirname "${BASH_SOURCE[0]}")/pipeline.sh" gen "$@"

@@ -3,6 +3,4 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Writes patch/<era>/npu.patch from a checkout of its commit in which the patch has been edited: make_patch.sh DIR
 set -euo pipefail
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-# As a package of its own: neither torch nor an installation is needed.
-PYTHONPATH="$root/apex_npu" exec "${PYTHON:-python3}" -m pipeline make-patch "$@"
+exec "$(dirname "${BASH_SOURCE[0]}")/pipeline.sh" make-patch "$@"

@@ -223,7 +223,7 @@ SPECS = [
         (
             *_BAD_ADAM[:8],
             ({"amsgrad": True}, RuntimeError, "FusedAdam does not support the AMSGrad variant"),
-            ({"master_weights": True}, RuntimeError, r"amp.initialize\(model, optimizer, opt_level=\"O2\"\)"),
+            ({"master_weights": 1}, TypeError, "master_weights must be True or False, got 1"),
             ({"adam_w_mode": 1}, TypeError, "adam_w_mode must be True or False, got 1"),
         ),
         in_torch=False,

@@ -241,6 +241,25 @@ print(sys.modules["apex"] is apex, apex.amp.initialize.__module__)
     assert output(program, tmp_path) == "True apex_npu.amp.frontend\n"
 
 
+def test_a_patched_apex_that_fails_to_import_leaves_nobody_to_answer_for_it(tmp_path):
+    package(tmp_path, "apex", source=PATCHED)
+    program = """
+import importlib, sys
+finders = list(sys.meta_path)
+sys.modules["apex_npu.parallel"] = None  # so that importing it fails
+try:
+    import apex
+except ImportError as error:
+    assert "apex_npu.parallel" in str(error), error
+assert sys.meta_path == finders
+print([name for name in sys.modules if name.partition(".")[0] == "apex"])
+del sys.modules["apex_npu.parallel"]
+import apex.parallel
+print(apex.parallel.__file__ == sys.modules["apex_npu.parallel"].__file__)
+"""
+    assert output(program, tmp_path) == "[]\nTrue\n"
+
+
 # ---------------------------------------------------------------------------------------------- python -m apex_npu run
 
 

@@ -3,6 +3,7 @@
 """Mixed precision with the interface of apex.amp."""
 
 from apex_npu.amp.block_of_ranks import no_sync
+from apex_npu.amp.checkpoint_view import checkpoint_view
 from apex_npu.amp.frontend import initialize, last_step, load_state_dict, master_params, state_dict
 from apex_npu.amp.legacy.handle import init
 from apex_npu.amp.legacy.state import _amp_state
@@ -22,6 +23,7 @@ from apex_npu.amp.user_casts import (
 __all__ = [
     "StepReport",
     "_amp_state",
+    "checkpoint_view",
     "disable_casts",
     "float_function",
     "half_function",

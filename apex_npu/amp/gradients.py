@@ -9,14 +9,23 @@ the block does what they mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from apex_npu.amp.delivered_grads import DeliveredGrads
 from apex_npu.backends import for_device
-from apex_npu.fusion import FlatGrads, GradReducer, drop_grads, grads_of, local_part
+from apex_npu.fusion import (
+    FlatGrads,
+    GradReducer,
+    drop_grads,
+    extent_numel,
+    grads_of,
+    local_part,
+    overlapping,
+    wraps_tensors,
+)
 from apex_npu.fusion.flat_grads import ABSENT, FOREIGN, PRESENT
 from apex_npu.ops import gathers_in_one_pass, unscale_grads
 
@@ -67,16 +76,15 @@ class GradUnit:
             if ABSENT not in states:
                 self.flat.flat.mul_(factor)
                 return
-        grads = [_writable(s) for s in _with_grads(self.sources)]
+        grads = _writable(self.sources)
         if grads:
             torch._foreach_mul_(grads, factor)
 
     @torch.no_grad()
     def zero_(self) -> None:
         """Fill the gradients that are there with zeros."""
-        for tensor in {id(t): t for t in (*self.params, *self.sources)}.values():
-            if tensor.grad is not None:
-                _writable(tensor).zero_()
+        for grad in _writable({id(t): t for t in (*self.params, *self.sources)}.values()):
+            grad.zero_()
 
     @torch.no_grad()
     def scale_params_(self, factor: float) -> None:
@@ -86,7 +94,7 @@ class GradUnit:
         if self.flat is not None and self._all_present(self.flat):
             self.flat.flat.mul_(factor)
             return
-        grads = [_writable(p) for p in _with_grads(self.params)]
+        grads = _writable(self.params)
         if grads:
             torch._foreach_mul_(grads, factor)
 
@@ -95,7 +103,7 @@ class GradUnit:
         """Multiply the gradients of ``params`` by ``coefficient``, one number on any device."""
         coefficient = coefficient.reshape(()).to(self.device)
         # One by one: a buffer's padding must stay 0, which times a coefficient that is nan it would not.
-        for grad in [_writable(p) for p in self.params if p.grad is not None]:
+        for grad in _writable(self.params):
             grad.mul_(coefficient.to(grad.dtype))
 
     def take_over(self, former: Sequence[GradUnit]) -> None:
@@ -158,12 +166,12 @@ class GradUnit:
         if self.flat is not None and len(ready) == len(self.params):
             unscale_grads([self.flat.flat], inv_scale, found_inf)
         else:
-            unscale_grads([_writable(self.params[i]) for i in ready], inv_scale, found_inf)
+            unscale_grads(_writable(self.params[i] for i in ready), inv_scale, found_inf)
         if later:
             # Widened before unscaling: dividing in float16 would lose the small values that the loss scale has saved.
             new = [_dense(self.sources[i].grad, self.sources[i]).to(self.params[i].dtype) for i in later]
             unscale_grads(new, inv_scale, found_inf)
-            torch._foreach_add_([_writable(self.params[i]) for i in later], new)
+            torch._foreach_add_(_writable(self.params[i] for i in later), new)
         self._delivered.note()
 
     @torch.no_grad()
@@ -173,7 +181,7 @@ class GradUnit:
             loose, spans = self.flat.pieces()
             unscale_grads(loose + spans, 1.0, found_inf)
         else:
-            unscale_grads([_writable(p) for p in self.params if p.grad is not None], 1.0, found_inf)
+            unscale_grads(_writable(self.params), 1.0, found_inf)
 
     def _take_all(self, flat: FlatGrads, inv_scale: float, found_inf: Tensor | None) -> bool:
         """Where no gradient is in its slot yet, gather, widen, unscale and check in one pass."""
@@ -222,18 +230,40 @@ def _dense(grad: Tensor | None, param: Tensor) -> Tensor:
             f"a parameter of shape {tuple(param.shape)} has a sparse gradient ({grad.layout}), which amp cannot "
             "unscale; use a layer with sparse=False, or leave it to an optimizer that amp does not know"
         )
-    return grad.detach()
+    return grad.detach() if grad.requires_grad else grad
 
 
-def _writable(param: Tensor) -> Tensor:
-    """The gradient of ``param``, to be written in place; one whose elements share memory is replaced by a copy.
+def _writable(params: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients of ``params``, those that are there, to be written in place.
 
-    Of a sharded one this process's part: each process unscales its own, and they agree on overflow elsewhere.
+    Of a sharded one this process's part: each process unscales its own, and they agree on overflow elsewhere. One whose
+    elements share memory, with each other or with those of another, is replaced by a copy: autograd leaves two as views
+    of one tensor for ``a.view(-1) + b.view(-1)``.
     """
-    grad = _dense(param.grad, param)
-    if torch._debug_has_internal_overlap(local_part(grad)):
-        param.grad = grad = grad.clone(memory_format=torch.contiguous_format)
-    return local_part(grad)
+    found = _with_grads(list(params))
+    grads = [local_part(_dense(p.grad, p)) for p in found]
+    shared = overlapping([_span(g) for g in grads])
+    shared += [i for i, g in enumerate(grads) if not g.is_contiguous() and torch._debug_has_internal_overlap(g)]
+    for i in shared:
+        copy = _dense(found[i].grad, found[i]).clone()
+        found[i].grad, grads[i] = copy, local_part(copy)
+    return grads
+
+
+def _span(grad: Tensor) -> tuple[int, int]:
+    """Addresses of the bytes from the first element to the last."""
+    if type(grad) is not Tensor and wraps_tensors(grad):
+        return -id(grad), 1 - id(grad)  # no memory of its own, but it may be another parameter's gradient, too
+    begin = grad.data_ptr()
+    if grad.is_contiguous():
+        return begin, begin + grad.nbytes
+    return begin, begin + extent_numel(grad.size(), grad.stride()) * grad.element_size()
+
+
+def separate(units: Sequence[GradUnit]) -> None:
+    """Replace gradients that share memory over units by copies; within a unit that is done where they are written."""
+    if len(units) > 1 and any(unit.flat is None for unit in units):
+        _writable(unit.params[i] for unit in units for i in unit._direct)
 
 
 def clear_overflow_flags(units: Sequence[GradUnit]) -> None:
@@ -255,6 +285,7 @@ def unscale_units(units: Sequence[GradUnit], scale: float, *, check: bool) -> bo
     Returns:
         Whether a gradient has overflowed.
     """
+    separate(units)
     flags = _flags(units) if check else {}
     for unit in units:
         unit.unscale_(1.0 / scale, flags.get(unit.device))

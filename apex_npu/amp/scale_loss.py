@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.block_of_ranks import BlockOfRanks
 from apex_npu.amp.data_parallel import LocalGrads
-from apex_npu.amp.gradients import GradUnit, clear_overflow_flags, have_overflowed, unscale_units
+from apex_npu.amp.gradients import GradUnit, clear_overflow_flags, have_overflowed, separate, unscale_units
 from apex_npu.amp.held_gradients import check_unshared, check_unwrapped, clip_held
 from apex_npu.amp.open_check import OpenCheck
 from apex_npu.amp.optimizer_adapter import pair_masters
@@ -243,6 +243,7 @@ def _scale_up(work: Work, scale: float, hold: bool) -> None:
     # Not while gradients of an earlier backward wait to be checked: the flag may be about them.
     if all(record.grad_scale == 1.0 and record.unchecked is None for record, _ in work):
         clear_overflow_flags([unit for _, units in work for unit in units])
+    separate([unit for _, units in work for unit in units])
     done: list[tuple[Callable[[float], None], float]] = []
     try:
         for record, units in work:

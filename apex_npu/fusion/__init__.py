@@ -8,6 +8,7 @@ from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups, Twin
 from apex_npu.fusion.fusing import fuse, step_in_place
 from apex_npu.fusion.grad_clip import clip_coefficient, clip_grad_norm_, total_grad_norm
 from apex_npu.fusion.grad_reducer import GradReducer, ReduceOptions
+from apex_npu.fusion.layout import extent_numel, overlapping
 from apex_npu.fusion.many_tensors import (
     drop_grads,
     grads_of,
@@ -36,6 +37,7 @@ __all__ = [
     "clip_coefficient",
     "clip_grad_norm_",
     "drop_grads",
+    "extent_numel",
     "fuse",
     "grads_of",
     "hold_values",
@@ -47,6 +49,7 @@ __all__ = [
     "local_part",
     "local_part_as",
     "low_precision_of",
+    "overlapping",
     "owns_storage",
     "plan",
     "row_count",

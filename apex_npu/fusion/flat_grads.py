@@ -18,7 +18,7 @@ from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer, plan
 from apex_npu.fusion.many_tensors import increment_versions
-from apex_npu.fusion.storage import SlotTable, grad_states, has_unnamed_aliases, is_slot, slot_table
+from apex_npu.fusion.storage import SlotTable, grad_states, has_unnamed_aliases, is_slot, owns_memory, slot_table
 from apex_npu.ops import gather_, gathers_in_one_pass, take_grads_, unscale_grads
 
 ABSENT, PRESENT, FOREIGN, LOOSE = 0, 1, 2, 3
@@ -213,12 +213,10 @@ class FlatGrads:
     def _unshared(self, indices: list[int]) -> list[int]:
         """Those whose gradient nobody else looks at, so that it may be written.
 
-        Two gradients can be views of one tensor: autograd leaves them so for ``a.view(-1) + b.view(-1)``.
+        Two gradients, of this buffer or of another, can be views of one tensor: autograd leaves them so for
+        ``a.view(-1) + b.view(-1)``. Or they are one tensor, which a user has given to both.
         """
-        grads = [self.params[i].grad for i in indices]
-        alone = [g is not None and not has_unnamed_aliases([g]) for g in grads]
-        ids = [id(g) for g in grads]
-        return [i for i, g, is_alone in zip(indices, ids, alone, strict=True) if is_alone and ids.count(g) == 1]
+        return [i for i in indices if (grad := self.params[i].grad) is not None and _is_alone(grad)]
 
     def loose(self, index: int) -> Tensor:
         """The gradient of parameter ``index``, which fits, as one piece."""
@@ -274,6 +272,13 @@ class FlatGrads:
 def _dispatches_in_python(tensor: Tensor) -> bool:
     """True for a subclass of which only its own code knows where the elements are."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def _is_alone(grad: Tensor) -> bool:
+    """True where a parameter's gradient is no other's too, and its memory is nobody else's."""
+    # The parameter holds it, and so does the Python object asked here, however many names that has.
+    held_once = grad._use_count() <= 2  # type: ignore[attr-defined]
+    return held_once and owns_memory(grad) and not has_unnamed_aliases([grad])
 
 
 def _replaced(states: bytes, loose: Sequence[int]) -> bytes:

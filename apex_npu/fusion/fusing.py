@@ -11,7 +11,7 @@ from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer, may_move, plan
 from apex_npu.fusion.fused_group import FusedGroup
-from apex_npu.fusion.layout import extent_numel, is_dense
+from apex_npu.fusion.layout import extent_numel, is_dense, overlapping
 from apex_npu.fusion.storage import follows_aliases
 
 
@@ -24,7 +24,7 @@ def step_in_place(param: Tensor) -> FusedGroup:
 def fuse(params: Sequence[Tensor]) -> list[FusedGroup]:
     """Fuse ``params`` into as few groups as possible: one per device and dtype.
 
-    A parameter that is a view of another owner's buffer, or overlaps an earlier one (tied through ``.data``), does not
+    A parameter that is a view of another owner's buffer, or overlaps another one (tied through ``.data``), does not
     move: it gets a group of its own, over the memory it lies in.
 
     Raises:
@@ -69,16 +69,9 @@ def _sort_out(params: Sequence[Tensor]) -> tuple[list[list[Tensor]], list[Tensor
 
 
 def _split_overlapping(sharing: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors of one storage that do not overlap any before them, and those that do."""
-    distinct: list[Tensor] = []
-    overlapping: list[Tensor] = []
-    taken: list[tuple[int, int]] = []
-    for p in sharing:
-        begin = int(p.storage_offset())
-        end = begin + extent_numel(p.size(), p.stride())
-        if any(begin < other_end and other_begin < end for other_begin, other_end in taken):
-            overlapping.append(p)
-        else:
-            taken.append((begin, end))
-            distinct.append(p)
-    return distinct, overlapping
+    """Tensors of one storage that do not overlap each other, and those that overlap one of these."""
+    begins = [int(p.storage_offset()) for p in sharing]
+    spans = [(begin, begin + extent_numel(p.size(), p.stride())) for begin, p in zip(begins, sharing, strict=True)]
+    left_out = set(overlapping(spans))
+    distinct = [p for i, p in enumerate(sharing) if i not in left_out]
+    return distinct, [p for i, p in enumerate(sharing) if i in left_out]

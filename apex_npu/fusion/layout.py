@@ -98,6 +98,22 @@ def extent_numel(size: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
 
 
+def overlapping(spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Indices of the ranges [begin, end) that overlap one which is not among them: without these all are distinct."""
+    order = sorted(range(len(spans)), key=lambda i: spans[i][0])  # stable: of two that begin alike the first is kept
+    found = []
+    taken_to: int | None = None
+    for i in order:
+        begin, end = spans[i]
+        if begin == end:
+            continue
+        if taken_to is not None and begin < taken_to:
+            found.append(i)
+        else:
+            taken_to = end
+    return sorted(found)
+
+
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
     """True where the elements fill their extent without gap or overlap, in any order (transposed, channels_last)."""
     expected = 1

@@ -96,6 +96,5 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
 
 
 def _is_finite(grad: Tensor) -> bool:
-    flat = grad.reshape(-1)
-    # The norm is the faster way to look, but can be too large for its dtype where no element is.
-    return bool(norm(flat).isfinite()) or bool(flat.isfinite().all())
+    """True where every element is finite: quickly told by the norm, unless that alone is too large for its dtype."""
+    return bool(norm(grad.reshape(-1)).isfinite()) or bool(grad.isfinite().all())

@@ -9,10 +9,14 @@ https://github.com/NVIDIA/apex, apex/optimizers.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
-from apex_npu.ops import adam_, lamb_
+from apex_npu.ops import LOW_PRECISION, adam_, chunks, lamb_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad, check_non_negative
 from apex_npu.optimizers.lamb import global_grad_norm, times
@@ -23,7 +27,8 @@ class FusedAdam(FusedOptimizer):
     """Adam, or AdamW (``adam_w_mode``), on flat buffers, with NVIDIA Apex's arguments.
 
     The rule is ``NpuFusedAdam``'s or ``NpuFusedAdamW``'s; without ``bias_correction`` both corrections are 1.
-    Parameters in float16 and bfloat16 have float32 state, but no masters; ``amp.initialize(opt_level="O2")`` has.
+    Parameters in float16 and bfloat16 have float32 state, and with ``master_weights`` masters in it (``master_param``),
+    which are stepped in their stead. A weight that has been set by hand since the last step becomes its own master.
     The step count is in each parameter group, too, where NVIDIA's optimizer looks for it.
 
     Args:
@@ -37,15 +42,16 @@ class FusedAdam(FusedOptimizer):
         amsgrad: Must be False.
         set_grad_none: What ``zero_grad()`` does without an argument.
         capturable: Accepted.
-        master_weights: Must be False.
+        master_weights: Keep float32 masters of float16 and bfloat16 parameters, unless amp does.
 
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is no number.
-        RuntimeError: ``amsgrad`` or ``master_weights`` is asked for.
+        RuntimeError: ``amsgrad`` is asked for.
     """
 
     elementwise = True
+    optional_states: ClassVar[tuple[str, ...]] = ("master_param",)  # NVIDIA's state dicts lack them
 
     def __init__(
         self,
@@ -63,11 +69,6 @@ class FusedAdam(FusedOptimizer):
     ) -> None:
         check_no_amsgrad("FusedAdam", amsgrad)
         check_bool("capturable", capturable)
-        if master_weights:
-            raise RuntimeError(
-                "FusedAdam keeps no masters of its own here, got master_weights=True; use "
-                'amp.initialize(model, optimizer, opt_level="O2"), which does'
-            )
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -75,18 +76,21 @@ class FusedAdam(FusedOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "adam_w_mode": adam_w_mode,
+            "master_weights": master_weights,
         }
         super().__init__(params, defaults, set_grad_none=set_grad_none)
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
         check_adam(group)
-        for name in ("bias_correction", "adam_w_mode"):
+        for name in ("bias_correction", "adam_w_mode", "master_weights"):
             check_bool(name, group[name])
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """First and second moment."""
-        return ("exp_avg", "exp_avg_sq")
+        """First and second moment, and masters where there is anything to master."""
+        if not (group["master_weights"] and any(map(_is_mastered, group["params"]))):
+            return ("exp_avg", "exp_avg_sq")
+        return ("exp_avg", "exp_avg_sq", "master_param")
 
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
         """Show the step count where NVIDIA's optimizer has it."""
@@ -96,13 +100,15 @@ class FusedAdam(FusedOptimizer):
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""
         beta1, beta2 = group["betas"]
+        mastered = "master_param" in self.state_names(group)
+        low = mastered and run.param.dtype in LOW_PRECISION
         adam_(
-            run.param,
+            _current_masters(run) if low else run.param,
             run.scaled_grad,
             run.state("exp_avg"),
             run.state("exp_avg_sq"),
             None,
-            run.model_param(),
+            run.param if low else run.model_param(),
             lr=float(group["lr"]),
             beta1=beta1,
             beta2=beta2,
@@ -114,6 +120,27 @@ class FusedAdam(FusedOptimizer):
             bias_correction=bool(group["bias_correction"]),
             grad_scale=run.grad_scale,
         )
+        if mastered and not low:
+            run.state("master_param").copy_(run.param)  # of a group that has both: these are their own
+
+
+def _is_mastered(param: Tensor | int) -> bool:
+    # The groups of a state dict have numbers; what they may have is in optional_states.
+    return isinstance(param, Tensor) and param.requires_grad and param.dtype in LOW_PRECISION
+
+
+def _current_masters(run: Run) -> Tensor:
+    """The masters of ``run``, brought up to date.
+
+    A weight that its master does not round to has been set since the last step, or is new: its value counts.
+    """
+    masters = run.state("master_param")
+    for master, param in chunks((masters, run.param)):
+        rounded = master.to(param.dtype)
+        if param.is_cpu and torch.equal(rounded.view(torch.int16), param.view(torch.int16)):
+            continue  # elsewhere asking would wait for the device
+        torch.where(rounded == param, master, param.to(master.dtype), out=master)
+    return masters
 
 
 class FusedSGD(NpuFusedSGD):

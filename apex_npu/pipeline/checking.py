@@ -19,6 +19,8 @@ from .patching import State, bring
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SMOKE = """
+import sys
+sys.path[:0] = sys.argv[1:]
 import apex, change_data_ptr, torch
 from apex import amp, contrib, fp16_utils, normalization, optimizers, parallel
 from apex.contrib import combine_tensors
@@ -106,9 +108,8 @@ def _applied(
 
 
 def _smoke(era: eras.Era, checkout: Checkout) -> None:
-    path = os.pathsep.join([str(checkout.folder), str(_ROOT)])
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", _SMOKE]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", _SMOKE, str(checkout.folder), str(_ROOT)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise PipelineError(f"era {era.name}: the patched tree does not train:\n{done.stderr}")

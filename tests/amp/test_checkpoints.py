@@ -9,6 +9,7 @@ import pytest
 import torch
 from devices import DEVICE
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from apex_npu import amp, optimizers
 
@@ -119,6 +120,47 @@ def test_resume_continues_bit_for_bit_in_either_order(level, cls):
         losses = train(model, optimizer, range(5, 10), level)
         assert losses == expected[0]
         assert all(torch.equal(a, b) for a, b in zip(expected[1], float32_values(model, optimizer), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.AdamW, {"lr": 1e-2}),
+        (optimizers.NpuFusedAdamW, {"lr": 1e-2}),
+        (optimizers.NpuFusedSGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}),
+        (optimizers.NpuFusedLamb, {"lr": 1e-2}),
+        (optimizers.NpuFusedBertAdam, {"lr": 1e-2}),
+        (optimizers.NpuFusedRMSpropTF, {"lr": 1e-2, "momentum": 0.9}),
+    ],
+)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_states_are_named_by_the_models_parameters_where_there_are_masters(level, cls, options):
+    first = make_model()
+    first, optimizer = amp.initialize(first, cls(first.parameters(), **options), opt_level=level, verbosity=0)
+    train(first, optimizer, range(3), level)
+    saved = get_optimizer_state_dict(first, amp.checkpoint_view(optimizer))
+    assert list(saved["state"]) == [name for name, _ in first.named_parameters()]
+    second = make_model()
+    second, other = amp.initialize(second, cls(second.parameters(), **options), opt_level=level, verbosity=0)
+    before = [p.detach().clone() for p in (*second.parameters(), *amp.master_params(other))]
+    blank = get_optimizer_state_dict(second, amp.checkpoint_view(other))  # makes what there is to load into
+    assert other.param_groups[0]["lr"] == 1e-2
+    assert all(p.grad is None for p in (*second.parameters(), *amp.master_params(other)))
+    assert blank["state"].keys() == saved["state"].keys()
+    set_optimizer_state_dict(second, amp.checkpoint_view(other), saved)
+    after = [p.detach() for p in (*second.parameters(), *amp.master_params(other))]
+    assert all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
+    for p, q in zip(amp.master_params(optimizer), amp.master_params(other), strict=True):
+        assert optimizer.state[p].keys() == other.state[q].keys()
+        for name, value in optimizer.state[p].items():
+            assert other.state[q][name].dtype == value.dtype
+            assert torch.equal(other.state[q][name], value)
+
+
+def test_without_masters_a_view_for_checkpoints_is_the_optimizer_itself():
+    for level in ("torch", "O0", "O1"):
+        _, optimizer = make(level, optimizers.NpuFusedAdam)
+        assert amp.checkpoint_view(optimizer) is optimizer
 
 
 def test_small_moments_survive_at_o2():

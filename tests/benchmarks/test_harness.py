@@ -12,6 +12,7 @@ import measure
 import old_patch
 import pytest
 import report
+import suite
 import torch
 from rounds import Spread, Stopwatch, in_turns, steps_in_turns, write_csv
 from torch import nn
@@ -92,6 +93,16 @@ def test_goals_name_comparisons_and_variants_that_exist():
             names = measure.variant_names(goal.comparison, goal.workload, CPU)
             assert goal.ours in names
     assert len({(goal.name, goal.devices) for goal in goals.GOALS}) == len(goals.GOALS)
+
+
+def test_all_that_is_measured_of_bert_on_a_cpu_fits_into_12_gib():
+    chosen = {i.comparison: suite.chosen_variants(i, CPU) for i in suite.items(CPU) if i.workload == "bert"}
+    assert chosen.keys() == {"step of SGD", "step of Adam", "step of AdamW", "whole fp32 step", "whole O2 step"}
+    for comparison, names in chosen.items():
+        assert suite.needed_bytes(suite.Item(comparison, "bert"), len(names)) < 12 * 2**30
+        reference = next(iter(measure.variant_names(comparison, "bert", CPU)))
+        assert names[0] == reference  # to which the others are ratios
+        assert len(names) >= 3
 
 
 @pytest.mark.parametrize(("name", "count", "tensors"), [("resnet50", 25_557_032, 161), ("bert", 109_482_240, 199)])

@@ -5,6 +5,7 @@
 Run in several processes; the arguments are names of functions here.
 """
 
+import contextlib
 import shutil
 import tempfile
 
@@ -12,9 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import average, backward, data, local_grads, loss_on, main, mlp, start
+from devices import DEVICE
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 
 from apex_npu import amp, optimizers
 
@@ -58,39 +65,130 @@ def train(model, optimizer, steps):
         optimizer.zero_grad()
 
 
+@contextlib.contextmanager
+def common_folder():
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, 0)
+    yield folder[0]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+
+
 def distributed_checkpoint():
     """What torch.distributed.checkpoint saves and loads goes on bit for bit."""
     for level in ("O0", "O2"):
         for kind in (optimizers.NpuFusedAdam, optimizers.NpuFusedSGD):
             options = {"momentum": 0.9} if kind is optimizers.NpuFusedSGD else {}
-            folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-            dist.broadcast_object_list(folder, 0)
-            model = mlp()
-            model, optimizer = start(model, kind(model.parameters(), lr=0.01, **options), level=level)
-            train(model, optimizer, range(3))
-            dcp.save(state_of(model, optimizer), checkpoint_id=folder[0])
-            train(model, optimizer, range(3, 6))
-            expected = [p.detach().clone() for p in amp.master_params(optimizer)]
-            amp.shutdown()
+            with common_folder() as folder:
+                go_on_from_a_checkpoint(level, kind, options, folder)
 
-            model = mlp()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.mul_(2)
-            model, optimizer = start(model, kind(model.parameters(), lr=0.5, **options), level=level)
-            train(model, optimizer, range(1))  # there has to be state for dcp to load into
-            state = state_of(model, optimizer)
-            dcp.load(state, checkpoint_id=folder[0])
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            amp.load_state_dict(state["amp"])
-            train(model, optimizer, range(3, 6))
-            for p, value in zip(amp.master_params(optimizer), expected, strict=True):
-                assert torch.equal(p, value)
-            amp.shutdown()
-            dist.barrier()
-            if dist.get_rank() == 0:
-                shutil.rmtree(folder[0])
+
+def go_on_from_a_checkpoint(level, kind, options, folder):
+    model = mlp()
+    model, optimizer = start(model, kind(model.parameters(), lr=0.01, **options), level=level)
+    train(model, optimizer, range(3))
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    train(model, optimizer, range(3, 6))
+    expected = [p.detach().clone() for p in amp.master_params(optimizer)]
+    amp.shutdown()
+
+    model = mlp()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    model, optimizer = start(model, kind(model.parameters(), lr=0.5, **options), level=level)
+    train(model, optimizer, range(1))  # there has to be state for dcp to load into
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    amp.load_state_dict(state["amp"])
+    train(model, optimizer, range(3, 6))
+    for p, value in zip(amp.master_params(optimizer), expected, strict=True):
+        assert torch.equal(p, value)
+    amp.shutdown()
+
+
+class Training:
+    """A model wrapped in DistributedDataParallel behind amp.initialize; ``state`` is what is saved of all."""
+
+    def __init__(self, level, kind, options, factor=1.0):
+        model = nn.Sequential(nn.BatchNorm1d(6), mlp()).to(DEVICE)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(factor)
+        optimizer = kind(model.parameters(), **options)
+        scale = {"dynamic_init_scale": 2.0**10, "scale_window": 2}
+        model, self.optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **scale)
+        self.model = nn.parallel.DistributedDataParallel(model)
+
+    def run(self, steps):
+        for step in steps:
+            x = data(step, 0, dist.get_rank())
+            if step == 1:
+                x[0, 0] = torch.inf  # a skipped step: the scale goes down, and up again later
+            loss = self.model(x).float().square().mean()
+            backward(loss, self.optimizer)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def values(self):
+        """All that training goes on from; batch norm's statistics apart, which an inf has spoiled for ever."""
+        params = [p.detach() for p in amp.master_params(self.optimizer)]
+        states = self.optimizer.state_dict()["state"]
+        return [*params, *(states[i][name] for i in sorted(states) for name in sorted(states[i]))], amp.state_dict()
+
+    def save(self, folder, by_names):
+        dcp.save(self.state(by_names), checkpoint_id=folder)
+
+    def load(self, folder, by_names):
+        if not by_names:
+            self.run(range(10, 11))  # there has to be state for dcp to load into
+        state = self.state(by_names)
+        dcp.load(state, checkpoint_id=folder)
+        if by_names:
+            view = amp.checkpoint_view(self.optimizer)
+            set_state_dict(self.model, view, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        else:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        amp.load_state_dict(state["amp"])
+
+    def state(self, by_names):
+        if not by_names:
+            return state_of(self.model, self.optimizer)
+        model, states = get_state_dict(self.model, amp.checkpoint_view(self.optimizer))
+        return {"model": model, "optimizer": states, "amp": amp.state_dict()}
+
+
+def checkpoints_beside_ddp():
+    """Training goes on bit for bit in objects that were made anew, with states by numbers and by names."""
+    for kind, options in (
+        (optimizers.NpuFusedAdam, {"lr": 0.01}),
+        (optimizers.NpuFusedSGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+        (torch.optim.AdamW, {"lr": 0.01}),
+    ):
+        for level in ("O1", "O2"):
+            for by_names in (False, True):
+                with common_folder() as folder:
+                    training = Training(level, kind, options)
+                    training.run(range(4))
+                    training.save(folder, by_names)
+                    training.run(range(4, 7))
+                    expected, expected_scales = training.values()
+                    amp.shutdown()
+                    training = Training(level, kind, {**options, "lr": 0.5}, factor=2.0)
+                    training.load(folder, by_names)
+                    training.run(range(4, 7))
+                    found, scales = training.values()
+                    amp.shutdown()
+                assert scales == expected_scales
+                assert len(found) == len(expected) > 0
+                for value, same in zip(found, expected, strict=True):
+                    assert value.dtype == same.dtype
+                    assert torch.equal(value, same)
+                    assert value.isfinite().all()
 
 
 def state_of(model, optimizer):

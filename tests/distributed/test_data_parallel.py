@@ -53,6 +53,7 @@ def test_distributed_data_parallel_and_distributed_checkpoints_work():
         "beside",
         "ddp_around_the_model",
         "distributed_checkpoint",
+        "checkpoints_beside_ddp",
         "state_by_names",
     )
 

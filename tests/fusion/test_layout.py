@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from apex_npu.fusion.layout import extent_numel, is_dense, padded_numel, plan_slots
+from apex_npu.fusion.layout import extent_numel, is_dense, overlapping, padded_numel, plan_slots
 
 
 # Worked by hand: round up to 16, add 32.
@@ -74,3 +74,19 @@ def test_extent_counts_to_the_last_element():
     assert extent_numel((3, 4), (8, 1)) == 20
     assert extent_numel((), ()) == 1
     assert extent_numel((0, 4), (4, 1)) == 0
+
+
+def test_what_is_left_when_overlapping_ranges_are_taken_away_is_distinct():
+    rng = random.Random(0)
+    for _ in range(300):
+        begins = [rng.randrange(30) for _ in range(rng.randrange(8))]
+        spans = [(begin, begin + rng.randrange(6)) for begin in begins]
+        left_out = overlapping(spans)
+        kept = [set(range(*span)) for i, span in enumerate(spans) if i not in left_out]
+        assert sum(map(len, kept)) == len(set().union(*kept))
+        for i in left_out:
+            assert any(kept_span & set(range(*spans[i])) for kept_span in kept)
+
+
+def test_of_ranges_that_begin_alike_the_first_is_kept():
+    assert overlapping([(4, 9), (0, 2), (4, 6), (4, 4)]) == [2]

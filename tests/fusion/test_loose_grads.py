@@ -11,6 +11,7 @@ from lockstep import assert_equal_params
 from torch import nn
 
 from apex_npu import amp, optimizers
+from apex_npu._extension import extension
 from apex_npu.fusion import flat_grads, fuse
 
 SHAPES = [(3,), (40, 30), (7, 5), (20, 60), (2,)]
@@ -136,13 +137,46 @@ def test_amp_trains_as_with_gathered_gradients(level, fuse_unscale, clip, monkey
     torch.testing.assert_close(our_norms, their_norms, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
-def test_two_parameters_with_one_gradient_are_unscaled_once():
+def one_tensor(value):
+    return value, value
+
+
+def views_of_one(value):
+    return value.view(40, 30), value.view(40, 30)
+
+
+def arrays_of_one(value):
+    if extension is None:
+        pytest.skip("pure torch cannot tell whose memory it is")
+    return torch.from_numpy(value.numpy()), torch.from_numpy(value.numpy())
+
+
+@pytest.mark.parametrize("pair", [one_tensor, views_of_one, arrays_of_one])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_two_parameters_with_one_gradient_are_unscaled_once(groups, pair):
+    if extension is None:
+        pytest.skip("there is no one-pass kernel here")
     params = make_params()[1:2] + make_params(1)[1:2]
-    grads = fuse(params)[0].grads
+    parts = [params] if groups == 1 else [params[:1], params[1:]]
+    flats = [fuse(part)[0].grads for part in parts]
     shared = torch.full((40, 30), 8.0)
-    for p in params:
-        p.grad = shared
-    grads.take(params, 0.5)
+    for p, grad in zip(params, pair(shared), strict=True):
+        p.grad = grad
+    for flat, part in zip(flats, parts, strict=True):
+        flat.take(part, 0.5)
     for p in params:
         torch.testing.assert_close(p.grad, torch.full((40, 30), 4.0), rtol=0, atol=0)
-    assert shared.eq(8.0).all()
+    if (groups, pair) != (2, one_tensor):  # which is the second's own once the first has been brought into its slot
+        assert shared.eq(8.0).all()
+
+
+@pytest.mark.parametrize("pair", [one_tensor, views_of_one, arrays_of_one])
+def test_two_groups_with_one_gradient_are_clipped_once(pair):
+    params = make_params()[1:2] + make_params(1)[1:2]
+    optimizer = optimizers.NpuFusedSGD([{"params": [p]} for p in params], lr=0.1)
+    for p, grad in zip(params, pair(torch.ones(40, 30)), strict=True):
+        p.grad = grad
+    norm = optimizer.clip_optimizer_grad_norm_fused(1.0)
+    assert norm.item() == pytest.approx(2400**0.5)
+    for p in params:
+        torch.testing.assert_close(p.grad, torch.full((40, 30), 2400**-0.5), rtol=1e-5, atol=0)

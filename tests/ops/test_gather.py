@@ -60,6 +60,20 @@ def test_the_largest_finite_numbers_are_finite():
         assert found_inf.item() == 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inv_scale", [1.0, 0.5])
+def test_numbers_whose_norm_is_out_of_range_are_finite(dtype, inv_scale):
+    large = torch.finfo(dtype).max / 2
+    grads = [torch.full((3, 5), large, dtype=dtype, device=DEVICE)[:, ::2] for _ in range(2)]
+    found_inf = torch.zeros(1, device=DEVICE)
+    unscale_grads(grads, inv_scale, found_inf)
+    assert found_inf.item() == 0
+    assert all(grad.eq(large * inv_scale).all() for grad in grads)
+    grads[1][2, 1] = -math.inf
+    unscale_grads(grads, inv_scale, found_inf)
+    assert found_inf.item() == 1
+
+
 def test_other_strides_match_element_by_element():
     grads = [
         torch.randn(4, 6).t(),

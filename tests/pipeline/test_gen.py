@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -52,6 +53,19 @@ def test_nothing_but_git_and_python_is_needed(tree_2025, tmp_path):
     ]
     done = run(sys.executable, *command, cwd=tmp_path)
     assert done.stdout.startswith("now patched"), done.stderr
+
+
+def test_colons_in_paths_are_no_obstacle(tree_2025, tmp_path):
+    """PYTHONPATH would be cut at one."""
+    here = tmp_path / "a:b c"
+    for part in ("scripts", "patch", "apex_npu/pipeline"):
+        shutil.copytree(ROOT / part, here / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    out = here / "out:apex"
+    done = run(
+        "bash", here / "scripts" / "gen.sh", "--source", tree_2025, "--out", out, cwd=tmp_path, PYTHON=sys.executable
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"now patched: {out}, Apex ")
 
 
 def test_a_ref_is_a_commit_a_tag_or_a_branch(tree_2025, tmp_path):

@@ -1,0 +1,78 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""An optimizer whose groups have masters, for those who look in them for the model's own parameters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from apex_npu.amp.optimizer_record import record_of
+
+
+def checkpoint_view(optimizer: Optimizer) -> Optimizer:
+    """What ``torch.distributed.checkpoint.state_dict`` takes in place of ``optimizer``.
+
+    Its ``get_state_dict`` and ``set_state_dict`` name states by the model's parameters, which at O2 and O5 are not in
+    ``optimizer.param_groups``: their fp32 masters are. Make a view for each call:
+
+        state, states = get_state_dict(model, amp.checkpoint_view(optimizer))
+
+    Returns:
+        A view that can be saved and loaded, not trained with; ``optimizer`` itself where it has no masters.
+    """
+    record = record_of(optimizer)
+    if record is None or not record.pairs:
+        return optimizer
+    return _CheckpointView(optimizer, {id(pair.master_param): pair.model_param for pair in record.pairs})
+
+
+class _CheckpointView(Optimizer):
+    def __init__(self, optimizer: Optimizer, model_param_of: dict[int, Tensor]) -> None:
+        # Not Optimizer's own: all there is belongs to `optimizer`.
+        self._optimizer = optimizer
+        self._model_param_of = model_param_of
+        self.defaults = optimizer.defaults
+        self._look()
+
+    def _look(self) -> None:
+        def shown(param: Tensor) -> Tensor:
+            return self._model_param_of.get(id(param), param)
+
+        groups = self._optimizer.param_groups
+        self.param_groups = [{**group, "params": [shown(p) for p in group["params"]]} for group in groups]
+        self.state = defaultdict(dict, {shown(p): entry for p, entry in self._optimizer.state.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state_dict)
+        self._look()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Called where there is no state yet that could be loaded into: make it, and leave all values as they are."""
+        groups = self._optimizer.param_groups
+        rates = [group.get("lr") for group in groups]
+        for group in groups:
+            for param in group["params"]:
+                param.grad = torch.zeros_like(param) if param.requires_grad else None
+        try:
+            for group, rate in zip(groups, rates, strict=True):
+                if rate is not None:
+                    group["lr"] = rate * 0.0
+            self._optimizer.step()
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                if rate is not None:
+                    group["lr"] = rate
+        self._look()

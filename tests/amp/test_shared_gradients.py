@@ -1,0 +1,136 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients that share memory are multiplied once: autograd leaves them so, and users may."""
+
+import pytest
+import torch
+from devices import DEVICE
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor  # a subclass that has no memory but that of two inside
+
+from apex_npu import amp, optimizers
+from apex_npu.amp.gradients import GradUnit, unscale_units
+
+SCALE = 64.0
+TRUE = torch.arange(1.0, 13.0)
+
+
+def make(classes, level="O1", **options):
+    """Two parameters of one size, both stepped by the one class given, or each by its own."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(4, 3))]).to(DEVICE)
+    parts = [list(model)] if len(classes) == 1 else [[p] for p in model]
+    made = [cls(part, lr=1.0) for cls, part in zip(classes, parts, strict=True)]
+    options = {"loss_scale": SCALE, "verbosity": 0, **options}
+    return amp.initialize(model, made, opt_level=level, **options)
+
+
+def loss_of(model):
+    a, b = model
+    return ((a.view(-1) + b.view(-1)) * TRUE.to(a)).sum()
+
+
+def assert_grads(model, expected):
+    for p in model:
+        torch.testing.assert_close(p.grad.flatten().cpu(), expected, rtol=0, atol=0)
+
+
+TORCH, FUSED = torch.optim.SGD, optimizers.NpuFusedSGD
+DYNAMIC = {"loss_scale": "dynamic", "dynamic_init_scale": SCALE}
+
+
+def test_autograd_leaves_two_gradients_in_one_memory():
+    """If it no longer does, the tests below look at nothing."""
+    model, _ = make([TORCH])
+    loss_of(model).backward()
+    assert model[0].grad.data_ptr() == model[1].grad.data_ptr()
+
+
+@pytest.mark.parametrize("classes", [[TORCH], [FUSED], [TORCH, TORCH], [TORCH, FUSED], [FUSED, TORCH]])
+@pytest.mark.parametrize(
+    "options", [{}, {"fuse_unscale": True}, {"loss_scale": "dynamic", "dynamic_init_scale": SCALE}]
+)
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_each_is_unscaled_once(classes, level, options):
+    model, made = make(classes, level, **options)
+    for blocks in (1, 2):
+        for _ in range(blocks):
+            with amp.scale_loss(loss_of(model), made) as scaled_loss:
+                scaled_loss.backward()
+        before = [p.detach().clone() for p in model]
+        for optimizer in made:
+            optimizer.step()
+        for p, old in zip(model, before, strict=True):
+            torch.testing.assert_close((old - p.detach()).flatten().cpu(), blocks * TRUE, rtol=0, atol=0)
+        if "fuse_unscale" not in options:
+            assert_grads(model, blocks * TRUE)
+        for optimizer in made:
+            optimizer.zero_grad()
+
+
+def test_with_combined_gradients_too():
+    model, made = make([TORCH], combine_grad=True)
+    with amp.scale_loss(loss_of(model), made) as scaled_loss:
+        scaled_loss.backward()
+    assert_grads(model, TRUE)
+
+
+@pytest.mark.parametrize("classes", [[TORCH], [TORCH, TORCH], [TORCH, FUSED], [FUSED, TORCH]])
+def test_those_of_a_backward_before_the_block_are_scaled_up_once(classes):
+    model, made = make(classes)
+    loss_of(model).backward()
+    with amp.scale_loss(loss_of(model), made) as scaled_loss:
+        scaled_loss.backward()
+    assert_grads(model, 2 * TRUE)
+
+
+def test_masters_take_them_over():
+    model, made = make([TORCH], "O2")
+    with amp.scale_loss(loss_of(model).float(), made) as scaled_loss:
+        scaled_loss.backward()
+    assert_grads(amp.master_params(made[0]), TRUE)
+
+
+def unscaled(grads):
+    """What becomes of ``grads``, one for each of as many parameters."""
+    params = [nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g
+    unscale_units([GradUnit(params, params)], SCALE, check=False)
+    return [p.grad for p in params]
+
+
+def test_one_tensor_twice():
+    grad = torch.full((3,), SCALE, device=DEVICE)
+    assert [g.tolist() for g in unscaled([grad, grad])] == [[1.0] * 3] * 2
+
+
+def test_views_that_overlap_in_part():
+    whole = torch.full((8,), SCALE, device=DEVICE)
+    result = unscaled([whole[4:], whole, whole[:4], whole[2:6]])
+    assert [g.tolist() for g in result] == [[1.0] * n for n in (4, 8, 4, 4)]
+
+
+def test_one_with_shared_elements_beside_a_view_of_it():
+    one = torch.full((1,), SCALE, device=DEVICE)
+    assert [g.tolist() for g in unscaled([one.expand(3), one, one.expand(2)])] == [[1.0] * n for n in (3, 1, 2)]
+
+
+def test_other_strides():
+    matrix = torch.full((3, 4), SCALE, device=DEVICE)
+    for grad in unscaled([matrix.t(), matrix, matrix[:, 1:3]]):
+        assert grad.eq(1.0).all()
+
+
+def test_a_subclass_without_memory_of_its_own_given_twice():
+    grad = TwoTensor(torch.full((3,), SCALE, device=DEVICE), torch.full((3,), 2 * SCALE, device=DEVICE))
+    for result in unscaled([grad, grad]):
+        assert (result.a.tolist(), result.b.tolist()) == ([1.0] * 3, [2.0] * 3)
+
+
+def test_neighbours_in_one_buffer_stay_there():
+    """As DistributedDataParallel's with gradient_as_bucket_view."""
+    buffer = torch.full((10,), SCALE, device=DEVICE)
+    parts = [buffer[:4], buffer[4:4], buffer[4:].view(2, 3)]
+    result = unscaled(parts)
+    assert all(grad is part for grad, part in zip(result, parts, strict=True))
+    assert buffer.tolist() == [1.0] * 10
