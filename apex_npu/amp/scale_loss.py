@@ -108,6 +108,8 @@ def scale_loss(
     finally:
         for record, _ in work:
             record.in_block = False
+    # Held gradients are with the masters by now, beside those of this block.
+    delayed = hold and any(record.unchecked == "delay_unscale" for record, _ in work)
     for record, _ in work:
         record.unchecked = put_off
     try:
@@ -116,16 +118,19 @@ def scale_loss(
         if not delivers:
             return
         leaves_open = hold and decides and scaler.dynamic and len(work) == 1 and ranks.is_alone and not _saturates(work)
-        found_inf = _unscale(work, 1.0 if hold else scale, check=scaler.dynamic and decides and not leaves_open)
+        check = scaler.dynamic and decides and not leaves_open
+        found_inf = _unscale(work, 1.0 if hold else scale, check=check)
+        units = [unit for _, part in work for unit in part]
+        if check and delayed:
+            found_inf |= have_overflowed(units)
         ranks.average_masters(scale, dynamic=scaler.dynamic)
         found_inf = ranks.agree(found_inf, scale)
     except BaseException:
         _drop_all(work)  # some are unscaled by now and some are not
         raise
     if leaves_open:
-        units = [unit for _, part in work for unit in part]
-        check = OpenCheck(lambda: have_overflowed(units), lambda found: _decide(work, loss_id, scaler, found))
-        session.open_checks[scaler] = work[0][0].open_check = check
+        look = OpenCheck(lambda: have_overflowed(units), lambda found: _decide(work, loss_id, scaler, found))
+        session.open_checks[scaler] = work[0][0].open_check = look
     elif decides:
         _decide(work, loss_id, scaler, found_inf)
 

@@ -240,6 +240,33 @@ def test_a_norm_that_is_nan_has_no_part_in_the_next_block(level):
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32.0, "unskipped": 1}
 
 
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_block_of_two_optimizers_finds_what_a_delayed_one_has_left(level, fuse):
+    models = [nn.Linear(4, 3).to(DEVICE) for _ in range(2)]
+    made = [optimizers.NpuFusedSGD(m.parameters(), lr=0.5) for m in models]
+    options = {"loss_scale": "dynamic", "dynamic_init_scale": 64.0, "fuse_unscale": fuse, "verbosity": 0}
+    models, made = amp.initialize(models, made, opt_level=level, **options)
+    backward(models[0], made[0], bad=True, delay_unscale=True)
+    backward(models[0], made)
+    assert loss_scale() == 32.0
+    for optimizer in made:
+        optimizer.step()
+        assert amp.last_step(optimizer).skipped
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_gradients_that_outlive_a_skipped_step_are_clipped_ones(fuse):
+    model, optimizer = make(fuse_unscale=fuse)
+    backward(model, optimizer, bad=True)
+    backward(model, optimizer)  # the inf has been zeroed, the step will be skipped
+    optimizer.clip_optimizer_grad_norm_fused(0.01)
+    optimizer.step()
+    assert amp.last_step(optimizer).skipped
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    torch.testing.assert_close(norm, torch.tensor(0.01, device=DEVICE), rtol=1e-4, atol=0)
+
+
 def test_finite_gradients_whose_norm_overflows_have_not_overflowed():
     model, optimizer = make()
     huge = torch.finfo(torch.float32).max / 2
