@@ -21,7 +21,7 @@ from torch.optim import LBFGS, Optimizer
 
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.data_parallel import LocalGrads
-from apex_npu.amp.held_gradients import clip_at_step, finish_hand_over, hand_over_scale
+from apex_npu.amp.held_gradients import clip_at_step, finish_hand_over, hand_over_scale, settle
 from apex_npu.amp.legacy.stash import LegacyOptimizerNames
 from apex_npu.amp.master_params import make_masters
 from apex_npu.amp.optimizer_record import OptimizerRecord, record_of, tell_masters
@@ -233,9 +233,8 @@ def _skip_step(optimizer: Optimizer, record: OptimizerRecord) -> None:
                 "%s: %s", type(optimizer).__name__, explain_skips(report, _named_grads(session, optimizer, record))
             )
     _drop_master_grads(record)
-    for unit in record.units(optimizer) if record.held_scale != 1.0 else []:
-        unit.scale_params_(1.0 / record.held_scale)
-    record.held_scale, record.clip_coefficient = 1.0, None
+    if record.held_scale != 1.0:
+        settle(record, record.units(optimizer))  # what is not cleared now is a gradient like any other
 
 
 def _report(record: OptimizerRecord) -> StepReport:

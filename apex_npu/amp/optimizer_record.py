@@ -97,8 +97,9 @@ class OptimizerRecord:
 
     def close_check(self, norm: Tensor | None = None) -> None:
         """Have decided what the last block has left open; see ``OpenCheck.close``."""
-        if self.open_check is not None:
-            self.open_check.close(norm)
+        check = self.open_check
+        if check is not None:
+            check.close(norm)
             self.open_check = None
 
     @property

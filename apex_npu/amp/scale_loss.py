@@ -75,7 +75,7 @@ def scale_loss(
         return
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss must be a tensor, got {type(loss).__name__}")
-    scaler = _scaler(session, loss_id)
+    scaler = session.scaler(loss_id)
     scale = scaler.scale
     work = _prepare(optimizers)
     if not loss.requires_grad:
@@ -108,23 +108,29 @@ def scale_loss(
     finally:
         for record, _ in work:
             record.in_block = False
+    # Held gradients are with the masters by now, beside those of this block.
+    delayed = hold and any(record.unchecked == "delay_unscale" for record, _ in work)
     for record, _ in work:
         record.unchecked = put_off
     try:
+        session.close_checks(scaler)  # of blocks inside this one, of other optimizers
         ranks.average_sources(scale, dynamic=scaler.dynamic)
         if not delivers:
             return
         leaves_open = hold and decides and scaler.dynamic and len(work) == 1 and ranks.is_alone and not _saturates(work)
-        found_inf = _unscale(work, 1.0 if hold else scale, check=scaler.dynamic and decides and not leaves_open)
+        check = scaler.dynamic and decides and not leaves_open
+        found_inf = _unscale(work, 1.0 if hold else scale, check=check)
+        units = [unit for _, part in work for unit in part]
+        if check and delayed:
+            found_inf |= have_overflowed(units)
         ranks.average_masters(scale, dynamic=scaler.dynamic)
         found_inf = ranks.agree(found_inf, scale)
     except BaseException:
         _drop_all(work)  # some are unscaled by now and some are not
         raise
     if leaves_open:
-        units = [unit for _, part in work for unit in part]
-        check = OpenCheck(lambda: have_overflowed(units), lambda found: _decide(work, loss_id, scaler, found))
-        session.open_check = work[0][0].open_check = check
+        look = OpenCheck(lambda: have_overflowed(units), lambda found: _decide(work, loss_id, scaler, found))
+        session.open_checks[scaler] = work[0][0].open_check = look
     elif decides:
         _decide(work, loss_id, scaler, found_inf)
 
@@ -157,14 +163,6 @@ def _join_ranks(session: Session, work: Work, optimizers: Any, *, delivers: bool
 def _listed(optimizers: Any) -> list[Optimizer]:
     optimizers = inner_optimizer(optimizers)
     return [inner_optimizer(o) for o in ([optimizers] if isinstance(optimizers, Optimizer) else optimizers)]
-
-
-def _scaler(session: Session, loss_id: int) -> LossScaler:
-    if not isinstance(loss_id, int) or not 0 <= loss_id < len(session.scalers):
-        raise IndexError(
-            f"loss_id must be in [0, {len(session.scalers)}), got {loss_id!r}; raise num_losses in amp.initialize"
-        )
-    return session.scalers[loss_id]
 
 
 @disable_dynamo
@@ -267,6 +265,8 @@ def _scale_up(work: Work, scale: float, hold: bool) -> None:
         raise
     for record, units in work:
         if hold:
+            if record.skip:
+                record.clip_coefficient = None  # of gradients that are zeros now; nan, maybe
             record.held_scale = scale
             clip_held(record, units)
         else:

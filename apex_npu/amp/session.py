@@ -67,7 +67,7 @@ class Session:
 
     Attributes:
         policy: What the level and the overrides have come to.
-        open_check: What the last block has left open about its gradients, and so about its scaler.
+        open_checks: For each scaler what its last block has left open about its gradients.
         verbosity: 0 silent, 1 normal.
         device_types: Where O1 casts.
         patches: The functions that users have registered casts for.
@@ -100,7 +100,7 @@ class Session:
     data_parallel: DataParallel | None = None
     data_parallels: list[DataParallel] = field(default_factory=list)
     no_sync_depth: int = 0
-    open_check: OpenCheck | None = None
+    open_checks: dict[LossScaler, OpenCheck] = field(default_factory=dict)
     _watch: ExitStack = field(default_factory=ExitStack)
     _warned: set[str] = field(default_factory=set)
 
@@ -112,14 +112,34 @@ class Session:
     @property
     def scalers(self) -> list[LossScaler]:
         """One per loss; ``loss_id`` is the index. They know of all blocks that are behind."""
-        self.close_check()
+        self.close_checks()
         return self._scalers
 
-    def close_check(self) -> None:
-        """Have decided what the last block has left open."""
-        if self.open_check is not None:
-            self.open_check.close()
-            self.open_check = None
+    def scaler(self, loss_id: int) -> LossScaler:
+        """That of one loss; it knows of all blocks of this loss that are behind.
+
+        Raises:
+            IndexError: ``loss_id`` is not below ``num_losses``.
+        """
+        if not isinstance(loss_id, int) or not 0 <= loss_id < len(self._scalers):
+            raise IndexError(
+                f"loss_id must be in [0, {len(self._scalers)}), got {loss_id!r}; raise num_losses in amp.initialize"
+            )
+        scaler = self._scalers[loss_id]
+        self.close_checks(scaler)
+        return scaler
+
+    def close_checks(self, scaler: LossScaler | None = None) -> None:
+        """Have decided what blocks have left open.
+
+        Args:
+            scaler: Those of this one and of this thread; None: all. Another thread may be about to write the gradients
+                that would have to be looked at.
+        """
+        thread = threading.get_ident()
+        for concerned, check in list(self.open_checks.items()):
+            if scaler is None or concerned is scaler or check.thread == thread:
+                check.close()
 
     def parameter_names(self) -> WeakTensorKeyDictionary:
         """The names of all parameters of models that are alive."""
@@ -157,9 +177,15 @@ class Session:
         return None
 
     def _look_at_clipping(self, name: str, params: list[Tensor]) -> None:
-        holding = [o for o in self.adopted if o._amp_record.held_scale != 1.0]
-        held = [p for optimizer in holding for group in optimizer.param_groups for p in group["params"]]
-        if {id(p) for p in held} & {id(p) for p in params}:
+        given = {id(p) for p in params}
+
+        def concerns(optimizer: Any) -> bool:
+            return any(id(p) in given for group in optimizer.param_groups for p in group["params"])
+
+        for optimizer in self.adopted:
+            if optimizer._amp_record.open_check is not None and concerns(optimizer):
+                optimizer._amp_record.close_check()  # inf clipped by value is none any more
+        if any(o._amp_record.held_scale != 1.0 and concerns(o) for o in self.adopted):
             self.warn_once(
                 f"torch.nn.utils.{name} was given gradients that fuse_unscale=True keeps multiplied with the loss "
                 "scale until step: it clips them as if they were larger than they are. Call "

@@ -2,11 +2,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "combine_tensors/borrowed.h"
 
+#include <utility>
+
 namespace apex_npu {
 
 void increment_versions(const Borrowed& tensors) {
   const auto nothing = [](const c10::TensorImpl&) {};
-  look_at_each(tensors, nothing, [&](size_t i) { tensors[i]->unsafeGetTensorImpl()->bump_version(); });
+  look_at_each(tensors, nothing, [&](size_t i) {
+    c10::TensorImpl* impl = tensors[i]->unsafeGetTensorImpl();
+    // Those have no counter; torch's own function passes over them, too.
+    if (!impl->is_inference()) impl->bump_version();
+  });
 }
 
 std::vector<int64_t> low_precision_of(const Borrowed& tensors) {
@@ -20,8 +26,11 @@ std::vector<int64_t> low_precision_of(const Borrowed& tensors) {
 }
 
 void drop_grads(const Borrowed& tensors) {
+  // Together at the end: what Python runs when a gradient dies may let go of the tensors that are still to come.
+  std::vector<at::Tensor> dropped;
+  dropped.reserve(tensors.size());
   look_at_each(tensors, prefetch_autograd, [&](size_t i) {
-    if (tensors[i]->grad().defined()) tensors[i]->mutable_grad().reset();
+    if (tensors[i]->grad().defined()) dropped.push_back(std::move(tensors[i]->mutable_grad()));
   });
 }
 

@@ -3,9 +3,13 @@
 """``fuse_unscale`` leaves the look for overflow to whoever reads the gradients next, and nobody can tell."""
 
 import copy
+import gc
 import math
 import pickle
 import sys
+import threading
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from devices import DEVICE
 from torch import nn
 
 from apex_npu import amp, optimizers
+from apex_npu.amp.open_check import OpenCheck
 
 LEVELS = ["O0", "O2"]
 
@@ -129,6 +134,137 @@ def test_two_losses_and_two_optimizers_each_have_their_own():
         assert amp.last_step(optimizer).skipped == skipped
     scales = [state["loss_scale"] for state in amp.state_dict().values()]
     assert scales == [32.0, 64.0]
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_block_inside_the_block_of_another_optimizer_is_decided_before_it(fuse):
+    models = [nn.Linear(4, 3).to(DEVICE) for _ in range(2)]
+    made = [optimizers.NpuFusedSGD(m.parameters(), lr=0.5) for m in models]
+    options = {"loss_scale": "dynamic", "dynamic_init_scale": 64.0, "fuse_unscale": fuse, "verbosity": 0}
+    models, made = amp.initialize(models, made, opt_level="O0", **options)
+    with amp.scale_loss(models[0](torch.ones(2, 4, device=DEVICE)).sum(), made[0]) as scaled_loss:
+        backward(models[1], made[1], bad=True)
+        scaled_loss.backward()
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32.0, "unskipped": 1}
+    for optimizer, skipped in zip(made, (False, True), strict=True):
+        optimizer.step()
+        assert amp.last_step(optimizer).skipped == skipped
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32.0, "unskipped": 1}
+
+
+def test_a_block_of_one_thread_does_not_look_at_gradients_of_another(monkeypatch):
+    scale_loss = sys.modules["apex_npu.amp.scale_loss"]  # the module; the package has a function of that name
+    looks = []
+    real = scale_loss.have_overflowed
+    monkeypatch.setattr(scale_loss, "have_overflowed", lambda units: looks.append(1) or real(units))
+    models = [nn.Linear(4, 3).to(DEVICE) for _ in range(2)]
+    made = [optimizers.NpuFusedSGD(m.parameters(), lr=0.5) for m in models]
+    options = {"loss_scale": "dynamic", "dynamic_init_scale": 64.0, "fuse_unscale": True, "verbosity": 0}
+    models, made = amp.initialize(models, made, opt_level="O0", num_losses=2, **options)
+    backward(models[0], made[0], bad=True, loss_id=0)
+    other = threading.Thread(target=backward, args=(models[1], made[1]), kwargs={"loss_id": 1})
+    other.start()
+    other.join()
+    assert not looks
+    assert [state["loss_scale"] for state in amp.state_dict().values()] == [32.0, 64.0]
+    assert len(looks) == 2
+
+
+def test_two_threads_that_ask_at_once_have_it_decided_once():
+    looking, asked = threading.Event(), threading.Event()
+    decisions, answers = [], []
+
+    def look():
+        looking.set()
+        asked.wait(0.2)  # for the other thread to get past a check of its own, if it could
+        return True
+
+    check = OpenCheck(look, decisions.append)
+
+    def ask():
+        looking.wait()
+        check.close()
+        answers.append(list(decisions))
+        asked.set()
+
+    other = threading.Thread(target=ask)
+    other.start()
+    check.close()
+    other.join()
+    assert decisions == [True]
+    assert answers == [[True]]
+
+
+def test_what_has_been_decided_keeps_nothing_alive():
+    model, optimizer = make()
+    backward(model, optimizer)
+    optimizer.step()
+    watched = weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    assert watched() is None
+
+
+@pytest.mark.parametrize("init_scale", [64.0, 1.0])
+@pytest.mark.parametrize("level", LEVELS)
+def test_clipping_by_value_does_not_hide_it(level, init_scale):
+    model, optimizer = make(level, dynamic_init_scale=init_scale)
+    backward(model, optimizer, bad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that these gradients are scaled, and that the scale falls below 1
+        torch.nn.utils.clip_grad_value_(amp.master_params(optimizer), 1.0)
+    assert loss_scale() == init_scale / 2
+    optimizer.step()
+    assert amp.last_step(optimizer).skipped
+
+
+def test_a_backward_scaled_by_hand_does_not_hide_it():
+    model, optimizer = make()
+    backward(model, optimizer, bad=True)
+    optimizer._prepare_amp_backward()
+    scaler = amp._amp_state.loss_scalers[0]
+    assert scaler.loss_scale() == 32.0
+    (model(torch.ones(2, 4, device=DEVICE)).sum() * scaler.loss_scale()).backward()
+    optimizer._post_amp_backward(scaler)
+    assert_skipped(model, optimizer)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_norm_that_is_nan_has_no_part_in_the_next_block(level):
+    model, optimizer = make(level)
+    backward(model, optimizer)
+    p = next(iter(amp.master_params(optimizer)))
+    p.grad[0] = math.nan
+    assert optimizer.clip_optimizer_grad_norm_fused(1.0).isnan()
+    backward(model, optimizer)
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32.0, "unskipped": 1}
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_block_of_two_optimizers_finds_what_a_delayed_one_has_left(level, fuse):
+    models = [nn.Linear(4, 3).to(DEVICE) for _ in range(2)]
+    made = [optimizers.NpuFusedSGD(m.parameters(), lr=0.5) for m in models]
+    options = {"loss_scale": "dynamic", "dynamic_init_scale": 64.0, "fuse_unscale": fuse, "verbosity": 0}
+    models, made = amp.initialize(models, made, opt_level=level, **options)
+    backward(models[0], made[0], bad=True, delay_unscale=True)
+    backward(models[0], made)
+    assert loss_scale() == 32.0
+    for optimizer in made:
+        optimizer.step()
+        assert amp.last_step(optimizer).skipped
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_gradients_that_outlive_a_skipped_step_are_clipped_ones(fuse):
+    model, optimizer = make(fuse_unscale=fuse)
+    backward(model, optimizer, bad=True)
+    backward(model, optimizer)  # the inf has been zeroed, the step will be skipped
+    optimizer.clip_optimizer_grad_norm_fused(0.01)
+    optimizer.step()
+    assert amp.last_step(optimizer).skipped
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    torch.testing.assert_close(norm, torch.tensor(0.01, device=DEVICE), rtol=1e-4, atol=0)
 
 
 def test_finite_gradients_whose_norm_overflows_have_not_overflowed():

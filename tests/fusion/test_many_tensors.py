@@ -54,6 +54,25 @@ def test_gradients_are_dropped_and_freed():
     assert kept.tolist() == [1, 1, 1]
 
 
+def test_a_gradient_may_take_the_list_with_it_when_it_dies():
+    params = make()
+    for p in params:
+        p.grad = torch.ones_like(p)
+    gone = weakref.ref(params[-1])
+    weakref.finalize(params[5].grad, params.clear)
+    del p
+    drop_grads(params if extension is not None else list(params))
+    assert gone() is None
+
+
+def test_tensors_of_inference_mode_have_no_version_to_grow():
+    with torch.inference_mode():
+        tensor = torch.zeros(2, device=DEVICE)
+    counted = torch.zeros(2, device=DEVICE)
+    increment_versions([tensor, counted])
+    assert counted._version == 1
+
+
 def test_gradients_and_their_versions():
     params = make()
     for i, p in enumerate(params[::2]):

@@ -67,7 +67,7 @@ class LossScaler:
     def _scaler(self) -> Scaler:
         session = current()
         if session is not None:
-            session.close_check()  # the last block may have moved it
+            session.close_checks(self._own)  # its last block may have moved it
         return self._own
 
     def __eq__(self, other: object) -> bool:

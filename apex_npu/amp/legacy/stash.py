@@ -32,6 +32,10 @@ class Record(HoldsGradients, Protocol):
     aside: Aside | None
     legacy: dict[str, Any]
 
+    def close_check(self) -> None:
+        """Have decided what the last block has left open."""
+        ...
+
     def units(self, optimizer: Optimizer) -> list[GradUnit]:
         """How its gradients travel."""
         ...
@@ -198,6 +202,7 @@ class LegacyOptimizerNames(Optimizer):
         """Before one or several backwards that are scaled by hand: set the gradients of earlier ones aside."""
         record: Record = self._amp_record
         if record.aside is None:
+            record.close_check()  # while there is something to look at
             settle(record, record.units(self))
             record.aside = set_grads_aside(record.units(self))
 
