@@ -310,8 +310,10 @@ def _saturates(work: Work) -> bool:
 
 def _decide(work: Work, loss_id: int, scaler: LossScaler, found_inf: bool) -> None:
     before = scaler.scale
-    scaler.update(found_inf)
-    verdict = Verdict(found_inf, loss_id, before, scaler.scale)
-    for record, _ in work:
-        if not record.skip:
-            record.verdict = verdict
+    try:
+        scaler.update(found_inf)
+    finally:  # it may warn, and a warning be an error: the step is to be skipped all the same
+        verdict = Verdict(found_inf, loss_id, before, scaler.scale)
+        for record, _ in work:
+            if not record.skip:
+                record.verdict = verdict

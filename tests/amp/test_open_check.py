@@ -306,3 +306,18 @@ def test_a_plain_step_reads_gradients_for_overflow_once(monkeypatch):
         optimizer.zero_grad()
         assert loss_scale() == 64.0
         assert len(looks) == (0 if clip else 1)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_warning_that_is_an_error_does_not_let_an_overflow_through(fuse):
+    model, optimizer = make(dynamic_init_scale=1.0, fuse_unscale=fuse)
+    before = values(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="the loss scale has fallen"):
+            backward(model, optimizer, bad=True)
+            optimizer.step()
+    optimizer.step()
+    assert amp.last_step(optimizer).skipped
+    for p, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, value)
