@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from apex_npu._extension import extension
 from apex_npu.fusion.layout import extent_numel
 
-# What pure torch writes on storages that are part of a fused buffer. The object behind ``untyped_storage()`` is the same
-# for all aliases, and lives as long as their memory.
+# What pure torch writes on storages that are part of a fused buffer: ``untyped_storage()`` gives one object for all
+# aliases, which lives as long as their memory.
 _SLOT_MARK = "_apex_npu_slot"
 
 
@@ -201,14 +201,15 @@ def _form_guards(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool
     """
     if not tensors:
         return None
+    form_guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
     try:
         with torch._C._DisableAutocast():  # which would count as a difference
-            guards = torch._C._dynamo.guards.TensorGuards(  # type: ignore[attr-defined]
+            guards = form_guards(
                 *tensors,
                 dynamic_dims_sizes=[list(t.size()) for t in tensors],
                 dynamic_dims_strides=[list(t.stride()) for t in tensors],
             )
-    except (AttributeError, TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError):
         return None
     count = len(tensors)
 

@@ -113,8 +113,6 @@ def _unscaled(tensors: tuple[Tensor | None, ...], grad_scale: Tensor | None) -> 
     assert grad is not None
     step = max(_CHUNK_NUMEL, reference.chunk_numel(grad.device))
     inverse = grad_scale.to(grad.dtype).reciprocal()
-    quotient = torch.empty(min(step, grad.numel()), dtype=grad.dtype, device=grad.device)
-    for begin in range(0, grad.numel(), step):
-        param, scaled, *states = (None if t is None else t[begin : begin + step] for t in tensors)
-        assert scaled is not None
+    quotient = reference.scratch(min(step, grad.numel()), grad)
+    for param, scaled, *states in reference.chunks(tensors, step):
         yield param, torch.mul(scaled, inverse, out=quotient[: scaled.numel()]), *states
