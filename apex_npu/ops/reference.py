@@ -42,8 +42,10 @@ def chunks(tensors: tuple[Tensor | None, ...], numel: int | None = None) -> Iter
     """The operands, of one length, piece by piece; of ``numel`` elements each, by default what ``chunk_numel`` says."""
     first = tensors[0]
     assert first is not None
-    if first.numel():
-        step = numel or chunk_numel(first.device)
+    step = numel or chunk_numel(first.device)
+    if 0 < first.numel() <= step:
+        yield tensors
+    elif first.numel():
         yield from zip(*(repeat(None) if t is None else t.split(step) for t in tensors), strict=False)
 
 
