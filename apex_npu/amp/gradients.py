@@ -27,7 +27,7 @@ from apex_npu.fusion import (
     wraps_tensors,
 )
 from apex_npu.fusion.flat_grads import ABSENT, FOREIGN, PRESENT
-from apex_npu.ops import gathers_in_one_pass, unscale_grads
+from apex_npu.ops import gathers_in_one_pass, takes_grads, unscale_grads
 
 
 class GradUnit:
@@ -151,14 +151,16 @@ class GradUnit:
         if self.flat is not None and self._widen_all(self.flat):
             unscale_grads([self.flat.flat], inv_scale, found_inf)
             return
-        if self.flat is not None and self._all_present(self.flat) and not self._masters:
-            unscale_grads([self.flat.flat], inv_scale, found_inf)
+        if self.flat is not None and not self._masters:
+            self.flat.unscale_(inv_scale, found_inf)
             return
+        if self.flat is not None:
+            self.flat.gather()
         fresh = [i for i in self._masters if self.sources[i].grad is not None]
         later = [i for i in fresh if self.params[i].grad is not None]
         first = [i for i in fresh if self.params[i].grad is None]
         if first:
-            grads = [self._new_grad(i) for i in first]
+            grads = self._new_grads(first)
             torch._foreach_copy_(grads, [_dense(self.sources[i].grad, self.sources[i]) for i in first])
             for i, grad in zip(first, grads, strict=True):
                 self.params[i].grad = grad
@@ -185,7 +187,7 @@ class GradUnit:
 
     def _take_all(self, flat: FlatGrads, inv_scale: float, found_inf: Tensor | None) -> bool:
         """Where no gradient is in its slot yet, gather, widen, unscale and check in one pass."""
-        if not gathers_in_one_pass(flat.flat):
+        if not takes_grads(flat.flat):
             return False
         states = flat.states()
         if PRESENT in states or (FOREIGN in states and any(states[i] != ABSENT for i in self._masters)):
@@ -213,10 +215,11 @@ class GradUnit:
         states = flat.gather()
         return states.count(PRESENT) == len(states)
 
-    def _new_grad(self, index: int) -> Tensor:
+    def _new_grads(self, indices: list[int]) -> list[Tensor]:
         if self.flat is not None:
-            return self.flat.views[index]
-        return torch.empty_like(self.params[index], requires_grad=False)
+            views = self.flat.views
+            return [views[i] for i in indices]
+        return [torch.empty_like(self.params[i], requires_grad=False) for i in indices]
 
 
 def _with_grads(tensors: list[Tensor]) -> list[Tensor]:

@@ -64,17 +64,19 @@ def hand_over_scale(optimizer: Optimizer, record: OptimizerRecord) -> None:
     """Have held gradients divided by their scale: in the step itself, where the optimizer can."""
     if record.held_scale == 1.0:
         return
-    units = record.units(optimizer)
     # A hook before the step is to see true gradients.
-    if not getattr(optimizer, "is_npu_fused_optimizer", False) or optimizer._optimizer_step_pre_hooks or not units:
-        settle(record, units)
+    if not getattr(optimizer, "is_npu_fused_optimizer", False) or optimizer._optimizer_step_pre_hooks:
+        settle(record, record.units(optimizer))
         return
+    params = optimizer.param_groups[0]["params"]
+    device = params[0].device if params else torch.device("cpu")
     coefficient = record.clip_coefficient
-    device = units[0].device if coefficient is None else coefficient.device
-    scale = torch.full((1,), record.held_scale, dtype=torch.float32, device=device)
+    scale = torch.full(
+        (1,), record.held_scale, dtype=torch.float32, device=device if coefficient is None else coefficient.device
+    )
     if coefficient is not None:
         scale /= coefficient
-    optimizer.grad_scale_of_step = scale.to(units[0].device)  # type: ignore[attr-defined]
+    optimizer.grad_scale_of_step = scale.to(device)  # type: ignore[attr-defined]
 
 
 def finish_hand_over(optimizer: Optimizer) -> None:

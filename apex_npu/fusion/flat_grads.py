@@ -10,9 +10,11 @@ its step of Adam, and a call of its own next to nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import is_
+import re
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, is_
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +26,9 @@ from apex_npu.ops import gather_, gathers_in_one_pass, take_grads_, unscale_grad
 ABSENT, PRESENT, FOREIGN, LOOSE = 0, 1, 2, 3
 # From how many elements on.
 LOOSE_NUMEL = 1 << 18
+# Gathered at once in pure torch: what has been copied is still in the cache when it is looked at.
+_BATCH_NUMEL = 1 << 16
+_GRAD, _DTYPE, _LAYOUT = attrgetter("grad"), attrgetter("dtype"), attrgetter("layout")
 
 
 class FlatGrads:
@@ -44,6 +49,7 @@ class FlatGrads:
         self._views: list[Tensor] = []
         self._view_table: SlotTable | None = None
         self._padding: Tensor | None = None
+        self._batched: tuple[list[int], list[range]] = ([], [])
         # In which slots a gradient may stay out.
         on_cpu = bool(self.params) and self.params[0].device.type == "cpu"
         self._large = [i for i, p in enumerate(self.params) if on_cpu and p.numel() >= LOOSE_NUMEL]
@@ -73,6 +79,7 @@ class FlatGrads:
     def views(self) -> list[Tensor]:
         """One per parameter, shaped like it."""
         self._allocate()
+        self._replace_lost_views()
         return self._views
 
     def clear_padding(self) -> None:
@@ -86,18 +93,23 @@ class FlatGrads:
 
     def states(self, slots: range | None = None) -> bytes:
         """One byte per parameter, of all or of those of ``slots``: ABSENT, PRESENT or FOREIGN."""
-        self._replace_lost_views()
+        states = self._states(slots)
+        return self._states(slots) if PRESENT in states and self._replace_lost_views() else states
+
+    def _states(self, slots: range | None) -> bytes:
         views = self._views or self.params
         if slots is None:
             return grad_states(self.params, views)
         return grad_states(self.params[slots.start : slots.stop], views[slots.start : slots.stop])
 
-    def _replace_lost_views(self) -> None:
+    def _replace_lost_views(self) -> bool:
         """``p.grad.data = ...`` takes a view out of its slot: from then on it is a gradient like any other."""
         if self._buffer is None or self._view_table is None:
-            return
-        for i in self._view_table.broken(self._views):
+            return False
+        lost = self._view_table.broken(self._views)
+        for i in lost:
             self._views[i] = self._buffer.view(self.offsets[i], self._shapes[i].size(), self._shapes[i].stride())
+        return bool(lost)
 
     def broken(self) -> list[int]:
         """Indices of the parameters that no longer have the address, shape, dtype or device they were planned with."""
@@ -118,9 +130,10 @@ class FlatGrads:
         alike = len(apart) == len(offsets) and apart == [offset - offsets[0] for offset in offsets]
         return range(first, last) if alike and all(map(is_, tensors, self.params[first:last])) else None
 
-    def all_present(self, slots: range) -> bool:
-        """True where each of ``slots`` is PRESENT."""
-        return self.states(slots).count(PRESENT) == len(slots)
+    def all_present(self, slots: range | None = None) -> bool:
+        """True where each of ``slots``, or of all, is PRESENT."""
+        states = self.states(slots)
+        return states.count(PRESENT) == len(states)
 
     def gather(self, slots: range | None = None, *, leave_large: bool = False, to_be_written: bool = False) -> bytes:
         """Bring every gradient into its slot: afterwards ``param.grad`` is None or the slot's view.
@@ -137,31 +150,29 @@ class FlatGrads:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
                 been copied then.
         """
-        first = 0 if slots is None else slots.start
         states = self.states(slots)
         if FOREIGN not in states:
             return states
-        loose = [i for i in self._large if states[i] == FOREIGN and self._fits(i)] if leave_large else []
+        first, views = 0 if slots is None else slots.start, self.views
+        loose = self._loose((i for i in self._large if states[i] == FOREIGN), views) if leave_large else []
         if to_be_written:
             loose = self._unshared(loose)
         if loose:
             states = _replaced(states, loose)
         if PRESENT not in states and gathers_in_one_pass(self.flat):
-            self._take(self.params, range(first, first + len(states)), loose, 1.0, None)
+            self._take(self.params, views, range(first, first + len(states)), loose, 1.0, None)
         else:
             foreign = [i for i, state in enumerate(states, first) if state == FOREIGN]
-            grads = [self.grad_of(i) for i in foreign]
-            # One may lie in another's slot, which is about to be written.
-            gather_([self.views[i] for i in foreign], [g.clone() if is_slot(g) else g for g in grads])
-            for i in foreign:
-                self.params[i].grad = self.views[i]
+            params, slots_of_them = ([tensors[i] for i in foreign] for tensors in (self.params, views))
+            gather_(slots_of_them, self._readable(foreign, list(map(_GRAD, params)), self.params))
+            _set_grads(params, slots_of_them)
         return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
 
     def gather_times(self, factor: float, slots: range) -> bytes:
         """``gather(slots)``, then multiply what lies there by ``factor``; in one pass where the device allows."""
         states = self.states(slots)
         if PRESENT not in states and FOREIGN in states and gathers_in_one_pass(self.flat):
-            self._take(self.params, slots, [], factor, None)
+            self._take(self.params, self.views, slots, [], factor, None)
             return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
         states = self.gather(slots)
         if factor != 1.0 and PRESENT in states:
@@ -177,38 +188,109 @@ class FlatGrads:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
                 been copied then.
         """
-        loose = self._unshared([i for i in self._large if sources[i] is self.params[i] and self._fits(i)])
-        self._take(sources, range(len(self.params)), loose, inv_scale, found_inf)
+        views = self.views
+        loose = self._unshared(self._loose((i for i in self._large if sources[i] is self.params[i]), views))
+        self._take(sources, views, range(len(self.params)), loose, inv_scale, found_inf)
+        self._unscale_loose(loose, inv_scale, found_inf)
+
+    def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
+        """Multiply all gradients; those that are not in their slots yet are brought there, but for large ones.
+
+        Args:
+            inv_scale: 1 / loss scale.
+            found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
+
+        Raises:
+            RuntimeError: As of ``gather``.
+        """
+        states = self.gather(leave_large=True, to_be_written=True)
+        self._unscale_loose(_places_of(LOOSE, states), inv_scale, found_inf)
+        unscale_grads([self.span(slots) for slots in _stretches(states)], inv_scale, found_inf)
+
+    def _unscale_loose(self, loose: list[int], inv_scale: float, found_inf: Tensor | None) -> None:
         in_place = [self.loose(i) for i in loose]
         unscale_grads(in_place, inv_scale, found_inf)
         if inv_scale != 1.0:
             increment_versions(in_place)
 
     def _take(
-        self, sources: Sequence[Tensor], slots: range, but: list[int], inv_scale: float, found_inf: Tensor | None
+        self,
+        sources: Sequence[Tensor],
+        views: Sequence[Tensor],
+        slots: range,
+        but: list[int],
+        inv_scale: float,
+        found_inf: Tensor | None,
     ) -> None:
         left = set(but)
         indices: Sequence[int] = [i for i in slots if i not in left] if left else slots
+        if not gathers_in_one_pass(self.flat):
+            self._take_batches(sources, views, indices, inv_scale, found_inf)
+            return
 
         def among(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             return [tensors[i] for i in indices] if left else tensors[slots.start : slots.stop]
 
-        unfit = take_grads_(among(sources), among(self.params), among(self.views), inv_scale, found_inf)
+        unfit = take_grads_(among(sources), among(self.params), among(views), inv_scale, found_inf)
         if unfit is not None:
-            self._check_grad(indices[unfit], sources[indices[unfit]].grad)
+            source, param = sources[indices[unfit]], self.params[indices[unfit]]
+            self._check_grad(indices[unfit], source.grad, own=source is param)
 
-    def _fits(self, index: int) -> bool:
-        """True where the gradient of parameter ``index`` has its slot's dtype and layout, and memory of its own."""
-        grad, view = self.params[index].grad, self.views[index]
-        return (
-            grad is not None
-            and grad.layout == torch.strided
-            and not _dispatches_in_python(grad)
-            and not grad.requires_grad  # create_graph=True: writing it would falsify its graph
-            and grad.dtype == view.dtype
-            and grad.stride() == view.stride()
-            and not is_slot(grad)  # of another gradient, or a parameter
-        )
+    def _take_batches(
+        self,
+        sources: Sequence[Tensor],
+        views: Sequence[Tensor],
+        indices: Sequence[int],
+        inv_scale: float,
+        found_inf: Tensor | None,
+    ) -> None:
+        """What ``take_grads_`` does, for some neighbours at a time."""
+        given = list(map(_GRAD, sources))
+        there = [i for i in indices if given[i] is not None]
+        grads = self._readable(there, [given[i] for i in there], sources)
+        done = 0
+        for batch in self._batches(there):
+            gather_(views[batch.start : batch.stop], grads[done : done + len(batch)])
+            unscale_grads([self.span(batch)], inv_scale, found_inf)
+            done += len(batch)
+        _set_grads([self.params[i] for i in there], [views[i] for i in there])
+
+    def _batches(self, indices: list[int]) -> list[range]:
+        """Neighbours among ``indices``, so many as are worth a call."""
+        if self._batched[0] != indices:
+            found = []
+            begin = 0
+            for k in range(1, len(indices) + 1):
+                first = indices[begin]
+                if (
+                    k == len(indices)
+                    or indices[k] != indices[k - 1] + 1
+                    or self.offsets[indices[k]] - self.offsets[first] >= _BATCH_NUMEL
+                ):
+                    found.append(range(first, indices[k - 1] + 1))
+                    begin = k
+            self._batched = (indices, found)
+        return self._batched[1]
+
+    def _readable(self, indices: Sequence[int], grads: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
+        """``grads``, of ``sources[i]`` for each of ``indices``, but copies of those that lie in slots, to be written.
+
+        Raises:
+            RuntimeError: One is sparse, not of its parameter's dtype, or a subclass such as DTensor.
+        """
+        alike = set(map(type, grads)) <= {Tensor} and set(map(_LAYOUT, grads)) <= {torch.strided}
+        if not alike or not set(map(_DTYPE, grads)) <= {self.flat.dtype}:
+            for i, grad in zip(indices, grads, strict=True):
+                self._check_grad(i, grad, own=sources[i] is self.params[i])
+        begin = np.uint64(self.flat.data_ptr())
+        behind = np.fromiter(map(Tensor.data_ptr, grads), np.uint64, len(grads)) - begin  # huge where it is before
+        for k in np.flatnonzero(behind < self.flat.nbytes).tolist():
+            grads[k] = grads[k].clone()
+        return grads
+
+    def _loose(self, indices: Iterable[int], views: Sequence[Tensor]) -> list[int]:
+        """Those whose gradient has its slot's dtype and layout, and memory of its own."""
+        return [i for i in indices if _fits(self.params[i].grad, views[i])]
 
     def _unshared(self, indices: list[int]) -> list[int]:
         """Those whose gradient nobody else looks at, so that it may be written.
@@ -220,13 +302,14 @@ class FlatGrads:
 
     def loose(self, index: int) -> Tensor:
         """The gradient of parameter ``index``, which fits, as one piece."""
-        grad = self.grad_of(index)
-        return grad.as_strided((grad.numel(),), (1,))
+        grad = self.params[index].grad
+        assert grad is not None
+        return grad.detach().as_strided((grad.numel(),), (1,))
 
     def pieces(self) -> tuple[list[Tensor], list[Tensor]]:
         """All gradients in few pieces, 1-D: those that are LOOSE, and stretches of the buffer, padding included."""
         states = self.gather(leave_large=True, to_be_written=True)
-        loose = [self.loose(i) for i, state in enumerate(states) if state == LOOSE]
+        loose = [self.loose(i) for i in _places_of(LOOSE, states)]
         return loose, [self.span(slots) for slots in _stretches(states)]
 
     def mask(self) -> Tensor:
@@ -238,18 +321,8 @@ class FlatGrads:
                 mask[offset : offset + view.numel()] = 1.0
         return mask
 
-    def grad_of(self, index: int) -> Tensor:
-        """The gradient of parameter ``index``, which must have one.
-
-        Raises:
-            RuntimeError: It is sparse, of another dtype, or a subclass such as DTensor.
-        """
-        grad = self.params[index].grad
-        assert grad is not None
-        self._check_grad(index, grad)
-        return grad.detach()
-
-    def _check_grad(self, index: int, grad: Tensor | None) -> None:
+    def _check_grad(self, index: int, grad: Tensor | None, *, own: bool) -> None:
+        """Raise where ``grad``, parameter ``index``'s own or that of its model parameter, cannot be fused."""
         param = self.params[index]
         assert grad is not None
         if grad.layout != torch.strided:
@@ -257,7 +330,7 @@ class FlatGrads:
                 f"parameter {index} of shape {tuple(param.shape)} has a sparse gradient ({grad.layout}), which cannot "
                 "be fused; use a layer with sparse=False, or torch.optim.SparseAdam or SGD for it"
             )
-        if grad.dtype != param.dtype:
+        if own and grad.dtype != param.dtype:
             raise RuntimeError(
                 f"parameter {index} of shape {tuple(param.shape)} is {param.dtype} and has a gradient in {grad.dtype}, "
                 "which cannot be fused; leave its grad_dtype as it was, or use the unfused optimizer"
@@ -267,6 +340,24 @@ class FlatGrads:
                 f"parameter {index} of shape {tuple(param.shape)} is a plain tensor and has a {type(grad).__name__} as "
                 "gradient, which cannot be fused; give it a plain tensor (of a DTensor its full_tensor()), or None"
             )
+
+
+def _set_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+
+
+def _fits(grad: Tensor | None, view: Tensor) -> bool:
+    """True where a gradient has its slot's dtype and layout, and memory of its own."""
+    return (
+        grad is not None
+        and grad.layout == torch.strided
+        and not _dispatches_in_python(grad)
+        and not grad.requires_grad  # create_graph=True: writing it would falsify its graph
+        and grad.dtype == view.dtype
+        and grad.stride() == view.stride()
+        and not is_slot(grad)  # of another gradient, or a parameter
+    )
 
 
 def _dispatches_in_python(tensor: Tensor) -> bool:
@@ -288,14 +379,10 @@ def _replaced(states: bytes, loose: Sequence[int]) -> bytes:
     return bytes(changed)
 
 
+def _places_of(state: int, states: bytes) -> list[int]:
+    return [i for i, found in enumerate(states) if found == state] if state in states else []
+
+
 def _stretches(states: bytes) -> list[range]:
     """Maximal ranges of slots that are PRESENT."""
-    found: list[range] = []
-    begin = None
-    for i, state in enumerate((*states, ABSENT)):
-        if state == PRESENT and begin is None:
-            begin = i
-        elif state != PRESENT and begin is not None:
-            found.append(range(begin, i))
-            begin = None
-    return found
+    return [range(*found.span()) for found in re.finditer(re.escape(bytes([PRESENT])) + b"+", states)]

@@ -9,7 +9,8 @@ there only the tensors that are named follow, not their other aliases: ``move_st
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from apex_npu._extension import extension
 from apex_npu.fusion.layout import extent_numel
+
+# What pure torch writes on storages that are part of a fused buffer: ``untyped_storage()`` gives one object for all
+# aliases, which lives as long as their memory.
+_SLOT_MARK = "_apex_npu_slot"
 
 
 class SlotTable(Protocol):
@@ -141,12 +146,15 @@ def storage_view(src: Tensor, offset: int, size: Sequence[int], stride: Sequence
     part = src.detach().as_strided((need_numel,), (1,), src.storage_offset() + offset)
     if src.device.type in ("cpu", "cuda"):
         part = torch.utils.dlpack.from_dlpack(part)  # a storage of its own size over the same memory
+    setattr(part.untyped_storage(), _SLOT_MARK, True)
     return part.as_strided(size, stride, part.storage_offset())
 
 
 def is_slot(tensor: Tensor) -> bool:
     """True where the memory of ``tensor`` is known to be part of a fused buffer."""
-    return extension is not None and bool(extension.is_slot(tensor))
+    if extension is not None:
+        return bool(extension.is_slot(tensor))
+    return hasattr(tensor.untyped_storage(), _SLOT_MARK)
 
 
 def slot_table(tensors: Sequence[Tensor]) -> SlotTable:
@@ -157,16 +165,59 @@ def slot_table(tensors: Sequence[Tensor]) -> SlotTable:
     return _PythonSlotTable(tensors)
 
 
-def _place(t: Tensor) -> tuple[object, ...]:
-    return t.data_ptr(), t.size(), t.stride(), t.dtype, t.device
+# What a tensor's place consists of. Each is asked of all tensors at once, by map(): a step has no time for more.
+_PLACE: tuple[Callable[[Tensor], object], ...] = (
+    Tensor.data_ptr,
+    Tensor.size,
+    Tensor.stride,
+    attrgetter("dtype"),
+    attrgetter("device"),
+)
+_grad_of = attrgetter("grad")
 
 
 class _PythonSlotTable:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._places = [_place(t) for t in tensors]
+        self._columns = [list(map(ask, tensors)) for ask in _PLACE]
+        self._forms = _form_guards(tensors)
 
     def broken(self, tensors: Sequence[Tensor]) -> list[int]:
-        return [i for i, (t, place) in enumerate(zip(tensors, self._places, strict=True)) if _place(t) != place]
+        if self._all_in_place(tensors):
+            return []
+        now = zip(*(map(ask, tensors) for ask in _PLACE), strict=True)
+        return [i for i, (a, b) in enumerate(zip(now, zip(*self._columns, strict=True), strict=True)) if a != b]
+
+    def _all_in_place(self, tensors: Sequence[Tensor]) -> bool:
+        # The guards may say no of tensors that are as they were, in inference mode for one; never yes of others.
+        alike = self._forms is not None and self._forms(tensors)
+        asked = zip(_PLACE[:1] if alike else _PLACE, self._columns, strict=False)
+        return all(list(map(ask, tensors)) == column for ask, column in asked)
+
+
+def _form_guards(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool] | None:
+    """What says in one call whether tensors have the sizes, strides, dtypes and devices that ``tensors`` have now.
+
+    It is what torch.compile asks before it runs compiled code, and no public function. None: this torch has none.
+    """
+    if not tensors:
+        return None
+    form_guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+    try:
+        with torch._C._DisableAutocast():  # which would count as a difference
+            guards = form_guards(
+                *tensors,
+                dynamic_dims_sizes=[list(t.size()) for t in tensors],
+                dynamic_dims_strides=[list(t.stride()) for t in tensors],
+            )
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    count = len(tensors)
+
+    def alike(others: Sequence[Tensor]) -> bool:
+        with torch._C._DisableAutocast():
+            return len(others) == count and bool(guards.check(*others))
+
+    return alike
 
 
 def grad_states(tensors: Sequence[Tensor], views: Sequence[Tensor]) -> bytes:
@@ -174,8 +225,10 @@ def grad_states(tensors: Sequence[Tensor], views: Sequence[Tensor]) -> bytes:
     if extension is not None:
         states: bytes = extension.grad_states(tensors, views)
         return states
-    grads = [t.grad for t in tensors]
-    return bytes(0 if g is None else 1 if g is v else 2 for g, v in zip(grads, views, strict=True))
+    grads = list(map(_grad_of, tensors))
+    if len(grads) == len(views) and all(map(is_, grads, views)):
+        return bytes([1]) * len(grads)
+    return bytes([0 if g is None else 1 if g is v else 2 for g, v in zip(grads, views, strict=True)])
 
 
 def wraps_tensors(tensor: Any) -> bool:

@@ -47,10 +47,10 @@ def sgd_(
         return
     if momentum_buffer is None:
         options = {**options, "momentum": 0.0, "nesterov": False}  # torch would look for the buffer
-    for p, g, b in _unscaled((param, grad, momentum_buffer), grad_scale):
+    for p, g, b, model in _pieces((param, grad, momentum_buffer, model_param), grad_scale):
         torch._fused_sgd_([p], [g], [] if b is None else [b], is_first_step=first, found_inf=None, **options)
-    if model_param is not None:
-        model_param.copy_(param)
+        if model is not None:
+            model.copy_(p)
 
 
 def adam_(
@@ -87,11 +87,12 @@ def adam_(
         return
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
     count = torch.full((), steps, dtype=torch.float32, device=param.device)
-    for p, g, m, v, v_max in _unscaled((param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq), grad_scale):
+    operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, model_param)
+    for p, g, m, v, v_max, model in _pieces(operands, grad_scale):
         v_maxes = [] if v_max is None else [v_max]
         kernel([p], [g], [m], [v], v_maxes, [count], amsgrad=v_max is not None, found_inf=None, **options)
-    if model_param is not None:
-        model_param.copy_(param)
+        if model is not None:
+            model.copy_(p)
 
 
 def _one_dtype(*tensors: Tensor | None) -> bool:
@@ -104,17 +105,21 @@ def _endless(beta1: float, beta2: float) -> float | None:
     return steps if max(beta1, beta2) ** steps < 1e-30 else None
 
 
-def _unscaled(tensors: tuple[Tensor | None, ...], grad_scale: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """The operands, whole; or, where the second has to be divided by ``grad_scale``, piece by piece."""
-    if grad_scale is None:
+def _pieces(tensors: tuple[Tensor | None, ...], grad_scale: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """The operands, whole; or piece by piece where the last, ``model_param``, is to be written, too.
+
+    Likewise where the second, the gradient, has to be divided by ``grad_scale``: it comes divided.
+    """
+    if grad_scale is None and tensors[-1] is None:
         yield tensors
         return
     grad = tensors[1]
     assert grad is not None
     step = max(_CHUNK_NUMEL, reference.chunk_numel(grad.device))
+    if grad_scale is None:
+        yield from reference.chunks(tensors, step)
+        return
     inverse = grad_scale.to(grad.dtype).reciprocal()
-    quotient = torch.empty(min(step, grad.numel()), dtype=grad.dtype, device=grad.device)
-    for begin in range(0, grad.numel(), step):
-        param, scaled, *states = (None if t is None else t[begin : begin + step] for t in tensors)
-        assert scaled is not None
-        yield param, torch.mul(scaled, inverse, out=quotient[: scaled.numel()]), *states
+    quotient = reference.scratch(min(step, grad.numel()), grad)
+    for param, scaled, *others in reference.chunks(tensors, step):
+        yield param, torch.mul(scaled, inverse, out=quotient[: scaled.numel()]), *others

@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from apex_npu._extension import extension
-from apex_npu.ops.reference import FLOATS
+from apex_npu.ops.reference import FLOATS, LOW_PRECISION
 from apex_npu.ops.segmented import norm
 
 
@@ -69,6 +70,11 @@ def gather_(
     unscale_grads(slots, inv_scale, found_inf)
 
 
+def takes_grads(slot: Tensor) -> bool:
+    """True where gradients had better be gathered, multiplied and looked at in one go, by whatever means there are."""
+    return slot.device.type == "cpu" and slot.dtype in FLOATS
+
+
 def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | None) -> None:
     """Multiply ``grads``, all of one device and dtype, by ``inv_scale``.
 
@@ -77,12 +83,12 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
         inv_scale: 1 / loss scale.
         found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
     """
-    if not grads:
+    if not grads or (inv_scale == 1.0 and found_inf is None):
         return
     # Subclasses may have no memory but that of tensors inside (DTensor); torch's own ops know what to do with them.
     plain = all(type(grad) is Tensor for grad in grads)
-    if plain and inv_scale == 1.0 and (found_inf is None or found_inf.device.type == "cpu"):
-        if found_inf is not None and not all(map(_is_finite, grads)):
+    if plain and inv_scale == 1.0 and found_inf is not None and found_inf.device.type == "cpu":
+        if not all(map(_is_finite, grads)):
             found_inf.fill_(1.0)
     elif plain and gathers_in_one_pass(grads[0]) and all(grad.is_contiguous() for grad in grads):
         assert extension is not None
@@ -97,4 +103,6 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
 
 def _is_finite(grad: Tensor) -> bool:
     """True where every element is finite: quickly told by the norm, unless that alone is too large for its dtype."""
+    if extension is None and grad.dtype not in LOW_PRECISION and math.isfinite(torch.linalg.vector_norm(grad)):
+        return True  # one call for all of it
     return bool(norm(grad.reshape(-1)).isfinite()) or bool(grad.isfinite().all())

@@ -9,7 +9,9 @@ are walked in chunks that stay in the cache, so no temporary grows with the mode
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -23,22 +25,48 @@ FLOATS = LOW_PRECISION | {torch.float32, torch.float64}
 # such cache but a launch cost, hence larger there.
 _CHUNK_NUMEL = 1 << 16
 _CHUNK_NUMEL_ACCELERATOR = 1 << 26
+# Of sums in float32: with many more, elements of few bits would all be rounded the same way.
+_ROW_NUMEL = 1 << 10
+
+
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.by_dtype: dict[torch.dtype, Tensor] = {}
+
+
+_scratch = _Scratch()
 
 
 # Of operands, each a tensor or None: Any, since what is given as a tensor comes back as one.
-def chunks(tensors: tuple[Tensor | None, ...]) -> Iterator[tuple[Any, ...]]:
-    """The operands, of one length, piece by piece."""
+def chunks(tensors: tuple[Tensor | None, ...], numel: int | None = None) -> Iterator[tuple[Any, ...]]:
+    """The operands, of one length, piece by piece; of ``numel`` elements each, by default what ``chunk_numel`` says."""
     first = tensors[0]
     assert first is not None
-    step = chunk_numel(first.device)
-    for begin in range(0, first.numel(), step):
-        end = min(begin + step, first.numel())
-        yield tuple(None if t is None else t[begin:end] for t in tensors)
+    step = numel or chunk_numel(first.device)
+    if 0 < first.numel() <= step:
+        yield tensors
+    elif first.numel():
+        yield from zip(*(repeat(None) if t is None else t.split(step) for t in tensors), strict=False)
 
 
 def chunk_numel(device: torch.device) -> int:
     """How many elements are worth a call; a power of two."""
     return _CHUNK_NUMEL if device.type == "cpu" else _CHUNK_NUMEL_ACCELERATOR
+
+
+def scratch(numel: int, like: Tensor) -> Tensor:
+    """Memory for intermediate values of a chunk, of ``like``'s dtype, on its device; valid until the next call.
+
+    On a CPU it is kept, by each thread for itself: fresh memory would have to be fetched into the cache first.
+    """
+    if like.device.type != "cpu":
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
+    kept = _scratch.by_dtype
+    found = kept.get(like.dtype)
+    if found is None or found.numel() < numel:
+        with torch.inference_mode(False):  # where it was made it may be written everywhere
+            found = kept[like.dtype] = torch.empty(numel, dtype=like.dtype)
+    return found[:numel]
 
 
 def in_dtype(grad: Tensor, dtype: torch.dtype, maximize: bool, grad_scale: Tensor | None) -> Tensor:
@@ -241,7 +269,7 @@ def norm(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         total: Tensor = torch.linalg.vector_norm(x, dtype=wide_dtype(x.dtype))
         return total
-    # Each chunk in float32, all of them in float64; unless squares leave float32's range, or elements are not finite.
+    # Each row in float32, all of them in float64; unless squares leave float32's range, or elements are not finite.
     total = _sum_of_squares(x, wide_dtype(x.dtype))
     if not 1e-30 < total < math.inf:
         total = _sum_of_squares(x, torch.float64)
@@ -249,6 +277,10 @@ def norm(x: Tensor) -> Tensor:
 
 
 def _sum_of_squares(x: Tensor, dtype: torch.dtype) -> Tensor:
-    wide = (chunk.to(dtype) for (chunk,) in chunks((x,)))
-    sums = [torch.dot(chunk, chunk) for chunk in wide] or [x.sum()]
-    return torch.stack(sums).double().sum()
+    # What has the dtype need not be cut into chunks, since nothing but the norms of rows is written.
+    wide = [x] if x.dtype == dtype else (chunk.to(dtype) for (chunk,) in chunks((x,)))
+    norms = []
+    for part in wide:
+        even = part.numel() // _ROW_NUMEL * _ROW_NUMEL
+        norms += [torch.linalg.vector_norm(part[:even].view(-1, _ROW_NUMEL), dim=1), part[even:].norm().view(1)]
+    return torch.cat(norms or [x]).double().square_().sum()

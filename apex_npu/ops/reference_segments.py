@@ -25,7 +25,7 @@ def segment_ids(starts: Tensor, lengths: Tensor, numel: int, device: torch.devic
     There are some more, up to a multiple of what ``_lanes`` says: ``len(starts) + 1``, for elements that are not there.
     """
     count = starts.numel()
-    lanes = _lanes(numel, count)
+    lanes = _lanes(numel, count, device)
     ids = torch.full((-(-numel // lanes) * lanes,), count, dtype=torch.int64)
     ids[numel:] = count + 1
     # Every covered element in order of segments: its position, and whose it is.
@@ -36,23 +36,29 @@ def segment_ids(starts: Tensor, lengths: Tensor, numel: int, device: torch.devic
     return ids.to(device)
 
 
-def _lanes(numel: int, count: int) -> int:
-    """How many partial sums a segment has: a power of two, and so few that all of them are less than the buffer."""
-    lanes = max(1, min(_MAX_LANES, numel // (4 * (count + 2))))
+def _lanes(numel: int, count: int, device: torch.device) -> int:
+    """How many partial sums a segment has: a power of two, and so few that all of them are less than the buffer.
+
+    Where they are of float64 (see ``_sums``) they may be so few that all of them are less than a chunk.
+    """
+    together = numel // 4 if device.type == "npu" else min(numel // 4, _MAX_LANES)
+    lanes = max(1, min(_MAX_LANES, together // (count + 2)))
     return 1 << (lanes.bit_length() - 1)
 
 
-def _sums(pairs: Sequence[tuple[Tensor, Tensor]], ids: Tensor, count: int, zeros: int = 0) -> Tensor:
-    """For each of ``pairs`` a row: the sum of a · b over each of ``count`` segments, and over the padding.
+def _sums(
+    pairs: Sequence[tuple[Tensor, Tensor]], ids: Tensor, count: int, dtype: torch.dtype, zeros: int = 0
+) -> Tensor:
+    """For each of ``pairs`` a row of ``dtype``: the sum of a · b over each of ``count`` segments, and over the padding.
 
     Then comes one arbitrary number, and as many zeros as asked for.
     """
     first = pairs[0][0]
-    numel, lanes = first.numel(), _lanes(first.numel(), count)
+    numel, lanes = first.numel(), _lanes(first.numel(), count, first.device)
     # An NPU has no float64 to speak of; elsewhere it costs little, and long sums need it.
-    wide = first.dtype if first.device.type == "npu" else torch.float64
+    wide = dtype if first.device.type == "npu" else torch.float64
     partial = first.new_zeros(len(pairs), count + 2 + zeros, lanes, dtype=wide)
-    step = max(lanes, chunk_numel(first.device))
+    step = max(lanes, chunk_numel(first.device) // len(pairs) // lanes * lanes)
     for begin in range(0, numel, step):
         end = min(begin + step, numel)
         owner = ids[begin : begin + step]
@@ -61,7 +67,7 @@ def _sums(pairs: Sequence[tuple[Tensor, Tensor]], ids: Tensor, count: int, zeros
             torch.mul(a[begin:end].to(wide), b[begin:end].to(wide), out=product[: end - begin])
         owner = owner.view(1, -1, lanes).expand(len(pairs), -1, -1)
         partial.scatter_add_(1, owner, products.view(len(pairs), -1, lanes))
-    return partial.sum(2).to(first.dtype)
+    return partial.sum(2).to(dtype)
 
 
 def _update_moments_(
@@ -75,18 +81,20 @@ def _update_moments_(
     beta2: float,
     beta3: float,
     eps: float,
+    bias_correction1: float = 1.0,
     bias_correction2: float,
     l2: float = 0.0,
+    decay: float = 0.0,
     nesterov: bool = False,
     maximize: bool,
     grad_scale: Tensor | None,
 ) -> None:
-    """Adam's moments, and in ``direction`` the first over the root of the second."""
+    """Adam's moments, and in ``direction`` the first over the root of the second, plus ``decay`` · param."""
     dtype = exp_avg.dtype
     for u, p, g_chunk, m, v in chunks((direction, param, grad, exp_avg, exp_avg_sq)):
         g = in_dtype(g_chunk, dtype, maximize, grad_scale)
         if l2:
-            g = g.add(p, alpha=l2)
+            g = g.add(p.to(dtype), alpha=l2)
         if beta3 == 1 - beta1:
             m.lerp_(g, beta3)
         else:
@@ -97,18 +105,24 @@ def _update_moments_(
             denom.div_(bias_correction2**0.5)
         numerator = m.mul(beta1).add_(g, alpha=beta3) if nesterov else m
         torch.div(numerator, denom.add_(eps), out=u)
+        if bias_correction1 != 1.0:
+            u.div_(bias_correction1)
+        if decay:
+            u.add_(p.to(dtype), alpha=decay)
 
 
 def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> Tensor:
     """See ``apex_npu.ops.segmented.segment_dot``."""
     ids = segment_ids(starts, lengths, a.numel(), a.device) if ids is None else ids
-    return _sums([(a, b)], ids, starts.numel())[0, : starts.numel()]
+    return _sums([(a, b)], ids, starts.numel(), a.dtype)[0, : starts.numel()]
 
 
 def segment_add_(x: Tensor, y: Tensor, factors: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> None:
     """See ``apex_npu.ops.segmented.segment_add_``."""
     ids = segment_ids(starts, lengths, x.numel(), x.device) if ids is None else ids
-    x.addcmul_(y, torch.cat([factors, factors.new_zeros(1)])[ids[: x.numel()]])
+    factors = torch.cat([factors, factors.new_zeros(1)])
+    for to, addend, owner in chunks((x, y, ids[: x.numel()])):
+        to.addcmul_(addend, factors[owner])
 
 
 def lamb_(
@@ -137,10 +151,9 @@ def lamb_(
     grad_scale: Tensor | None = None,
 ) -> None:
     """See ``apex_npu.ops.segmented.lamb_``."""
-    p = param.to(exp_avg.dtype)
     _update_moments_(
         direction,
-        p,
+        param,
         grad,
         exp_avg,
         exp_avg_sq,
@@ -148,24 +161,27 @@ def lamb_(
         beta2=beta2,
         beta3=beta3,
         eps=eps,
+        bias_correction1=bias_correction1,
         bias_correction2=bias_correction2,
         l2=l2,
+        decay=decay,
         maximize=maximize,
         grad_scale=grad_scale,
     )
-    if bias_correction1 != 1.0:
-        direction.div_(bias_correction1)
-    if decay:
-        direction.add_(p, alpha=decay)
+    dtype = exp_avg.dtype
     if adapt:
         ids = segment_ids(starts, lengths, param.numel(), param.device) if ids is None else ids
-        norms = _sums([(p, p), (direction, direction)], ids, starts.numel())[:, :-1].sqrt_()
+        norms = _sums([(param, param), (direction, direction)], ids, starts.numel(), dtype)[:, :-1].sqrt_()
         unusable = (norms == 0).any(0)  # NaN is not: what has overflowed must show
         ratio = norms[0].clamp_max_(max_weight_norm).div_(norms[1]).masked_fill_(unusable, 1.0)
-        p.addcmul_(direction, ratio[ids[: p.numel()]], value=-lr)
-    else:
-        p.add_(direction, alpha=-lr)
-    write_back(param, p, model_param)
+        ids = ids[: param.numel()]
+    for p_chunk, u, owner, model_chunk in chunks((param, direction, ids if adapt else None, model_param)):
+        p = p_chunk.to(dtype)
+        if adapt:
+            p.addcmul_(u, ratio[owner], value=-lr)
+        else:
+            p.add_(u, alpha=-lr)
+        write_back(p_chunk, p, model_chunk)
 
 
 def adamp_(
@@ -195,10 +211,9 @@ def adamp_(
 ) -> None:
     """See ``apex_npu.ops.segmented.adamp_``."""
     ids = segment_ids(starts, lengths, param.numel(), param.device) if ids is None else ids
-    p = param.to(exp_avg.dtype)
     _update_moments_(
         direction,
-        p,
+        param,
         grad,
         exp_avg,
         exp_avg_sq,
@@ -214,7 +229,8 @@ def adamp_(
 
     # Columns: every row, the padding, and behind an arbitrary one what `owner` counts: no parameter, each parameter.
     rows, whole = starts.numel() + 1, starts.numel() + 2
-    sums = _sums([(p, grad), (grad, grad), (p, p), (p, direction)], ids, rows - 1, zeros=whole_limit.numel())
+    pairs = [(param, grad), (grad, grad), (param, param), (param, direction)]
+    sums = _sums(pairs, ids, rows - 1, exp_avg.dtype, zeros=whole_limit.numel())
     sums[:, whole:].index_add_(1, owner, sums[:, :rows])
     if grad_scale is not None:
         sums[:2].div_(torch.cat([grad_scale, grad_scale.square()]).unsqueeze(1))
@@ -225,10 +241,12 @@ def adamp_(
     multiple = sums[3].div_(norms[1].square())  # of p, in u
     of_whole = multiple[whole:].masked_fill_(~by_whole, 0.0)
     multiple = torch.where(by_row[owner], multiple[:rows], of_whole[owner])
-    ids = ids[: p.numel()]
-    direction.addcmul_(p, multiple[ids], value=-1)
-    if weight_decay:
-        ratio = torch.ones_like(row_limit).masked_fill_(by_row | by_whole, wd_ratio)
-        p.addcmul_(p, ratio[owner][ids], value=-lr * weight_decay)
-    p.add_(direction, alpha=-lr / (1 - beta1**step))
-    write_back(param, p, model_param)
+    ratio = torch.ones_like(row_limit).masked_fill_(by_row | by_whole, wd_ratio)[owner]
+    step_size = lr / (1 - beta1**step)
+    for p_chunk, u, owned, model_chunk in chunks((param, direction, ids[: param.numel()], model_param)):
+        p = p_chunk.to(exp_avg.dtype)
+        u.addcmul_(p, multiple[owned], value=-1)
+        if weight_decay:
+            p.addcmul_(p, ratio[owned], value=-lr * weight_decay)
+        p.add_(u, alpha=-step_size)
+        write_back(p_chunk, p, model_chunk)

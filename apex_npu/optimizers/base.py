@@ -206,18 +206,31 @@ class FusedOptimizer(Optimizer):
         """
         set_to_none = self.set_grad_none if set_to_none is None else set_to_none
         if set_to_none:
-            for group in self.param_groups:
-                drop_grads(group["params"])
-            return
-        if not self._fused or any(record.owners for record in self._fused):
+            with torch.autograd.profiler.record_function(self._zero_grad_profile_name):  # as torch does
+                for group in self.param_groups:
+                    drop_grads(group["params"])
+        elif not self._fused or any(record.owners for record in self._fused):
             super().zero_grad(set_to_none)
-            return
-        for grads in self.flat_grads():
-            states = grads.gather()
-            if states.count(PRESENT) == len(states):
-                grads.flat.zero_()
-            elif PRESENT in states:
-                torch._foreach_zero_([v for v, state in zip(grads.views, states, strict=True) if state == PRESENT])
+        elif not self._zero_slots():
+            for grads in self.flat_grads():
+                states = grads.gather()
+                if states.count(PRESENT) == len(states):
+                    grads.flat.zero_()
+                elif PRESENT in states:
+                    torch._foreach_zero_([v for v, state in zip(grads.views, states, strict=True) if state == PRESENT])
+
+    def _zero_slots(self) -> bool:
+        """Where all gradients lie in slots, zero these: it does not matter whether parameters still lie in theirs."""
+        groups = [group["params"] for group in self.param_groups]
+        if len(groups) != len(self._fused):
+            return False
+        held = [fused.grads for record in self._fused for fused in record.groups]
+        fits = all(record.holds_all(params) for record, params in zip(self._fused, groups, strict=True))
+        if not fits or not all(grads.all_present() for grads in held):
+            return False
+        for grads in held:
+            grads.flat.zero_()
+        return True
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add parameters, at any time; they are fused at the next step and move nothing that is already fused.

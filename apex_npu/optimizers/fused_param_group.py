@@ -36,6 +36,10 @@ class FusedParamGroup:
         """What the user has where ``groups`` have ``param``: that itself, or the parameter that it is a part of."""
         return self.owners.get(id(param), param)
 
+    def holds_all(self, params: list[Tensor]) -> bool:
+        """True where ``groups`` are made of ``params``, the list of the parameter group, and of nothing else."""
+        return not self._unfused and self._is_listed(params)
+
     def bring_gradients(self) -> None:
         """Give the parts of sharded parameters the gradients that these have.
 
@@ -92,9 +96,12 @@ class FusedParamGroup:
     def _takes_part(param: Tensor) -> bool:
         return param.requires_grad or param.grad is not None
 
+    def _is_listed(self, params: list[Tensor]) -> bool:
+        return len(params) == len(self._listed) and all(map(is_, params, self._listed))
+
     def _follow_list(self, params: list[Tensor]) -> bool:
         """Take note of parameters that have been added, removed or replaced."""
-        same = len(params) == len(self._listed) and all(map(is_, params, self._listed))
+        same = self._is_listed(params)
         if same and not self.owners:
             return False
         parts = [local_part(p) for p in params]

@@ -312,11 +312,15 @@ def test_a_plain_step_reads_gradients_for_overflow_once(monkeypatch):
 def test_a_warning_that_is_an_error_does_not_let_an_overflow_through(fuse):
     model, optimizer = make(dynamic_init_scale=1.0, fuse_unscale=fuse)
     before = values(model)
+
+    def train():
+        backward(model, optimizer, bad=True)
+        optimizer.step()
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning, match="the loss scale has fallen"):
-            backward(model, optimizer, bad=True)
-            optimizer.step()
+            train()
     optimizer.step()
     assert amp.last_step(optimizer).skipped
     for p, value in zip(model.parameters(), before, strict=True):

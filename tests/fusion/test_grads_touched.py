@@ -90,6 +90,59 @@ def test_gradients_that_change_places(cls):
         torch.testing.assert_close(p.detach(), torch.full((3,), -3.0), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "touch",
+    [
+        pytest.param(lambda p: setattr(p.grad, "data", p.grad.data * 2), id="other memory of a gradient"),
+        pytest.param(lambda p: setattr(p, "grad", torch.ones_like(p)), id="another gradient"),
+        pytest.param(lambda p: setattr(p, "grad", None), id="no gradient"),
+        pytest.param(lambda p: setattr(p, "data", p.data.clone()), id="other memory of a parameter"),
+        pytest.param(lambda p: None, id="nothing"),
+    ],
+)
+def test_zeros_are_written_where_gradients_are(touch):
+    params = [nn.Parameter(torch.ones(numel, device=DEVICE)) for numel in (4, 64, 4)]
+    optimizer = optimizers.NpuFusedSGD([{"params": params[:2]}, {"params": params[2:], "lr": 0.5}], lr=1.0)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    touch(params[0])
+    there = [p.grad for p in params]
+    optimizer.zero_grad(set_to_none=False)
+    for p, grad in zip(params, there, strict=True):
+        assert (p.grad is None) == (grad is None)
+        assert grad is None or not p.grad.any()
+    for p in params:
+        p.grad = torch.full_like(p, 2.0)
+    optimizer.step()
+    for p, lr in zip(params, (1.0, 1.0, 0.5), strict=True):
+        torch.testing.assert_close(p, torch.full_like(p, 1 - 3 * lr), rtol=0, atol=0)
+
+
+def test_zeros_are_written_to_gradients_of_parameters_that_are_not_fused_yet():
+    first, frozen, added = (nn.Parameter(torch.ones(4, device=DEVICE)) for _ in range(3))
+    frozen.requires_grad_(False)
+    optimizer = optimizers.NpuFusedSGD([first, frozen], lr=1.0)
+    first.grad = torch.ones_like(first)
+    optimizer.step()
+    frozen.requires_grad_(True).grad = torch.ones_like(frozen)
+    added.grad = torch.ones_like(added)
+    optimizer.add_param_group({"params": [added]})
+    optimizer.zero_grad(set_to_none=False)
+    assert not any(p.grad.any() for p in (first, frozen, added))
+
+
+def test_a_gradient_transposed_in_its_own_memory_is_stepped_as_it_reads():
+    p = nn.Parameter(torch.zeros(3, 3, device=DEVICE))
+    optimizer = optimizers.NpuFusedSGD([p], lr=1.0)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    p.grad.copy_(torch.arange(9.0, device=DEVICE).view(3, 3))
+    p.grad.data = p.grad.data.t()
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), -torch.arange(9.0, device=DEVICE).view(3, 3).t(), rtol=0, atol=0)
+
+
 def test_memory_is_let_go_of_at_once():
     """Without waiting for Python to look for cycles."""
     gc.collect()

@@ -234,12 +234,13 @@ def test_storage_view_has_a_storage_of_its_own():
 
 
 def test_is_slot(implementation):
-    if implementation == "pure torch":
-        pytest.skip("unknown in pure torch")
     buffer, dst = torch.zeros(8), torch.zeros(2)
     assert not is_slot(dst)
     change_data_ptr(dst, buffer, 0)
     assert is_slot(dst)
+    gc.collect()
+    assert is_slot(dst.detach()[1:])
+    assert not is_slot(dst.clone())
 
 
 def test_autograd_goes_on():
@@ -260,6 +261,39 @@ def test_slot_table_notices_what_moves():
     params[0].data = torch.zeros(2, 3)
     params[2].data = params[2].data.half()
     assert table.broken(params) == [0, 2]
+
+
+@pytest.mark.parametrize("guards", [True, False], ids=["torch's guards", "one by one"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda p: p.data.t(), id="transposed"),
+        pytest.param(lambda p: p.data.view(2, 8), id="another shape"),
+        pytest.param(lambda p: p.data.view(torch.bfloat16)[:, :4], id="another dtype"),
+        pytest.param(lambda p: p.data[:3], id="fewer"),
+        pytest.param(lambda p: p.data.clone(), id="elsewhere"),
+    ],
+)
+def test_slot_table_notices_all_that_makes_up_a_place(change, guards, monkeypatch):
+    if not guards:
+        monkeypatch.setattr(storage, "_form_guards", lambda tensors: None)
+    params = [nn.Parameter(torch.zeros(4, 4)) for _ in range(3)]
+    table = storage.slot_table(params)
+    former = params[1].data
+    params[1].data = change(params[1])
+    assert table.broken(params) == [1]
+    params[1].data = former
+    assert table.broken(params) == []
+
+
+def test_slot_table_does_not_mind_what_is_no_place():
+    params = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(()))]
+    table = storage.slot_table(params)
+    params[0].requires_grad_(False)
+    assert table.broken(params) == []
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+        assert table.broken(params) == []
+    assert storage.slot_table([]).broken([]) == []
 
 
 def test_slot_table_tells_gradients_apart():
