@@ -64,12 +64,12 @@ def hand_over_scale(optimizer: Optimizer, record: OptimizerRecord) -> None:
     """Have held gradients divided by their scale: in the step itself, where the optimizer can."""
     if record.held_scale == 1.0:
         return
+    first = next((p for group in optimizer.param_groups for p in group["params"]), None)
     # A hook before the step is to see true gradients.
-    if not getattr(optimizer, "is_npu_fused_optimizer", False) or optimizer._optimizer_step_pre_hooks:
+    if not getattr(optimizer, "is_npu_fused_optimizer", False) or optimizer._optimizer_step_pre_hooks or first is None:
         settle(record, record.units(optimizer))
         return
-    device = optimizer.param_groups[0]["params"][0].device if optimizer.param_groups[0]["params"] else "cpu"
-    scale = torch.full((1,), record.held_scale, dtype=torch.float32, device=device)
+    scale = torch.full((1,), record.held_scale, dtype=torch.float32, device=first.device)
     if record.clip_coefficient is not None:
         scale /= record.clip_coefficient.to(scale.device)
     optimizer.grad_scale_of_step = scale  # type: ignore[attr-defined]
