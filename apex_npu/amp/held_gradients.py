@@ -64,19 +64,17 @@ def hand_over_scale(optimizer: Optimizer, record: OptimizerRecord) -> None:
     """Have held gradients divided by their scale: in the step itself, where the optimizer can."""
     if record.held_scale == 1.0:
         return
+    first = next((p for group in optimizer.param_groups for p in group["params"]), None)
     # A hook before the step is to see true gradients.
-    if not getattr(optimizer, "is_npu_fused_optimizer", False) or optimizer._optimizer_step_pre_hooks:
+    if not getattr(optimizer, "is_npu_fused_optimizer", False) or optimizer._optimizer_step_pre_hooks or first is None:
         settle(record, record.units(optimizer))
         return
-    params = optimizer.param_groups[0]["params"]
-    device = params[0].device if params else torch.device("cpu")
     coefficient = record.clip_coefficient
-    scale = torch.full(
-        (1,), record.held_scale, dtype=torch.float32, device=device if coefficient is None else coefficient.device
-    )
+    there = first.device if coefficient is None else coefficient.device
+    scale = torch.full((1,), record.held_scale, dtype=torch.float32, device=there)
     if coefficient is not None:
         scale /= coefficient
-    optimizer.grad_scale_of_step = scale.to(device)  # type: ignore[attr-defined]
+    optimizer.grad_scale_of_step = scale.to(first.device)  # type: ignore[attr-defined]
 
 
 def finish_hand_over(optimizer: Optimizer) -> None:

@@ -261,7 +261,8 @@ class GradReducer:
         states = bytes(len(bucket.slots)) if empty else grads.gather_times(1.0 / before if same else 1.0, bucket.slots)
         bucket.absent = [slot for slot, state in zip(bucket.slots, states, strict=True) if state == ABSENT]
         if bucket.absent:
-            torch._foreach_zero_([grads.views[slot] for slot in bucket.absent])
+            views = grads.views
+            torch._foreach_zero_([views[slot] for slot in bucket.absent])
         bucket.wire = part if same else part.to(wire_dtype).mul_(1.0 / before)
         with self._breaking(self._next):
             bucket.work = dist.all_reduce(bucket.wire, group=self.options.group, async_op=True)
@@ -351,10 +352,11 @@ class GradReducer:
 
     def _show_others(self, used: Sequence[float]) -> None:
         for bucket in self._buckets:
+            grads = self._grads[bucket.row]
+            views = grads.views if bucket.absent else []
             for slot in bucket.absent:
                 if used[bucket.members[slot - bucket.slots.start]]:
-                    grads = self._grads[bucket.row]
-                    grads.params[slot].grad = grads.views[slot]
+                    grads.params[slot].grad = views[slot]
 
     def _share_record(self) -> None:
         """Take over rank 0's order of arrival; called by all processes behind their first reduction."""
