@@ -312,6 +312,14 @@ class FlatGrads:
         loose = [self.loose(i) for i in _places_of(LOOSE, states)]
         return loose, [self.span(slots) for slots in _stretches(states)]
 
+    def zero_(self) -> None:
+        """Write zeros into all gradients that are there; they lie in their slots then."""
+        states = self.gather()
+        if states.count(PRESENT) == len(states):
+            self.flat.zero_()
+        elif PRESENT in states:
+            torch._foreach_zero_([self._views[i] for i in _places_of(PRESENT, states)])
+
     def mask(self) -> Tensor:
         """float32, 1-D: one where a gradient is PRESENT, zero in padding and in ABSENT slots."""
         states = self.gather()

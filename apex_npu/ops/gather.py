@@ -17,7 +17,7 @@ from apex_npu.ops.segmented import norm
 
 def gathers_in_one_pass(slot: Tensor) -> bool:
     """True where ``gather_`` copies, widens, multiplies and looks at every element in one pass."""
-    return extension is not None and slot.device.type == "cpu" and slot.dtype in FLOATS
+    return extension is not None and takes_grads(slot)
 
 
 def take_grads_(

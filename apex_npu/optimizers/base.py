@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from itertools import chain
-from operator import is_
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,7 +20,6 @@ from apex_npu.fusion import (
     Run,
     clip_grad_norm_,
     drop_grads,
-    hold_values,
     increment_versions,
     local_part_as,
     sharded_like,
@@ -29,6 +27,7 @@ from apex_npu.fusion import (
 from apex_npu.fusion.flat_grads import LOOSE, PRESENT
 from apex_npu.optimizers.checks import check_bool, check_params, find_problems, find_unsharded, naming
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
+from apex_npu.optimizers.shown_state import ShownState
 
 logger = logging.getLogger("apex_npu")
 
@@ -213,11 +212,7 @@ class FusedOptimizer(Optimizer):
             super().zero_grad(set_to_none)
         elif not self._zero_slots():
             for grads in self.flat_grads():
-                states = grads.gather()
-                if states.count(PRESENT) == len(states):
-                    grads.flat.zero_()
-                elif PRESENT in states:
-                    torch._foreach_zero_([v for v, state in zip(grads.views, states, strict=True) if state == PRESENT])
+                grads.zero_()
 
     def _zero_slots(self) -> bool:
         """Where all gradients lie in slots, zero these: it does not matter whether parameters still lie in theirs."""
@@ -397,10 +392,7 @@ class FusedOptimizer(Optimizer):
     def _forget_fusion(self) -> None:
         self._fused: list[FusedParamGroup] = []
         self._joined = False
-        # What `state` was when last seen, to notice what a user has replaced: its dicts, and then for each view shown
-        # in one of them the dict, the name and the view. Columns, since all are compared on every step, by map().
-        self._known_entries: list[dict[str, Any]] = []
-        self._known_views: tuple[list[dict[str, Any]], list[str], list[Tensor]] = ([], [], [])
+        self._shown = ShownState()
 
     def _fuse(self, *, for_step: bool = True) -> None:
         """Make every buffer match what the user now has; cheap where nothing has changed.
@@ -416,7 +408,7 @@ class FusedOptimizer(Optimizer):
                 if not any([self._follow(i, group) for i, group in enumerate(self.param_groups)]):
                     break
                 changed = True
-        if changed or (for_step and not self._state_is_known()):
+        if changed or (for_step and not self._shown.is_in(self.state)):
             self._adopt_state()
 
     def _follow(self, index: int, group: ParamGroup) -> bool:
@@ -497,19 +489,11 @@ class FusedOptimizer(Optimizer):
 
     def _remember_state(self) -> None:
         self._joined = False
-        self._known_entries = list(self.state.values())
-        shown = [
+        shown = (
             (entry, name, value)
             for group, _, _, param in self._slots()
             if (entry := self.state.get(param))
             for name in ("step", *self.state_names(group))
             if (value := entry.get(name)) is not None
-        ]
-        self._known_views = ([e for e, _, _ in shown], [n for _, n, _ in shown], [v for _, _, v in shown])
-
-    def _state_is_known(self) -> bool:
-        """True while ``state`` consists of the very dicts and views that were there when last seen."""
-        values = self.state.values()
-        if len(values) != len(self._known_entries) or not all(map(is_, values, self._known_entries)):
-            return False
-        return hold_values(*self._known_views)
+        )
+        self._shown.remember(self.state, shown)
