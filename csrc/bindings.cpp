@@ -12,7 +12,9 @@
 #include "combine_tensors/slot_table.h"
 #include "data_parallel/grad_arrivals.h"
 #include "fused_optim/gather_cpu.h"
+#include "fused_optim/grad_slots.h"
 #include "fused_optim/kernels_cpu.h"
+#include "fused_optim/placed_grads.h"
 
 namespace py = pybind11;
 
@@ -39,7 +41,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 7;
+  m.attr("API") = 8;
 
   m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"),
         py::arg("keep_previous"));
@@ -72,12 +74,35 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "broken",
           [](const apex_npu::SlotTable& table, const py::sequence& tensors) { return table.broken(borrow(tensors)); },
           py::arg("tensors"));
+  py::class_<apex_npu::GradSlots>(m, "GradSlots")
+      .def(py::init<const std::vector<at::Tensor>&, std::vector<int64_t>>(), py::arg("shapes"), py::arg("offsets"))
+      .def(
+          "states",
+          [](const apex_npu::GradSlots& slots, const py::sequence& params, const py::sequence& views, size_t first,
+             bool leave_loose, bool to_be_written, int64_t loose_numel) {
+            const auto loose_for = !leave_loose    ? apex_npu::LooseFor::kNothing
+                                   : to_be_written ? apex_npu::LooseFor::kWriting
+                                                   : apex_npu::LooseFor::kReading;
+            return py::bytes(
+                slots.states(borrow(params), borrow(views), first, loose_for, loose_numel, &apex_npu::is_alone));
+          },
+          py::arg("params"), py::arg("views"), py::arg("first"), py::arg("leave_loose"), py::arg("to_be_written"),
+          py::arg("loose_numel"))
+      .def(
+          "place",
+          [](const apex_npu::GradSlots& slots, const py::sequence& params, size_t first, int64_t numel) {
+            return slots.place(borrow(params), first, numel);
+          },
+          py::arg("params"), py::arg("first"), py::arg("numel"))
+      .def(
+          "share",
+          [](const apex_npu::GradSlots& slots, const py::sequence& sources, const py::sequence& params,
+             int64_t loose_numel) { return slots.share(borrow(sources), borrow(params), loose_numel); },
+          py::arg("sources"), py::arg("params"), py::arg("loose_numel"));
   m.def(
-      "grad_states",
-      [](const py::sequence& tensors, const py::sequence& views) {
-        return py::bytes(apex_npu::grad_states(borrow(tensors), borrow(views)));
-      },
-      py::arg("tensors"), py::arg("views"));
+      "is_placed", [](const at::Tensor& tensor) { return apex_npu::placed_grads_of(tensor) != nullptr; },
+      py::arg("tensor"));
+  m.def("scale_placed_grads", &apex_npu::scale_placed_grads, py::arg("grads"), py::arg("factor"), py::arg("found_inf"));
 
   m.def(
       "increment_versions", [](const py::sequence& tensors) { apex_npu::increment_versions(borrow(tensors)); },

@@ -308,6 +308,9 @@ def _device_types(models: list[nn.Module], optimizers: list[Optimizer]) -> list[
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """Every parameter that ``optimizer`` steps: the fp32 masters where there are any; what to clip."""
+    record = record_of(optimizer)
+    if record is not None:
+        record.stop_sharing()
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -26,7 +26,7 @@ from apex_npu.fusion import (
     overlapping,
     wraps_tensors,
 )
-from apex_npu.fusion.flat_grads import ABSENT, FOREIGN, PRESENT
+from apex_npu.fusion.grad_slots import ABSENT
 from apex_npu.ops import gathers_in_one_pass, takes_grads, unscale_grads
 
 
@@ -52,11 +52,12 @@ class GradUnit:
         self._direct = sorted(set(range(len(self.params))) - set(pairs))
         self._master_sources = [self.sources[i] for i in pairs]
         self._delivered = DeliveredGrads(self._master_sources)
+        self._shares = False
 
     def note_gathered(self, reducer: GradReducer) -> None:
         """What ``reducer`` has averaged lies together; remember where, if it saves a pass for each parameter."""
         self.gathered = None
-        if self.flat is not None and self._masters and not gathers_in_one_pass(self.flat.flat):
+        if self.flat is not None and self._masters and not gathers_in_one_pass(self.params[0]):
             self.gathered = reducer.gathered(self.sources, self.flat.offsets)
 
     @property
@@ -70,12 +71,8 @@ class GradUnit:
         if factor == 1.0:
             return
         if self.flat is not None and not self._masters:
-            states = self.flat.gather()
-            if PRESENT not in states:
-                return
-            if ABSENT not in states:
-                self.flat.flat.mul_(factor)
-                return
+            self.flat.unscale_(factor, None)
+            return
         grads = _writable(self.sources)
         if grads:
             torch._foreach_mul_(grads, factor)
@@ -91,8 +88,8 @@ class GradUnit:
         """Multiply the gradients of ``params``, masters' included, by ``factor``."""
         if factor == 1.0:
             return
-        if self.flat is not None and self._all_present(self.flat):
-            self.flat.flat.mul_(factor)
+        if self.flat is not None:
+            self.flat.unscale_(factor, None)
             return
         grads = _writable(self.params)
         if grads:
@@ -102,6 +99,7 @@ class GradUnit:
     def clip_params_(self, coefficient: Tensor) -> None:
         """Multiply the gradients of ``params`` by ``coefficient``, one number on any device."""
         coefficient = coefficient.reshape(()).to(self.device)
+        self.stop_sharing()
         # One by one: a buffer's padding must stay 0, which times a coefficient that is nan it would not.
         for grad in _writable(self.params):
             grad.mul_(coefficient.to(grad.dtype))
@@ -127,6 +125,12 @@ class GradUnit:
         drop_grads(self._master_sources)
         self._delivered.forget()
 
+    def stop_sharing(self) -> None:
+        """Give masters that share the model's gradients some of their own, in their own dtype."""
+        if self._shares and self.flat is not None:
+            self.flat.gather()
+        self._shares = False
+
     def has_undelivered(self) -> bool:
         """True where a model parameter has a gradient that no scale_loss has brought to its master."""
         return self._delivered.lack_any()
@@ -136,23 +140,24 @@ class GradUnit:
         return bool(_with_grads(self.params)) or bool(_with_grads(self.sources))
 
     @torch.no_grad()
-    def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
+    def unscale_(self, inv_scale: float, found_inf: Tensor | None, *, share: bool = False) -> None:
         """Bring all gradients to ``params``, multiplied by ``inv_scale``.
 
         Args:
             inv_scale: 1 / loss scale.
             found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
+            share: Where nothing is asked of them, masters may have the very gradients of their model, in its dtype.
 
         Raises:
             RuntimeError: A gradient is sparse.
         """
-        if self.flat is not None and self._take_all(self.flat, inv_scale, found_inf):
+        if self.flat is not None and not self._masters:
+            self.flat.unscale_(inv_scale, found_inf)
+            return
+        if self.flat is not None and self._take_all(self.flat, inv_scale, found_inf, share=share):
             return
         if self.flat is not None and self._widen_all(self.flat):
             unscale_grads([self.flat.flat], inv_scale, found_inf)
-            return
-        if self.flat is not None and not self._masters:
-            self.flat.unscale_(inv_scale, found_inf)
             return
         if self.flat is not None:
             self.flat.gather()
@@ -180,19 +185,24 @@ class GradUnit:
     def check(self, found_inf: Tensor) -> None:
         """Set ``found_inf``, float32, one element, to 1 where a gradient of ``params`` is not finite."""
         if self.flat is not None:
-            loose, spans = self.flat.pieces()
-            unscale_grads(loose + spans, 1.0, found_inf)
+            for grads in self.flat.operands(to_be_written=False):
+                unscale_grads([grads], 1.0, found_inf)
         else:
             unscale_grads(_writable(self.params), 1.0, found_inf)
 
-    def _take_all(self, flat: FlatGrads, inv_scale: float, found_inf: Tensor | None) -> bool:
-        """Where no gradient is in its slot yet, gather, widen, unscale and check in one pass."""
-        if not takes_grads(flat.flat):
+    def _take_all(self, flat: FlatGrads, inv_scale: float, found_inf: Tensor | None, *, share: bool) -> bool:
+        """Where no master has a gradient yet, gather, widen, unscale and check in one pass, or share."""
+        if not takes_grads(self.params[0]):
             return False
         states = flat.states()
-        if PRESENT in states or (FOREIGN in states and any(states[i] != ABSENT for i in self._masters)):
+        if any(states) if not self._direct else any(states[i] != ABSENT for i in self._masters):
             return False
-        flat.take(self.sources, inv_scale, found_inf)
+        flat.unscale_(inv_scale, found_inf)  # of those that are no masters
+        if share and inv_scale == 1.0 and found_inf is None:
+            flat.share(self.sources)
+            self._shares = True
+        else:
+            flat.take(self.sources, inv_scale, found_inf, self._masters if self._direct else None)
         self._delivered.note()
         return True
 
@@ -209,11 +219,6 @@ class GradUnit:
             param.grad = view
         self._delivered.note()
         return True
-
-    @staticmethod
-    def _all_present(flat: FlatGrads) -> bool:
-        states = flat.gather()
-        return states.count(PRESENT) == len(states)
 
     def _new_grads(self, indices: list[int]) -> list[Tensor]:
         if self.flat is not None:
@@ -277,13 +282,14 @@ def clear_overflow_flags(units: Sequence[GradUnit]) -> None:
             backend.clear_overflow_flag(device)
 
 
-def unscale_units(units: Sequence[GradUnit], scale: float, *, check: bool) -> bool:
+def unscale_units(units: Sequence[GradUnit], scale: float, *, check: bool, share: bool = False) -> bool:
     """Bring all gradients to the optimizer's parameters, divided by ``scale``.
 
     Args:
         units: Where they are.
         scale: The loss scale.
         check: Look for overflow; that waits for the device, once.
+        share: See ``GradUnit.unscale_``.
 
     Returns:
         Whether a gradient has overflowed.
@@ -291,7 +297,7 @@ def unscale_units(units: Sequence[GradUnit], scale: float, *, check: bool) -> bo
     separate(units)
     flags = _flags(units) if check else {}
     for unit in units:
-        unit.unscale_(1.0 / scale, flags.get(unit.device))
+        unit.unscale_(1.0 / scale, flags.get(unit.device), share=share)
     return _any_raised(flags)
 
 

@@ -118,6 +118,11 @@ class OptimizerRecord:
             and all(unit.flat is not None and unit.params[0].dtype == torch.float32 for unit in self._units)
         )
 
+    def stop_sharing(self) -> None:
+        """Masters that share the model's gradients, until the step, are about to be looked at: they get their own."""
+        for unit in self._units:
+            unit.stop_sharing()
+
     def units(self, optimizer: Optimizer) -> list[GradUnit]:
         """How the gradients of ``optimizer`` travel; made anew when its parameters, or their buffers, have changed."""
         flats = self._flats(optimizer)

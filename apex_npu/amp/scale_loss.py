@@ -119,7 +119,7 @@ def scale_loss(
             return
         leaves_open = hold and decides and scaler.dynamic and len(work) == 1 and ranks.is_alone and not _saturates(work)
         check = scaler.dynamic and decides and not leaves_open
-        found_inf = _unscale(work, 1.0 if hold else scale, check=check)
+        found_inf = _unscale(work, 1.0 if hold else scale, check=check, share=hold and ranks.is_alone)
         units = [unit for _, part in work for unit in part]
         if check and delayed:
             found_inf |= have_overflowed(units)
@@ -296,8 +296,9 @@ def _drop_all(work: Work) -> None:
 
 
 @disable_dynamo
-def _unscale(work: Work, scale: float, *, check: bool) -> bool:
-    found_inf = unscale_units([unit for _, units in work for unit in units], scale, check=check)
+def _unscale(work: Work, scale: float, *, check: bool, share: bool) -> bool:
+    units = [unit for _, units in work for unit in units]
+    found_inf = unscale_units(units, scale, check=check, share=share)
     for record, _ in work:
         record.grad_scale = 1.0
     return found_inf

@@ -2,30 +2,28 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The gradients of some parameters in one flat buffer.
 
-A slot is ABSENT while ``param.grad is None``, as ``zero_grad()`` leaves it, and PRESENT while ``param.grad`` is the
-slot's view. Autograd, or the user, may put any other tensor there: ``gather`` copies it into the slot. Large ones may
-as well stay where they are (LOOSE), for whoever can work on several pieces: on a CPU copying one costs half as much as
-its step of Adam, and a call of its own next to nothing.
+Autograd, or the user, may put any tensor into ``param.grad``: ``gather`` copies it into its slot. What need not be
+copied may be left where it is; ``grad_slots.py`` has the states that this makes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter, is_
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from apex_npu._extension import extension
+from apex_npu.fusion import grad_slots
 from apex_npu.fusion.flat_buffer import FlatBuffer, plan
+from apex_npu.fusion.grad_slots import FOREIGN, LOOSE, PRESENT, GradSlots, dispatches_in_python
 from apex_npu.fusion.many_tensors import increment_versions
-from apex_npu.fusion.storage import SlotTable, grad_states, has_unnamed_aliases, is_slot, owns_memory, slot_table
-from apex_npu.ops import gather_, gathers_in_one_pass, take_grads_, unscale_grads
+from apex_npu.fusion.storage import SlotTable, slot_table
+from apex_npu.ops import LOW_PRECISION, gather_, gathers_in_one_pass, take_grads_, takes_grads, unscale_grads
 
-ABSENT, PRESENT, FOREIGN, LOOSE = 0, 1, 2, 3
-# From how many elements on.
-LOOSE_NUMEL = 1 << 18
 # Gathered at once in pure torch: what has been copied is still in the cache when it is looked at.
 _BATCH_NUMEL = 1 << 16
 _GRAD, _DTYPE, _LAYOUT = attrgetter("grad"), attrgetter("dtype"), attrgetter("layout")
@@ -45,14 +43,12 @@ class FlatGrads:
         self.offsets = list(offsets)
         self._total_numel = total_numel
         self._buffer: FlatBuffer | None = None
+        self._slots: GradSlots | None = None
         self._shapes: list[Tensor] = []
         self._views: list[Tensor] = []
         self._view_table: SlotTable | None = None
         self._padding: Tensor | None = None
         self._batched: tuple[list[int], list[range]] = ([], [])
-        # In which slots a gradient may stay out.
-        on_cpu = bool(self.params) and self.params[0].device.type == "cpu"
-        self._large = [i for i, p in enumerate(self.params) if on_cpu and p.numel() >= LOOSE_NUMEL]
         self._table = slot_table(self.params)
 
     @classmethod
@@ -61,11 +57,27 @@ class FlatGrads:
         planned = plan([torch.empty_like(p, device="meta") for p in params])
         return cls(params, planned.offsets, planned.layout.total_numel)
 
-    def _allocate(self) -> FlatBuffer:
-        if self._buffer is None:
-            self._buffer = FlatBuffer(self._total_numel, self.params[0].dtype, self.params[0].device)
+    @property
+    def device(self) -> torch.device:
+        """Of all of them."""
+        return self.params[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the buffer."""
+        return self.params[0].dtype
+
+    def _plan_slots(self) -> GradSlots:
+        if self._slots is None:
             # Shaped like what autograd makes: a parameter's strides where they are dense, else contiguous.
             self._shapes = [torch.empty_like(p, device="meta") for p in self.params]
+            self._slots = grad_slots.grad_slots(self._shapes, self.offsets)
+        return self._slots
+
+    def _allocate(self) -> FlatBuffer:
+        if self._buffer is None:
+            self._plan_slots()
+            self._buffer = FlatBuffer(self._total_numel, self.dtype, self.device)
             self._views = self._buffer.views_like(self._shapes, self.offsets)
             self._view_table = slot_table(self._views)
         return self._buffer
@@ -84,6 +96,8 @@ class FlatGrads:
 
     def clear_padding(self) -> None:
         """Write zeros between the slots."""
+        if self._buffer is None:
+            return
         if self._padding is None:
             used = torch.zeros(self._total_numel, dtype=torch.bool)
             for param, offset in zip(self.params, self.offsets, strict=True):
@@ -93,14 +107,20 @@ class FlatGrads:
 
     def states(self, slots: range | None = None) -> bytes:
         """One byte per parameter, of all or of those of ``slots``: ABSENT, PRESENT or FOREIGN."""
-        states = self._states(slots)
-        return self._states(slots) if PRESENT in states and self._replace_lost_views() else states
+        return self._find(slots, leave_loose=False, to_be_written=False)
 
-    def _states(self, slots: range | None) -> bytes:
-        views = self._views or self.params
-        if slots is None:
-            return grad_states(self.params, views)
-        return grad_states(self.params[slots.start : slots.stop], views[slots.start : slots.stop])
+    def _find(self, slots: range | None, *, leave_loose: bool, to_be_written: bool) -> bytes:
+        states = self._look(slots, leave_loose, to_be_written)
+        lost = PRESENT in states and self._replace_lost_views()
+        return self._look(slots, leave_loose, to_be_written) if lost else states
+
+    def _look(self, slots: range | None, leave_loose: bool, to_be_written: bool) -> bytes:
+        params, views, first = self.params, self._views or self.params, 0
+        if slots is not None:
+            first = slots.start
+            params, views = params[first : slots.stop], views[first : slots.stop]
+        found = self._plan_slots()
+        return found.states(params, views, first, leave_loose, to_be_written, grad_slots.LOOSE_NUMEL)
 
     def _replace_lost_views(self) -> bool:
         """``p.grad.data = ...`` takes a view out of its slot: from then on it is a gradient like any other."""
@@ -135,13 +155,13 @@ class FlatGrads:
         states = self.states(slots)
         return states.count(PRESENT) == len(states)
 
-    def gather(self, slots: range | None = None, *, leave_large: bool = False, to_be_written: bool = False) -> bytes:
+    def gather(self, slots: range | None = None, *, leave_loose: bool = False, to_be_written: bool = False) -> bytes:
         """Bring every gradient into its slot: afterwards ``param.grad`` is None or the slot's view.
 
         Args:
             slots: Which; None: all.
-            leave_large: Leave large gradients where they are, if they are laid out like their slots.
-            to_be_written: Only those that share their memory with nobody.
+            leave_loose: But for those that may be worked on where they are.
+            to_be_written: These are going to be written, so that they have to share their memory with nobody.
 
         Returns:
             One byte per parameter, ABSENT or PRESENT, or LOOSE where it has been left.
@@ -150,19 +170,15 @@ class FlatGrads:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
                 been copied then.
         """
-        states = self.states(slots)
+        states = self._find(slots, leave_loose=leave_loose, to_be_written=to_be_written)
         if FOREIGN not in states:
             return states
         first, views = 0 if slots is None else slots.start, self.views
-        loose = self._loose((i for i in self._large if states[i] == FOREIGN), views) if leave_large else []
-        if to_be_written:
-            loose = self._unshared(loose)
-        if loose:
-            states = _replaced(states, loose)
-        if PRESENT not in states and gathers_in_one_pass(self.flat):
-            self._take(self.params, views, range(first, first + len(states)), loose, 1.0, None)
+        if PRESENT not in states and gathers_in_one_pass(self.params[0]):
+            loose = set(_places_of(LOOSE, states, first))
+            self._take(self.params, [i for i in range(first, first + len(states)) if i not in loose], 1.0, None)
         else:
-            foreign = [i for i, state in enumerate(states, first) if state == FOREIGN]
+            foreign = _places_of(FOREIGN, states, first)
             params, slots_of_them = ([tensors[i] for i in foreign] for tensors in (self.params, views))
             gather_(slots_of_them, self._readable(foreign, list(map(_GRAD, params)), self.params))
             _set_grads(params, slots_of_them)
@@ -171,30 +187,53 @@ class FlatGrads:
     def gather_times(self, factor: float, slots: range) -> bytes:
         """``gather(slots)``, then multiply what lies there by ``factor``; in one pass where the device allows."""
         states = self.states(slots)
-        if PRESENT not in states and FOREIGN in states and gathers_in_one_pass(self.flat):
-            self._take(self.params, self.views, slots, [], factor, None)
+        if PRESENT not in states and FOREIGN in states and gathers_in_one_pass(self.params[0]):
+            self._take(self.params, slots, factor, None)
             return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
         states = self.gather(slots)
         if factor != 1.0 and PRESENT in states:
             self.span(slots).mul_(factor)
         return states
 
-    def take(self, sources: Sequence[Tensor], inv_scale: float = 1.0, found_inf: Tensor | None = None) -> None:
+    def take(
+        self,
+        sources: Sequence[Tensor],
+        inv_scale: float = 1.0,
+        found_inf: Tensor | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> None:
         """Multiply the gradients of ``sources`` in one pass, and bring them into the slots; see ``ops.take_grads_``.
 
-        Large ones that need not go anywhere else are multiplied where they are.
+        Args:
+            sources: Where the gradients of ``params`` are now: one for each.
+            inv_scale: 1 / loss scale.
+            found_inf: As of ``unscale_``.
+            slots: Which; None: all.
 
         Raises:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
                 been copied then.
         """
-        views = self.views
-        loose = self._unshared(self._loose((i for i in self._large if sources[i] is self.params[i]), views))
-        self._take(sources, views, range(len(self.params)), loose, inv_scale, found_inf)
-        self._unscale_loose(loose, inv_scale, found_inf)
+        self._take(sources, range(len(self.params)) if slots is None else slots, inv_scale, found_inf)
+
+    def share(self, sources: Sequence[Tensor]) -> None:
+        """Bring the gradients of ``sources`` to ``params``, without a copy where they can be read where they are.
+
+        Then both have one gradient, of the source's dtype; ``gather`` makes it one of the parameter's.
+
+        Raises:
+            RuntimeError: As of ``take``.
+        """
+        others: Sequence[int] = range(len(self.params))
+        if extension is not None and self.device.type == "cpu":
+            others = self._plan_slots().share(sources, self.params, grad_slots.LOOSE_NUMEL)
+        if others:
+            self._take(sources, others, 1.0, None)
 
     def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
-        """Multiply all gradients; those that are not in their slots yet are brought there, but for large ones.
+        """Multiply all gradients, where they are or on their way into their slots.
+
+        None shares its memory with another afterwards, so that the next backward may add to them, too.
 
         Args:
             inv_scale: 1 / loss scale.
@@ -203,38 +242,41 @@ class FlatGrads:
         Raises:
             RuntimeError: As of ``gather``.
         """
-        states = self.gather(leave_large=True, to_be_written=True)
-        self._unscale_loose(_places_of(LOOSE, states), inv_scale, found_inf)
-        unscale_grads([self.span(slots) for slots in _stretches(states)], inv_scale, found_inf)
-
-    def _unscale_loose(self, loose: list[int], inv_scale: float, found_inf: Tensor | None) -> None:
-        in_place = [self.loose(i) for i in loose]
-        unscale_grads(in_place, inv_scale, found_inf)
+        states = self._find(None, leave_loose=True, to_be_written=True)
+        if LOOSE in states and self.reads_in_place:
+            if FOREIGN in states:
+                self.gather(leave_loose=True, to_be_written=True)
+            if inv_scale == 1.0 and found_inf is None:
+                return
+            unscale_grads([self.operand(range(len(self.params)), self._total_numel)], inv_scale, found_inf)
+            return
+        spans: list[Tensor] = []
+        if FOREIGN in states and PRESENT not in states and takes_grads(self.params[0]):
+            self._take(self.params, _places_of(FOREIGN, states), inv_scale, found_inf)
+        else:
+            states = self.gather(leave_loose=True, to_be_written=True)
+            spans = [self.span(slots) for slots in _stretches(states)]
+        loose = [self._loose(i) for i in _places_of(LOOSE, states)]
+        unscale_grads(loose, inv_scale, found_inf)
         if inv_scale != 1.0:
-            increment_versions(in_place)
+            increment_versions(loose)
+        unscale_grads(spans, inv_scale, found_inf)
 
     def _take(
-        self,
-        sources: Sequence[Tensor],
-        views: Sequence[Tensor],
-        slots: range,
-        but: list[int],
-        inv_scale: float,
-        found_inf: Tensor | None,
+        self, sources: Sequence[Tensor], slots: Sequence[int], inv_scale: float, found_inf: Tensor | None
     ) -> None:
-        left = set(but)
-        indices: Sequence[int] = [i for i in slots if i not in left] if left else slots
-        if not gathers_in_one_pass(self.flat):
-            self._take_batches(sources, views, indices, inv_scale, found_inf)
+        views = self.views
+        if not gathers_in_one_pass(self.params[0]):
+            self._take_batches(sources, views, slots, inv_scale, found_inf)
             return
 
         def among(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            return [tensors[i] for i in indices] if left else tensors[slots.start : slots.stop]
+            return tensors[slots.start : slots.stop] if isinstance(slots, range) else [tensors[i] for i in slots]
 
         unfit = take_grads_(among(sources), among(self.params), among(views), inv_scale, found_inf)
         if unfit is not None:
-            source, param = sources[indices[unfit]], self.params[indices[unfit]]
-            self._check_grad(indices[unfit], source.grad, own=source is param)
+            source, param = sources[slots[unfit]], self.params[slots[unfit]]
+            self._check_grad(slots[unfit], source.grad, own=source is param)
 
     def _take_batches(
         self,
@@ -288,29 +330,43 @@ class FlatGrads:
             grads[k] = grads[k].clone()
         return grads
 
-    def _loose(self, indices: Iterable[int], views: Sequence[Tensor]) -> list[int]:
-        """Those whose gradient has its slot's dtype and layout, and memory of its own."""
-        return [i for i in indices if _fits(self.params[i].grad, views[i])]
+    @property
+    def reads_in_place(self) -> bool:
+        """True where kernels read gradients where they lie, all in one call."""
+        return extension is not None and self.device.type == "cpu"
 
-    def _unshared(self, indices: list[int]) -> list[int]:
-        """Those whose gradient nobody else looks at, so that it may be written.
+    def operand(self, slots: range, numel: int) -> Tensor:
+        """The gradients of consecutive ``slots``, where one is LOOSE at least and none FOREIGN, for ``ops`` to read.
 
-        Two gradients, of this buffer or of another, can be views of one tensor: autograd leaves them so for
-        ``a.view(-1) + b.view(-1)``. Or they are one tensor, which a user has given to both.
+        1-D, of ``numel`` elements from the first slot's on. It may have no memory: nothing but ops can read it then. In
+        pure torch it is one slot.
         """
-        return [i for i in indices if (grad := self.params[i].grad) is not None and _is_alone(grad)]
+        if not self.reads_in_place:
+            return self._loose(slots.start)
+        placed: Tensor = self._plan_slots().place(self.params[slots.start : slots.stop], slots.start, numel)
+        return placed
 
-    def loose(self, index: int) -> Tensor:
+    def operands(self, *, to_be_written: bool) -> list[Tensor]:
+        """All gradients in few pieces, 1-D: ``operand`` or what is LOOSE, and stretches of the buffer with padding.
+
+        Args:
+            to_be_written: As of ``gather``; by ``ops.multiply_``, which can write what ops can read.
+        """
+        states = self.gather(leave_loose=True, to_be_written=to_be_written)
+        if LOOSE in states and self.reads_in_place:
+            return [self.operand(range(len(self.params)), self._total_numel)]
+        spans = [self.span(slots) for slots in _stretches(states)]
+        return [self._loose(i) for i in _places_of(LOOSE, states)] + spans
+
+    def gathered(self) -> list[Tensor]:
+        """All gradients, gathered: stretches of the buffer, padding included."""
+        return [self.span(slots) for slots in _stretches(self.gather())]
+
+    def _loose(self, index: int) -> Tensor:
         """The gradient of parameter ``index``, which fits, as one piece."""
         grad = self.params[index].grad
         assert grad is not None
         return grad.detach().as_strided((grad.numel(),), (1,))
-
-    def pieces(self) -> tuple[list[Tensor], list[Tensor]]:
-        """All gradients in few pieces, 1-D: those that are LOOSE, and stretches of the buffer, padding included."""
-        states = self.gather(leave_large=True, to_be_written=True)
-        loose = [self.loose(i) for i in _places_of(LOOSE, states)]
-        return loose, [self.span(slots) for slots in _stretches(states)]
 
     def zero_(self) -> None:
         """Write zeros into all gradients that are there; they lie in their slots then."""
@@ -338,12 +394,13 @@ class FlatGrads:
                 f"parameter {index} of shape {tuple(param.shape)} has a sparse gradient ({grad.layout}), which cannot "
                 "be fused; use a layer with sparse=False, or torch.optim.SparseAdam or SGD for it"
             )
-        if own and grad.dtype != param.dtype:
+        narrow = param.dtype == torch.float32 and grad.dtype in LOW_PRECISION
+        if own and grad.dtype != param.dtype and not narrow:
             raise RuntimeError(
                 f"parameter {index} of shape {tuple(param.shape)} is {param.dtype} and has a gradient in {grad.dtype}, "
                 "which cannot be fused; leave its grad_dtype as it was, or use the unfused optimizer"
             )
-        if _dispatches_in_python(grad):
+        if dispatches_in_python(grad):
             raise RuntimeError(
                 f"parameter {index} of shape {tuple(param.shape)} is a plain tensor and has a {type(grad).__name__} as "
                 "gradient, which cannot be fused; give it a plain tensor (of a DTensor its full_tensor()), or None"
@@ -355,40 +412,8 @@ def _set_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         param.grad = grad
 
 
-def _fits(grad: Tensor | None, view: Tensor) -> bool:
-    """True where a gradient has its slot's dtype and layout, and memory of its own."""
-    return (
-        grad is not None
-        and grad.layout == torch.strided
-        and not _dispatches_in_python(grad)
-        and not grad.requires_grad  # create_graph=True: writing it would falsify its graph
-        and grad.dtype == view.dtype
-        and grad.stride() == view.stride()
-        and not is_slot(grad)  # of another gradient, or a parameter
-    )
-
-
-def _dispatches_in_python(tensor: Tensor) -> bool:
-    """True for a subclass of which only its own code knows where the elements are."""
-    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
-def _is_alone(grad: Tensor) -> bool:
-    """True where a parameter's gradient is no other's too, and its memory is nobody else's."""
-    # The parameter holds it, and so does the Python object asked here, however many names that has.
-    held_once = grad._use_count() <= 2  # type: ignore[attr-defined]
-    return held_once and owns_memory(grad) and not has_unnamed_aliases([grad])
-
-
-def _replaced(states: bytes, loose: Sequence[int]) -> bytes:
-    changed = bytearray(states)
-    for i in loose:
-        changed[i] = LOOSE
-    return bytes(changed)
-
-
-def _places_of(state: int, states: bytes) -> list[int]:
-    return [i for i, found in enumerate(states) if found == state] if state in states else []
+def _places_of(state: int, states: bytes, first: int = 0) -> list[int]:
+    return [i for i, found in enumerate(states, first) if found == state] if state in states else []
 
 
 def _stretches(states: bytes) -> list[range]:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer, may_move
-from apex_npu.fusion.flat_grads import ABSENT, LOOSE, FlatGrads
+from apex_npu.fusion.flat_grads import FlatGrads
+from apex_npu.fusion.grad_slots import ABSENT, LOOSE
 from apex_npu.fusion.layout import Layout, Slot
 from apex_npu.fusion.run import Run
 from apex_npu.fusion.storage import release_previous, slot_table, storage_numel
@@ -206,10 +207,10 @@ class FusedGroup:
         steps: list[float] = self._counts.tolist()
         keys: list[Hashable] = [None if state == ABSENT else step for step, state in zip(steps, states, strict=True)]
         for i, state in enumerate(states):
-            if state == LOOSE:
+            if state == LOOSE and not self.grads.reads_in_place:
                 keys[i] = (i,)  # alone
         self._runs = [
-            Run(self, first, last, int(steps[first]), loose=states[first] == LOOSE)
+            Run(self, first, last, int(steps[first]), loose=LOOSE in states[first : last + 1])
             for first, last in _equal_neighbours(keys)
         ]
         for run in self._runs:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex_npu.fusion.flat_grads import PRESENT, FlatGrads
-from apex_npu.ops import norm, wide_dtype
+from apex_npu.fusion.flat_grads import FlatGrads
+from apex_npu.fusion.grad_slots import PRESENT
+from apex_npu.ops import is_placed, multiply_, norm, wide_dtype
 
 
 @torch.no_grad()
@@ -37,16 +38,16 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite, and ``error_if_nonfinite``; nothing has been scaled.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
-    grads, padded = _pieces(flats, loose, norm_type)
+    grads = _operands(flats, loose, norm_type, to_be_written=True)
     total = _total_norm(grads, norm_type)
     coefficient = clip_coefficient(total, max_norm, norm_type, error_if_nonfinite)
     if total.device.type == "cpu" and coefficient == 1.0:
         return total  # what multiplying would give, too
     for grad in grads:
-        grad.mul_(coefficient.to(grad.device, grad.dtype))
+        multiply_(grad, coefficient.to(grad.device))
     # 0 times a coefficient that is nan is nan, and would be found in later gradients. On a CPU asking is for free.
     if total.device.type != "cpu" or coefficient.isnan():
-        for flat in padded:
+        for flat in flats:
             flat.clear_padding()
     return total
 
@@ -54,7 +55,8 @@ def clip_grad_norm_(
 @torch.no_grad()
 def total_grad_norm(flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm that ``clip_grad_norm_`` returns, without clipping."""
-    return _total_norm(_pieces(flats, loose, float(norm_type))[0], float(norm_type))
+    norm_type = float(norm_type)
+    return _total_norm(_operands(flats, loose, norm_type, to_be_written=False), norm_type)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -71,20 +73,19 @@ def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_n
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _pieces(
-    flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float
-) -> tuple[list[Tensor], list[FlatGrads]]:
-    """All gradients in few pieces, and those buffers whose padding is in them."""
+def _operands(
+    flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float, *, to_be_written: bool
+) -> list[Tensor]:
+    """All gradients in few pieces."""
     found: list[Tensor] = []
-    padded: list[FlatGrads] = []
     for flat in flats:
-        if norm_type > 0:  # zeros in the padding add nothing; other "norms" count tensors or look for the smallest
-            apart, spans = flat.pieces()
-            found += apart + spans
-            padded += [flat] if spans else []
+        if norm_type == 2.0:
+            found += flat.operands(to_be_written=to_be_written)
+        elif norm_type > 0:  # zeros in the padding add nothing; other "norms" count tensors or look for the smallest
+            found += flat.gathered()
         else:
             found += [view for view, state in zip(flat.views, flat.gather(), strict=True) if state == PRESENT]
-    return found + [p.grad.detach() for p in loose if p.grad is not None], padded
+    return found + [p.grad.detach() for p in loose if p.grad is not None]
 
 
 def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -100,6 +101,6 @@ def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _norm(grad: Tensor, norm_type: float) -> Tensor:
-    flat = norm_type == 2.0 and grad.dim() == 1 and grad.is_contiguous()
+    flat = norm_type == 2.0 and grad.dim() == 1 and (is_placed(grad) or grad.is_contiguous())
     total: Tensor = norm(grad) if flat else torch.linalg.vector_norm(grad, norm_type, dtype=wide_dtype(grad.dtype))
     return total

@@ -28,8 +28,9 @@ from apex_npu.fusion.buckets import (
     plan_buckets,
     waits_little,
 )
-from apex_npu.fusion.flat_grads import ABSENT, FlatGrads
+from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.grad_arrivals import grad_arrivals
+from apex_npu.fusion.grad_slots import ABSENT
 from apex_npu.fusion.rank_progress import RankProgress
 from apex_npu.ops import LOW_PRECISION
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from apex_npu.ops import Segments
+from apex_npu.ops import Segments, is_placed
 from apex_npu.ops.reference_segments import segment_ids
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ class Run:
     """
 
     def __init__(self, group: FusedGroup, first: int, last: int, step: int, *, loose: bool = False) -> None:
-        """The slots ``first`` to ``last`` of ``group``, both included; of one slot, its gradient may be ``loose``."""
+        """The slots ``first`` to ``last`` of ``group``, both included; ``loose``: a gradient is outside of its slot."""
         # Weakly, since the group holds its runs: a cycle would keep all memory until Python looks for cycles.
         self._of = weakref.ref(group)
         self.first, self.last = first, last
         self.params = group.params[first : last + 1]
         self._begin, self._end = group.span(first, last)
-        if loose:
-            self._end = self._begin + self.params[0].numel()
+        if loose and first == last:
+            self._end = self._begin + self.params[0].numel()  # its gradient has no padding
         self._loose = loose
         self.step, self.step_before = step, float(step)
         self.grad_scale: Tensor | None = None
@@ -91,21 +91,34 @@ class Run:
 
     @property
     def scaled_grad(self) -> Tensor:
-        """The gradients as they lie in their buffer, or where autograd left them; not to be written."""
-        if self._loose:
-            return self._group.grads.loose(self.first)  # asked for anew: a reference would keep its memory
+        """The gradients as they lie in their buffer, or where autograd left them; for ops alone, and not to be written.
+
+        It may have no memory: only ops with a ``grad_scale``, and ``norm``, know how to read it.
+        """
+        if self._loose:  # asked for anew: a reference would keep its memory
+            return self._group.grads.operand(range(self.first, self.last + 1), self._end - self._begin)
         return self._slice("grad", "", lambda _: self._group.grads.flat)
+
+    @property
+    def flat_grad(self) -> Tensor:
+        """``scaled_grad``, brought into memory that anything can read; not to be written."""
+        if self._loose and is_placed(grad := self.scaled_grad):
+            del grad
+            self._group.grads.gather(range(self.first, self.last + 1))
+            return self._group.grads.flat[self._begin : self._end]
+        return self.scaled_grad
 
     @property
     def grad(self) -> Tensor:
         """The gradients, of the dtype of the parameters; a copy where they have to be divided first."""
-        return self.scaled_grad if self.grad_scale is None else self.wide_grad().to(self.scaled_grad.dtype)
+        return self.flat_grad if self.grad_scale is None else self.wide_grad().to(self.param.dtype)
 
     def wide_grad(self) -> Tensor:
         """The gradients in the state's dtype, not to be written; a copy where they have another, or have a scale."""
-        if self.scaled_grad.dtype == self._group.state_dtype and self.grad_scale is None:
-            return self.scaled_grad
-        grad = self.scratch("grad").copy_(self.scaled_grad)
+        flat = self.flat_grad
+        if flat.dtype == self._group.state_dtype and self.grad_scale is None:
+            return flat
+        grad = self.scratch("grad").copy_(flat)
         return grad if self.grad_scale is None else grad.div_(self.grad_scale)
 
     def model_param(self) -> Tensor | None:

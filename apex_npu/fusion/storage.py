@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -173,7 +173,6 @@ _PLACE: tuple[Callable[[Tensor], object], ...] = (
     attrgetter("dtype"),
     attrgetter("device"),
 )
-_grad_of = attrgetter("grad")
 
 
 class _PythonSlotTable:
@@ -218,17 +217,6 @@ def _form_guards(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool
             return len(others) == count and bool(guards.check(*others))
 
     return alike
-
-
-def grad_states(tensors: Sequence[Tensor], views: Sequence[Tensor]) -> bytes:
-    """One byte per tensor: 0 its ``.grad`` is None, 1 its ``.grad`` is ``views[i]``, 2 it is another tensor."""
-    if extension is not None:
-        states: bytes = extension.grad_states(tensors, views)
-        return states
-    grads = list(map(_grad_of, tensors))
-    if len(grads) == len(views) and all(map(is_, grads, views)):
-        return bytes([1]) * len(grads)
-    return bytes([0 if g is None else 1 if g is v else 2 for g, v in zip(grads, views, strict=True)])
 
 
 def wraps_tensors(tensor: Any) -> bool:

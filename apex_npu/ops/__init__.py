@@ -4,7 +4,15 @@
 
 import apex_npu.ops.schemas  # noqa: F401 -- defines the ops that everything else here calls
 from apex_npu.ops.elementwise import adadelta_, adagrad_, adam_, rmsprop_, sgd_
-from apex_npu.ops.gather import gather_, gathers_in_one_pass, take_grads_, takes_grads, unscale_grads
+from apex_npu.ops.gather import (
+    gather_,
+    gathers_in_one_pass,
+    is_placed,
+    multiply_,
+    take_grads_,
+    takes_grads,
+    unscale_grads,
+)
 from apex_npu.ops.reference import FLOATS, LOW_PRECISION, chunks, wide_dtype
 from apex_npu.ops.segmented import adamp_, lamb_, norm, segment_add_, segment_dot
 from apex_npu.ops.segments import Segments
@@ -20,7 +28,9 @@ __all__ = [
     "chunks",
     "gather_",
     "gathers_in_one_pass",
+    "is_placed",
     "lamb_",
+    "multiply_",
     "norm",
     "rmsprop_",
     "segment_add_",

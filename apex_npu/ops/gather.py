@@ -79,11 +79,18 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
     """Multiply ``grads``, all of one device and dtype, by ``inv_scale``.
 
     Args:
-        grads: Dense tensors.
+        grads: Dense tensors, or all of them placed.
         inv_scale: 1 / loss scale.
         found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
     """
     if not grads or (inv_scale == 1.0 and found_inf is None):
+        return
+    if is_placed(grads[0]):
+        assert extension is not None
+        for placed in grads:
+            # Asked of the norm first, which is quicker, and is finite where they are, but for overflow of its own.
+            if inv_scale != 1.0 or not norm(placed).isfinite():
+                extension.scale_placed_grads(placed, inv_scale, found_inf)
         return
     # Subclasses may have no memory but that of tensors inside (DTensor); torch's own ops know what to do with them.
     plain = all(type(grad) is Tensor for grad in grads)
@@ -99,6 +106,20 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
     else:
         torch._foreach_mul_(grads, inv_scale)
+
+
+def is_placed(grads: Tensor) -> bool:
+    """True for an operand that stands for gradients wherever they lie: only ops can read it, it has no memory."""
+    return extension is not None and bool(extension.is_placed(grads))
+
+
+def multiply_(grads: Tensor, factor: Tensor) -> None:
+    """``grads.mul_(factor)``, of a dense tensor or a placed one, with one number on their device."""
+    if is_placed(grads):
+        assert extension is not None
+        extension.scale_placed_grads(grads, factor.to(grads.dtype).item(), None)
+    else:
+        grads.mul_(factor.to(grads.dtype))
 
 
 def _is_finite(grad: Tensor) -> bool:

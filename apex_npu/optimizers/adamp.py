@@ -90,14 +90,15 @@ class NpuFusedAdamP(FusedOptimizer):
         """Apply the rule."""
         beta1, beta2 = group["betas"]
         delta = group["delta"]
+        segments = run.segments(rows=True)
         adamp_(
             run.param,
-            run.scaled_grad,
+            run.scaled_grad if segments.ids is None else run.flat_grad,
             run.state("exp_avg"),
             run.state("exp_avg_sq"),
             run.model_param(),
             run.scratch("direction"),
-            run.segments(rows=True),
+            segments,
             *run.remember("AdamP", delta, lambda: _owner_and_limits(run, delta)),
             lr=float(group["lr"]),
             beta1=beta1,

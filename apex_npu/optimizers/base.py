@@ -24,7 +24,7 @@ from apex_npu.fusion import (
     local_part_as,
     sharded_like,
 )
-from apex_npu.fusion.flat_grads import LOOSE, PRESENT
+from apex_npu.fusion.grad_slots import LOOSE, PRESENT
 from apex_npu.optimizers.checks import check_bool, check_params, find_problems, find_unsharded, naming
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
 from apex_npu.optimizers.shown_state import ShownState
@@ -137,7 +137,7 @@ class FusedOptimizer(Optimizer):
         for record in self._fused:
             record.bring_gradients()
         work = [
-            (group, fused, fused.grads.gather(leave_large=True))
+            (group, fused, fused.grads.gather(leave_loose=True))
             for group, record in zip(self.param_groups, self._fused, strict=True)
             for fused in record.groups
         ]

@@ -37,6 +37,20 @@ inline void prefetch_storage(const c10::TensorImpl& impl) {
 
 inline void prefetch_autograd(const c10::TensorImpl& impl) { APEX_NPU_PREFETCH(impl.autograd_meta()); }
 
+// look(grad, i) for the gradient of each tensor, undefined where it has none, likewise.
+template <typename Look>
+void look_at_grads(const Borrowed& tensors, const Look& look) {
+  constexpr size_t kAhead = 8;
+  look_at_each(tensors, prefetch_autograd, [&](size_t i) {
+    if (i + kAhead / 2 < tensors.size()) {
+      const at::Tensor& next = tensors[i + kAhead / 2]->grad();
+      const auto* impl = reinterpret_cast<const char*>(next.unsafeGetTensorImpl());
+      for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) APEX_NPU_PREFETCH(impl + line);
+    }
+    look(tensors[i]->grad(), i);
+  });
+}
+
 // What in-place operations on these tensors would have done to their version counters.
 void increment_versions(const Borrowed& tensors);
 

@@ -52,6 +52,14 @@ py::list versions_of(const py::list& tensors) {
   return versions;
 }
 
+bool is_alone(const at::Tensor& grad) {
+  if (grad.storage().use_count() > 1 || grad.use_count() > 2) return false;
+  if (grad.use_count() == 1) return true;
+  // Held by the parameter and either by its object in Python, which is made here unless it is there, or by another.
+  const py::object object = py::reinterpret_steal<py::object>(THPVariable_Wrap(grad));
+  return grad.use_count() <= 2;
+}
+
 bool hold_values(const py::list& dicts, const py::list& keys, const py::list& values) {
   const size_t count = dicts.size();
   if (keys.size() != count || values.size() != count) {

@@ -33,15 +33,4 @@ std::vector<int64_t> SlotTable::broken(const Borrowed& tensors) const {
   return indices;
 }
 
-std::string grad_states(const Borrowed& tensors, const Borrowed& views) {
-  TORCH_CHECK_VALUE(views.size() == tensors.size(), "grad_states: expected one view per tensor (", tensors.size(),
-                    "), got ", views.size());
-  std::string states(tensors.size(), '\0');
-  look_at_each(tensors, prefetch_autograd, [&](size_t i) {
-    const at::Tensor& grad = tensors[i]->grad();
-    if (grad.defined()) states[i] = grad.is_same(*views[i]) ? '\1' : '\2';
-  });
-  return states;
-}
-
 }  // namespace apex_npu

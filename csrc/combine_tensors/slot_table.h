@@ -7,7 +7,6 @@
 #include <c10/util/DimVector.h>
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "combine_tensors/borrowed.h"
@@ -34,8 +33,5 @@ class SlotTable {
 
   std::vector<Place> places_;
 };
-
-// One byte per tensor: 0 its .grad is None, 1 its .grad is views[i] itself, 2 it is some other tensor.
-std::string grad_states(const Borrowed& tensors, const Borrowed& views);
 
 }  // namespace apex_npu

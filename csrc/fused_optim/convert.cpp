@@ -13,18 +13,6 @@ namespace {
 
 using c10::ScalarType;
 
-// float16 has 5 bits of exponent and 10 of mantissa, float32 8 and 23: 13 more bits, and a bias larger by 112.
-constexpr uint32_t kBias = 112u << 23;
-
-// Without branches, and without ever computing with a subnormal float32, which a processor may be set to flush to zero.
-APEX_NPU_INLINE float from_half(uint16_t half) {
-  const uint32_t magnitude = half & 0x7fffu;
-  const uint32_t normal = (magnitude << 13) + kBias + (magnitude >= 0x7c00u ? kBias : 0u);
-  const uint32_t subnormal = bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
-  const uint32_t sign = (half & 0x8000u) << 16;
-  return bit_cast<float>((magnitude < 0x0400u ? subnormal : normal) | sign);
-}
-
 APEX_NPU_INLINE uint16_t to_half(float value) {
   const auto bits = bit_cast<uint32_t>(value);
   const auto magnitude = static_cast<int32_t>(bits & 0x7fffffffu);  // signed, as vectors compare them
@@ -37,31 +25,46 @@ APEX_NPU_INLINE uint16_t to_half(float value) {
   return static_cast<uint16_t>(static_cast<uint32_t>(half) | ((bits >> 16) & 0x8000u));
 }
 
+// Elements ahead. What is converted is a block of a stream: nobody else fetches the next one.
+constexpr int64_t kAhead = 4 * kBlockNumel;
+
+// A cache line of 16-bit words.
+constexpr int64_t kLine = 32;
+
+// convert(i) for each i in [0, n), while `words` (16 bits wide, read or written) are fetched ahead.
+template <typename Words, typename Convert>
+APEX_NPU_INLINE void for_each_line(int64_t n, Words* words, const Convert& convert) {
+  int64_t i = 0;
+  for (; i + kLine <= n; i += kLine) {
+    APEX_NPU_PREFETCH(words + i + kAhead);
+#pragma omp simd
+    for (int64_t j = i; j < i + kLine; ++j) convert(j);
+  }
+#pragma omp simd
+  for (int64_t j = i; j < n; ++j) convert(j);
+}
+
 struct HalfToFloat {
   APEX_NPU_INLINE void operator()(const uint16_t* src, float* dst, int64_t n) const {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) dst[i] = from_half(src[i]);
+    for_each_line(n, src, [=](int64_t i) APEX_NPU_INLINE_LAMBDA { dst[i] = from_half(src[i]); });
   }
 };
 
 struct FloatToHalf {
   APEX_NPU_INLINE void operator()(const float* src, uint16_t* dst, int64_t n) const {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) dst[i] = to_half(src[i]);
+    for_each_line(n, dst, [=](int64_t i) APEX_NPU_INLINE_LAMBDA { dst[i] = to_half(src[i]); });
   }
 };
 
 struct BFloat16ToFloat {
   APEX_NPU_INLINE void operator()(const BFloat16* src, float* dst, int64_t n) const {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) dst[i] = to_float(src[i]);
+    for_each_line(n, src, [=](int64_t i) APEX_NPU_INLINE_LAMBDA { dst[i] = to_float(src[i]); });
   }
 };
 
 struct FloatToBFloat16 {
   APEX_NPU_INLINE void operator()(const float* src, BFloat16* dst, int64_t n) const {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) dst[i] = to_bfloat16(src[i]);
+    for_each_line(n, dst, [=](int64_t i) APEX_NPU_INLINE_LAMBDA { dst[i] = to_bfloat16(src[i]); });
   }
 };
 
@@ -70,6 +73,7 @@ struct FloatToBFloat16 {
 APEX_NPU_AVX2 void half_to_float_f16c(const uint16_t* src, float* dst, int64_t n) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
+    if (i % kLine == 0) APEX_NPU_PREFETCH(src + i + kAhead);
     const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i));
     _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(halves));
   }
@@ -79,6 +83,7 @@ APEX_NPU_AVX2 void half_to_float_f16c(const uint16_t* src, float* dst, int64_t n
 APEX_NPU_AVX2 void float_to_half_f16c(const float* src, uint16_t* dst, int64_t n) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
+    if (i % kLine == 0) APEX_NPU_PREFETCH(dst + i + kAhead);
     const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + i), halves);
   }

@@ -38,6 +38,18 @@ APEX_NPU_INLINE BFloat16 to_bfloat16(float value) {
   return {static_cast<uint16_t>(value != value ? upper | 0x0040u : rounded)};  // nan: a quiet one
 }
 
+// float16 has 5 bits of exponent and 10 of mantissa, float32 8 and 23: 13 more bits, and a bias larger by 112.
+constexpr uint32_t kBias = 112u << 23;
+
+// Without branches, and without ever computing with a subnormal float32, which a processor may be set to flush to zero.
+APEX_NPU_INLINE float from_half(uint16_t half) {
+  const uint32_t magnitude = half & 0x7fffu;
+  const uint32_t normal = (magnitude << 13) + kBias + (magnitude >= 0x7c00u ? kBias : 0u);
+  const uint32_t subnormal = bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+  const uint32_t sign = (half & 0x8000u) << 16;
+  return bit_cast<float>((magnitude < 0x0400u ? subnormal : normal) | sign);
+}
+
 // dst[i] = src[i]; `dtype`, of src, is float16 or bfloat16.
 void widen(const void* src, c10::ScalarType dtype, float* dst, int64_t n);
 

@@ -2,8 +2,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "fused_optim/dot.h"
 
+#include "fused_optim/convert.h"
 #include "fused_optim/lanes.h"
 #include "fused_optim/vectors.h"
+
+#ifdef APEX_NPU_AVX2
+#include <immintrin.h>
+#endif
 
 namespace apex_npu {
 namespace {
@@ -41,6 +46,62 @@ struct SumOfSquares {
   }
 };
 
+// Without a wide copy of what is narrow.
+template <typename T>
+struct SumOfNarrowSquares {
+  APEX_NPU_INLINE double operator()(const uint16_t* x, int64_t n) const {
+    double sum = 0;
+    int64_t i = 0;
+    if (n >= kLanes) {
+      Lanes<kLanes> lanes;
+      lanes.template add_squares<true>([=](int k) APEX_NPU_INLINE_LAMBDA { return T::widen(x[k]); });
+      for (i = kLanes; i + kLanes <= n; i += kLanes) {
+        if (i % (2 * kLanes) == 0) APEX_NPU_PREFETCH(x + i + 2 * kAhead);
+        lanes.template add_squares<false>([=](int k) APEX_NPU_INLINE_LAMBDA { return T::widen(x[i + k]); });
+      }
+      sum = lanes.total();
+    }
+    for (; i < n; ++i) sum += static_cast<double>(T::widen(x[i])) * static_cast<double>(T::widen(x[i]));
+    return sum;
+  }
+};
+
+struct FromHalf {
+  APEX_NPU_INLINE static float widen(uint16_t x) { return from_half(x); }
+};
+
+struct FromBFloat16 {
+  APEX_NPU_INLINE static float widen(uint16_t x) { return to_float(BFloat16{x}); }
+};
+
+#ifdef APEX_NPU_AVX2
+// SumOfNarrowSquares<FromHalf>, in the same order, with the processor's own conversion.
+APEX_NPU_AVX2 double sum_of_half_squares_f16c(const uint16_t* x, int64_t n) {
+  double sum = 0;
+  int64_t i = 0;
+  if (n >= kLanes) {
+    __m256d lanes[kLanes / 4] = {};  // 0 + x is x, for squares
+    for (; i + kLanes <= n; i += kLanes) {
+      if (i % (2 * kLanes) == 0) APEX_NPU_PREFETCH(x + i + 2 * kAhead);
+      for (int half = 0; half < 2; ++half) {
+        const __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i + 8 * half)));
+        const __m256 square = _mm256_mul_ps(wide, wide);  // exact: twice 11 bits
+        lanes[2 * half] = _mm256_add_pd(lanes[2 * half], _mm256_cvtps_pd(_mm256_castps256_ps128(square)));
+        lanes[2 * half + 1] = _mm256_add_pd(lanes[2 * half + 1], _mm256_cvtps_pd(_mm256_extractf128_ps(square, 1)));
+      }
+    }
+    // Halved until one is left, as Lanes::total() does.
+    lanes[0] = _mm256_add_pd(lanes[0], lanes[2]);
+    lanes[1] = _mm256_add_pd(lanes[1], lanes[3]);
+    const __m256d four = _mm256_add_pd(lanes[0], lanes[1]);
+    const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+    sum = _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+  }
+  for (; i < n; ++i) sum += static_cast<double>(from_half(x[i])) * static_cast<double>(from_half(x[i]));
+  return sum;
+}
+#endif
+
 template <typename T>
 double dot_of(const T* a, const T* b, int64_t n) {
   return a == b ? vectorized(SumOfSquares(), a, n) : vectorized(Dot(), a, b, n);
@@ -51,5 +112,13 @@ double dot_of(const T* a, const T* b, int64_t n) {
 double dot(const float* a, const float* b, int64_t n) { return dot_of(a, b, n); }
 
 double dot(const double* a, const double* b, int64_t n) { return dot_of(a, b, n); }
+
+double sum_of_squares(const uint16_t* x, c10::ScalarType dtype, int64_t n) {
+  if (dtype == c10::ScalarType::BFloat16) return vectorized(SumOfNarrowSquares<FromBFloat16>(), x, n);
+#ifdef APEX_NPU_AVX2
+  if (has_avx2()) return sum_of_half_squares_f16c(x, n);
+#endif
+  return vectorized(SumOfNarrowSquares<FromHalf>(), x, n);
+}
 
 }  // namespace apex_npu

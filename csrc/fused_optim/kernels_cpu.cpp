@@ -12,6 +12,7 @@
 #include "fused_optim/adamp_cpu.h"
 #include "fused_optim/lamb_cpu.h"
 #include "fused_optim/norm_cpu.h"
+#include "fused_optim/placed_grads.h"
 #include "fused_optim/rmsprop_cpu.h"
 #include "fused_optim/segments_cpu.h"
 #include "fused_optim/sgd_cpu.h"
@@ -26,6 +27,11 @@ class OrReference final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
     if (is_for_reference(op.schema(), *stack)) {
+      // It would be refused there, too, but in words about storage.
+      for (const c10::IValue& argument : torch::jit::last(*stack, op.schema().arguments().size())) {
+        TORCH_CHECK_TYPE(!argument.isTensor() || placed_grads_of(argument.toTensor()) == nullptr, op.schema().name(),
+                         ": with ids, gradients must be flat and contiguous, not placed; gather them first");
+      }
       op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
     } else {
       kernel_.callBoxed(op, keys, stack);

@@ -26,6 +26,16 @@ class Lanes {
     for (int k = 0; k < Count; ++k) lanes_[k] += static_cast<double>(a[k]) * static_cast<double>(b[k]);
   }
 
+  // Adds the squares of value(0) to value(Count - 1), or starts with them.
+  template <bool kFirst, typename Value>
+  APEX_NPU_INLINE void add_squares(const Value& value) {
+#pragma omp simd
+    for (int k = 0; k < Count; ++k) {
+      const auto wide = static_cast<double>(value(k));
+      lanes_[k] = kFirst ? wide * wide : lanes_[k] + wide * wide;
+    }
+  }
+
   APEX_NPU_INLINE double total() {
     for (int half = Count / 2; half > 0; half /= 2) {
       for (int k = 0; k < half; ++k) lanes_[k] += lanes_[k + half];

@@ -7,30 +7,27 @@
 #include <cmath>
 #include <vector>
 
-#include "fused_optim/convert.h"
 #include "fused_optim/dot.h"
 #include "fused_optim/operands.h"
 #include "fused_optim/pieces.h"
+#include "fused_optim/placed_grads.h"
 
 namespace apex_npu {
 namespace {
 
-double squared_norm(const at::Tensor& x, int64_t begin, int64_t n) {
-  if (x.scalar_type() == at::kDouble) {
-    const double* values = x.const_data_ptr<double>() + begin;
+double squared_norm(const char* x, at::ScalarType dtype, int64_t begin, int64_t n) {
+  if (dtype == at::kDouble) {
+    const double* values = reinterpret_cast<const double*>(x) + begin;
     return dot(values, values, n);
   }
-  if (x.scalar_type() == at::kFloat) {
-    const float* values = x.const_data_ptr<float>() + begin;
+  if (dtype == at::kFloat) {
+    const float* values = reinterpret_cast<const float*>(x) + begin;
     return dot(values, values, n);
   }
-  const auto* values = static_cast<const uint16_t*>(x.const_data_ptr()) + begin;
+  const auto* values = reinterpret_cast<const uint16_t*>(x) + begin;
   double sum = 0;
-  alignas(64) float wide[kBlockNumel];
   for (int64_t done = 0; done < n; done += kBlockNumel) {
-    const int64_t part = std::min(kBlockNumel, n - done);
-    widen(values + done, x.scalar_type(), wide, part);
-    sum += dot(wide, wide, part);
+    sum += sum_of_squares(values + done, dtype, std::min(kBlockNumel, n - done));
   }
   return sum;
 }
@@ -40,17 +37,28 @@ double squared_norm(const at::Tensor& x, int64_t begin, int64_t n) {
 at::Tensor norm_cpu(const at::Tensor& x) {
   TORCH_CHECK_TYPE(is_float(x.scalar_type()), "norm: x must be float16, bfloat16, float32 or float64, got ",
                    x.scalar_type());
-  TORCH_CHECK_VALUE(x.layout() == c10::kStrided && x.device().is_cpu() && x.is_contiguous(),
+  const PlacedGrads* placed = placed_grads_of(x);
+  TORCH_CHECK_VALUE(placed != nullptr || (x.layout() == c10::kStrided && x.device().is_cpu() && x.is_contiguous()),
                     "norm: x must be contiguous and on the cpu, got ", x.toString(), " of shape ", x.sizes(),
                     " with strides ", x.strides());
+  const PlacedGrad whole = {0, x.numel(), placed == nullptr ? static_cast<const char*>(x.const_data_ptr()) : nullptr,
+                            x.scalar_type()};
+  const PlacedGrad* places = placed == nullptr ? &whole : placed->places().data();
+  const size_t count = placed == nullptr ? 1 : placed->places().size();
   Pieces pieces;
-  pieces.add_segment(0, 0, x.numel());
+  for (size_t i = 0; i < count; ++i) {
+    pieces.add_segment(static_cast<int64_t>(i), 0, places[i].end - places[i].begin);
+  }
   std::vector<double> sums(pieces.size());
-  pieces.parallel_for_each([&](size_t i) { sums[i] = squared_norm(x, pieces[i].begin, pieces[i].numel); });
+  pieces.parallel_for_each([&](size_t i) {
+    const Piece& piece = pieces[i];
+    const PlacedGrad& place = places[piece.segment];
+    sums[i] = squared_norm(place.data, place.dtype, piece.begin, piece.numel);
+  });
   double total = 0;
   for (double sum : sums) total += sum;
   const bool is_double = x.scalar_type() == at::kDouble;
-  at::Tensor norm = at::empty({}, x.options().dtype(is_double ? at::kDouble : at::kFloat));
+  at::Tensor norm = at::empty({}, at::TensorOptions(is_double ? at::kDouble : at::kFloat));
   if (is_double) {
     *norm.mutable_data_ptr<double>() = std::sqrt(total);
   } else {

@@ -9,6 +9,7 @@
 #include <initializer_list>
 #include <optional>
 
+#include "fused_optim/placed_grads.h"
 #include "fused_optim/vectors.h"
 
 namespace apex_npu {
@@ -47,7 +48,7 @@ struct Gradient {
 // Flat buffers of one length on the cpu: parameters (float16, bfloat16, float32 or float64), gradients (float64 beside
 // float64, else any of the other three), states (float64 beside float64, else float32), and, beside parameters that are
 // not float64, model_param (float16 or bfloat16), which gets a rounded copy of the new parameters; and grad_scale, one
-// number that gradients are divided by.
+// number that gradients are divided by. Gradients may be placed ones, too.
 class Operands {
  public:
   // Raises ValueError or TypeError, with the name of what does not fit.
@@ -87,7 +88,8 @@ class Operands {
 
   int64_t numel_;
   void* param_;
-  const void* grad_;
+  const void* grad_ = nullptr;
+  const PlacedGrads* placed_grads_;  // instead
   void* model_param_;
   double grad_scale_ = 1;
   bool maximize_;

@@ -11,12 +11,12 @@ from devices import DEVICE
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu.fusion import flat_grads
+from apex_npu.fusion import grad_slots
 
 
 @pytest.fixture(autouse=True)
 def large_is_small(monkeypatch):
-    monkeypatch.setattr(flat_grads, "LOOSE_NUMEL", 16)
+    monkeypatch.setattr(grad_slots, "LOOSE_NUMEL", 16)
 
 
 @pytest.mark.parametrize("numel", [4, 64], ids=["small", "large"])

@@ -12,7 +12,8 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 from apex_npu._extension import extension
-from apex_npu.fusion import flat_grads, fuse
+from apex_npu.fusion import fuse, grad_slots
+from apex_npu.ops import is_placed
 
 SHAPES = [(3,), (40, 30), (7, 5), (20, 60), (2,)]
 LARGE = [1, 3]
@@ -20,7 +21,7 @@ LARGE = [1, 3]
 
 @pytest.fixture(autouse=True)
 def large_is_small(monkeypatch):
-    monkeypatch.setattr(flat_grads, "LOOSE_NUMEL", 1_000)
+    monkeypatch.setattr(grad_slots, "LOOSE_NUMEL", 1_000)
 
 
 def make_params(seed=0):
@@ -39,13 +40,18 @@ def test_which_stay():
     grads = fuse(params)[0].grads
     set_grads(params, 1)
     before = [p.grad for p in params]
-    states = grads.gather(leave_large=True)
-    assert [i for i, state in enumerate(states) if state == flat_grads.LOOSE] == LARGE
+    states = grads.gather(leave_loose=True)
+    assert [i for i, state in enumerate(states) if state == grad_slots.LOOSE] == LARGE
     assert [i for i, (p, g) in enumerate(zip(params, before, strict=True)) if p.grad is g] == LARGE
-    loose, spans = grads.pieces()
-    assert [piece.data_ptr() for piece in loose] == [before[i].data_ptr() for i in LARGE]
-    assert len(spans) == 3
-    assert grads.gather().count(flat_grads.PRESENT) == len(params)  # who needs one piece gets it
+    operands = grads.operands(to_be_written=True)
+    if extension is None:
+        assert [piece.data_ptr() for piece in operands[:2]] == [before[i].data_ptr() for i in LARGE]
+        assert len(operands) == 2 + 3
+    else:
+        assert len(operands) == 1
+        assert is_placed(operands[0])
+    assert [i for i, (p, g) in enumerate(zip(params, before, strict=True)) if p.grad is g] == LARGE
+    assert grads.gather().count(grad_slots.PRESENT) == len(params)  # who needs one piece gets it
     torch.testing.assert_close(params[1].grad, before[1], rtol=0, atol=0)
 
 
@@ -63,8 +69,8 @@ def test_which_do_not(spoil):
     set_grads(params, 1)
     params[1].grad = spoil(params[1])
     wanted = params[1].grad.clone()
-    states = grads.gather(leave_large=True)
-    assert states[1] == flat_grads.PRESENT
+    states = grads.gather(leave_loose=True)
+    assert states[1] == grad_slots.PRESENT
     torch.testing.assert_close(params[1].grad, wanted, rtol=0, atol=0)
 
 
@@ -77,7 +83,7 @@ def test_steps_are_those_of_gathered_gradients(cls, monkeypatch):
     one, other = cls(ours, lr=0.1), cls(theirs, lr=0.1)
     for i in range(6):
         for params, optimizer, limit in ((ours, one, 1_000), (theirs, other, 10**9)):
-            monkeypatch.setattr(flat_grads, "LOOSE_NUMEL", limit)
+            monkeypatch.setattr(grad_slots, "LOOSE_NUMEL", limit)
             set_grads(params, i)
             if i == 2:
                 params[3].grad = None  # not in this step
@@ -108,7 +114,7 @@ def test_memory_of_gradients_is_let_go_of():
 @pytest.mark.parametrize("clip", ["torch", "fused"])
 def test_amp_trains_as_with_gathered_gradients(level, fuse_unscale, clip, monkeypatch):
     def train(limit):
-        monkeypatch.setattr(flat_grads, "LOOSE_NUMEL", limit)
+        monkeypatch.setattr(grad_slots, "LOOSE_NUMEL", limit)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 40), nn.Linear(40, 2))
         optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=0.01)

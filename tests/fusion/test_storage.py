@@ -294,11 +294,3 @@ def test_slot_table_does_not_mind_what_is_no_place():
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
         assert table.broken(params) == []
     assert storage.slot_table([]).broken([]) == []
-
-
-def test_slot_table_tells_gradients_apart():
-    params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    views = [torch.zeros(2) for _ in range(3)]
-    params[1].grad = views[1]
-    params[2].grad = torch.zeros(2)
-    assert storage.grad_states(params, views) == bytes([0, 1, 2])

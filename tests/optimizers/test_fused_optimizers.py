@@ -18,7 +18,7 @@ from optimizer_specs import DTYPES, MATRIX, SPECS
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from apex_npu.fusion.flat_grads import LOOSE_NUMEL
+from apex_npu.fusion.grad_slots import LOOSE_NUMEL
 from apex_npu.optimizers import (
     FusedLAMB,
     FusedNovoGrad,

@@ -1,0 +1,116 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Where the gradients of many parameters lie, asked of all at once.
+
+A gradient is ABSENT while ``param.grad is None``, PRESENT while it is the view of its slot, and else FOREIGN, or LOOSE
+where it may as well stay where it is: its elements lie in the slot's order, and in memory that nothing else will write.
+With the extension that is on a CPU, of any size, as its kernels read gradients wherever they lie. In pure torch a LOOSE
+one is stepped by calls of its own: copying it would cost half as much as its step of Adam, such a call next to nothing
+if it is large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter, is_
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from apex_npu._extension import extension
+from apex_npu.fusion.storage import has_unnamed_aliases, is_slot, owns_memory
+
+ABSENT, PRESENT, FOREIGN, LOOSE = 0, 1, 2, 3
+# From how many elements on.
+LOOSE_NUMEL = 1 << 18 if extension is None else 0
+_GRAD = attrgetter("grad")
+
+
+class GradSlots(Protocol):
+    """The slots of one flat buffer of gradients."""
+
+    def states(
+        self,
+        params: Sequence[Tensor],
+        views: Sequence[Tensor],
+        first: int,
+        leave_loose: bool,
+        to_be_written: bool,
+        loose_numel: int,
+    ) -> bytes:
+        """One byte for each of ``params``, whose slots are those from ``first`` on, and have ``views`` in them.
+
+        Args:
+            params: Parameters.
+            views: One for each.
+            first: The slot of the first.
+            leave_loose: Whether there shall be any that are LOOSE, rather than FOREIGN.
+            to_be_written: Only those of the slot's dtype that share their memory with nobody.
+            loose_numel: Only those of so many elements.
+        """
+        ...
+
+
+def grad_slots(shapes: Sequence[Tensor], offsets: Sequence[int]) -> GradSlots:
+    """For slots with the sizes, strides and dtype of ``shapes``."""
+    if extension is None:
+        return _PythonGradSlots(shapes)
+    slots: GradSlots = extension.GradSlots(shapes, offsets)
+    return slots
+
+
+class _PythonGradSlots:
+    def __init__(self, shapes: Sequence[Tensor]) -> None:
+        self._shapes = list(shapes)
+        self._numels = [shape.numel() for shape in shapes]
+
+    def states(
+        self,
+        params: Sequence[Tensor],
+        views: Sequence[Tensor],
+        first: int,
+        leave_loose: bool,
+        to_be_written: bool,
+        loose_numel: int,
+    ) -> bytes:
+        grads = list(map(_GRAD, params))
+        if len(grads) == len(views) and all(map(is_, grads, views)):
+            return bytes([PRESENT]) * len(grads)
+        states = bytearray(
+            ABSENT if g is None else PRESENT if g is v else FOREIGN for g, v in zip(grads, views, strict=True)
+        )
+        if leave_loose and params[0].device.type == "cpu":
+            for i, numel in enumerate(self._numels[first : first + len(grads)]):
+                if numel >= loose_numel and states[i] == FOREIGN and _fits(grads[i], self._shapes[first + i]):
+                    states[i] = FOREIGN if to_be_written and not _is_alone(grads[i]) else LOOSE
+        return bytes(states)
+
+
+def _fits(grad: Tensor, shape: Tensor) -> bool:
+    """True where a gradient has its slot's dtype and layout, and memory of its own."""
+    return (
+        grad.layout == torch.strided
+        and not dispatches_in_python(grad)
+        and not grad.requires_grad  # create_graph=True: writing it would falsify its graph
+        and not grad.is_neg()
+        and grad.dtype == shape.dtype
+        and grad.stride() == shape.stride()
+        and not is_slot(grad)  # of another gradient, or a parameter
+    )
+
+
+def _is_alone(grad: Tensor) -> bool:
+    """True where a parameter's gradient is no other's too, and its memory is nobody else's.
+
+    Two gradients, of this buffer or of another, can be views of one tensor: autograd leaves them so for
+    ``a.view(-1) + b.view(-1)``. Or they are one tensor, which a user has given to both.
+    """
+    # The parameter holds it, and so does the Python object asked here, however many names that has.
+    held_once = grad._use_count() <= 2  # type: ignore[attr-defined]
+    return held_once and owns_memory(grad) and not has_unnamed_aliases([grad])
+
+
+def dispatches_in_python(tensor: Tensor) -> bool:
+    """True for a subclass of which only its own code knows where the elements are."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__

@@ -1,0 +1,100 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+#include "fused_optim/grad_slots.h"
+
+#include <utility>
+
+#include "combine_tensors/change_data_ptr.h"
+#include "fused_optim/placed_grads.h"
+
+namespace apex_npu {
+namespace {
+
+bool is_narrow(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
+
+}  // namespace
+
+GradSlots::GradSlots(const std::vector<at::Tensor>& shapes, std::vector<int64_t> offsets) {
+  TORCH_CHECK_VALUE(shapes.size() == offsets.size(), "GradSlots: expected one offset per shape (", shapes.size(),
+                    "), got ", offsets.size());
+  slots_.reserve(shapes.size());
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    const at::Tensor& shape = shapes[i];
+    slots_.push_back(
+        {offsets[i], shape.numel(), c10::DimVector(shape.sizes()), c10::DimVector(shape.strides()),
+         shape.scalar_type()});
+  }
+}
+
+bool GradSlots::is_readable(const at::Tensor& grad, const Slot& slot) {
+  const at::ScalarType dtype = grad.scalar_type();
+  if (dtype != slot.dtype && !(slot.dtype == at::kFloat && is_narrow(dtype))) return false;
+  // Subclasses may have no memory but that of tensors inside (DTensor), lazy ones other values in it.
+  if (grad.layout() != c10::kStrided || !grad.device().is_cpu() || !grad.has_storage()) return false;
+  if (grad.unsafeGetTensorImpl()->is_python_dispatch() || grad.is_neg() || grad._is_zerotensor()) return false;
+  if (grad.sizes() != slot.sizes) return false;
+  for (size_t d = 0; d < slot.sizes.size(); ++d) {
+    if (slot.sizes[d] != 1 && grad.stride(static_cast<int64_t>(d)) != slot.strides[d]) return false;
+  }
+  return true;
+}
+
+std::string GradSlots::states(const Borrowed& params, const Borrowed& views, size_t first, LooseFor loose_for,
+                              int64_t loose_numel, IsAlone is_alone) const {
+  TORCH_CHECK_VALUE(params.size() == views.size() && first + params.size() <= slots_.size(),
+                    "states: expected one view per parameter, and a slot for each, got ", views.size(), " views of ",
+                    params.size(), " parameters from slot ", first, " on, of ", slots_.size());
+  std::string states(params.size(), static_cast<char>(GradState::kAbsent));
+  look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
+    if (!grad.defined()) return;
+    const Slot& slot = slots_[first + i];
+    GradState state = GradState::kForeign;
+    if (grad.is_same(*views[i])) {
+      state = GradState::kPresent;
+    } else if (loose_for != LooseFor::kNothing && slot.numel >= loose_numel && is_readable(grad, slot) &&
+               !is_slot(grad)) {
+      // Slots, of another gradient or a parameter, may be written before they are read.
+      const auto may_be_written = [&] {
+        return grad.scalar_type() == slot.dtype && !grad.requires_grad() && owns_memory(grad) && is_alone(grad);
+      };
+      if (loose_for == LooseFor::kReading || may_be_written()) state = GradState::kLoose;
+    }
+    states[i] = static_cast<char>(state);
+  });
+  return states;
+}
+
+at::Tensor GradSlots::place(const Borrowed& params, size_t first, int64_t numel) const {
+  TORCH_CHECK_VALUE(!params.empty() && first + params.size() <= slots_.size(), "place: expected parameters of the ",
+                    slots_.size(), " slots, got ", params.size(), " from slot ", first, " on");
+  PlacedGrads placed(numel, params.size());
+  const int64_t begin = slots_[first].offset;
+  look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
+    if (!grad.defined()) return;
+    const Slot& slot = slots_[first + i];
+    TORCH_CHECK_VALUE(is_readable(grad, slot), "place: the gradient of parameter ", first + i, ", ", grad.toString(),
+                      " of shape ", grad.sizes(), " with strides ", grad.strides(), ", cannot be read where it lies");
+    placed.add(grad, slot.offset - begin);
+  });
+  return as_operand(std::move(placed), numel, slots_[first].dtype);
+}
+
+std::vector<int64_t> GradSlots::share(const Borrowed& sources, const Borrowed& params, int64_t loose_numel) const {
+  TORCH_CHECK_VALUE(sources.size() == slots_.size() && params.size() == slots_.size(), "share: expected ",
+                    slots_.size(), " sources and parameters, got ", sources.size(), " and ", params.size());
+  std::vector<int64_t> others;
+  look_at_grads(sources, [&](const at::Tensor& grad, size_t i) {
+    if (!grad.defined() || sources[i]->is_same(*params[i])) return;
+    // A view may change with what it is a view of: the next backward writes to a bucket of DistributedDataParallel.
+    const bool own_memory = slots_[i].numel >= loose_numel && is_readable(grad, slots_[i]) &&
+                            grad.storage().use_count() == 1 && !is_slot(grad);
+    if (own_memory) {
+      params[i]->mutable_grad() = grad;
+    } else {
+      others.push_back(static_cast<int64_t>(i));
+    }
+  });
+  return others;
+}
+
+}  // namespace apex_npu

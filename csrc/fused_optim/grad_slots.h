@@ -1,0 +1,60 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Where the gradients of many parameters lie: nowhere, in their slots of a flat buffer, or where autograd left them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/DimVector.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "combine_tensors/borrowed.h"
+
+namespace apex_npu {
+
+// kLoose: not in its slot, and of no need to be. What that takes depends on what shall be done with it.
+enum class GradState : char { kAbsent = 0, kPresent = 1, kForeign = 2, kLoose = 3 };
+
+// What gradients outside of their slots are looked at for.
+enum class LooseFor { kNothing, kReading, kWriting };
+
+// Whether a parameter's gradient is nobody else's, so that it may be written: no other tensor has its memory, and no
+// other parameter the tensor.
+using IsAlone = bool (*)(const at::Tensor& grad);
+
+class GradSlots {
+ public:
+  // `shapes` have the slots' sizes, strides and dtype, on any device; `offsets` their first elements.
+  GradSlots(const std::vector<at::Tensor>& shapes, std::vector<int64_t> offsets);
+
+  // One GradState for each of `params`, which are those of the slots from `first` on; `views` are what lies in their
+  // slots. A gradient is kLoose to be read where it is on the CPU, has its slot's order of elements, and its dtype or,
+  // beside float32, a narrower one; to be written where it has its slot's dtype, and is alone. Those of fewer elements
+  // than `loose_numel` never are.
+  std::string states(const Borrowed& params, const Borrowed& views, size_t first, LooseFor loose_for,
+                     int64_t loose_numel, IsAlone is_alone) const;
+
+  // The gradients of these parameters, all that there are, as one operand of the kernels, whose first element is that of
+  // the slot `first`. Each is present or loose.
+  at::Tensor place(const Borrowed& params, size_t first, int64_t numel) const;
+
+  // Makes the gradient of sources[i], which is not params[i], that of params[i], too, where it is loose to be read and in
+  // memory of its own. Returns the indices of those where it is not.
+  std::vector<int64_t> share(const Borrowed& sources, const Borrowed& params, int64_t loose_numel) const;
+
+ private:
+  struct Slot {
+    int64_t offset, numel;
+    c10::DimVector sizes, strides;
+    at::ScalarType dtype;
+  };
+
+  static bool is_readable(const at::Tensor& grad, const Slot& slot);
+
+  std::vector<Slot> slots_;
+};
+
+}  // namespace apex_npu

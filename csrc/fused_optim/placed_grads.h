@@ -1,0 +1,60 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Gradients that lie anywhere, as one flat operand: a tensor without memory of its own, which only the kernels here can
+// read. All other operations refuse it, since it has no storage.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "fused_optim/vectors.h"
+
+namespace apex_npu {
+
+// What stands for the elements [begin, end) of the operand.
+struct PlacedGrad {
+  int64_t begin, end;
+  const char* data;
+  at::ScalarType dtype;
+};
+
+class PlacedGrads {
+ public:
+  // Of an operand of `numel` elements, which are 0 where none of `count` gradients is added.
+  PlacedGrads(int64_t numel, size_t count);
+
+  // From element `begin` on, behind all that have been added before; `grad` fills its memory.
+  void add(const at::Tensor& grad, int64_t begin);
+
+  const std::vector<PlacedGrad>& places() const { return places_; }
+  const std::vector<at::Tensor>& tensors() const { return tensors_; }
+
+  // Elements [begin, begin + n), n <= kBlockNumel, as T: where they lie, or put together in `copy`. T is double where
+  // the gradients are float64, else float.
+  template <typename T>
+  const T* read(int64_t begin, int64_t n, T* copy) const;
+
+ private:
+  size_t first_behind(int64_t begin) const;
+
+  int64_t numel_;
+  std::vector<PlacedGrad> places_;
+  std::vector<at::Tensor> tensors_;      // one for each, which keeps its memory
+  std::vector<uint32_t> first_in_block_;  // the first place that ends behind the beginning of each kBlockNumel elements
+};
+
+// The operand, of the dtype that the gradients, wide or narrow, are taken for.
+at::Tensor as_operand(PlacedGrads grads, int64_t numel, at::ScalarType dtype);
+
+// What is behind an operand; null for any other tensor.
+const PlacedGrads* placed_grads_of(const at::Tensor& tensor);
+
+// Multiplies the gradients where they lie. found_inf (float32, one element), if given, becomes 1 where an element is inf
+// or nan. With a factor of 1 nothing is written.
+void scale_placed_grads(const at::Tensor& grads, double factor, const std::optional<at::Tensor>& found_inf);
+
+}  // namespace apex_npu

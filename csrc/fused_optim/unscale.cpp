@@ -1,0 +1,124 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+#include "fused_optim/unscale.h"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "fused_optim/convert.h"
+#include "fused_optim/vectors.h"
+
+namespace apex_npu {
+namespace {
+
+// Looks at the exponent's bits, which unlike std::isfinite the compiler turns into vector instructions.
+APEX_NPU_INLINE uint32_t not_finite(float x) { return (bit_cast<uint32_t>(x) & kFloatInf) == kFloatInf; }
+
+APEX_NPU_INLINE uint64_t not_finite(double x) {
+  constexpr uint64_t kInf = 0x7ff0000000000000u;
+  return (bit_cast<uint64_t>(x) & kInf) == kInf;
+}
+
+APEX_NPU_INLINE double load(double x) { return x; }
+APEX_NPU_INLINE float load(float x) { return x; }
+APEX_NPU_INLINE float load(BFloat16 x) { return to_float(x); }
+
+APEX_NPU_INLINE void store(double value, double& x) { x = value; }
+APEX_NPU_INLINE void store(float value, float& x) { x = value; }
+APEX_NPU_INLINE void store(float value, BFloat16& x) { x = to_bfloat16(value); }
+
+// dst[i] = src[i] * inv_scale; returns whether an element of src is inf or nan. dst may be src.
+struct Unscale {
+  template <typename Dst, typename Src>
+  APEX_NPU_INLINE bool operator()(Dst* dst, const Src* src, double inv_scale, int64_t n) const {
+    using Wide = std::conditional_t<std::is_same_v<Dst, double>, double, float>;
+    const auto factor = static_cast<Wide>(inv_scale);
+    decltype(not_finite(Wide())) bad = 0;
+#pragma omp simd reduction(| : bad)
+    for (int64_t i = 0; i < n; ++i) {
+      const auto value = static_cast<Wide>(load(src[i]));
+      bad |= not_finite(value);
+      store(value * factor, dst[i]);
+    }
+    return bad != 0;
+  }
+};
+
+// Whether all bits of the exponent, which are those of `mask`, are set anywhere.
+template <typename Bits>
+struct HasExponent {
+  APEX_NPU_INLINE bool operator()(const Bits* x, Bits mask, int64_t n) const {
+    Bits found = 0;
+#pragma omp simd reduction(| : found)
+    for (int64_t i = 0; i < n; ++i) found |= static_cast<Bits>((x[i] & mask) == mask);
+    return found != 0;
+  }
+};
+
+template <typename Bits>
+bool has_exponent(const Place& grad, Bits mask, int64_t n) {
+  return vectorized(HasExponent<Bits>(), grad.as<Bits>(), mask, n);
+}
+
+template <typename Src>
+bool unscale_from(const Place& slot, const Src* src, double inv_scale, int64_t n) {
+  switch (slot.dtype) {
+    case at::kFloat:
+      return vectorized(Unscale(), slot.as_written<float>(), src, inv_scale, n);
+    case at::kDouble:
+      return vectorized(Unscale(), slot.as_written<double>(), src, inv_scale, n);
+    case at::kBFloat16:
+      return vectorized(Unscale(), slot.as_written<BFloat16>(), src, inv_scale, n);
+    default: {
+      // float16 is converted by functions of its own, block by block.
+      bool bad = false;
+      alignas(64) float values[kBlockNumel];
+      for (int64_t done = 0; done < n; done += kBlockNumel) {
+        const int64_t part = std::min(kBlockNumel, n - done);
+        bad |= vectorized(Unscale(), static_cast<float*>(values), src + done, inv_scale, part);
+        narrow(values, slot.as_written<uint16_t>() + done, slot.dtype, part);
+      }
+      return bad;
+    }
+  }
+}
+
+}  // namespace
+
+bool unscale(const Place& slot, const Place& grad, double inv_scale, int64_t n) {
+  switch (grad.dtype) {
+    case at::kFloat:
+      return unscale_from(slot, grad.as<float>(), inv_scale, n);
+    case at::kDouble:
+      return unscale_from(slot, grad.as<double>(), inv_scale, n);
+    case at::kBFloat16:
+      return unscale_from(slot, grad.as<BFloat16>(), inv_scale, n);
+    default: {
+      bool bad = false;
+      alignas(64) float values[kBlockNumel];
+      Place to = slot;
+      const int64_t slot_size = static_cast<int64_t>(c10::elementSize(slot.dtype));
+      for (int64_t done = 0; done < n; done += kBlockNumel, to.data += kBlockNumel * slot_size) {
+        const int64_t part = std::min(kBlockNumel, n - done);
+        widen(grad.as<uint16_t>() + done, grad.dtype, values, part);
+        bad |= unscale_from(to, static_cast<const float*>(values), inv_scale, part);
+      }
+      return bad;
+    }
+  }
+}
+
+bool has_nonfinite(const Place& grad, int64_t n) {
+  switch (grad.dtype) {
+    case at::kFloat:
+      return has_exponent<uint32_t>(grad, kFloatInf, n);
+    case at::kDouble:
+      return has_exponent<uint64_t>(grad, 0x7ff0000000000000u, n);
+    case at::kBFloat16:
+      return has_exponent<uint16_t>(grad, 0x7f80u, n);
+    default:
+      return has_exponent<uint16_t>(grad, 0x7c00u, n);
+  }
+}
+
+}  // namespace apex_npu

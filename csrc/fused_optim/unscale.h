@@ -1,0 +1,36 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Gradients, copied, widened, multiplied and looked at in one pass.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace apex_npu {
+
+// Memory of some dtype, from an element on.
+struct Place {
+  Place(const at::Tensor& t, const void* data, int64_t i)
+      : dtype(t.scalar_type()), data(static_cast<const char*>(data) + i * static_cast<int64_t>(t.element_size())) {}
+
+  template <typename T>
+  const T* as() const {
+    return reinterpret_cast<const T*>(data);
+  }
+  template <typename T>
+  T* as_written() const {
+    return reinterpret_cast<T*>(const_cast<char*>(data));
+  }
+
+  at::ScalarType dtype;
+  const char* data;
+};
+
+// slot[i] = grad[i] * inv_scale for n elements, rounded once; returns whether an element of grad is inf or nan. Both may
+// be float16, bfloat16, float32 or float64, and they may be one place.
+bool unscale(const Place& slot, const Place& grad, double inv_scale, int64_t n);
+
+// Whether one of n elements is inf or nan.
+bool has_nonfinite(const Place& grad, int64_t n);
+
+}  // namespace apex_npu
