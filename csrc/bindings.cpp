@@ -79,21 +79,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "states",
           [](const apex_npu::GradSlots& slots, const py::sequence& params, const py::sequence& views, size_t first,
-             bool leave_loose, bool to_be_written, int64_t loose_numel) {
-            const auto loose_for = !leave_loose    ? apex_npu::LooseFor::kNothing
-                                   : to_be_written ? apex_npu::LooseFor::kWriting
-                                                   : apex_npu::LooseFor::kReading;
-            return py::bytes(
-                slots.states(borrow(params), borrow(views), first, loose_for, loose_numel, &apex_npu::is_alone));
+             int loose_for, int64_t loose_numel) {
+            return py::bytes(slots.states(borrow(params), borrow(views), first,
+                                          static_cast<apex_npu::LooseFor>(loose_for), loose_numel,
+                                          &apex_npu::is_alone));
           },
-          py::arg("params"), py::arg("views"), py::arg("first"), py::arg("leave_loose"), py::arg("to_be_written"),
-          py::arg("loose_numel"))
+          py::arg("params"), py::arg("views"), py::arg("first"), py::arg("loose_for"), py::arg("loose_numel"))
       .def(
           "place",
-          [](const apex_npu::GradSlots& slots, const py::sequence& params, size_t first, int64_t numel) {
-            return slots.place(borrow(params), first, numel);
+          [](apex_npu::GradSlots& slots, const py::sequence& params, size_t first, int64_t numel, bool stepped) {
+            return slots.place(borrow(params), first, numel, stepped);
           },
-          py::arg("params"), py::arg("first"), py::arg("numel"))
+          py::arg("params"), py::arg("first"), py::arg("numel"), py::arg("stepped"))
+      .def("forget_stepped", &apex_npu::GradSlots::forget_stepped)
       .def(
           "share",
           [](const apex_npu::GradSlots& slots, const py::sequence& sources, const py::sequence& params,

@@ -9,3 +9,14 @@
 #else
 #define APEX_NPU_PREFETCH(address) static_cast<void>(address)
 #endif
+
+#include <cstddef>
+
+namespace apex_npu {
+
+// The beginning of what is read next, where that is no continuation of what is being read.
+inline void prefetch_bytes(const void* begin, size_t count) {
+  for (size_t i = 0; i < count; i += 64) APEX_NPU_PREFETCH(static_cast<const char*>(begin) + i);
+}
+
+}  // namespace apex_npu

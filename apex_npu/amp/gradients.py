@@ -26,7 +26,7 @@ from apex_npu.fusion import (
     overlapping,
     wraps_tensors,
 )
-from apex_npu.fusion.grad_slots import ABSENT
+from apex_npu.fusion.grad_slots import ABSENT, LooseFor
 from apex_npu.ops import gathers_in_one_pass, takes_grads, unscale_grads
 
 
@@ -185,7 +185,7 @@ class GradUnit:
     def check(self, found_inf: Tensor) -> None:
         """Set ``found_inf``, float32, one element, to 1 where a gradient of ``params`` is not finite."""
         if self.flat is not None:
-            for grads in self.flat.operands(to_be_written=False):
+            for grads in self.flat.operands(LooseFor.READING):
                 unscale_grads([grads], 1.0, found_inf)
         else:
             unscale_grads(_writable(self.params), 1.0, found_inf)
@@ -197,7 +197,8 @@ class GradUnit:
         states = flat.states()
         if any(states) if not self._direct else any(states[i] != ABSENT for i in self._masters):
             return False
-        flat.unscale_(inv_scale, found_inf)  # of those that are no masters
+        if self._direct:
+            flat.unscale_(inv_scale, found_inf)  # masters have none yet
         if share and inv_scale == 1.0 and found_inf is None:
             flat.share(self.sources)
             self._shares = True

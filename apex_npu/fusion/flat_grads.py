@@ -19,7 +19,7 @@ from torch import Tensor
 from apex_npu._extension import extension
 from apex_npu.fusion import grad_slots
 from apex_npu.fusion.flat_buffer import FlatBuffer, plan
-from apex_npu.fusion.grad_slots import FOREIGN, LOOSE, PRESENT, GradSlots, dispatches_in_python
+from apex_npu.fusion.grad_slots import FOREIGN, LOOSE, PRESENT, GradSlots, LooseFor, dispatches_in_python
 from apex_npu.fusion.many_tensors import increment_versions
 from apex_npu.fusion.storage import SlotTable, slot_table
 from apex_npu.ops import LOW_PRECISION, gather_, gathers_in_one_pass, take_grads_, takes_grads, unscale_grads
@@ -107,20 +107,19 @@ class FlatGrads:
 
     def states(self, slots: range | None = None) -> bytes:
         """One byte per parameter, of all or of those of ``slots``: ABSENT, PRESENT or FOREIGN."""
-        return self._find(slots, leave_loose=False, to_be_written=False)
+        return self._find(slots, LooseFor.NOTHING)
 
-    def _find(self, slots: range | None, *, leave_loose: bool, to_be_written: bool) -> bytes:
-        states = self._look(slots, leave_loose, to_be_written)
+    def _find(self, slots: range | None, loose_for: LooseFor) -> bytes:
+        states = self._look(slots, loose_for)
         lost = PRESENT in states and self._replace_lost_views()
-        return self._look(slots, leave_loose, to_be_written) if lost else states
+        return self._look(slots, loose_for) if lost else states
 
-    def _look(self, slots: range | None, leave_loose: bool, to_be_written: bool) -> bytes:
+    def _look(self, slots: range | None, loose_for: LooseFor) -> bytes:
         params, views, first = self.params, self._views or self.params, 0
         if slots is not None:
             first = slots.start
             params, views = params[first : slots.stop], views[first : slots.stop]
-        found = self._plan_slots()
-        return found.states(params, views, first, leave_loose, to_be_written, grad_slots.LOOSE_NUMEL)
+        return self._plan_slots().states(params, views, first, loose_for, grad_slots.LOOSE_NUMEL)
 
     def _replace_lost_views(self) -> bool:
         """``p.grad.data = ...`` takes a view out of its slot: from then on it is a gradient like any other."""
@@ -155,13 +154,12 @@ class FlatGrads:
         states = self.states(slots)
         return states.count(PRESENT) == len(states)
 
-    def gather(self, slots: range | None = None, *, leave_loose: bool = False, to_be_written: bool = False) -> bytes:
+    def gather(self, slots: range | None = None, *, loose_for: LooseFor = LooseFor.NOTHING) -> bytes:
         """Bring every gradient into its slot: afterwards ``param.grad`` is None or the slot's view.
 
         Args:
             slots: Which; None: all.
-            leave_loose: But for those that may be worked on where they are.
-            to_be_written: These are going to be written, so that they have to share their memory with nobody.
+            loose_for: But for those that may be worked on where they are.
 
         Returns:
             One byte per parameter, ABSENT or PRESENT, or LOOSE where it has been left.
@@ -170,7 +168,7 @@ class FlatGrads:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
                 been copied then.
         """
-        states = self._find(slots, leave_loose=leave_loose, to_be_written=to_be_written)
+        states = self._find(slots, loose_for)
         if FOREIGN not in states:
             return states
         first, views = 0 if slots is None else slots.start, self.views
@@ -225,7 +223,7 @@ class FlatGrads:
             RuntimeError: As of ``take``.
         """
         others: Sequence[int] = range(len(self.params))
-        if extension is not None and self.device.type == "cpu":
+        if self.device.type == "cpu":
             others = self._plan_slots().share(sources, self.params, grad_slots.LOOSE_NUMEL)
         if others:
             self._take(sources, others, 1.0, None)
@@ -242,10 +240,10 @@ class FlatGrads:
         Raises:
             RuntimeError: As of ``gather``.
         """
-        states = self._find(None, leave_loose=True, to_be_written=True)
+        states = self._find(None, LooseFor.WRITING)
         if LOOSE in states and self.reads_in_place:
             if FOREIGN in states:
-                self.gather(leave_loose=True, to_be_written=True)
+                self.gather(loose_for=LooseFor.WRITING)
             if inv_scale == 1.0 and found_inf is None:
                 return
             unscale_grads([self.operand(range(len(self.params)), self._total_numel)], inv_scale, found_inf)
@@ -253,10 +251,10 @@ class FlatGrads:
         spans: list[Tensor] = []
         if FOREIGN in states and PRESENT not in states and takes_grads(self.params[0]):
             self._take(self.params, _places_of(FOREIGN, states), inv_scale, found_inf)
-        else:
-            states = self.gather(leave_loose=True, to_be_written=True)
+        elif any(states):
+            states = self.gather(loose_for=LooseFor.WRITING)
             spans = [self.span(slots) for slots in _stretches(states)]
-        loose = [self._loose(i) for i in _places_of(LOOSE, states)]
+        loose = [self._operand_of(i) for i in _places_of(LOOSE, states)]
         unscale_grads(loose, inv_scale, found_inf)
         if inv_scale != 1.0:
             increment_versions(loose)
@@ -335,38 +333,37 @@ class FlatGrads:
         """True where kernels read gradients where they lie, all in one call."""
         return extension is not None and self.device.type == "cpu"
 
-    def operand(self, slots: range, numel: int) -> Tensor:
+    def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
         """The gradients of consecutive ``slots``, where one is LOOSE at least and none FOREIGN, for ``ops`` to read.
 
         1-D, of ``numel`` elements from the first slot's on. It may have no memory: nothing but ops can read it then. In
-        pure torch it is one slot.
+        pure torch it is one slot. Those that are ``stepped`` are not LOOSE for STEPPING any more.
         """
-        if not self.reads_in_place:
-            return self._loose(slots.start)
-        placed: Tensor = self._plan_slots().place(self.params[slots.start : slots.stop], slots.start, numel)
-        return placed
+        return self._plan_slots().place(self.params[slots.start : slots.stop], slots.start, numel, stepped)
 
-    def operands(self, *, to_be_written: bool) -> list[Tensor]:
+    def _operand_of(self, index: int) -> Tensor:
+        return self.operand(range(index, index + 1), self.params[index].numel())
+
+    def forget_stepped(self) -> None:
+        """Gradients have been dropped: those to come are others."""
+        if self._slots is not None:
+            self._slots.forget_stepped()
+
+    def operands(self, loose_for: LooseFor) -> list[Tensor]:
         """All gradients in few pieces, 1-D: ``operand`` or what is LOOSE, and stretches of the buffer with padding.
 
         Args:
-            to_be_written: As of ``gather``; by ``ops.multiply_``, which can write what ops can read.
+            loose_for: READING, by ``ops``; or WRITING, by ``ops.multiply_``, which can write what they can read.
         """
-        states = self.gather(leave_loose=True, to_be_written=to_be_written)
+        states = self.gather(loose_for=loose_for)
         if LOOSE in states and self.reads_in_place:
             return [self.operand(range(len(self.params)), self._total_numel)]
         spans = [self.span(slots) for slots in _stretches(states)]
-        return [self._loose(i) for i in _places_of(LOOSE, states)] + spans
+        return [self._operand_of(i) for i in _places_of(LOOSE, states)] + spans
 
     def gathered(self) -> list[Tensor]:
         """All gradients, gathered: stretches of the buffer, padding included."""
         return [self.span(slots) for slots in _stretches(self.gather())]
-
-    def _loose(self, index: int) -> Tensor:
-        """The gradient of parameter ``index``, which fits, as one piece."""
-        grad = self.params[index].grad
-        assert grad is not None
-        return grad.detach().as_strided((grad.numel(),), (1,))
 
     def zero_(self) -> None:
         """Write zeros into all gradients that are there; they lie in their slots then."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.fusion.flat_grads import FlatGrads
-from apex_npu.fusion.grad_slots import PRESENT
+from apex_npu.fusion.grad_slots import PRESENT, LooseFor
 from apex_npu.ops import is_placed, multiply_, norm, wide_dtype
 
 
@@ -38,7 +38,7 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite, and ``error_if_nonfinite``; nothing has been scaled.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
-    grads = _operands(flats, loose, norm_type, to_be_written=True)
+    grads = _operands(flats, loose, norm_type, LooseFor.WRITING)
     total = _total_norm(grads, norm_type)
     coefficient = clip_coefficient(total, max_norm, norm_type, error_if_nonfinite)
     if total.device.type == "cpu" and coefficient == 1.0:
@@ -56,7 +56,7 @@ def clip_grad_norm_(
 def total_grad_norm(flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm that ``clip_grad_norm_`` returns, without clipping."""
     norm_type = float(norm_type)
-    return _total_norm(_operands(flats, loose, norm_type, to_be_written=False), norm_type)
+    return _total_norm(_operands(flats, loose, norm_type, LooseFor.READING), norm_type)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -74,13 +74,13 @@ def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_n
 
 
 def _operands(
-    flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float, *, to_be_written: bool
+    flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float, loose_for: LooseFor
 ) -> list[Tensor]:
     """All gradients in few pieces."""
     found: list[Tensor] = []
     for flat in flats:
         if norm_type == 2.0:
-            found += flat.operands(to_be_written=to_be_written)
+            found += flat.operands(loose_for)
         elif norm_type > 0:  # zeros in the padding add nothing; other "norms" count tensors or look for the smallest
             found += flat.gathered()
         else:

@@ -12,6 +12,7 @@ if it is large.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from operator import attrgetter, is_
 from typing import Protocol
 
@@ -27,17 +28,20 @@ LOOSE_NUMEL = 1 << 18 if extension is None else 0
 _GRAD = attrgetter("grad")
 
 
+class LooseFor(IntEnum):
+    """What shall be done with gradients outside of their slots: whether they are LOOSE depends on it."""
+
+    NOTHING = 0  # none is
+    READING = 1
+    STEPPING = 2  # but not the very tensor that has been stepped before: what stays had better lie in its slot
+    WRITING = 3  # those of the slot's dtype that share their memory with nobody
+
+
 class GradSlots(Protocol):
     """The slots of one flat buffer of gradients."""
 
     def states(
-        self,
-        params: Sequence[Tensor],
-        views: Sequence[Tensor],
-        first: int,
-        leave_loose: bool,
-        to_be_written: bool,
-        loose_numel: int,
+        self, params: Sequence[Tensor], views: Sequence[Tensor], first: int, loose_for: int, loose_numel: int
     ) -> bytes:
         """One byte for each of ``params``, whose slots are those from ``first`` on, and have ``views`` in them.
 
@@ -45,10 +49,32 @@ class GradSlots(Protocol):
             params: Parameters.
             views: One for each.
             first: The slot of the first.
-            leave_loose: Whether there shall be any that are LOOSE, rather than FOREIGN.
-            to_be_written: Only those of the slot's dtype that share their memory with nobody.
-            loose_numel: Only those of so many elements.
+            loose_for: See ``LooseFor``.
+            loose_numel: Only those of so many elements are LOOSE.
         """
+        ...
+
+    def place(self, params: Sequence[Tensor], first: int, numel: int, stepped: bool) -> Tensor:
+        """The gradients of ``params``, whose slots are those from ``first`` on, as one operand for ``ops``.
+
+        Args:
+            params: With gradients that are PRESENT or LOOSE, or without.
+            first: The slot of the first.
+            numel: Of the operand.
+            stepped: Remember these as stepped.
+        """
+        ...
+
+    def share(self, sources: Sequence[Tensor], params: Sequence[Tensor], loose_numel: int) -> list[int]:
+        """Make the gradients of ``sources`` those of ``params``, too, where these can be read where they are.
+
+        Returns:
+            The indices of those where they cannot.
+        """
+        ...
+
+    def forget_stepped(self) -> None:
+        """Gradients have been dropped: those to come are others."""
         ...
 
 
@@ -66,13 +92,7 @@ class _PythonGradSlots:
         self._numels = [shape.numel() for shape in shapes]
 
     def states(
-        self,
-        params: Sequence[Tensor],
-        views: Sequence[Tensor],
-        first: int,
-        leave_loose: bool,
-        to_be_written: bool,
-        loose_numel: int,
+        self, params: Sequence[Tensor], views: Sequence[Tensor], first: int, loose_for: int, loose_numel: int
     ) -> bytes:
         grads = list(map(_GRAD, params))
         if len(grads) == len(views) and all(map(is_, grads, views)):
@@ -80,11 +100,23 @@ class _PythonGradSlots:
         states = bytearray(
             ABSENT if g is None else PRESENT if g is v else FOREIGN for g, v in zip(grads, views, strict=True)
         )
-        if leave_loose and params[0].device.type == "cpu":
+        if loose_for != LooseFor.NOTHING and params[0].device.type == "cpu":
             for i, numel in enumerate(self._numels[first : first + len(grads)]):
                 if numel >= loose_numel and states[i] == FOREIGN and _fits(grads[i], self._shapes[first + i]):
-                    states[i] = FOREIGN if to_be_written and not _is_alone(grads[i]) else LOOSE
+                    states[i] = LOOSE if loose_for != LooseFor.WRITING or _is_alone(grads[i]) else FOREIGN
         return bytes(states)
+
+    def place(self, params: Sequence[Tensor], first: int, numel: int, stepped: bool) -> Tensor:
+        grad = params[0].grad
+        assert len(params) == 1
+        assert grad is not None
+        return grad.detach().as_strided((numel,), (1,))
+
+    def share(self, sources: Sequence[Tensor], params: Sequence[Tensor], loose_numel: int) -> list[int]:
+        return list(range(len(sources)))  # Python sets no gradient of another dtype
+
+    def forget_stepped(self) -> None:
+        pass
 
 
 def _fits(grad: Tensor, shape: Tensor) -> bool:

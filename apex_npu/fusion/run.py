@@ -54,6 +54,10 @@ class Run:
         assert group is not None
         return group
 
+    @property
+    def _range(self) -> range:
+        return range(self.first, self.last + 1)
+
     def take_back(self) -> None:
         """Count the step that ``FusedGroup.advance`` has counted no longer: it could not be taken."""
         self._group.set_steps(self.first, self.last, self.step_before)
@@ -96,7 +100,7 @@ class Run:
         It may have no memory: only ops with a ``grad_scale``, and ``norm``, know how to read it.
         """
         if self._loose:  # asked for anew: a reference would keep its memory
-            return self._group.grads.operand(range(self.first, self.last + 1), self._end - self._begin)
+            return self._group.grads.operand(self._range, self._end - self._begin, stepped=True)
         return self._slice("grad", "", lambda _: self._group.grads.flat)
 
     @property
@@ -104,7 +108,7 @@ class Run:
         """``scaled_grad``, brought into memory that anything can read; not to be written."""
         if self._loose and is_placed(grad := self.scaled_grad):
             del grad
-            self._group.grads.gather(range(self.first, self.last + 1))
+            self._group.grads.gather(self._range)
             return self._group.grads.flat[self._begin : self._end]
         return self.scaled_grad
 

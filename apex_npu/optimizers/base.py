@@ -24,7 +24,7 @@ from apex_npu.fusion import (
     local_part_as,
     sharded_like,
 )
-from apex_npu.fusion.grad_slots import LOOSE, PRESENT
+from apex_npu.fusion.grad_slots import LOOSE, PRESENT, LooseFor
 from apex_npu.optimizers.checks import check_bool, check_params, find_problems, find_unsharded, naming
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
 from apex_npu.optimizers.shown_state import ShownState
@@ -137,7 +137,7 @@ class FusedOptimizer(Optimizer):
         for record in self._fused:
             record.bring_gradients()
         work = [
-            (group, fused, fused.grads.gather(leave_loose=True))
+            (group, fused, fused.grads.gather(loose_for=LooseFor.STEPPING))
             for group, record in zip(self.param_groups, self._fused, strict=True)
             for fused in record.groups
         ]
@@ -208,6 +208,8 @@ class FusedOptimizer(Optimizer):
             with torch.autograd.profiler.record_function(self._zero_grad_profile_name):  # as torch does
                 for group in self.param_groups:
                     drop_grads(group["params"])
+            for fused in self.fused_groups():
+                fused.grads.forget_stepped()
         elif not self._fused or any(record.owners for record in self._fused):
             super().zero_grad(set_to_none)
         elif not self._zero_slots():

@@ -39,6 +39,10 @@ bool GradSlots::is_readable(const at::Tensor& grad, const Slot& slot) {
   return true;
 }
 
+bool GradSlots::was_stepped(const at::Tensor& grad, size_t slot) const {
+  return !stepped_.empty() && stepped_[slot]._unsafe_get_target() == grad.unsafeGetTensorImpl();
+}
+
 std::string GradSlots::states(const Borrowed& params, const Borrowed& views, size_t first, LooseFor loose_for,
                               int64_t loose_numel, IsAlone is_alone) const {
   TORCH_CHECK_VALUE(params.size() == views.size() && first + params.size() <= slots_.size(),
@@ -54,19 +58,25 @@ std::string GradSlots::states(const Borrowed& params, const Borrowed& views, siz
     } else if (loose_for != LooseFor::kNothing && slot.numel >= loose_numel && is_readable(grad, slot) &&
                !is_slot(grad)) {
       // Slots, of another gradient or a parameter, may be written before they are read.
-      const auto may_be_written = [&] {
-        return grad.scalar_type() == slot.dtype && !grad.requires_grad() && owns_memory(grad) && is_alone(grad);
-      };
-      if (loose_for == LooseFor::kReading || may_be_written()) state = GradState::kLoose;
+      bool loose = true;
+      if (loose_for == LooseFor::kStepping) loose = !was_stepped(grad, first + i);
+      if (loose_for == LooseFor::kWriting) {
+        loose = grad.scalar_type() == slot.dtype && !grad.requires_grad() && owns_memory(grad) && is_alone(grad);
+      }
+      if (loose) state = GradState::kLoose;
     }
     states[i] = static_cast<char>(state);
   });
   return states;
 }
 
-at::Tensor GradSlots::place(const Borrowed& params, size_t first, int64_t numel) const {
+at::Tensor GradSlots::place(const Borrowed& params, size_t first, int64_t numel, bool stepped) {
   TORCH_CHECK_VALUE(!params.empty() && first + params.size() <= slots_.size(), "place: expected parameters of the ",
                     slots_.size(), " slots, got ", params.size(), " from slot ", first, " on");
+  if (stepped && stepped_.empty()) {
+    const Remembered none(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>{});
+    stepped_.resize(slots_.size(), none);
+  }
   PlacedGrads placed(numel, params.size());
   const int64_t begin = slots_[first].offset;
   look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
@@ -75,6 +85,7 @@ at::Tensor GradSlots::place(const Borrowed& params, size_t first, int64_t numel)
     TORCH_CHECK_VALUE(is_readable(grad, slot), "place: the gradient of parameter ", first + i, ", ", grad.toString(),
                       " of shape ", grad.sizes(), " with strides ", grad.strides(), ", cannot be read where it lies");
     placed.add(grad, slot.offset - begin);
+    if (stepped && !was_stepped(grad, first + i)) stepped_[first + i] = Remembered(grad.getIntrusivePtr());
   });
   return as_operand(std::move(placed), numel, slots_[first].dtype);
 }

@@ -18,8 +18,8 @@ namespace apex_npu {
 // kLoose: not in its slot, and of no need to be. What that takes depends on what shall be done with it.
 enum class GradState : char { kAbsent = 0, kPresent = 1, kForeign = 2, kLoose = 3 };
 
-// What gradients outside of their slots are looked at for.
-enum class LooseFor { kNothing, kReading, kWriting };
+// What gradients outside of their slots are looked at for; the values are those of LooseFor in grad_slots.py.
+enum class LooseFor : int { kNothing = 0, kReading = 1, kStepping = 2, kWriting = 3 };
 
 // Whether a parameter's gradient is nobody else's, so that it may be written: no other tensor has its memory, and no
 // other parameter the tensor.
@@ -32,14 +32,18 @@ class GradSlots {
 
   // One GradState for each of `params`, which are those of the slots from `first` on; `views` are what lies in their
   // slots. A gradient is kLoose to be read where it is on the CPU, has its slot's order of elements, and its dtype or,
-  // beside float32, a narrower one; to be written where it has its slot's dtype, and is alone. Those of fewer elements
-  // than `loose_numel` never are.
+  // beside float32, a narrower one; to be stepped where besides it is not the one that was stepped before, and has come
+  // to stay; to be written where it has its slot's dtype, and is alone. Those of fewer elements than `loose_numel` never
+  // are.
   std::string states(const Borrowed& params, const Borrowed& views, size_t first, LooseFor loose_for,
                      int64_t loose_numel, IsAlone is_alone) const;
 
   // The gradients of these parameters, all that there are, as one operand of the kernels, whose first element is that of
-  // the slot `first`. Each is present or loose.
-  at::Tensor place(const Borrowed& params, size_t first, int64_t numel) const;
+  // the slot `first`. Each is present or loose; with `stepped` remembered as such.
+  at::Tensor place(const Borrowed& params, size_t first, int64_t numel, bool stepped);
+
+  // Whatever is a gradient later is another one.
+  void forget_stepped() { stepped_.clear(); }
 
   // Makes the gradient of sources[i], which is not params[i], that of params[i], too, where it is loose to be read and in
   // memory of its own. Returns the indices of those where it is not.
@@ -52,9 +56,14 @@ class GradSlots {
     at::ScalarType dtype;
   };
 
+  // Weak, and not an address: that could be another tensor's by the time it is compared.
+  using Remembered = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
   static bool is_readable(const at::Tensor& grad, const Slot& slot);
+  bool was_stepped(const at::Tensor& grad, size_t slot) const;
 
   std::vector<Slot> slots_;
+  std::vector<Remembered> stepped_;  // none, or one for each
 };
 
 }  // namespace apex_npu

@@ -53,6 +53,7 @@ at::Tensor norm_cpu(const at::Tensor& x) {
   pieces.parallel_for_each([&](size_t i) {
     const Piece& piece = pieces[i];
     const PlacedGrad& place = places[piece.segment];
+    if (placed != nullptr) placed->prefetch_behind(piece.segment);
     sums[i] = squared_norm(place.data, place.dtype, piece.begin, piece.numel);
   });
   double total = 0;

@@ -37,8 +37,7 @@ void check_apart(const char* op, const PlacedGrads& grads, const std::vector<Nam
     const auto* end = begin + buffer.tensor->nbytes();
     for (size_t i = 0; i < grads.places().size(); ++i) {
       const PlacedGrad& place = grads.places()[i];
-      const auto bytes = (place.end - place.begin) * static_cast<int64_t>(c10::elementSize(place.dtype));
-      TORCH_CHECK_VALUE(place.data + bytes <= begin || end <= place.data, op, ": grad, the ", i, "-th of its ",
+      TORCH_CHECK_VALUE(place.data + place.nbytes() <= begin || end <= place.data, op, ": grad, the ", i, "-th of its ",
                         grads.places().size(), " parts, and ", buffer.name, " overlap in memory");
     }
   }

@@ -12,6 +12,7 @@
 #include "fused_optim/convert.h"
 #include "fused_optim/pieces.h"
 #include "fused_optim/unscale.h"
+#include "prefetch.h"
 
 namespace apex_npu {
 namespace {
@@ -57,12 +58,20 @@ size_t PlacedGrads::first_behind(int64_t begin) const {
   return i;
 }
 
+void PlacedGrads::prefetch_behind(size_t index) const {
+  constexpr int64_t kHeadBytes = 2048;
+  if (index + 1 >= places_.size()) return;
+  const PlacedGrad& next = places_[index + 1];
+  prefetch_bytes(next.data, std::min(kHeadBytes, next.nbytes()));
+}
+
 template <typename T>
 const T* PlacedGrads::read(int64_t begin, int64_t n, T* copy) const {
   size_t i = first_behind(begin);
   const int64_t end = begin + n;
   if (i < places_.size()) {
     const PlacedGrad& place = places_[i];
+    if (end + kBlockNumel > place.end) prefetch_behind(i);
     if (place.begin <= begin && end <= place.end) return read_place(place, begin - place.begin, n, copy);
   }
   int64_t done = begin;
@@ -104,6 +113,7 @@ void scale_placed_grads(const at::Tensor& grads, double factor, const std::optio
   pieces.parallel_for_each([&](size_t i) {
     const Piece& piece = pieces[i];
     const at::Tensor& grad = tensors[piece.segment];
+    placed->prefetch_behind(piece.segment);
     const Place place(grad, factor == 1 ? grad.const_data_ptr() : grad.mutable_data_ptr(), piece.begin);
     const bool found = factor == 1 ? has_nonfinite(place, piece.numel) : unscale(place, place, factor, piece.numel);
     if (found) bad.store(true, std::memory_order_relaxed);

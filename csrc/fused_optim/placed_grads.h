@@ -17,6 +17,8 @@ namespace apex_npu {
 
 // What stands for the elements [begin, end) of the operand.
 struct PlacedGrad {
+  int64_t nbytes() const { return (end - begin) * static_cast<int64_t>(c10::elementSize(dtype)); }
+
   int64_t begin, end;
   const char* data;
   at::ScalarType dtype;
@@ -32,6 +34,9 @@ class PlacedGrads {
 
   const std::vector<PlacedGrad>& places() const { return places_; }
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
+
+  // Fetches the beginning of the gradient behind the one of this index: no continuation, of which the processor would know.
+  void prefetch_behind(size_t index) const;
 
   // Elements [begin, begin + n), n <= kBlockNumel, as T: where they lie, or put together in `copy`. T is double where
   // the gradients are float64, else float.

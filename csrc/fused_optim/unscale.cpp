@@ -27,19 +27,32 @@ APEX_NPU_INLINE void store(double value, double& x) { x = value; }
 APEX_NPU_INLINE void store(float value, float& x) { x = value; }
 APEX_NPU_INLINE void store(float value, BFloat16& x) { x = to_bfloat16(value); }
 
+// Elements.
+constexpr int64_t kAhead = 1024;
+
 // dst[i] = src[i] * inv_scale; returns whether an element of src is inf or nan. dst may be src.
 struct Unscale {
   template <typename Dst, typename Src>
   APEX_NPU_INLINE bool operator()(Dst* dst, const Src* src, double inv_scale, int64_t n) const {
     using Wide = std::conditional_t<std::is_same_v<Dst, double>, double, float>;
     const auto factor = static_cast<Wide>(inv_scale);
-    decltype(not_finite(Wide())) bad = 0;
-#pragma omp simd reduction(| : bad)
-    for (int64_t i = 0; i < n; ++i) {
+    using Flag = decltype(not_finite(Wide()));
+    Flag bad = 0;
+    const auto body = [=](int64_t i) APEX_NPU_INLINE_LAMBDA -> Flag {
       const auto value = static_cast<Wide>(load(src[i]));
-      bad |= not_finite(value);
       store(value * factor, dst[i]);
+      return not_finite(value);
+    };
+    constexpr int64_t kLine = 64 / sizeof(Src);
+    int64_t i = 0;
+    for (; i + kLine <= n; i += kLine) {
+      APEX_NPU_PREFETCH(src + i + kAhead);
+      if (static_cast<const void*>(dst) != static_cast<const void*>(src)) APEX_NPU_PREFETCH(dst + i + kAhead);
+#pragma omp simd reduction(| : bad)
+      for (int64_t j = i; j < i + kLine; ++j) bad |= body(j);
     }
+#pragma omp simd reduction(| : bad)
+    for (int64_t j = i; j < n; ++j) bad |= body(j);
     return bad != 0;
   }
 };

@@ -13,6 +13,7 @@ from torch import nn
 from apex_npu import amp, optimizers
 from apex_npu._extension import extension
 from apex_npu.fusion import fuse, grad_slots
+from apex_npu.fusion.grad_slots import LooseFor
 from apex_npu.ops import is_placed
 
 SHAPES = [(3,), (40, 30), (7, 5), (20, 60), (2,)]
@@ -40,10 +41,10 @@ def test_which_stay():
     grads = fuse(params)[0].grads
     set_grads(params, 1)
     before = [p.grad for p in params]
-    states = grads.gather(leave_loose=True)
+    states = grads.gather(loose_for=LooseFor.WRITING)
     assert [i for i, state in enumerate(states) if state == grad_slots.LOOSE] == LARGE
     assert [i for i, (p, g) in enumerate(zip(params, before, strict=True)) if p.grad is g] == LARGE
-    operands = grads.operands(to_be_written=True)
+    operands = grads.operands(LooseFor.WRITING)
     if extension is None:
         assert [piece.data_ptr() for piece in operands[:2]] == [before[i].data_ptr() for i in LARGE]
         assert len(operands) == 2 + 3
@@ -69,7 +70,7 @@ def test_which_do_not(spoil):
     set_grads(params, 1)
     params[1].grad = spoil(params[1])
     wanted = params[1].grad.clone()
-    states = grads.gather(leave_loose=True)
+    states = grads.gather(loose_for=LooseFor.WRITING)
     assert states[1] == grad_slots.PRESENT
     torch.testing.assert_close(params[1].grad, wanted, rtol=0, atol=0)
 
