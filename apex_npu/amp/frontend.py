@@ -122,8 +122,8 @@ def initialize(
         check_combined_tensors: Fused optimizers follow parameters that leave their buffer; True also prints it, "error"
             raises instead.
         fuse_unscale: Leave gradients multiplied with the loss scale until ``step``, which divides them in the same pass
-            as it updates (NpuFusedSGD, Adam and AdamW; others in one of their own). Behind scale_loss ``.grad`` is then
-            still scaled: clip with ``optimizer.clip_optimizer_grad_norm_fused``, which costs no pass either.
+            as it updates (the fused optimizers; others in one of its own). Behind scale_loss ``.grad`` is then still
+            scaled: clip with ``optimizer.clip_optimizer_grad_norm_fused``, which costs no pass either.
         process_group: For ``combine_ddp``: the processes that train together; None: all.
         ddp_reduce_dtype: For ``combine_ddp``: torch.float32 or torch.bfloat16, what float16 and bfloat16 gradients are
             added up in; None: as they are.

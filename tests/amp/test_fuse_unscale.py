@@ -12,6 +12,7 @@ from optimizer_specs import SPECS
 from torch import nn
 
 from apex_npu import amp, optimizers
+from apex_npu._extension import extension
 from apex_npu.parallel import LARC
 
 LEVELS = ["O0", "O1", "O2", "O3", "O5"]
@@ -471,3 +472,45 @@ def test_an_optimizer_keeps_what_its_initialize_said():
 def test_it_must_be_a_flag():
     with pytest.raises(TypeError, match="fuse_unscale must be True, False or None, got 'yes'"):
         make("O1", fuse_unscale="yes")
+
+
+@pytest.mark.skipif(extension is None or DEVICE.type != "cpu", reason="only the C++ kernels read gradients anywhere")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_share_the_gradients_of_their_model_until_they_are_looked_at(level):
+    model, optimizer = make(level)
+    weight = model[1].weight
+    (master,) = [p for p in optimizer.param_groups[0]["params"] if p.shape == weight.shape and p.numel() == 48]
+    backward(model, optimizer, 0)
+    assert master.grad is weight.grad
+    shared, before = weight.grad, weight.grad.clone()
+    assert before.dtype == weight.dtype
+    optimizer.clip_optimizer_grad_norm_fused(1e-3)
+    optimizer.step()
+    assert torch.equal(shared, before)
+    optimizer.zero_grad()
+    backward(model, optimizer, 0)
+    shared = weight.grad
+    for p in amp.master_params(optimizer):
+        assert p.grad.dtype == torch.float32
+    assert torch.equal(master.grad, shared.float())
+    assert weight.grad is shared
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("clear", [None, True, False], ids=["kept", "dropped", "zeroed"])
+def test_what_becomes_of_the_models_gradients_in_the_next_block_does_not_matter(level, clear):
+    """Two blocks before a step, with and without clearing what masters have by the model in between."""
+
+    def train(fuse_unscale):
+        model, optimizer = make(level, optimizers.NpuFusedSGD, fuse_unscale, loss_scale=64.0)
+        backward(model, optimizer, 0)
+        if clear is not None:
+            model.zero_grad(set_to_none=clear)
+        backward(model, optimizer, 1)
+        optimizer.step()
+        result = [p.detach().clone() for p in amp.master_params(optimizer)]
+        amp.shutdown()
+        return result
+
+    for ours, theirs in zip(train(True), train(False), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
