@@ -20,9 +20,8 @@ GradSlots::GradSlots(const std::vector<at::Tensor>& shapes, std::vector<int64_t>
   slots_.reserve(shapes.size());
   for (size_t i = 0; i < shapes.size(); ++i) {
     const at::Tensor& shape = shapes[i];
-    slots_.push_back(
-        {offsets[i], shape.numel(), c10::DimVector(shape.sizes()), c10::DimVector(shape.strides()),
-         shape.scalar_type()});
+    slots_.push_back({offsets[i], shape.numel(), c10::DimVector(shape.sizes()), c10::DimVector(shape.strides()),
+                      shape.scalar_type()});
   }
 }
 

@@ -29,9 +29,10 @@ class OrReference final : public c10::OperatorKernel {
     if (is_for_reference(op.schema(), *stack)) {
       // It would be refused there, too, but in words about storage.
       for (const c10::IValue& argument : torch::jit::last(*stack, op.schema().arguments().size())) {
-        TORCH_CHECK_TYPE(!argument.isTensor() || placed_grads_of(argument.toTensor()) == nullptr, op.schema().name(),
-                         ": with ids, and beside parameters in float64 those in another dtype, gradients must be flat and "
-                         "contiguous, not placed; gather them first");
+        TORCH_CHECK_TYPE(
+            !argument.isTensor() || placed_grads_of(argument.toTensor()) == nullptr, op.schema().name(),
+            ": with ids, and beside parameters in float64 those in another dtype, gradients must be flat and "
+            "contiguous, not placed; gather them first");
       }
       op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
     } else {

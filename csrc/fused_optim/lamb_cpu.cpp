@@ -71,8 +71,17 @@ struct SquaredNorms {
   }
 };
 
+template <typename T>
+struct MoveAlong {
+  APEX_NPU_INLINE void operator()(T* p, const T* direction, T step_size, int64_t n) const {
+    const auto body = [=](int64_t i) APEX_NPU_INLINE_LAMBDA { p[i] -= step_size * direction[i]; };
+    for_each<T>(n, body, p);
+  }
+};
+
 // What a parameter's step size depends on is known when all of its moments are. Where it is one piece, that is at once,
-// with all of it still in the cache. The direction is computed a second time then, which is cheaper than keeping it.
+// with all of it still in the cache, the direction included. For others that is computed a second time, which is
+// cheaper than writing it to memory.
 template <typename T>
 class Lamb {
  public:
@@ -84,8 +93,9 @@ class Lamb {
 
   void step(double lr) const {
     pieces_.parallel_for_each([&](size_t i) {
-      update_moments(pieces_[i]);
-      move(pieces_[i], lr);
+      alignas(64) T direction[kPieceNumel];
+      update_moments(pieces_[i], direction);
+      move_along(direction, pieces_[i], lr);
     });
   }
 
@@ -94,8 +104,9 @@ class Lamb {
     const Pieces cut = pieces_.of_cut_segments();
     std::vector<SquaredNorms> of_pieces(pieces_.size()), of_segments(segment_count);
     pieces_.parallel_for_each([&](size_t i) {
-      of_pieces[i] = update_moments(pieces_[i]);
-      if (pieces_[i].whole) move(pieces_[i], lr * of_pieces[i].trust_ratio(max_weight_norm));
+      alignas(64) T direction[kPieceNumel];
+      of_pieces[i] = update_moments(pieces_[i], direction);
+      if (pieces_[i].whole) move_along(direction, pieces_[i], lr * of_pieces[i].trust_ratio(max_weight_norm));
     });
     for (size_t i = 0; i < pieces_.size(); ++i) of_segments[pieces_[i].segment] += of_pieces[i];
     cut.parallel_for_each(
@@ -103,17 +114,26 @@ class Lamb {
   }
 
  private:
-  SquaredNorms update_moments(const Piece& piece) const {
+  SquaredNorms update_moments(const Piece& piece, T* directions) const {
     SquaredNorms norms;
-    alignas(64) T direction[kBlockNumel];
     for (int64_t done = 0; done < piece.numel; done += kBlockNumel) {
       const int64_t begin = piece.begin + done, n = std::min(kBlockNumel, piece.numel - done);
       const ParamBlock<T> param(operands_, begin, n);
       const GradBlock<T> grad(operands_, begin, n);
-      vectorized(moments_, param.data(), grad.data(), static_cast<T*>(direction), begin, n);
+      T* direction = directions + done;
+      vectorized(moments_, param.data(), grad.data(), direction, begin, n);
       norms += {dot(param.data(), param.data(), n), dot(direction, direction, n)};
     }
     return norms;
+  }
+
+  void move_along(const T* directions, const Piece& piece, double step_size) const {
+    for (int64_t done = 0; done < piece.numel; done += kBlockNumel) {
+      const int64_t begin = piece.begin + done, n = std::min(kBlockNumel, piece.numel - done);
+      const ParamBlock<T> param(operands_, begin, n);
+      vectorized(MoveAlong<T>(), param.data(), directions + done, static_cast<T>(step_size), n);
+      param.write_back();
+    }
   }
 
   void move(const Piece& piece, double step_size) const {

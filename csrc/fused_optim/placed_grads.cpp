@@ -93,8 +93,7 @@ template const double* PlacedGrads::read(int64_t begin, int64_t n, double* copy)
 
 at::Tensor as_operand(PlacedGrads grads, int64_t numel, at::ScalarType dtype) {
   return at::detail::make_tensor<Impl>(c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype),
-                                       c10::Device(c10::kCPU),
-                                       std::make_shared<const PlacedGrads>(std::move(grads)),
+                                       c10::Device(c10::kCPU), std::make_shared<const PlacedGrads>(std::move(grads)),
                                        c10::IntArrayRef({numel}));
 }
 

@@ -35,7 +35,8 @@ class PlacedGrads {
   const std::vector<PlacedGrad>& places() const { return places_; }
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
 
-  // Fetches the beginning of the gradient behind the one of this index: no continuation, of which the processor would know.
+  // Fetches the beginning of the gradient behind the one of this index: no continuation, of which the processor would
+  // know.
   void prefetch_behind(size_t index) const;
 
   // Elements [begin, begin + n), n <= kBlockNumel, as T: where they lie, or put together in `copy`. T is double where
@@ -48,7 +49,7 @@ class PlacedGrads {
 
   int64_t numel_;
   std::vector<PlacedGrad> places_;
-  std::vector<at::Tensor> tensors_;      // one for each, which keeps its memory
+  std::vector<at::Tensor> tensors_;       // one for each, which keeps its memory
   std::vector<uint32_t> first_in_block_;  // the first place that ends behind the beginning of each kBlockNumel elements
 };
 
@@ -58,8 +59,8 @@ at::Tensor as_operand(PlacedGrads grads, int64_t numel, at::ScalarType dtype);
 // What is behind an operand; null for any other tensor.
 const PlacedGrads* placed_grads_of(const at::Tensor& tensor);
 
-// Multiplies the gradients where they lie. found_inf (float32, one element), if given, becomes 1 where an element is inf
-// or nan. With a factor of 1 nothing is written.
+// Multiplies the gradients where they lie. found_inf (float32, one element), if given, becomes 1 where an element is
+// inf or nan. With a factor of 1 nothing is written.
 void scale_placed_grads(const at::Tensor& grads, double factor, const std::optional<at::Tensor>& found_inf);
 
 }  // namespace apex_npu

@@ -26,8 +26,8 @@ struct Place {
   const char* data;
 };
 
-// slot[i] = grad[i] * inv_scale for n elements, rounded once; returns whether an element of grad is inf or nan. Both may
-// be float16, bfloat16, float32 or float64, and they may be one place.
+// slot[i] = grad[i] * inv_scale for n elements, rounded once; returns whether an element of grad is inf or nan. Both
+// may be float16, bfloat16, float32 or float64, and they may be one place.
 bool unscale(const Place& slot, const Place& grad, double inv_scale, int64_t n);
 
 // Whether one of n elements is inf or nan.
