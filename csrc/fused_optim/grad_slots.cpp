@@ -31,7 +31,7 @@ bool GradSlots::is_readable(const at::Tensor& grad, const Slot& slot) {
   // Subclasses may have no memory but that of tensors inside (DTensor), lazy ones other values in it.
   if (grad.layout() != c10::kStrided || !grad.device().is_cpu() || !grad.has_storage()) return false;
   if (grad.unsafeGetTensorImpl()->is_python_dispatch() || grad.is_neg() || grad._is_zerotensor()) return false;
-  if (grad.sizes() != slot.sizes) return false;
+  if (grad.sizes() != at::IntArrayRef(slot.sizes)) return false;
   for (size_t d = 0; d < slot.sizes.size(); ++d) {
     if (slot.sizes[d] != 1 && grad.stride(static_cast<int64_t>(d)) != slot.strides[d]) return false;
   }
