@@ -24,8 +24,9 @@ from kernel_cases import (
     segments_of,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from apex_npu import ops
+from apex_npu import ops, optimizers
 from apex_npu._extension import extension
 from apex_npu.fusion.grad_slots import ABSENT, FOREIGN, LOOSE, PRESENT, LooseFor, grad_slots
 
@@ -202,6 +203,39 @@ def test_nothing_but_the_kernels_reads_it():
             read(placed)
     with pytest.raises(TypeError, match=r"sgd_: .* gradients must be flat and contiguous, not placed"):
         torch.ops.apex_npu.sgd_(torch.zeros(4, dtype=F64), placed, None, None, **{**SGD, "momentum": 0.0})
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.called.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_and_profilers_can_look_on():
+    params = [nn.Parameter(torch.zeros(n)) for n in (3, 50)]
+    optimizer = optimizers.NpuFusedSGD(params, lr=1.0)
+
+    def step():
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    with Recorder() as recorder:
+        step()
+    assert "apex_npu.sgd_.default" in recorder.called
+    with torch.profiler.profile(record_shapes=True, profile_memory=True) as profile:
+        step()
+    assert "apex_npu::sgd_" in {event.key for event in profile.key_averages()}
+    with torch.autograd.detect_anomaly(check_nan=True):
+        step()
+    for p in params:
+        assert torch.equal(p, torch.full_like(p, -3.0))
 
 
 # Which gradients are left where they are
