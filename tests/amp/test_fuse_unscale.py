@@ -417,6 +417,52 @@ def test_a_hook_before_the_step_sees_true_gradients(cls):
         torch.testing.assert_close(grad, p.grad)
 
 
+@pytest.mark.parametrize("loss_scale", [1.0, 64.0])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_hook_before_the_step_sees_float32_where_there_are_masters(level, loss_scale):
+    model, optimizer = make(level, optimizers.NpuFusedSGD, loss_scale=loss_scale)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad for p in optimizer.param_groups[0]["params"]))
+    backward(model, optimizer, 0)
+    optimizer.step()
+    assert [grad.dtype for grad in seen] == [torch.float32] * 6
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 64.0])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_optimizer_of_torch_gets_float32_where_there_are_masters(level, loss_scale):
+    results = []
+    for fuse_unscale in (False, True):
+        model, optimizer = make(level, torch.optim.Adam, fuse_unscale, loss_scale, combine_grad=True)
+        for number in range(3):
+            optimizer.zero_grad()
+            backward(model, optimizer, number)
+            optimizer.step()
+        results.append([p.detach().clone() for p in amp.master_params(optimizer)])
+        amp.shutdown()
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def add_group(optimizer):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, device=DEVICE))]})
+
+
+def move_master(optimizer):
+    master = optimizer.param_groups[0]["params"][2]
+    master.data = master.detach().clone()
+
+
+@pytest.mark.parametrize("change", [add_group, move_master])
+def test_masters_have_float32_gradients_when_looked_at_after_parameters_have_changed(change):
+    model, optimizer = make("O2", loss_scale=64.0)
+    backward(model, optimizer, 0)
+    change(optimizer)
+    optimizer.clip_optimizer_grad_norm_fused(1.0)
+    grads = [p.grad for p in amp.master_params(optimizer) if p.grad is not None]
+    assert [grad.dtype for grad in grads] == [torch.float32] * 6
+
+
 @pytest.mark.parametrize("cls", [optimizers.NpuFusedSGD, torch.optim.SGD])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_parameter_without_dimensions_is_clipped(level, cls):
