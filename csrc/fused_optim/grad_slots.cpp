@@ -40,7 +40,7 @@ bool GradSlots::is_readable(const at::Tensor& grad, const Slot& slot) {
 }
 
 bool GradSlots::was_stepped(const at::Tensor& grad, size_t slot) const {
-  return !stepped_.empty() && stepped_[slot]._unsafe_get_target() == grad.unsafeGetTensorImpl();
+  return !stepped_.empty() && stepped_[slot]._unsafe_get_target() == grad.storage().unsafeGetStorageImpl();
 }
 
 std::string GradSlots::states(const Borrowed& params, const Borrowed& views, size_t first, LooseFor loose_for,
@@ -74,7 +74,7 @@ at::Tensor GradSlots::place(const Borrowed& params, size_t first, int64_t numel,
   TORCH_CHECK_VALUE(!params.empty() && first + params.size() <= slots_.size(), "place: expected parameters of the ",
                     slots_.size(), " slots, got ", params.size(), " from slot ", first, " on");
   if (stepped && stepped_.empty()) {
-    const Remembered none(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>{});
+    const Remembered none(c10::intrusive_ptr<c10::StorageImpl>{});
     stepped_.resize(slots_.size(), none);
   }
   PlacedGrads placed(numel, params.size());
@@ -85,7 +85,7 @@ at::Tensor GradSlots::place(const Borrowed& params, size_t first, int64_t numel,
     TORCH_CHECK_VALUE(is_readable(grad, slot), "place: the gradient of parameter ", first + i, ", ", grad.toString(),
                       " of shape ", grad.sizes(), " with strides ", grad.strides(), ", cannot be read where it lies");
     placed.add(grad, slot.offset - begin);
-    if (stepped && !was_stepped(grad, first + i)) stepped_[first + i] = Remembered(grad.getIntrusivePtr());
+    if (stepped && !was_stepped(grad, first + i)) stepped_[first + i] = grad.storage().getWeakStorageImpl();
   });
   return as_operand(std::move(placed), numel, slots_[first].dtype);
 }

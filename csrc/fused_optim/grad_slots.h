@@ -56,8 +56,9 @@ class GradSlots {
     at::ScalarType dtype;
   };
 
-  // Weak, and not an address: that could be another tensor's by the time it is compared.
-  using Remembered = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  // Weak, and not an address: that could be another's by the time it is compared. Of a gradient's memory rather than of
+  // its tensor, which torch.utils.swap_tensors refuses to swap while there is a weak reference to it.
+  using Remembered = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
   static bool is_readable(const at::Tensor& grad, const Slot& slot);
   bool was_stepped(const at::Tensor& grad, size_t slot) const;
