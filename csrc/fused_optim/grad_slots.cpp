@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "fused_optim/grad_slots.h"
 
+#include <c10/core/impl/COW.h>
+
 #include <utility>
 
 #include "combine_tensors/change_data_ptr.h"
@@ -12,6 +14,17 @@ namespace {
 
 bool is_narrow(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
+// The same values, in memory that is copied as soon as one of the two is written: by a backward of another loss through
+// the same model, for one, or by model.zero_grad(). Undefined where the memory is not torch's own.
+at::Tensor lazy_copy(const at::Tensor& t) {
+  c10::intrusive_ptr<c10::StorageImpl> storage =
+      c10::impl::cow::lazy_clone_storage(*t.storage().unsafeGetStorageImpl());
+  if (!storage) return {};
+  at::Tensor copy = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), t.key_set(), t.dtype());
+  copy.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
+  return copy;
+}
+
 }  // namespace
 
 GradSlots::GradSlots(const std::vector<at::Tensor>& shapes, std::vector<int64_t> offsets) {
@@ -20,9 +33,8 @@ GradSlots::GradSlots(const std::vector<at::Tensor>& shapes, std::vector<int64_t>
   slots_.reserve(shapes.size());
   for (size_t i = 0; i < shapes.size(); ++i) {
     const at::Tensor& shape = shapes[i];
-    slots_.push_back(
-        {offsets[i], shape.numel(), c10::DimVector(shape.sizes()), c10::DimVector(shape.strides()),
-         shape.scalar_type()});
+    slots_.push_back({offsets[i], shape.numel(), c10::DimVector(shape.sizes()), c10::DimVector(shape.strides()),
+                      shape.scalar_type()});
   }
 }
 
@@ -90,17 +102,20 @@ at::Tensor GradSlots::place(const Borrowed& params, size_t first, int64_t numel,
   return as_operand(std::move(placed), numel, slots_[first].dtype);
 }
 
-std::vector<int64_t> GradSlots::share(const Borrowed& sources, const Borrowed& params, int64_t loose_numel) const {
+std::vector<int64_t> GradSlots::share(const Borrowed& sources, const Borrowed& params, int64_t loose_numel,
+                                      IsAlone is_alone) const {
   TORCH_CHECK_VALUE(sources.size() == slots_.size() && params.size() == slots_.size(), "share: expected ",
                     slots_.size(), " sources and parameters, got ", sources.size(), " and ", params.size());
   std::vector<int64_t> others;
   look_at_grads(sources, [&](const at::Tensor& grad, size_t i) {
     if (!grad.defined() || sources[i]->is_same(*params[i])) return;
-    // A view may change with what it is a view of: the next backward writes to a bucket of DistributedDataParallel.
-    const bool own_memory = slots_[i].numel >= loose_numel && is_readable(grad, slots_[i]) &&
-                            grad.storage().use_count() == 1 && !is_slot(grad);
-    if (own_memory) {
-      params[i]->mutable_grad() = grad;
+    // Who looks at its memory otherwise (a bucket of DistributedDataParallel, DLPack) would not follow when it is
+    // copied.
+    const bool shares =
+        slots_[i].numel >= loose_numel && is_readable(grad, slots_[i]) && !is_slot(grad) && is_alone(grad);
+    at::Tensor twin = shares ? lazy_copy(grad) : at::Tensor();
+    if (twin.defined()) {
+      params[i]->mutable_grad() = std::move(twin);
     } else {
       others.push_back(static_cast<int64_t>(i));
     }

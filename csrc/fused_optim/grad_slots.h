@@ -33,21 +33,22 @@ class GradSlots {
   // One GradState for each of `params`, which are those of the slots from `first` on; `views` are what lies in their
   // slots. A gradient is kLoose to be read where it is on the CPU, has its slot's order of elements, and its dtype or,
   // beside float32, a narrower one; to be stepped where besides it is not the one that was stepped before, and has come
-  // to stay; to be written where it has its slot's dtype, and is alone. Those of fewer elements than `loose_numel` never
-  // are.
+  // to stay; to be written where it has its slot's dtype, and is alone. Those of fewer elements than `loose_numel`
+  // never are.
   std::string states(const Borrowed& params, const Borrowed& views, size_t first, LooseFor loose_for,
                      int64_t loose_numel, IsAlone is_alone) const;
 
-  // The gradients of these parameters, all that there are, as one operand of the kernels, whose first element is that of
-  // the slot `first`. Each is present or loose; with `stepped` remembered as such.
+  // The gradients of these parameters, all that there are, as one operand of the kernels, whose first element is that
+  // of the slot `first`. Each is present or loose; with `stepped` remembered as such.
   at::Tensor place(const Borrowed& params, size_t first, int64_t numel, bool stepped);
 
   // Whatever is a gradient later is another one.
   void forget_stepped() { stepped_.clear(); }
 
-  // Makes the gradient of sources[i], which is not params[i], that of params[i], too, where it is loose to be read and in
-  // memory of its own. Returns the indices of those where it is not.
-  std::vector<int64_t> share(const Borrowed& sources, const Borrowed& params, int64_t loose_numel) const;
+  // Gives params[i] the gradient of sources[i], which is another, where that is loose to be read, and alone: one
+  // memory, until either is written. Returns the indices of those where it is not.
+  std::vector<int64_t> share(const Borrowed& sources, const Borrowed& params, int64_t loose_numel,
+                             IsAlone is_alone) const;
 
  private:
   struct Slot {

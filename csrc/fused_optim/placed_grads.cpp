@@ -93,8 +93,7 @@ template const double* PlacedGrads::read(int64_t begin, int64_t n, double* copy)
 
 at::Tensor as_operand(PlacedGrads grads, int64_t numel, at::ScalarType dtype) {
   return at::detail::make_tensor<Impl>(c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype),
-                                       c10::Device(c10::kCPU),
-                                       std::make_shared<const PlacedGrads>(std::move(grads)),
+                                       c10::Device(c10::kCPU), std::make_shared<const PlacedGrads>(std::move(grads)),
                                        c10::IntArrayRef({numel}));
 }
 
@@ -108,13 +107,17 @@ void scale_placed_grads(const at::Tensor& grads, double factor, const std::optio
   TORCH_CHECK_TYPE(placed != nullptr, "scale_placed_grads: expected placed gradients, got ", grads.toString());
   const std::vector<at::Tensor>& tensors = placed->tensors();
   Pieces pieces;
-  for (size_t i = 0; i < tensors.size(); ++i) pieces.add_segment(static_cast<int64_t>(i), 0, tensors[i].numel());
+  std::vector<const void*> data;  // asked for by one thread: memory may have to be copied before it is written
+  data.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    pieces.add_segment(static_cast<int64_t>(i), 0, tensors[i].numel());
+    data.push_back(factor == 1 ? tensors[i].const_data_ptr() : tensors[i].mutable_data_ptr());
+  }
   std::atomic<bool> bad{false};
   pieces.parallel_for_each([&](size_t i) {
     const Piece& piece = pieces[i];
-    const at::Tensor& grad = tensors[piece.segment];
     placed->prefetch_behind(piece.segment);
-    const Place place(grad, factor == 1 ? grad.const_data_ptr() : grad.mutable_data_ptr(), piece.begin);
+    const Place place(tensors[piece.segment], data[piece.segment], piece.begin);
     const bool found = factor == 1 ? has_nonfinite(place, piece.numel) : unscale(place, place, factor, piece.numel);
     if (found) bad.store(true, std::memory_order_relaxed);
   });

@@ -444,6 +444,35 @@ def test_an_optimizer_of_torch_gets_float32_where_there_are_masters(level, loss_
         torch.testing.assert_close(p, q)
 
 
+def another_loss(model, loss):
+    loss.backward()
+
+
+def zero_model(model, loss):
+    model.zero_grad(set_to_none=False)
+
+
+def write_by_hand(model, loss):
+    for p in model.parameters():
+        p.grad.mul_(3.0)
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 64.0])
+@pytest.mark.parametrize("spoil", [another_loss, zero_model, write_by_hand])
+def test_masters_keep_what_a_block_has_brought_them(spoil, loss_scale):
+    """Model gradients may be written behind it: by the backward of another network's loss through this one."""
+    results = []
+    for fuse_unscale in (False, True):
+        model, optimizer = make("O2", optimizers.NpuFusedSGD, fuse_unscale, loss_scale, keep_batchnorm_fp32=False)
+        backward(model, optimizer, 0)
+        spoil(model, model(torch.ones(8, 6, device=DEVICE)).float().square().mean())
+        optimizer.step()
+        results.append([p.detach().clone() for p in amp.master_params(optimizer)])
+        amp.shutdown()
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(p, q)
+
+
 def add_group(optimizer):
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, device=DEVICE))]})
 
