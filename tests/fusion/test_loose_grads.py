@@ -241,3 +241,15 @@ def test_shared_gradients_are_one_memory_until_one_is_written():
     grads.gather()
     for p in masters:
         torch.testing.assert_close(p.grad, torch.ones_like(p))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_negated_view_is_taken_with_its_sign(dtype):
+    masters = make_params()
+    sources = [nn.Parameter(p.detach().to(dtype, copy=True)) for p in masters]
+    for source in sources:
+        source.grad = torch._neg_view(torch.ones_like(source))
+    grads = fuse(masters)[0].grads
+    grads.take(sources, 0.5)
+    for p in masters:
+        torch.testing.assert_close(p.grad, torch.full_like(p, -0.5))
