@@ -95,7 +95,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "share",
           [](const apex_npu::GradSlots& slots, const py::sequence& sources, const py::sequence& params,
-             int64_t loose_numel) { return slots.share(borrow(sources), borrow(params), loose_numel); },
+             int64_t loose_numel) {
+            return slots.share(borrow(sources), borrow(params), loose_numel, &apex_npu::is_alone);
+          },
           py::arg("sources"), py::arg("params"), py::arg("loose_numel"));
   m.def(
       "is_placed", [](const at::Tensor& tensor) { return apex_npu::placed_grads_of(tensor) != nullptr; },

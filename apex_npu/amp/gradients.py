@@ -107,6 +107,7 @@ class GradUnit:
     def take_over(self, former: Sequence[GradUnit]) -> None:
         """Know what ``former``, in whose place this one comes, has brought to masters."""
         self._delivered.note_from(unit._delivered for unit in former)
+        self._shares = any(unit._shares for unit in former)
 
     def forget_cleared(self) -> None:
         """Clear masters' gradients whose model gradient somebody has cleared since it was brought to them."""

@@ -62,12 +62,15 @@ def check_unshared(optimizers: Sequence[Optimizer]) -> None:
 
 def hand_over_scale(optimizer: Optimizer, record: OptimizerRecord) -> None:
     """Have held gradients divided by their scale: in the step itself, where the optimizer can."""
-    if record.held_scale == 1.0:
-        return
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
     # A hook before the step is to see true gradients.
     if not getattr(optimizer, "is_npu_fused_optimizer", False) or optimizer._optimizer_step_pre_hooks or first is None:
-        settle(record, record.units(optimizer))
+        if record.held_scale == 1.0:
+            record.stop_sharing()
+        else:
+            settle(record, record.units(optimizer))
+        return
+    if record.held_scale == 1.0:
         return
     coefficient = record.clip_coefficient
     there = first.device if coefficient is None else coefficient.device

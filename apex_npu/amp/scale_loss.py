@@ -250,8 +250,9 @@ def _scale_up(work: Work, scale: float, hold: bool) -> None:
                     unit.unscale_(record.held_scale / record.grad_scale, None)
                 record.grad_scale = 1.0
             factor = scale / (record.held_scale if hold else record.grad_scale)
+            delivered = hold or (record.grad_scale == 1.0 and record.unchecked != "delay_unscale")
             for unit in units:
-                if hold or record.grad_scale == 1.0:
+                if delivered:
                     unit.forget_cleared()
                     unit.drop_source_grads()
                 if record.skip:

@@ -16,7 +16,7 @@ from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.grad_slots import ABSENT, LOOSE
 from apex_npu.fusion.layout import Layout, Slot
 from apex_npu.fusion.run import Run
-from apex_npu.fusion.storage import release_previous, slot_table, storage_numel
+from apex_npu.fusion.storage import is_slot, release_previous, slot_table, storage_numel
 from apex_npu.ops import wide_dtype
 
 
@@ -39,6 +39,7 @@ class FusedGroup:
         params: Of one dtype and device, dense, not overlapping.
         param_flat: 1-D over the memory of all of them.
         grads: Their gradients, laid out alike.
+        in_slots: Whether all lie in fused buffers, by which an alias is known; else one has stayed where it was.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class FusedGroup:
         self.param_flat = param_flat
         self._offsets = list(offsets)
         self._ends = list(ends)
+        self.in_slots = all(map(is_slot, self.params))
         self._table = slot_table(self.params)
         # Those whose former memory may still be looked at from outside torch, and is let go of when that has ended.
         self._kept = [p for p in self.params if not release_previous(p)]

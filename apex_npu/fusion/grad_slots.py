@@ -66,7 +66,7 @@ class GradSlots(Protocol):
         ...
 
     def share(self, sources: Sequence[Tensor], params: Sequence[Tensor], loose_numel: int) -> list[int]:
-        """Make the gradients of ``sources`` those of ``params``, too, where these can be read where they are.
+        """Give ``params`` the gradients of ``sources``, without a copy before either is written, where that can be.
 
         Returns:
             The indices of those where they cannot.

@@ -136,8 +136,12 @@ class FusedOptimizer(Optimizer):
         self._fuse()
         for record in self._fused:
             record.bring_gradients()
+        # A gradient may look at a parameter, which is about to be written: it is copied, unless it looks at none for
+        # sure.
+        in_slots = all(fused.in_slots for fused in self.fused_groups())
+        loose_for = LooseFor.STEPPING if in_slots else LooseFor.WRITING
         work = [
-            (group, fused, fused.grads.gather(loose_for=LooseFor.STEPPING))
+            (group, fused, fused.grads.gather(loose_for=loose_for))
             for group, record in zip(self.param_groups, self._fused, strict=True)
             for fused in record.groups
         ]

@@ -44,7 +44,8 @@ void gather_cpu(const std::vector<at::Tensor>& slots, const std::vector<at::Tens
   for (size_t i = 0; i < slots.size(); ++i) {
     const bool is_lazy = grads[i].is_neg() || grads[i]._is_zerotensor();  // its memory is not what it reads as
     copied[i] = is_lazy || slots[i].strides() != grads[i].strides();
-    if (copied[i]) slots[i].copy_(grads[i]);  // in the slot's order of elements
+    // In the slot's order of elements. Resolved first: copy_ takes negated float16 for what it is without the sign.
+    if (copied[i]) slots[i].copy_(grads[i].resolve_neg());
     pieces.add_segment(static_cast<int64_t>(i), 0, slots[i].numel());
   }
   std::atomic<bool> bad{false};

@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "fused_optim/grad_slots.h"
 
+#include <c10/core/impl/COW.h>
+
 #include <utility>
 
 #include "combine_tensors/change_data_ptr.h"
@@ -11,6 +13,17 @@ namespace apex_npu {
 namespace {
 
 bool is_narrow(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
+
+// The same values, in memory that is copied as soon as one of the two is written: by a backward of another loss through
+// the same model, for one, or by model.zero_grad(). Undefined where the memory is not torch's own.
+at::Tensor lazy_copy(const at::Tensor& t) {
+  c10::intrusive_ptr<c10::StorageImpl> storage =
+      c10::impl::cow::lazy_clone_storage(*t.storage().unsafeGetStorageImpl());
+  if (!storage) return {};
+  at::Tensor copy = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), t.key_set(), t.dtype());
+  copy.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
+  return copy;
+}
 
 }  // namespace
 
@@ -39,7 +52,7 @@ bool GradSlots::is_readable(const at::Tensor& grad, const Slot& slot) {
 }
 
 bool GradSlots::was_stepped(const at::Tensor& grad, size_t slot) const {
-  return !stepped_.empty() && stepped_[slot]._unsafe_get_target() == grad.unsafeGetTensorImpl();
+  return !stepped_.empty() && stepped_[slot]._unsafe_get_target() == grad.storage().unsafeGetStorageImpl();
 }
 
 std::string GradSlots::states(const Borrowed& params, const Borrowed& views, size_t first, LooseFor loose_for,
@@ -73,7 +86,7 @@ at::Tensor GradSlots::place(const Borrowed& params, size_t first, int64_t numel,
   TORCH_CHECK_VALUE(!params.empty() && first + params.size() <= slots_.size(), "place: expected parameters of the ",
                     slots_.size(), " slots, got ", params.size(), " from slot ", first, " on");
   if (stepped && stepped_.empty()) {
-    const Remembered none(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>{});
+    const Remembered none(c10::intrusive_ptr<c10::StorageImpl>{});
     stepped_.resize(slots_.size(), none);
   }
   PlacedGrads placed(numel, params.size());
@@ -84,22 +97,25 @@ at::Tensor GradSlots::place(const Borrowed& params, size_t first, int64_t numel,
     TORCH_CHECK_VALUE(is_readable(grad, slot), "place: the gradient of parameter ", first + i, ", ", grad.toString(),
                       " of shape ", grad.sizes(), " with strides ", grad.strides(), ", cannot be read where it lies");
     placed.add(grad, slot.offset - begin);
-    if (stepped && !was_stepped(grad, first + i)) stepped_[first + i] = Remembered(grad.getIntrusivePtr());
+    if (stepped && !was_stepped(grad, first + i)) stepped_[first + i] = grad.storage().getWeakStorageImpl();
   });
   return as_operand(std::move(placed), numel, slots_[first].dtype);
 }
 
-std::vector<int64_t> GradSlots::share(const Borrowed& sources, const Borrowed& params, int64_t loose_numel) const {
+std::vector<int64_t> GradSlots::share(const Borrowed& sources, const Borrowed& params, int64_t loose_numel,
+                                      IsAlone is_alone) const {
   TORCH_CHECK_VALUE(sources.size() == slots_.size() && params.size() == slots_.size(), "share: expected ",
                     slots_.size(), " sources and parameters, got ", sources.size(), " and ", params.size());
   std::vector<int64_t> others;
   look_at_grads(sources, [&](const at::Tensor& grad, size_t i) {
     if (!grad.defined() || sources[i]->is_same(*params[i])) return;
-    // A view may change with what it is a view of: the next backward writes to a bucket of DistributedDataParallel.
-    const bool own_memory = slots_[i].numel >= loose_numel && is_readable(grad, slots_[i]) &&
-                            grad.storage().use_count() == 1 && !is_slot(grad);
-    if (own_memory) {
-      params[i]->mutable_grad() = grad;
+    // Who looks at its memory otherwise (a bucket of DistributedDataParallel, DLPack) would not follow when it is
+    // copied.
+    const bool shares =
+        slots_[i].numel >= loose_numel && is_readable(grad, slots_[i]) && !is_slot(grad) && is_alone(grad);
+    at::Tensor twin = shares ? lazy_copy(grad) : at::Tensor();
+    if (twin.defined()) {
+      params[i]->mutable_grad() = std::move(twin);
     } else {
       others.push_back(static_cast<int64_t>(i));
     }

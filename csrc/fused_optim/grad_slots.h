@@ -45,9 +45,10 @@ class GradSlots {
   // Whatever is a gradient later is another one.
   void forget_stepped() { stepped_.clear(); }
 
-  // Makes the gradient of sources[i], which is not params[i], that of params[i], too, where it is loose to be read and
-  // in memory of its own. Returns the indices of those where it is not.
-  std::vector<int64_t> share(const Borrowed& sources, const Borrowed& params, int64_t loose_numel) const;
+  // Gives params[i] the gradient of sources[i], which is another, where that is loose to be read, and alone: one
+  // memory, until either is written. Returns the indices of those where it is not.
+  std::vector<int64_t> share(const Borrowed& sources, const Borrowed& params, int64_t loose_numel,
+                             IsAlone is_alone) const;
 
  private:
   struct Slot {
@@ -56,8 +57,9 @@ class GradSlots {
     at::ScalarType dtype;
   };
 
-  // Weak, and not an address: that could be another tensor's by the time it is compared.
-  using Remembered = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  // Weak, and not an address: that could be another's by the time it is compared. Of a gradient's memory rather than of
+  // its tensor, which torch.utils.swap_tensors refuses to swap while there is a weak reference to it.
+  using Remembered = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
   static bool is_readable(const at::Tensor& grad, const Slot& slot);
   bool was_stepped(const at::Tensor& grad, size_t slot) const;

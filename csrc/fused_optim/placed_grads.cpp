@@ -107,13 +107,17 @@ void scale_placed_grads(const at::Tensor& grads, double factor, const std::optio
   TORCH_CHECK_TYPE(placed != nullptr, "scale_placed_grads: expected placed gradients, got ", grads.toString());
   const std::vector<at::Tensor>& tensors = placed->tensors();
   Pieces pieces;
-  for (size_t i = 0; i < tensors.size(); ++i) pieces.add_segment(static_cast<int64_t>(i), 0, tensors[i].numel());
+  std::vector<const void*> data;  // asked for by one thread: memory may have to be copied before it is written
+  data.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    pieces.add_segment(static_cast<int64_t>(i), 0, tensors[i].numel());
+    data.push_back(factor == 1 ? tensors[i].const_data_ptr() : tensors[i].mutable_data_ptr());
+  }
   std::atomic<bool> bad{false};
   pieces.parallel_for_each([&](size_t i) {
     const Piece& piece = pieces[i];
-    const at::Tensor& grad = tensors[piece.segment];
     placed->prefetch_behind(piece.segment);
-    const Place place(grad, factor == 1 ? grad.const_data_ptr() : grad.mutable_data_ptr(), piece.begin);
+    const Place place(tensors[piece.segment], data[piece.segment], piece.begin);
     const bool found = factor == 1 ? has_nonfinite(place, piece.numel) : unscale(place, place, factor, piece.numel);
     if (found) bad.store(true, std::memory_order_relaxed);
   });

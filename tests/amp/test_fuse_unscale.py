@@ -418,6 +418,81 @@ def test_a_hook_before_the_step_sees_true_gradients(cls):
         torch.testing.assert_close(grad, p.grad)
 
 
+@pytest.mark.parametrize("loss_scale", [1.0, 64.0])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_hook_before_the_step_sees_float32_where_there_are_masters(level, loss_scale):
+    model, optimizer = make(level, optimizers.NpuFusedSGD, loss_scale=loss_scale)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad for p in optimizer.param_groups[0]["params"]))
+    backward(model, optimizer, 0)
+    optimizer.step()
+    assert [grad.dtype for grad in seen] == [torch.float32] * 6
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 64.0])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_optimizer_of_torch_gets_float32_where_there_are_masters(level, loss_scale):
+    results = []
+    for fuse_unscale in (False, True):
+        model, optimizer = make(level, torch.optim.Adam, fuse_unscale, loss_scale, combine_grad=True)
+        for number in range(3):
+            optimizer.zero_grad()
+            backward(model, optimizer, number)
+            optimizer.step()
+        results.append([p.detach().clone() for p in amp.master_params(optimizer)])
+        amp.shutdown()
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def another_loss(model, loss):
+    loss.backward()
+
+
+def zero_model(model, loss):
+    model.zero_grad(set_to_none=False)
+
+
+def write_by_hand(model, loss):
+    for p in model.parameters():
+        p.grad.mul_(3.0)
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 64.0])
+@pytest.mark.parametrize("spoil", [another_loss, zero_model, write_by_hand])
+def test_masters_keep_what_a_block_has_brought_them(spoil, loss_scale):
+    """Model gradients may be written behind it: by the backward of another network's loss through this one."""
+    results = []
+    for fuse_unscale in (False, True):
+        model, optimizer = make("O2", optimizers.NpuFusedSGD, fuse_unscale, loss_scale, keep_batchnorm_fp32=False)
+        backward(model, optimizer, 0)
+        spoil(model, model(torch.ones(8, 6, device=DEVICE)).float().square().mean())
+        optimizer.step()
+        results.append([p.detach().clone() for p in amp.master_params(optimizer)])
+        amp.shutdown()
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def add_group(optimizer):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, device=DEVICE))]})
+
+
+def move_master(optimizer):
+    master = optimizer.param_groups[0]["params"][2]
+    master.data = master.detach().clone()
+
+
+@pytest.mark.parametrize("change", [add_group, move_master])
+def test_masters_have_float32_gradients_when_looked_at_after_parameters_have_changed(change):
+    model, optimizer = make("O2", loss_scale=64.0)
+    backward(model, optimizer, 0)
+    change(optimizer)
+    optimizer.clip_optimizer_grad_norm_fused(1.0)
+    grads = [p.grad for p in amp.master_params(optimizer) if p.grad is not None]
+    assert [grad.dtype for grad in grads] == [torch.float32] * 6
+
+
 @pytest.mark.parametrize("cls", [optimizers.NpuFusedSGD, torch.optim.SGD])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_parameter_without_dimensions_is_clipped(level, cls):
@@ -481,9 +556,9 @@ def test_masters_share_the_gradients_of_their_model_until_they_are_looked_at(lev
     weight = model[1].weight
     (master,) = [p for p in optimizer.param_groups[0]["params"] if p.shape == weight.shape and p.numel() == 48]
     backward(model, optimizer, 0)
-    assert master.grad is weight.grad
+    assert master.grad.dtype == weight.dtype
+    assert torch.equal(master.grad, weight.grad)
     shared, before = weight.grad, weight.grad.clone()
-    assert before.dtype == weight.dtype
     optimizer.clip_optimizer_grad_norm_fused(1e-3)
     optimizer.step()
     assert torch.equal(shared, before)

@@ -221,9 +221,10 @@ def test_clearing_gradients_anywhere(level, inside, set_to_none, how):
 @pytest.mark.parametrize("maker", ["torch SGD", "NpuFusedSGD"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("delay", [False, True])
-def test_accumulation(level, maker, combine_grad, delay):
+@pytest.mark.parametrize("loss_scale", [1.0, 64.0])
+def test_accumulation(level, maker, combine_grad, delay, loss_scale):
     """Four micro-batches per step, unscaled each time or only at the last one."""
-    model, optimizer = make(level, maker, loss_scale=64.0, combine_grad=combine_grad)
+    model, optimizer = make(level, maker, loss_scale=loss_scale, combine_grad=combine_grad)
     reference, reference_optimizer = make(None, maker)
     for step in range(5):
         optimizer.zero_grad()

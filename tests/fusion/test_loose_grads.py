@@ -5,6 +5,7 @@
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from lockstep import assert_equal_params
@@ -187,3 +188,68 @@ def test_two_groups_with_one_gradient_are_clipped_once(pair):
     assert norm.item() == pytest.approx(2400**0.5)
     for p in params:
         torch.testing.assert_close(p.grad, torch.full((40, 30), 2400**-0.5), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("cls", [optimizers.NpuFusedSGD, optimizers.NpuFusedAdam])
+def test_gradients_may_be_parameters_that_do_not_move(cls, groups):
+    def train(own_memory):
+        arrays = [np.full((40, 30), value, dtype=np.float32) for value in (3.0, 2.0, 1.0)]
+        params = [nn.Parameter(torch.from_numpy(array)) for array in arrays]
+        parts = [params] if groups == 1 else [params[:1], params[1:]]
+        optimizer = cls([{"params": part} for part in parts], lr=0.1)
+        for _ in range(3):
+            for p, q in zip(params, (params[1], params[0], params[2]), strict=True):
+                p.grad = q.detach().clone() if own_memory else q.detach()
+            optimizer.step()
+        return params
+
+    assert_equal_params(train(own_memory=False), train(own_memory=True), 1e-6)
+
+
+def test_gradients_can_be_swapped_when_they_have_been_stepped():
+    model = nn.Linear(40, 30)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for dtype in (torch.float32, torch.float64):
+            model.to(dtype)
+            model(torch.ones(2, 40, dtype=dtype)).sum().backward()
+            before = model.weight.detach().clone()
+            grad = model.weight.grad.clone()
+            optimizer.step()
+            torch.testing.assert_close(model.weight.detach(), before - 0.1 * grad)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_shared_gradients_are_one_memory_until_one_is_written():
+    if extension is None:
+        pytest.skip("Python sets no gradient of another dtype")
+    masters = make_params()
+    sources = [nn.Parameter(p.detach().half()) for p in masters]
+    for source in sources:
+        source.grad = torch.ones_like(source)
+    alias = torch.from_dlpack(sources[3].grad)  # which would not follow
+    grads = fuse(masters)[0].grads
+    grads.share(sources)
+    assert [p.grad.dtype for p in masters] == [torch.float32, torch.float16] + 3 * [torch.float32]
+    assert torch._C._is_cow_tensor(masters[1].grad)
+    for source in sources:
+        source.grad.zero_()
+    assert not alias.any()
+    grads.gather()
+    for p in masters:
+        torch.testing.assert_close(p.grad, torch.ones_like(p))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_negated_view_is_taken_with_its_sign(dtype):
+    masters = make_params()
+    sources = [nn.Parameter(p.detach().to(dtype, copy=True)) for p in masters]
+    for source in sources:
+        source.grad = torch._neg_view(torch.ones_like(source))
+    grads = fuse(masters)[0].grads
+    grads.take(sources, 0.5)
+    for p in masters:
+        torch.testing.assert_close(p.grad, torch.full_like(p, -0.5))
