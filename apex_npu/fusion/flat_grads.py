@@ -174,7 +174,7 @@ class FlatGrads:
         first, views = 0 if slots is None else slots.start, self.views
         if PRESENT not in states and gathers_in_one_pass(self.params[0]):
             loose = set(_places_of(LOOSE, states, first))
-            self._take(self.params, [i for i in range(first, first + len(states)) if i not in loose], 1.0, None)
+            self.take(self.params, slots=[i for i in range(first, first + len(states)) if i not in loose])
         else:
             foreign = _places_of(FOREIGN, states, first)
             params, slots_of_them = ([tensors[i] for i in foreign] for tensors in (self.params, views))
@@ -186,7 +186,7 @@ class FlatGrads:
         """``gather(slots)``, then multiply what lies there by ``factor``; in one pass where the device allows."""
         states = self.states(slots)
         if PRESENT not in states and FOREIGN in states and gathers_in_one_pass(self.params[0]):
-            self._take(self.params, slots, factor, None)
+            self.take(self.params, factor, slots=slots)
             return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
         states = self.gather(slots)
         if factor != 1.0 and PRESENT in states:
@@ -212,7 +212,19 @@ class FlatGrads:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
                 been copied then.
         """
-        self._take(sources, range(len(self.params)) if slots is None else slots, inv_scale, found_inf)
+        views = self.views
+        taken = range(len(self.params)) if slots is None else slots
+        if not gathers_in_one_pass(self.params[0]):
+            self._take_batches(sources, views, taken, inv_scale, found_inf)
+            return
+
+        def among(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            return tensors[taken.start : taken.stop] if isinstance(taken, range) else [tensors[i] for i in taken]
+
+        unfit = take_grads_(among(sources), among(self.params), among(views), inv_scale, found_inf)
+        if unfit is not None:
+            source, param = sources[taken[unfit]], self.params[taken[unfit]]
+            self._check_grad(taken[unfit], source.grad, own=source is param)
 
     def share(self, sources: Sequence[Tensor]) -> None:
         """Bring the gradients of ``sources`` to ``params``, without a copy where they can be read where they are.
@@ -227,7 +239,7 @@ class FlatGrads:
         if self.device.type == "cpu":
             others = self._plan_slots().share(sources, self.params, grad_slots.LOOSE_NUMEL)
         if others:
-            self._take(sources, others, 1.0, None)
+            self.take(sources, slots=others)
 
     def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
         """Multiply all gradients, where they are or on their way into their slots.
@@ -251,7 +263,7 @@ class FlatGrads:
             return
         spans: list[Tensor] = []
         if FOREIGN in states and PRESENT not in states and takes_grads(self.params[0]):
-            self._take(self.params, _places_of(FOREIGN, states), inv_scale, found_inf)
+            self.take(self.params, inv_scale, found_inf, _places_of(FOREIGN, states))
         elif any(states):
             states = self.gather(loose_for=LooseFor.WRITING)
             spans = [self.span(slots) for slots in _stretches(states)]
@@ -260,22 +272,6 @@ class FlatGrads:
         if inv_scale != 1.0:
             increment_versions(loose)
         unscale_grads(spans, inv_scale, found_inf)
-
-    def _take(
-        self, sources: Sequence[Tensor], slots: Sequence[int], inv_scale: float, found_inf: Tensor | None
-    ) -> None:
-        views = self.views
-        if not gathers_in_one_pass(self.params[0]):
-            self._take_batches(sources, views, slots, inv_scale, found_inf)
-            return
-
-        def among(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            return tensors[slots.start : slots.stop] if isinstance(slots, range) else [tensors[i] for i in slots]
-
-        unfit = take_grads_(among(sources), among(self.params), among(views), inv_scale, found_inf)
-        if unfit is not None:
-            source, param = sources[slots[unfit]], self.params[slots[unfit]]
-            self._check_grad(slots[unfit], source.grad, own=source is param)
 
     def _take_batches(
         self,
