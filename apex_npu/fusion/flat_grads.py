@@ -217,8 +217,8 @@ class FlatGrads:
     def share(self, sources: Sequence[Tensor]) -> None:
         """Bring the gradients of ``sources`` to ``params``, without a copy where they can be read where they are.
 
-        Then both have a gradient of the source's dtype, in one memory until either is written; ``gather`` makes it one of
-        the parameter's dtype.
+        Then both have a gradient of the source's dtype, in one memory until either is written; ``gather`` makes it one
+        of the parameter's dtype.
 
         Raises:
             RuntimeError: As of ``take``.
