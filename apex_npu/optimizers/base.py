@@ -136,8 +136,7 @@ class FusedOptimizer(Optimizer):
         self._fuse()
         for record in self._fused:
             record.bring_gradients()
-        # A gradient may look at a parameter, which is about to be written: it is copied, unless it looks at none for
-        # sure.
+        # A gradient may look at a parameter, which is about to be written: it is copied, unless it surely does not.
         in_slots = all(fused.in_slots for fused in self.fused_groups())
         loose_for = LooseFor.STEPPING if in_slots else LooseFor.WRITING
         work = [
