@@ -19,9 +19,7 @@ _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
 class Clipper(Protocol):
     """What has clipped gradients of its own, in flat buffers."""
 
-    def clip_optimizer_grad_norm_fused(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
+    def _clip_at_once(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """What ``torch.nn.utils.clip_grad_norm_`` does, for all of its parameters."""
         ...
 
@@ -53,7 +51,7 @@ def watch_clipping(
                 look(name, listed)
                 return original(listed, *args, **kwargs)
             kwargs.pop("foreach", None)
-            return clipper.clip_optimizer_grad_norm_fused(*args, **kwargs)
+            return clipper._clip_at_once(*args, **kwargs)
 
         return clip
 

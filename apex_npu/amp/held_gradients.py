@@ -45,7 +45,7 @@ def check_unshared(optimizers: Sequence[Optimizer]) -> None:
     """
     session = current()
     adopted = [] if session is None else [o for o in session.adopted if o not in optimizers]
-    holding = [o for o in adopted if (record := record_of(o)) is not None and record.held_scale != 1.0]
+    holding = [o for o in adopted if (record := record_of(o)) is not None and record.holds]
     if len(holding) + len(optimizers) < 2:
         return
     owners: dict[int, Optimizer] = {}
@@ -65,12 +65,12 @@ def hand_over_scale(optimizer: Optimizer, record: OptimizerRecord) -> None:
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
     # A hook before the step is to see true gradients.
     if not getattr(optimizer, "is_npu_fused_optimizer", False) or optimizer._optimizer_step_pre_hooks or first is None:
-        if record.held_scale == 1.0:
-            record.stop_sharing()
-        else:
+        if record.holds:
             settle(record, record.units(optimizer))
+        else:
+            record.stop_sharing()
         return
-    if record.held_scale == 1.0:
+    if not record.holds:
         return
     coefficient = record.clip_coefficient
     there = first.device if coefficient is None else coefficient.device

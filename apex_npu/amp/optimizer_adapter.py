@@ -21,13 +21,14 @@ from torch.optim import LBFGS, Optimizer
 
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.data_parallel import LocalGrads
-from apex_npu.amp.held_gradients import clip_at_step, finish_hand_over, hand_over_scale, settle
+from apex_npu.amp.gradients import GradUnit
+from apex_npu.amp.held_gradients import clip_at_step, clip_held, finish_hand_over, hand_over_scale, settle
 from apex_npu.amp.legacy.stash import LegacyOptimizerNames
 from apex_npu.amp.master_params import make_masters
 from apex_npu.amp.optimizer_record import OptimizerRecord, record_of, tell_masters
 from apex_npu.amp.session import Session, current, disable_casts
 from apex_npu.amp.step_report import StepReport, explain_skips, next_report
-from apex_npu.fusion import clip_grad_norm_, drop_grads
+from apex_npu.fusion import FlatGrads, clip_grad_norm_, drop_grads
 
 logger = logging.getLogger(__name__)
 
@@ -119,13 +120,20 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             RuntimeError: Gradients are still to be unscaled: a scale_loss is open, or the last had ``delay_unscale``.
         """
         record = self._amp_record
+        # At a scale of 1 a plain backward is as good as a block, but for masters; and blocks end what is left to a step.
+        if record.held_scale == 1.0 and not (record.policy.fuse_unscale and record.pairs):
+            return self._clip_at_once(max_norm, norm_type, error_if_nonfinite)
         _check_unscaled(record, "clipping")
+        flats, loose = _gradients_of(record.units(self))
+        return clip_at_step(record, flats, loose, max_norm, norm_type, error_if_nonfinite)
+
+    def _clip_at_once(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        record = self._amp_record
+        _check_unscaled(record, "clipping")
+        record.close_check()  # an inf that is clipped is none any more
         units = record.units(self)
-        flats = [unit.flat for unit in units if unit.flat is not None]
-        loose = [p for unit in units if unit.flat is None for p in unit.params]
-        if record.held_scale != 1.0:
-            return clip_at_step(record, flats, loose, max_norm, norm_type, error_if_nonfinite)
-        return clip_grad_norm_(flats, loose, max_norm, norm_type, error_if_nonfinite)
+        clip_held(record, units)
+        return clip_grad_norm_(*_gradients_of(units), max_norm, norm_type, error_if_nonfinite)
 
     def clip_model_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -178,6 +186,12 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
 
 
 # Functions rather than methods: a name of the mixin would hide the same name of the class it is put before.
+
+
+def _gradients_of(units: list[GradUnit]) -> tuple[list[FlatGrads], list[Tensor]]:
+    """Buffers of gradients, and parameters whose gradients are in none."""
+    flats = [unit.flat for unit in units if unit.flat is not None]
+    return flats, [p for unit in units if unit.flat is None for p in unit.params]
 
 
 def _check_unscaled(record: OptimizerRecord, caller: str) -> None:
@@ -233,7 +247,7 @@ def _skip_step(optimizer: Optimizer, record: OptimizerRecord) -> None:
                 "%s: %s", type(optimizer).__name__, explain_skips(report, _named_grads(session, optimizer, record))
             )
     _drop_master_grads(record)
-    if record.held_scale != 1.0:
+    if record.holds:
         settle(record, record.units(optimizer))  # what is not cleared now is a gradient like any other
 
 

@@ -103,6 +103,11 @@ class OptimizerRecord:
             self.open_check = None
 
     @property
+    def holds(self) -> bool:
+        """The next step has to divide gradients by the loss scale, or to clip them."""
+        return self.held_scale != 1.0 or self.clip_coefficient is not None
+
+    @property
     def scale_in_the_way(self) -> float:
         """What gradients are multiplied with that step must not see yet; 1: they are as they should be."""
         if self.grad_scale != 1.0:

@@ -72,7 +72,7 @@ def same(level, a, b):
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("loss_scale", ["dynamic", 64.0])
+@pytest.mark.parametrize("loss_scale", ["dynamic", 64.0, 1.0])
 @pytest.mark.parametrize(
     "cls", [optimizers.NpuFusedAdam, optimizers.NpuFusedSGD, optimizers.NpuFusedLamb, torch.optim.SGD]
 )
@@ -589,3 +589,53 @@ def test_what_becomes_of_the_models_gradients_in_the_next_block_does_not_matter(
 
     for ours, theirs in zip(train(True), train(False), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_at_a_loss_scale_of_1_clipping_masters_is_left_to_the_step_too(level):
+    model, optimizer = make(level, optimizers.NpuFusedSGD, loss_scale=1.0)
+    backward(model, optimizer, 0)
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    grads = [p.grad.float() for p in amp.master_params(optimizer)]
+    norm = torch.stack([g.norm() for g in grads]).norm()
+    returned = optimizer.clip_optimizer_grad_norm_fused(norm.item() / 4)
+    torch.testing.assert_close(returned, norm, rtol=1e-5, atol=0)
+    for p, grad in zip(amp.master_params(optimizer), grads, strict=True):
+        assert torch.equal(p.grad.float(), grad)
+    optimizer.step()
+    for p, old, grad in zip(amp.master_params(optimizer), before, grads, strict=True):
+        torch.testing.assert_close(p.detach(), old - 1e-2 * grad / 4, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_at_a_loss_scale_of_1_without_masters_clipping_ends_with_its_gradients(level):
+    """A script may go on without blocks then, and clear gradients by the model."""
+    model, optimizer = make(level, optimizers.NpuFusedSGD, loss_scale=1.0)
+    model(torch.ones(2, 6, device=DEVICE)).sum().backward()
+    optimizer.clip_optimizer_grad_norm_fused(1e-6)
+    optimizer.step()
+    model.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.ones(2, 6, device=DEVICE)).sum().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    optimizer.step()
+    for p, old, grad in zip(model.parameters(), before, grads, strict=True):
+        torch.testing.assert_close(p.detach(), old - 1e-2 * grad, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_torchs_clipping_at_a_loss_scale_of_1_clips_at_once(pending):
+    """What a script reads behind it is clipped, and clipped once."""
+    model, optimizer = make("O5", optimizers.NpuFusedSGD, loss_scale=1.0)
+    backward(model, optimizer, 0)
+    if pending:
+        optimizer.clip_optimizer_grad_norm_fused(1e-2)
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e-3)
+    clipped = [p.grad.clone() for p in amp.master_params(optimizer)]
+    torch.testing.assert_close(
+        torch.stack([g.norm() for g in clipped]).norm().cpu(), torch.tensor(1e-3), rtol=2e-3, atol=0
+    )
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    optimizer.step()
+    for p, old, grad in zip(amp.master_params(optimizer), before, clipped, strict=True):
+        torch.testing.assert_close(p.detach(), old - 1e-2 * grad, rtol=1e-5, atol=1e-8)
