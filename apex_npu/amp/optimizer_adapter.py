@@ -120,7 +120,8 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             RuntimeError: Gradients are still to be unscaled: a scale_loss is open, or the last had ``delay_unscale``.
         """
         record = self._amp_record
-        # At a scale of 1 a plain backward is as good as a block, but for masters; and blocks end what is left to a step.
+        # At a scale of 1 a plain backward is as good as a block, but for masters, and only a block ends what is left to
+        # a step.
         if record.held_scale == 1.0 and not (record.policy.fuse_unscale and record.pairs):
             return self._clip_at_once(max_norm, norm_type, error_if_nonfinite)
         _check_unscaled(record, "clipping")
