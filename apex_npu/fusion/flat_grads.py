@@ -109,17 +109,19 @@ class FlatGrads:
         """One byte per parameter, of all or of those of ``slots``: ABSENT, PRESENT or FOREIGN."""
         return self._find(slots, LooseFor.NOTHING)
 
-    def _find(self, slots: range | None, loose_for: LooseFor) -> bytes:
-        states = self._look(slots, loose_for)
+    def _find(self, slots: range | None, loose_for: LooseFor, loose_numel: int | None = None) -> bytes:
+        if loose_numel is None:
+            loose_numel = grad_slots.WRITTEN_NUMEL if loose_for == LooseFor.WRITING else grad_slots.LOOSE_NUMEL
+        states = self._look(slots, loose_for, loose_numel)
         lost = PRESENT in states and self._replace_lost_views()
-        return self._look(slots, loose_for) if lost else states
+        return self._look(slots, loose_for, loose_numel) if lost else states
 
-    def _look(self, slots: range | None, loose_for: LooseFor) -> bytes:
+    def _look(self, slots: range | None, loose_for: LooseFor, loose_numel: int) -> bytes:
         params, views, first = self.params, self._views or self.params, 0
         if slots is not None:
             first = slots.start
             params, views = params[first : slots.stop], views[first : slots.stop]
-        return self._plan_slots().states(params, views, first, loose_for, grad_slots.LOOSE_NUMEL)
+        return self._plan_slots().states(params, views, first, loose_for, loose_numel)
 
     def _replace_lost_views(self) -> bool:
         """``p.grad.data = ...`` takes a view out of its slot: from then on it is a gradient like any other."""
@@ -168,7 +170,9 @@ class FlatGrads:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
                 been copied then.
         """
-        states = self._find(slots, loose_for)
+        return self._gather(slots, self._find(slots, loose_for))
+
+    def _gather(self, slots: range | None, states: bytes) -> bytes:
         if FOREIGN not in states:
             return states
         first, views = 0 if slots is None else slots.start, self.views
@@ -237,9 +241,9 @@ class FlatGrads:
         """
         others: Sequence[int] = range(len(self.params))
         if self.device.type == "cpu":
-            others = self._plan_slots().share(sources, self.params, grad_slots.LOOSE_NUMEL)
+            others = self._plan_slots().share(sources, self.params, grad_slots.WRITTEN_NUMEL)
         if others:
-            self.take(sources, slots=others)
+            self.take(sources, slots=None if len(others) == len(self.params) else others)
 
     def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
         """Multiply all gradients, where they are or on their way into their slots.
@@ -253,19 +257,19 @@ class FlatGrads:
         Raises:
             RuntimeError: As of ``gather``.
         """
+        if inv_scale == 1.0 and found_inf is None:
+            self._gather(None, self._find(None, LooseFor.WRITING, grad_slots.LOOSE_NUMEL))
+            return
         states = self._find(None, LooseFor.WRITING)
         if LOOSE in states and self.reads_in_place:
-            if FOREIGN in states:
-                self.gather(loose_for=LooseFor.WRITING)
-            if inv_scale == 1.0 and found_inf is None:
-                return
+            self._gather(None, states)
             unscale_grads([self.operand(range(len(self.params)), self._total_numel)], inv_scale, found_inf)
             return
         spans: list[Tensor] = []
         if FOREIGN in states and PRESENT not in states and takes_grads(self.params[0]):
             self.take(self.params, inv_scale, found_inf, _places_of(FOREIGN, states))
         elif any(states):
-            states = self.gather(loose_for=LooseFor.WRITING)
+            states = self._gather(None, states)
             spans = [self.span(slots) for slots in _stretches(states)]
         loose = [self._operand_of(i) for i in _places_of(LOOSE, states)]
         unscale_grads(loose, inv_scale, found_inf)

@@ -25,6 +25,9 @@ from apex_npu.fusion.storage import has_unnamed_aliases, is_slot, owns_memory
 ABSENT, PRESENT, FOREIGN, LOOSE = 0, 1, 2, 3
 # From how many elements on.
 LOOSE_NUMEL = 1 << 18 if extension is None else 0
+# And where they are multiplied, or shared with masters: smaller ones are multiplied on their way into their slots,
+# which is as quick, and found there in one piece by what follows.
+WRITTEN_NUMEL = 1 << 18 if extension is None else 1 << 12
 _GRAD = attrgetter("grad")
 
 
@@ -113,7 +116,8 @@ class _PythonGradSlots:
         return grad.detach().as_strided((numel,), (1,))
 
     def share(self, sources: Sequence[Tensor], params: Sequence[Tensor], loose_numel: int) -> list[int]:
-        return list(range(len(sources)))  # Python sets no gradient of another dtype
+        # Python sets no gradient of another dtype.
+        return [i for i, (source, param) in enumerate(zip(sources, params, strict=True)) if source is not param]
 
     def forget_stepped(self) -> None:
         pass

@@ -10,8 +10,18 @@ from torch.testing._internal.two_tensor import TwoTensor  # a subclass that has 
 
 from apex_npu import amp, optimizers
 from apex_npu.amp.gradients import GradUnit, unscale_units
+from apex_npu.fusion import grad_slots
 
 SCALE = 64.0
+
+
+@pytest.fixture(autouse=True, params=[None, 0], ids=["gathered", "left"])
+def least_numel(request, monkeypatch):
+    """Small gradients are multiplied on their way into slots, large ones where they are."""
+    if request.param is not None:
+        monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", request.param)
+
+
 TRUE = torch.arange(1.0, 13.0)
 
 

@@ -17,6 +17,7 @@ from apex_npu.fusion import grad_slots
 @pytest.fixture(autouse=True)
 def large_is_small(monkeypatch):
     monkeypatch.setattr(grad_slots, "LOOSE_NUMEL", 16)
+    monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", 16)
 
 
 @pytest.mark.parametrize("numel", [4, 64], ids=["small", "large"])

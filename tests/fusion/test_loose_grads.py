@@ -24,6 +24,7 @@ LARGE = [1, 3]
 @pytest.fixture(autouse=True)
 def large_is_small(monkeypatch):
     monkeypatch.setattr(grad_slots, "LOOSE_NUMEL", 1_000)
+    monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", 1_000)
 
 
 def make_params(seed=0):
@@ -86,6 +87,7 @@ def test_steps_are_those_of_gathered_gradients(cls, monkeypatch):
     for i in range(6):
         for params, optimizer, limit in ((ours, one, 1_000), (theirs, other, 10**9)):
             monkeypatch.setattr(grad_slots, "LOOSE_NUMEL", limit)
+            monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", limit)
             set_grads(params, i)
             if i == 2:
                 params[3].grad = None  # not in this step
@@ -117,6 +119,7 @@ def test_memory_of_gradients_is_let_go_of():
 def test_amp_trains_as_with_gathered_gradients(level, fuse_unscale, clip, monkeypatch):
     def train(limit):
         monkeypatch.setattr(grad_slots, "LOOSE_NUMEL", limit)
+        monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", limit)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 40), nn.Linear(40, 2))
         optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=0.01)

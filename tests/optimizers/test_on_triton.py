@@ -31,7 +31,8 @@ pytestmark = [
 def launched(monkeypatch):
     """The names of the kernels that have run, on the CPU."""
     mend(monkeypatch)
-    monkeypatch.setattr(grad_slots, "LOOSE_NUMEL", sys.maxsize)  # only the CPU's own kernels read gradients anywhere
+    for least in ("LOOSE_NUMEL", "WRITTEN_NUMEL"):  # only the CPU's own kernels read gradients anywhere
+        monkeypatch.setattr(grad_slots, least, sys.maxsize)
     names = []
     run = launches.Launch.run
     monkeypatch.setattr(launches.Launch, "run", lambda self: (names.append(self.kernel.__name__), run(self)))
