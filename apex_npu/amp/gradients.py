@@ -186,8 +186,7 @@ class GradUnit:
     def check(self, found_inf: Tensor) -> None:
         """Set ``found_inf``, float32, one element, to 1 where a gradient of ``params`` is not finite."""
         if self.flat is not None:
-            for grads in self.flat.operands(LooseFor.READING):
-                unscale_grads([grads], 1.0, found_inf)
+            unscale_grads(self.flat.operands(LooseFor.READING), 1.0, found_inf)
         else:
             unscale_grads(_writable(self.params), 1.0, found_inf)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from apex_npu._extension import extension
 from apex_npu.fusion import grad_slots
 from apex_npu.fusion.flat_buffer import FlatBuffer, plan
-from apex_npu.fusion.grad_slots import FOREIGN, LOOSE, PRESENT, GradSlots, LooseFor, dispatches_in_python
+from apex_npu.fusion.grad_slots import ABSENT, FOREIGN, LOOSE, PRESENT, GradSlots, LooseFor, dispatches_in_python
 from apex_npu.fusion.many_tensors import increment_versions
 from apex_npu.fusion.storage import SlotTable, slot_table
 from apex_npu.ops import LOW_PRECISION, gather_, gathers_in_one_pass, take_grads_, takes_grads, unscale_grads
@@ -261,21 +261,14 @@ class FlatGrads:
             self._gather(None, self._find(None, LooseFor.WRITING, grad_slots.LOOSE_NUMEL))
             return
         states = self._find(None, LooseFor.WRITING)
-        if LOOSE in states and self.reads_in_place:
-            self._gather(None, states)
-            unscale_grads([self.operand(range(len(self.params)), self._total_numel)], inv_scale, found_inf)
-            return
-        spans: list[Tensor] = []
-        if FOREIGN in states and PRESENT not in states and takes_grads(self.params[0]):
+        in_one_call = LOOSE in states and self.reads_in_place
+        if FOREIGN in states and PRESENT not in states and not in_one_call and takes_grads(self.params[0]):
             self.take(self.params, inv_scale, found_inf, _places_of(FOREIGN, states))
-        elif any(states):
-            states = self._gather(None, states)
-            spans = [self.span(slots) for slots in _stretches(states)]
-        loose = [self._operand_of(i) for i in _places_of(LOOSE, states)]
-        unscale_grads(loose, inv_scale, found_inf)
+            states = states.replace(bytes([FOREIGN]), bytes([ABSENT]))  # nothing is left to do there
+        operands = self._operands(self._gather(None, states))
+        unscale_grads(operands, inv_scale, found_inf)
         if inv_scale != 1.0:
-            increment_versions(loose)
-        unscale_grads(spans, inv_scale, found_inf)
+            increment_versions(operands)
 
     def _take_batches(
         self,
@@ -356,7 +349,9 @@ class FlatGrads:
         Args:
             loose_for: READING, by ``ops``; or WRITING, by ``ops.multiply_``, which can write what they can read.
         """
-        states = self.gather(loose_for=loose_for)
+        return self._operands(self.gather(loose_for=loose_for))
+
+    def _operands(self, states: bytes) -> list[Tensor]:
         if LOOSE in states and self.reads_in_place:
             return [self.operand(range(len(self.params)), self._total_numel)]
         spans = [self.span(slots) for slots in _stretches(states)]

@@ -25,7 +25,14 @@ from apex_npu.fusion import (
     sharded_like,
 )
 from apex_npu.fusion.grad_slots import LOOSE, PRESENT, LooseFor
-from apex_npu.optimizers.checks import check_bool, check_params, find_problems, find_unsharded, naming
+from apex_npu.optimizers.checks import (
+    check_bool,
+    check_params,
+    find_problems,
+    find_unsharded,
+    naming,
+    refuse_capture,
+)
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
 from apex_npu.optimizers.shown_state import ShownState
 
@@ -126,7 +133,7 @@ class FusedOptimizer(Optimizer):
                 updated then.
             TypeError: A parameter has become one of a dtype that cannot be fused; likewise.
         """
-        self._refuse_capture()
+        refuse_capture(type(self).__name__)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -165,16 +172,6 @@ class FusedOptimizer(Optimizer):
         if self._joined:
             self._remember_state()
         return loss
-
-    def _refuse_capture(self) -> None:
-        """Replayed, a captured step would repeat the step count and learning rate that the host knew at its capture."""
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{type(self).__name__}.step() cannot be captured in a CUDA graph: step counts and hyper-parameters "
-                "are kept on the host, so every replay would repeat those of the capture. Capture forward and backward "
-                "alone (torch.cuda.make_graphed_callables), and call step() behind each replay; or use an optimizer of "
-                "torch.optim with capturable=True. Nothing has been updated"
-            )
 
     def _overflowed(self) -> bool:
         """What a GradScaler has found, where it handed that over: such a step is skipped whole."""
@@ -224,7 +221,7 @@ class FusedOptimizer(Optimizer):
         groups = [group["params"] for group in self.param_groups]
         if len(groups) != len(self._fused):
             return False
-        held = [fused.grads for record in self._fused for fused in record.groups]
+        held = [fused.grads for fused in self.fused_groups()]
         fits = all(record.holds_all(params) for record, params in zip(self._fused, groups, strict=True))
         if not fits or not all(grads.all_present() for grads in held):
             return False
@@ -269,7 +266,7 @@ class FusedOptimizer(Optimizer):
                 "each buffer holds a part. Clip them with torch.nn.utils.clip_grad_norm_, which takes the norm over "
                 "all processes"
             )
-        return [fused.grads for record in self._fused for fused in record.groups]
+        return [fused.grads for fused in self.fused_groups()]
 
     def fused_groups(self) -> list[FusedGroup]:
         """What the last step has stepped: none before the first."""
@@ -296,7 +293,7 @@ class FusedOptimizer(Optimizer):
     def get_optimizer_combined_params(self) -> list[Tensor]:
         """The flat buffers that the parameters lie in, one per (param_group, device, dtype)."""
         self.flat_grads()
-        return [fused.param_flat for record in self._fused for fused in record.groups]
+        return [fused.param_flat for fused in self.fused_groups()]
 
     def get_optimizer_combined_grads(self) -> list[Tensor]:
         """The flat buffers of the gradients, likewise. Parts whose gradient is None hold what was there last."""

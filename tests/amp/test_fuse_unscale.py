@@ -75,6 +75,13 @@ def program(model, optimizer, clip, delay):
     return [p.detach().float().clone() for p in amp.master_params(optimizer)], amp.state_dict()
 
 
+def finish(optimizer):
+    """What has been trained; then amp is off."""
+    result = [p.detach().clone() for p in amp.master_params(optimizer)]
+    amp.shutdown()
+    return result
+
+
 def same(level, a, b):
     # O3 divides in float16 as it goes; elsewhere the factors are powers of two, and nothing is rounded.
     tolerance = {"rtol": 1e-2, "atol": 1e-3} if level == "O3" else {"rtol": 2e-6, "atol": 1e-7}
@@ -118,9 +125,7 @@ def test_every_optimizer(spec):
             backward(model, optimizer, number)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        result = [p.detach().clone() for p in amp.master_params(optimizer)]
-        amp.shutdown()
-        return result
+        return finish(optimizer)
 
     for p, q in zip(run(True), run(False), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
@@ -154,9 +159,7 @@ def test_a_second_step_and_a_second_block_find_what_the_first_step_left(level):
         optimizer.step()
         backward(model, optimizer, 1)
         optimizer.step()
-        result = [p.detach().clone() for p in amp.master_params(optimizer)]
-        amp.shutdown()
-        return result
+        return finish(optimizer)
 
     for p, q in zip(run(True), run(False), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
@@ -597,9 +600,7 @@ def test_what_becomes_of_the_models_gradients_in_the_next_block_does_not_matter(
             model.zero_grad(set_to_none=clear)
         backward(model, optimizer, 1)
         optimizer.step()
-        result = [p.detach().clone() for p in amp.master_params(optimizer)]
-        amp.shutdown()
-        return result
+        return finish(optimizer)
 
     for ours, theirs in zip(train(True), train(False), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
