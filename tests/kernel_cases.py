@@ -14,15 +14,15 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 CPU = torch.device("cpu")
 
 SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.01, "nesterov": False, "maximize": False,
-       "first": False}  # fmt: skip
+       "step": 3}  # fmt: skip
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "decoupled": False,
         "maximize": False, "step": 3}  # fmt: skip
 RMSPROP = {"lr": 0.01, "alpha": 0.9, "eps": 1e-6, "weight_decay": 0.1, "momentum": 0.9, "eps_inside_sqrt": False,
            "decoupled": False, "lr_in_momentum": False, "maximize": False}  # fmt: skip
 ADADELTA = {"lr": 0.5, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.1, "maximize": False}
 ADAGRAD = {"lr": 0.1, "eps": 1e-6, "weight_decay": 0.1, "decoupled": False, "maximize": False}
-LAMB = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "beta3": 0.1, "eps": 1e-6, "bias_correction1": 0.3,
-        "bias_correction2": 0.02, "l2": 0.0, "decay": 0.1, "adapt": True, "max_weight_norm": math.inf,
+LAMB = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "beta3": 0.1, "eps": 1e-6, "step": 3,
+        "bias_correction": True, "l2": 0.0, "decay": 0.1, "adapt": True, "max_weight_norm": math.inf,
         "maximize": False}  # fmt: skip
 ADAMP = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "wd_ratio": 0.1, "nesterov": False,
          "maximize": False, "step": 3}  # fmt: skip
@@ -30,7 +30,7 @@ ADAMP = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.
 # Rule, options, and which states there are: those that are None are left out.
 CASES = [
     ("sgd_", SGD, 1),
-    ("sgd_", {**SGD, "first": True}, 1),
+    ("sgd_", {**SGD, "step": 1}, 1),
     ("sgd_", {**SGD, "nesterov": True, "dampening": 0.0, "maximize": True}, 1),
     ("sgd_", {**SGD, "decoupled": True}, 1),
     ("sgd_", {**SGD, "weight_decay": 0.0}, (None,)),
@@ -47,7 +47,7 @@ CASES = [
     ("adagrad_", {**ADAGRAD, "decoupled": True, "maximize": True}, 1),
     ("lamb_", LAMB, 2),
     ("lamb_", {**LAMB, "max_weight_norm": 0.5, "l2": 0.1, "decay": 0.0, "maximize": True}, 2),
-    ("lamb_", {**LAMB, "adapt": False, "bias_correction1": 1.0, "bias_correction2": 1.0}, 2),
+    ("lamb_", {**LAMB, "adapt": False, "bias_correction": False}, 2),
     ("adamp_", ADAMP, 2),
     ("adamp_", {**ADAMP, "nesterov": True, "maximize": True, "weight_decay": 0.0}, 2),
 ]

@@ -12,15 +12,15 @@ from torch import Tensor
 from apex_npu.ops import reference, reference_segments, wide_dtype
 
 SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.01, "nesterov": False, "maximize": False,
-       "first": False, "decoupled": False}  # fmt: skip
+       "step": 3, "decoupled": False}  # fmt: skip
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "decoupled": False,
         "maximize": False, "step": 3, "bias_correction": True}  # fmt: skip
 RMSPROP = {"lr": 0.01, "alpha": 0.9, "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9, "eps_inside_sqrt": False,
            "decoupled": False, "lr_in_momentum": False, "maximize": False}  # fmt: skip
 ADADELTA = {"lr": 0.5, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.1, "maximize": False}
 ADAGRAD = {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.1, "decoupled": False, "maximize": False}
-LAMB = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "beta3": 0.1, "eps": 1e-8, "bias_correction1": 0.3,
-        "bias_correction2": 0.03, "l2": 0.0, "decay": 0.1, "adapt": True, "max_weight_norm": 40.0,
+LAMB = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "beta3": 0.1, "eps": 1e-8, "step": 3,
+        "bias_correction": True, "l2": 0.0, "decay": 0.1, "adapt": True, "max_weight_norm": 40.0,
         "maximize": False}  # fmt: skip
 ADAMP = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "wd_ratio": 0.1, "nesterov": False,
          "maximize": False, "step": 3}  # fmt: skip
@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 CHANGES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("sgd_", {}, ()),
     ("sgd_", {"nesterov": True, "dampening": 0.0, "weight_decay": 0.0}, ()),
-    ("sgd_", {"first": True, "maximize": True}, ()),
+    ("sgd_", {"step": 1, "maximize": True}, ()),
     ("sgd_", {"decoupled": True}, (2,)),
     ("adam_", {}, ()),
     ("adam_", {"decoupled": True, "step": 1, "maximize": True}, (4,)),
@@ -50,7 +50,7 @@ CHANGES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
 SEGMENTED_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("lamb_", {}),
     ("lamb_", {"adapt": False, "l2": 0.1, "decay": 0.0}),
-    ("lamb_", {"beta3": 1.0, "maximize": True, "max_weight_norm": float("inf"), "bias_correction1": 1.0}),
+    ("lamb_", {"beta3": 1.0, "maximize": True, "max_weight_norm": float("inf"), "bias_correction": False}),
     ("adamp_", {}),
     ("adamp_", {"nesterov": True, "maximize": True, "weight_decay": 0.0}),
 ]

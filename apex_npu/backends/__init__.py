@@ -3,6 +3,6 @@
 """Devices behind one small protocol."""
 
 from apex_npu.backends.base import Backend
-from apex_npu.backends.registry import for_device
+from apex_npu.backends.registry import for_device, is_capturing
 
-__all__ = ["Backend", "for_device"]
+__all__ = ["Backend", "for_device", "is_capturing"]

@@ -25,6 +25,10 @@ class Backend(Protocol):
         """True where torch's sizes and strides do not describe the memory (Ascend's NZ, 5HD, ...)."""
         ...
 
+    def is_capturing(self) -> bool:
+        """True while the current stream records a graph instead of running. Never initializes the device."""
+        ...
+
     def saturates(self) -> bool:
         """True where arithmetic clamps to the largest finite value and raises a device flag instead of giving inf."""
         ...

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, device
 
 
@@ -20,6 +21,9 @@ class IeeeBackend:
     def has_private_format(self, tensor: Tensor) -> bool:
         return False
 
+    def is_capturing(self) -> bool:
+        return False
+
     def saturates(self) -> bool:
         return False
 
@@ -28,3 +32,14 @@ class IeeeBackend:
 
     def overflow_flag(self, device: device) -> bool:
         raise RuntimeError(f"{device} has no overflow flag")
+
+
+class CudaBackend(IeeeBackend):
+    """NVIDIA and AMD GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda", "nccl")
+
+    def is_capturing(self) -> bool:
+        # Asking would make a context in a process that has none.
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

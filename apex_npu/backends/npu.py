@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import Tensor, device
@@ -28,6 +29,12 @@ class NpuBackend:
 
     def has_private_format(self, tensor: Tensor) -> bool:
         return self._torch_npu().get_npu_format(tensor) not in _BASE_FORMATS
+
+    def is_capturing(self) -> bool:
+        # Not imported for it; and NPUGraph is younger than most of torch_npu.
+        npu: Any = getattr(sys.modules.get("torch_npu"), "npu", None)
+        asks = getattr(npu, "is_current_stream_capturing", None)
+        return asks is not None and npu.is_initialized() and bool(asks())
 
     def saturates(self) -> bool:
         return not self._torch_npu().npu.utils.is_support_inf_nan()

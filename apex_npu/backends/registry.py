@@ -7,12 +7,12 @@ from __future__ import annotations
 import torch
 
 from apex_npu.backends.base import Backend
-from apex_npu.backends.ieee import IeeeBackend
+from apex_npu.backends.ieee import CudaBackend, IeeeBackend
 from apex_npu.backends.npu import NpuBackend
 
 _BACKENDS: dict[str, Backend] = {
     "cpu": IeeeBackend("cpu", "gloo"),
-    "cuda": IeeeBackend("cuda", "nccl"),
+    "cuda": CudaBackend(),
     "npu": NpuBackend(),
     # For planning only: shapes without memory.
     "meta": IeeeBackend("meta", "none"),
@@ -28,3 +28,8 @@ def for_device(device: torch.device) -> Backend:
     if backend is None:
         backend = IeeeBackend(device.type, "gloo")
     return backend
+
+
+def is_capturing() -> bool:
+    """True while what is asked of a device is not done but recorded: in the capture of a CUDA graph, or an NPU's."""
+    return any(backend.is_capturing() for backend in _BACKENDS.values())

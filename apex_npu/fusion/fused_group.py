@@ -16,6 +16,7 @@ from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.grad_slots import ABSENT, LOOSE
 from apex_npu.fusion.layout import Layout, Slot
 from apex_npu.fusion.run import Run
+from apex_npu.fusion.step_counts import step_counts
 from apex_npu.fusion.storage import is_slot, release_previous, slot_table, storage_numel
 from apex_npu.ops import wide_dtype
 
@@ -43,9 +44,15 @@ class FusedGroup:
     """
 
     def __init__(
-        self, params: Sequence[Tensor], param_flat: Tensor, offsets: Sequence[int], ends: Sequence[int]
+        self,
+        params: Sequence[Tensor],
+        param_flat: Tensor,
+        offsets: Sequence[int],
+        ends: Sequence[int],
+        *,
+        capturable: bool = False,
     ) -> None:
-        """Over memory that ``params`` already lie in; see ``fuse`` for how they get there."""
+        """Over memory that ``params`` already lie in; see ``fuse`` for how they get there, and for ``capturable``."""
         self.params = list(params)
         self.param_flat = param_flat
         self._offsets = list(offsets)
@@ -61,9 +68,7 @@ class FusedGroup:
         self._twin: weakref.ref[Twin] | None = None
         self._copied: weakref.ref[Twin] | None = None
         self._copied_count = 0
-        # Float, on the host: torch.optim's `step` entries are such tensors, and here they are views of this one.
-        self._steps = FlatBuffer(len(params), torch.float32, torch.device("cpu"))
-        self._counts = self._steps.flat.numpy()  # the same memory; numpy is quicker with a handful of numbers
+        self._steps = step_counts(len(params), param_flat.device, capturable=capturable)
         self._runs: list[Run] = []
         self._runs_states: bytes | None = None
 
@@ -119,22 +124,27 @@ class FusedGroup:
             self.state_flat(name)
         return self._state_views[name][index]
 
+    @property
+    def counts_on_device(self) -> bool:
+        """True where steps are counted on the device; else on the host."""
+        return self._steps.on_device
+
     def step_view(self, index: int) -> Tensor:
-        """The step count of one parameter: float32, 0-dim, on the host."""
-        return self._steps.view(index, (), ())
+        """The step count of one parameter: float32, 0-dim."""
+        return self._steps.view(index)
 
     def set_step(self, index: int, step: float) -> None:
         """Set the step count of one parameter."""
-        self._counts[index] = step
+        self._steps.set(index, step)
         self._runs_states = None
 
-    def set_steps(self, first: int, last: int, step: float) -> None:
-        """Set the step counts of the slots ``first`` to ``last``, which are those of one run."""
-        self._counts[first : last + 1] = step
+    def add_to_steps(self, first: int, last: int, addend: float | Tensor) -> None:
+        """Add to the step counts of the slots ``first`` to ``last``, which are those of one run."""
+        self._steps.add(first, last, addend)
 
-    def step_of(self, index: int) -> int:
-        """The step count of one parameter."""
-        return int(self._counts[index])
+    def is_new(self, index: int) -> bool:
+        """True for a parameter that has never been stepped."""
+        return self._steps.is_new(index)
 
     def twin(self, tensors: Sequence[Tensor | None]) -> Twin | None:
         """Move ``tensors``, one or None for each parameter, into a buffer of their own that is laid out like this one.
@@ -181,39 +191,38 @@ class FusedGroup:
 
     # Steps
 
-    def advance(self, states: bytes, on_join: Callable[[int], None], *, counted: bool = True) -> list[Run]:
+    def is_cut(self, states: bytes) -> bool:
+        """True where ``advance`` would step the same runs as the last time."""
+        return states == self._runs_states and self._steps.uniform([(run.first, run.last) for run in self._runs])
+
+    def advance(self, states: bytes, on_join: Callable[[int], None], *, addend: float | Tensor = 1.0) -> list[Run]:
         """Cut the slots that are PRESENT or LOOSE in ``states`` into runs, and count one step for each of them.
 
         Args:
             states: What ``grads.gather()`` returned.
             on_join: Called with the index of every such slot whenever the runs are cut anew, before counting.
-            counted: False leaves the step counts as they are: the rule keeps no state.
+            addend: 1; or 0, where the rule keeps no state, or the step is one to be skipped.
         """
-        if states != self._runs_states or not all(self._is_uniform(run) for run in self._runs):
+        if not self.is_cut(states):
             self._partition(states, on_join)
         for run in self._runs:
+            if isinstance(addend, Tensor) or addend:
+                self._steps.add(run.first, run.last, addend)
+            run.counted = addend
             # The buffer is the truth: it is what a checkpoint shows, and a user may have set it.
-            counts = self._counts[run.first : run.last + 1]
-            run.step_before = float(counts[0])
-            if counted:
-                counts += 1
-            run.step = int(counts[0])
+            run.step = self._steps.of_run(run.first)
         return self._runs
-
-    def _is_uniform(self, run: Run) -> bool:
-        counts = self._counts[run.first : run.last + 1]
-        return bool((counts == counts[0]).all())
 
     def _partition(self, states: bytes, on_join: Callable[[int], None]) -> None:
         self._runs_states = None  # for as long as it takes: memory may run out in on_join
-        steps: list[float] = self._counts.tolist()
-        keys: list[Hashable] = [None if state == ABSENT else step for step, state in zip(steps, states, strict=True)]
+        self._steps.set_apart([state != ABSENT for state in states])
+        labels = self._steps.labels()
+        keys: list[Hashable] = [None if state == ABSENT else key for key, state in zip(labels, states, strict=True)]
         for i, state in enumerate(states):
             if state == LOOSE and not self.grads.reads_in_place:
                 keys[i] = (i,)  # alone
         self._runs = [
-            Run(self, first, last, int(steps[first]), loose=LOOSE in states[first : last + 1])
-            for first, last in _equal_neighbours(keys)
+            Run(self, first, last, loose=LOOSE in states[first : last + 1]) for first, last in _equal_neighbours(keys)
         ]
         for run in self._runs:
             for index in range(run.first, run.last + 1):

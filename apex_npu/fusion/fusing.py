@@ -15,17 +15,21 @@ from apex_npu.fusion.layout import extent_numel, is_dense, overlapping
 from apex_npu.fusion.storage import follows_aliases
 
 
-def step_in_place(param: Tensor) -> FusedGroup:
+def step_in_place(param: Tensor, *, capturable: bool = False) -> FusedGroup:
     """A group of one parameter that stays where it lies, because its memory belongs to someone else."""
     flat = param.detach().as_strided((param.numel(),), (1,), param.storage_offset())
-    return FusedGroup([param], flat, [0], [param.numel()])
+    return FusedGroup([param], flat, [0], [param.numel()], capturable=capturable)
 
 
-def fuse(params: Sequence[Tensor]) -> list[FusedGroup]:
+def fuse(params: Sequence[Tensor], *, capturable: bool = False) -> list[FusedGroup]:
     """Fuse ``params`` into as few groups as possible: one per device and dtype.
 
     A parameter that is a view of another owner's buffer, or overlaps another one (tied through ``.data``), does not
     move: it gets a group of its own, over the memory it lies in.
+
+    Args:
+        params: What to fuse.
+        capturable: Steps are counted on the device, unless that is the CPU, so that a captured graph counts them.
 
     Raises:
         ValueError: A parameter has gaps or overlaps itself; nothing has moved.
@@ -46,8 +50,9 @@ def fuse(params: Sequence[Tensor]) -> list[FusedGroup]:
         order = sorted(range(len(members)), key=planned.offsets.__getitem__)
         offsets = [planned.offsets[i] for i in order]
         ends = [*offsets[1:], planned.layout.total_numel]
-        groups.append(FusedGroup([members[i] for i in order], buffer.flat, offsets, ends))
-    return groups + [step_in_place(p) for p in in_place]
+        ordered = [members[i] for i in order]
+        groups.append(FusedGroup(ordered, buffer.flat, offsets, ends, capturable=capturable))
+    return groups + [step_in_place(p, capturable=capturable) for p in in_place]
 
 
 def _sort_out(params: Sequence[Tensor]) -> tuple[list[list[Tensor]], list[Tensor]]:

@@ -27,11 +27,13 @@ class Run:
     Attributes:
         params: The parameters themselves.
         param: 1-D, dtype of the parameters; padding between slots included.
-        step: How many times these slots have been updated, this time included.
-        grad_scale: What these have yet to be divided by, one float32 number; None: they are as they should be.
+        step: How many times these slots have been updated, this time included. A 0-dim tensor where the device counts.
+        counted: What has been added to that for this step.
+        grad_scale: What gradients have yet to be divided by, one float32 number; None: they are as they should be.
+        found_inf: Where not 0, nothing is to be written: one float32 number; None: gradients have not overflowed.
     """
 
-    def __init__(self, group: FusedGroup, first: int, last: int, step: int, *, loose: bool = False) -> None:
+    def __init__(self, group: FusedGroup, first: int, last: int, *, loose: bool = False) -> None:
         """The slots ``first`` to ``last`` of ``group``, both included; ``loose``: a gradient is outside of its slot."""
         # Weakly, since the group holds its runs: a cycle would keep all memory until Python looks for cycles.
         self._of = weakref.ref(group)
@@ -41,8 +43,10 @@ class Run:
         if loose and first == last:
             self._end = self._begin + self.params[0].numel()  # its gradient has no padding
         self._loose = loose
-        self.step, self.step_before = step, float(step)
+        self.step: int | Tensor = 0
+        self.counted: float | Tensor = 0.0
         self.grad_scale: Tensor | None = None
+        self.found_inf: Tensor | None = None
         self.param = group.param_flat[self._begin : self._end]
         self._slices: dict[tuple[str, str], Tensor] = {}
         self._segments: dict[bool, Segments] = {}
@@ -60,7 +64,7 @@ class Run:
 
     def take_back(self) -> None:
         """Count the step that ``FusedGroup.advance`` has counted no longer: it could not be taken."""
-        self._group.set_steps(self.first, self.last, self.step_before)
+        self._group.add_to_steps(self.first, self.last, -self.counted)
 
     def state(self, name: str) -> Tensor:
         """The flat state ``name``: float32 for low-precision parameters, else of their dtype; zeros at first."""

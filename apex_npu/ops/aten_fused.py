@@ -26,29 +26,35 @@ def sgd_(
     momentum_buffer: Tensor | None,
     model_param: Tensor | None = None,
     *,
-    first: bool,
+    step: int | Tensor,
     decoupled: bool = False,
     grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
     **options: Any,
 ) -> None:
     """See ``apex_npu.ops.elementwise.sgd_``."""
     decays = decoupled and options["weight_decay"] != 0
-    if decays or not _one_dtype(param, grad, momentum_buffer) or param.dtype in reference.LOW_PRECISION:
+    # The buffer is zeros before the first step, which makes only this difference.
+    asks = isinstance(step, Tensor) and momentum_buffer is not None and options["dampening"] != 0
+    if decays or asks or not _one_dtype(param, grad, momentum_buffer) or param.dtype in reference.LOW_PRECISION:
         reference.sgd_(
             param,
             grad,
             momentum_buffer,
             model_param,
-            first=first,
+            step=step,
             decoupled=decoupled,
             grad_scale=grad_scale,
+            found_inf=found_inf,
             **options,
         )
         return
     if momentum_buffer is None:
         options = {**options, "momentum": 0.0, "nesterov": False}  # torch would look for the buffer
+    first = not isinstance(step, Tensor) and step == 1
     for p, g, b, model in _pieces((param, grad, momentum_buffer, model_param), grad_scale):
-        torch._fused_sgd_([p], [g], [] if b is None else [b], is_first_step=first, found_inf=None, **options)
+        buffers = [] if b is None else [b]
+        torch._fused_sgd_([p], [g], buffers, is_first_step=first, found_inf=found_inf, **options)
         if model is not None:
             model.copy_(p)
 
@@ -62,14 +68,15 @@ def adam_(
     model_param: Tensor | None = None,
     *,
     decoupled: bool,
-    step: int,
+    step: int | Tensor,
     bias_correction: bool = True,
     grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
     **options: Any,
 ) -> None:
     """See ``apex_npu.ops.elementwise.adam_``."""
     # Without bias correction: torch has no such option, but steps so many that there is nothing left to correct.
-    steps = float(step) if bias_correction else _endless(options["beta1"], options["beta2"])
+    steps = step if bias_correction else _endless(options["beta1"], options["beta2"])
     if steps is None or not _one_dtype(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq):
         reference.adam_(
             param,
@@ -82,15 +89,17 @@ def adam_(
             step=step,
             bias_correction=bias_correction,
             grad_scale=grad_scale,
+            found_inf=found_inf,
             **options,
         )
         return
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    count = torch.full((), steps, dtype=torch.float32, device=param.device)
+    if not isinstance(steps, Tensor):
+        steps = torch.full((), float(steps), dtype=torch.float32, device=param.device)
     operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, model_param)
     for p, g, m, v, v_max, model in _pieces(operands, grad_scale):
         v_maxes = [] if v_max is None else [v_max]
-        kernel([p], [g], [m], [v], v_maxes, [count], amsgrad=v_max is not None, found_inf=None, **options)
+        kernel([p], [g], [m], [v], v_maxes, [steps], amsgrad=v_max is not None, found_inf=found_inf, **options)
         if model is not None:
             model.copy_(p)
 

@@ -10,12 +10,16 @@ in the states' dtype, and rounded once. What several of them take:
 - ``grad_scale``: one number, a float32 or float64 tensor, that gradients are divided by first: the loss scale, over
   what clipping multiplies with. None: 1.
 - ``model_param``: of float16 or bfloat16; gets the new ``param``, rounded. None: nobody wants it.
+- ``lr``, ``step``: numbers, or tensors of one element on the buffers' device, which does not wait to be asked then. A
+  CUDA graph that was captured with tensors finds in them at each replay what they are by then.
+- ``found_inf``: one element, likewise; where it is not 0, nothing is written. None: there is no such flag.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from apex_npu.ops.calls import call
 
 
 def sgd_(
@@ -24,22 +28,23 @@ def sgd_(
     momentum_buffer: Tensor | None,
     model_param: Tensor | None = None,
     *,
-    lr: float,
+    lr: float | Tensor,
     momentum: float,
     dampening: float,
     weight_decay: float,
     nesterov: bool,
     maximize: bool,
-    first: bool,
+    step: int | Tensor,
     decoupled: bool = False,
     grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """One step of stochastic gradient descent, by torch.optim.SGD's rule.
 
     ::
 
         p ← p − lr · weight_decay · p           if decoupled,   else  g ← ±g + weight_decay · p
-        b ← g                                   if first
+        b ← g                                   if step = 1
         b ← momentum · b + (1 − dampening) · g  else
         p ← p − lr · (g + momentum · b  if nesterov else  b)
 
@@ -54,11 +59,13 @@ def sgd_(
         weight_decay: L2 penalty, or decoupled decay.
         nesterov: Look ahead.
         maximize: Ascend instead.
-        first: b has never been written.
+        step: Number of this update, from 1.
         decoupled: Which of the two.
         grad_scale: See the module.
+        found_inf: See the module.
     """
-    torch.ops.apex_npu.sgd_(
+    call(
+        "sgd_",
         param,
         grad,
         momentum_buffer,
@@ -69,9 +76,10 @@ def sgd_(
         weight_decay=weight_decay,
         nesterov=nesterov,
         maximize=maximize,
-        first=first,
+        step=step,
         decoupled=decoupled,
         grad_scale=grad_scale,
+        found_inf=found_inf,
     )
 
 
@@ -83,16 +91,17 @@ def adam_(
     max_exp_avg_sq: Tensor | None,
     model_param: Tensor | None = None,
     *,
-    lr: float,
+    lr: float | Tensor,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
     decoupled: bool,
     maximize: bool,
-    step: int,
+    step: int | Tensor,
     bias_correction: bool = True,
     grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """One step of Adam (Kingma & Ba 2014, https://arxiv.org/abs/1412.6980) or AdamW.
 
@@ -123,8 +132,10 @@ def adam_(
         step: Number of this update, from 1.
         bias_correction: Correct m and v for their start.
         grad_scale: See the module.
+        found_inf: See the module.
     """
-    torch.ops.apex_npu.adam_(
+    call(
+        "adam_",
         param,
         grad,
         exp_avg,
@@ -141,6 +152,7 @@ def adam_(
         step=step,
         bias_correction=bias_correction,
         grad_scale=grad_scale,
+        found_inf=found_inf,
     )
 
 
@@ -152,7 +164,7 @@ def rmsprop_(
     momentum_buffer: Tensor | None,
     model_param: Tensor | None = None,
     *,
-    lr: float,
+    lr: float | Tensor,
     alpha: float,
     eps: float,
     weight_decay: float,
@@ -162,6 +174,7 @@ def rmsprop_(
     lr_in_momentum: bool = False,
     maximize: bool = False,
     grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """One step of RMSprop, torch.optim's or TensorFlow's.
 
@@ -192,8 +205,10 @@ def rmsprop_(
         lr_in_momentum: TensorFlow's way.
         maximize: Ascend instead.
         grad_scale: See the module.
+        found_inf: See the module.
     """
-    torch.ops.apex_npu.rmsprop_(
+    call(
+        "rmsprop_",
         param,
         grad,
         square_avg,
@@ -210,6 +225,7 @@ def rmsprop_(
         lr_in_momentum=lr_in_momentum,
         maximize=maximize,
         grad_scale=grad_scale,
+        found_inf=found_inf,
     )
 
 
@@ -220,12 +236,13 @@ def adadelta_(
     acc_delta: Tensor,
     model_param: Tensor | None = None,
     *,
-    lr: float,
+    lr: float | Tensor,
     rho: float,
     eps: float,
     weight_decay: float,
     maximize: bool = False,
     grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """One step of Adadelta (Zeiler 2012, https://arxiv.org/abs/1212.5701).
 
@@ -249,8 +266,10 @@ def adadelta_(
         weight_decay: L2 penalty.
         maximize: Ascend instead.
         grad_scale: See the module.
+        found_inf: See the module.
     """
-    torch.ops.apex_npu.adadelta_(
+    call(
+        "adadelta_",
         param,
         grad,
         square_avg,
@@ -262,6 +281,7 @@ def adadelta_(
         weight_decay=weight_decay,
         maximize=maximize,
         grad_scale=grad_scale,
+        found_inf=found_inf,
     )
 
 
@@ -271,12 +291,13 @@ def adagrad_(
     square_sum: Tensor,
     model_param: Tensor | None = None,
     *,
-    lr: float,
+    lr: float | Tensor,
     eps: float,
     weight_decay: float,
     decoupled: bool = False,
     maximize: bool = False,
     grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """One step of Adagrad (Duchi et al. 2011, https://jmlr.org/papers/v12/duchi11a.html).
 
@@ -297,8 +318,10 @@ def adagrad_(
         decoupled: Which of the two.
         maximize: Ascend instead.
         grad_scale: See the module.
+        found_inf: See the module.
     """
-    torch.ops.apex_npu.adagrad_(
+    call(
+        "adagrad_",
         param,
         grad,
         square_sum,
@@ -309,4 +332,5 @@ def adagrad_(
         decoupled=decoupled,
         maximize=maximize,
         grad_scale=grad_scale,
+        found_inf=found_inf,
     )

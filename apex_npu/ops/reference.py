@@ -8,9 +8,10 @@ are walked in chunks that stay in the cache, so no temporary grows with the mode
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any
 
@@ -27,6 +28,8 @@ _CHUNK_NUMEL = 1 << 16
 _CHUNK_NUMEL_ACCELERATOR = 1 << 26
 # Of sums in float32: with many more, elements of few bits would all be rounded the same way.
 _ROW_NUMEL = 1 << 10
+# Among the operands of a rule. No more than the first six are written.
+_GRAD_AT = 1
 
 
 class _Scratch(threading.local):
@@ -85,24 +88,73 @@ def write_back(param: Tensor, value: Tensor, model_param: Tensor | None) -> None
         model_param.copy_(value)
 
 
+def add_(to: Tensor, addend: Tensor, factor: float | Tensor) -> None:
+    """Add ``factor`` times ``addend`` to ``to``."""
+    if isinstance(factor, Tensor):
+        to.addcmul_(addend, factor.to(to.dtype))
+    else:
+        to.add_(addend, alpha=factor)
+
+
+def subtract_quotient_(to: Tensor, numerator: Tensor, denominator: Tensor, factor: float | Tensor) -> None:
+    """Subtract ``factor`` times a quotient from ``to``. ``denominator`` holds anything afterwards."""
+    if isinstance(factor, Tensor):
+        to.sub_(torch.div(numerator, denominator, out=denominator).mul_(factor))
+    else:
+        to.addcdiv_(numerator, denominator, value=-factor)
+
+
+def bias_correction_of(beta: float, step: int | Tensor) -> float | Tensor:
+    """1 − beta^step. On a device in its float32, in which the power would leave but five digits of the first steps'."""
+    if isinstance(step, Tensor):
+        return torch.expm1(step.to(torch.float32) * (math.log(beta) if beta else -math.inf)).neg_()
+    return 1 - beta**step
+
+
+def skippable(*, chunked: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a rule the option ``found_inf``: where that is not 0, what has been written is as it was before.
+
+    It costs copies of what is written; of a chunk at a time, where the rule's operands are ``chunked``.
+    """
+
+    def decorate(rule: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(rule)
+        def op(*operands: Any, found_inf: Tensor | None = None, **options: Any) -> None:
+            if found_inf is None:
+                rule(*operands, **options)
+                return
+            skipped = found_inf.reshape(()) != 0
+            for pieces in chunks(operands) if chunked else (operands,):
+                written = [t for i, t in enumerate(pieces[:6]) if i != _GRAD_AT and t is not None]
+                before = [t.clone() for t in written]
+                rule(*pieces, **options)
+                for now, then in zip(written, before, strict=True):
+                    now.copy_(torch.where(skipped, then, now))
+
+        return op
+
+    return decorate
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """What tensors of ``dtype`` are updated in, and their state kept in: float32 for the low-precision ones."""
     return torch.float32 if dtype in LOW_PRECISION else dtype
 
 
+@skippable(chunked=True)
 def sgd_(
     param: Tensor,
     grad: Tensor,
     momentum_buffer: Tensor | None,
     model_param: Tensor | None = None,
     *,
-    lr: float,
+    lr: float | Tensor,
     momentum: float,
     dampening: float,
     weight_decay: float,
     nesterov: bool,
     maximize: bool,
-    first: bool,
+    step: int | Tensor,
     decoupled: bool = False,
     grad_scale: Tensor | None = None,
 ) -> None:
@@ -116,15 +168,19 @@ def sgd_(
         elif weight_decay:
             update = update.add(p, alpha=weight_decay)
         if b is not None:
-            if first:
+            if isinstance(step, Tensor):
+                later = b.mul(momentum).add_(update, alpha=1 - dampening)
+                torch.where(step == 1, update, later, out=b)
+            elif step == 1:
                 b.copy_(update)
             else:
                 b.mul_(momentum).add_(update, alpha=1 - dampening)
             update = update.add(b, alpha=momentum) if nesterov else b
-        p.add_(update, alpha=-lr)
+        add_(p, update, -lr)
         write_back(p_chunk, p, model_chunk)
 
 
+@skippable(chunked=True)
 def adam_(
     param: Tensor,
     grad: Tensor,
@@ -133,20 +189,20 @@ def adam_(
     max_exp_avg_sq: Tensor | None,
     model_param: Tensor | None = None,
     *,
-    lr: float,
+    lr: float | Tensor,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
     decoupled: bool,
     maximize: bool,
-    step: int,
+    step: int | Tensor,
     bias_correction: bool = True,
     grad_scale: Tensor | None = None,
 ) -> None:
     """See ``apex_npu.ops.elementwise.adam_``."""
-    step_size = lr / (1 - beta1**step) if bias_correction else lr
-    bias_correction2_sqrt = (1 - beta2**step) ** 0.5 if bias_correction else 1.0
+    step_size = lr / bias_correction_of(beta1, step) if bias_correction else lr
+    root_correction2 = bias_correction_of(beta2, step) ** 0.5 if bias_correction else 1.0
     operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, model_param)
     for p_chunk, g_chunk, m, v, v_max, model_chunk in chunks(operands):
         p = p_chunk.to(exp_avg.dtype)
@@ -160,12 +216,13 @@ def adam_(
         if v_max is not None:
             torch.maximum(v_max, v, out=v_max)
         denom = (v if v_max is None else v_max).sqrt()
-        if bias_correction2_sqrt != 1.0:
-            denom.div_(bias_correction2_sqrt)
-        p.addcdiv_(m, denom.add_(eps), value=-step_size)
+        if isinstance(root_correction2, Tensor) or root_correction2 != 1.0:
+            denom.div_(root_correction2)
+        subtract_quotient_(p, m, denom.add_(eps), step_size)
         write_back(p_chunk, p, model_chunk)
 
 
+@skippable(chunked=True)
 def rmsprop_(
     param: Tensor,
     grad: Tensor,
@@ -174,7 +231,7 @@ def rmsprop_(
     momentum_buffer: Tensor | None,
     model_param: Tensor | None = None,
     *,
-    lr: float,
+    lr: float | Tensor,
     alpha: float,
     eps: float,
     weight_decay: float,
@@ -202,14 +259,16 @@ def rmsprop_(
             variance = s.addcmul(mean, mean, value=-1)
             denom = variance.add_(eps).sqrt_() if eps_inside_sqrt else variance.sqrt_().add_(eps)
         if b is None:
-            p.addcdiv_(g, denom, value=-lr)
+            subtract_quotient_(p, g, denom, lr)
         elif lr_in_momentum:
-            p.sub_(b.mul_(momentum).addcdiv_(g, denom, value=lr))
+            subtract_quotient_(b.mul_(momentum), g, denom, -lr)
+            p.sub_(b)
         else:
-            p.add_(b.mul_(momentum).addcdiv_(g, denom), alpha=-lr)
+            add_(p, b.mul_(momentum).addcdiv_(g, denom), -lr)
         write_back(p_chunk, p, model_chunk)
 
 
+@skippable(chunked=True)
 def adadelta_(
     param: Tensor,
     grad: Tensor,
@@ -217,7 +276,7 @@ def adadelta_(
     acc_delta: Tensor,
     model_param: Tensor | None = None,
     *,
-    lr: float,
+    lr: float | Tensor,
     rho: float,
     eps: float,
     weight_decay: float,
@@ -233,17 +292,18 @@ def adadelta_(
         s.mul_(rho).addcmul_(g, g, value=1 - rho)
         delta = a.add(eps).sqrt_().div_(s.add(eps).sqrt_()).mul_(g)
         a.mul_(rho).addcmul_(delta, delta, value=1 - rho)
-        p.add_(delta, alpha=-lr)
+        add_(p, delta, -lr)
         write_back(p_chunk, p, model_chunk)
 
 
+@skippable(chunked=True)
 def adagrad_(
     param: Tensor,
     grad: Tensor,
     square_sum: Tensor,
     model_param: Tensor | None = None,
     *,
-    lr: float,
+    lr: float | Tensor,
     eps: float,
     weight_decay: float,
     decoupled: bool,
@@ -260,7 +320,7 @@ def adagrad_(
         denom = s.sqrt().add_(eps)
         if weight_decay and decoupled:
             p.mul_(1 - lr * weight_decay)
-        p.addcdiv_(g, denom, value=-lr)
+        subtract_quotient_(p, g, denom, lr)
         write_back(p_chunk, p, model_chunk)
 
 

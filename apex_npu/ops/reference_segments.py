@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex_npu.ops.reference import chunk_numel, chunks, in_dtype, write_back
+from apex_npu.ops.reference import add_, bias_correction_of, chunk_numel, chunks, in_dtype, skippable, write_back
 
 # Partial sums of one segment: in a single float32 one, the millionth element would hardly count.
 _MAX_LANES = 1 << 14
@@ -81,8 +81,9 @@ def _update_moments_(
     beta2: float,
     beta3: float,
     eps: float,
-    bias_correction1: float = 1.0,
-    bias_correction2: float,
+    step: int | Tensor,
+    correct_first: bool,
+    correct_second: bool,
     l2: float = 0.0,
     decay: float = 0.0,
     nesterov: bool = False,
@@ -91,6 +92,8 @@ def _update_moments_(
 ) -> None:
     """Adam's moments, and in ``direction`` the first over the root of the second, plus ``decay`` · param."""
     dtype = exp_avg.dtype
+    correction1 = bias_correction_of(beta1, step) if correct_first else None
+    root_correction2 = bias_correction_of(beta2, step) ** 0.5 if correct_second else None
     for u, p, g_chunk, m, v in chunks((direction, param, grad, exp_avg, exp_avg_sq)):
         g = in_dtype(g_chunk, dtype, maximize, grad_scale)
         if l2:
@@ -101,14 +104,21 @@ def _update_moments_(
             m.mul_(beta1).add_(g, alpha=beta3)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         denom = v.sqrt()
-        if bias_correction2 != 1.0:
-            denom.div_(bias_correction2**0.5)
+        if root_correction2 is not None:
+            denom.div_(root_correction2)
         numerator = m.mul(beta1).add_(g, alpha=beta3) if nesterov else m
         torch.div(numerator, denom.add_(eps), out=u)
-        if bias_correction1 != 1.0:
-            u.div_(bias_correction1)
+        if correction1 is not None:
+            u.div_(correction1)
         if decay:
             u.add_(p.to(dtype), alpha=decay)
+
+
+def _add_product_(to: Tensor, a: Tensor, b: Tensor, factor: float | Tensor) -> None:
+    if isinstance(factor, Tensor):
+        to.add_(a.mul(b).mul_(factor))
+    else:
+        to.addcmul_(a, b, value=factor)
 
 
 def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> Tensor:
@@ -125,6 +135,7 @@ def segment_add_(x: Tensor, y: Tensor, factors: Tensor, starts: Tensor, lengths:
         to.addcmul_(addend, factors[owner])
 
 
+@skippable(chunked=False)
 def lamb_(
     param: Tensor,
     grad: Tensor,
@@ -136,13 +147,13 @@ def lamb_(
     lengths: Tensor,
     ids: Tensor | None,
     *,
-    lr: float,
+    lr: float | Tensor,
     beta1: float,
     beta2: float,
     beta3: float,
     eps: float,
-    bias_correction1: float,
-    bias_correction2: float,
+    step: int | Tensor,
+    bias_correction: bool,
     l2: float,
     decay: float,
     adapt: bool,
@@ -161,8 +172,9 @@ def lamb_(
         beta2=beta2,
         beta3=beta3,
         eps=eps,
-        bias_correction1=bias_correction1,
-        bias_correction2=bias_correction2,
+        step=step,
+        correct_first=bias_correction,
+        correct_second=bias_correction,
         l2=l2,
         decay=decay,
         maximize=maximize,
@@ -178,12 +190,13 @@ def lamb_(
     for p_chunk, u, owner, model_chunk in chunks((param, direction, ids if adapt else None, model_param)):
         p = p_chunk.to(dtype)
         if adapt:
-            p.addcmul_(u, ratio[owner], value=-lr)
+            _add_product_(p, u, ratio[owner], -lr)
         else:
-            p.add_(u, alpha=-lr)
+            add_(p, u, -lr)
         write_back(p_chunk, p, model_chunk)
 
 
+@skippable(chunked=False)
 def adamp_(
     param: Tensor,
     grad: Tensor,
@@ -198,7 +211,7 @@ def adamp_(
     row_limit: Tensor,
     whole_limit: Tensor,
     *,
-    lr: float,
+    lr: float | Tensor,
     beta1: float,
     beta2: float,
     eps: float,
@@ -206,7 +219,7 @@ def adamp_(
     wd_ratio: float,
     nesterov: bool,
     maximize: bool,
-    step: int,
+    step: int | Tensor,
     grad_scale: Tensor | None = None,
 ) -> None:
     """See ``apex_npu.ops.segmented.adamp_``."""
@@ -221,7 +234,9 @@ def adamp_(
         beta2=beta2,
         beta3=1 - beta1,
         eps=eps,
-        bias_correction2=1 - beta2**step,
+        step=step,
+        correct_first=False,
+        correct_second=True,
         nesterov=nesterov,
         maximize=maximize,
         grad_scale=grad_scale,
@@ -242,11 +257,11 @@ def adamp_(
     of_whole = multiple[whole:].masked_fill_(~by_whole, 0.0)
     multiple = torch.where(by_row[owner], multiple[:rows], of_whole[owner])
     ratio = torch.ones_like(row_limit).masked_fill_(by_row | by_whole, wd_ratio)[owner]
-    step_size = lr / (1 - beta1**step)
+    step_size = lr / bias_correction_of(beta1, step)
     for p_chunk, u, owned, model_chunk in chunks((param, direction, ids[: param.numel()], model_param)):
         p = p_chunk.to(exp_avg.dtype)
         u.addcmul_(p, multiple[owned], value=-1)
         if weight_decay:
-            p.addcmul_(p, ratio[owned], value=-lr * weight_decay)
-        p.add_(u, alpha=-step_size)
+            _add_product_(p, p, ratio[owned], -lr * weight_decay)
+        add_(p, u, -step_size)
         write_back(p_chunk, p, model_chunk)

@@ -13,12 +13,14 @@ from types import ModuleType
 import torch
 
 from apex_npu.ops import aten_fused, cpu, cuda, npu, reference, reference_segments
+from apex_npu.ops.calls import asking_host, taking_tensors
 
 _library = torch.library.Library("apex_npu", "DEF")  # lives as long as the process
 
+# The rules. Each has an overload for numbers that only the device knows, see calls.py.
 _SCHEMAS = (
     "sgd_(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor(c!)? model_param, *, float lr, "
-    "float momentum, float dampening, float weight_decay, bool nesterov, bool maximize, bool first, "
+    "float momentum, float dampening, float weight_decay, bool nesterov, bool maximize, int step, "
     "bool decoupled=False, Tensor? grad_scale=None) -> ()",
     "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? max_exp_avg_sq, "
     "Tensor(e!)? model_param, *, float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled, "
@@ -32,16 +34,24 @@ _SCHEMAS = (
     "float weight_decay, bool decoupled, bool maximize, Tensor? grad_scale=None) -> ()",
     "lamb_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? model_param, "
     "Tensor(e!) direction, Tensor starts, Tensor lengths, Tensor? ids, *, float lr, float beta1, float beta2, "
-    "float beta3, float eps, float bias_correction1, float bias_correction2, float l2, float decay, bool adapt, "
+    "float beta3, float eps, int step, bool bias_correction, float l2, float decay, bool adapt, "
     "float max_weight_norm, bool maximize, Tensor? grad_scale=None) -> ()",
     "adamp_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? model_param, "
     "Tensor(e!) direction, Tensor starts, Tensor lengths, Tensor? ids, Tensor owner, Tensor row_limit, "
     "Tensor whole_limit, *, float lr, float beta1, float beta2, float eps, float weight_decay, float wd_ratio, "
     "bool nesterov, bool maximize, int step, Tensor? grad_scale=None) -> ()",
-    "segment_add_(Tensor(a!) x, Tensor y, Tensor factors, Tensor starts, Tensor lengths, Tensor? ids) -> ()",
+)
+_library.define(
+    "segment_add_(Tensor(a!) x, Tensor y, Tensor factors, Tensor starts, Tensor lengths, Tensor? ids) -> ()"
 )
 _library.define("segment_dot(Tensor a, Tensor b, Tensor starts, Tensor lengths, Tensor? ids) -> Tensor")
 _library.define("norm(Tensor x) -> Tensor")
+
+
+for _schema in _SCHEMAS:
+    _library.define(_schema)
+    _tensors = ", Tensor? lr_tensor=None, Tensor? step_tensor=None, Tensor? found_inf=None) -> ()"
+    _library.define(_schema.replace("_(", "_.on_device(", 1).replace(") -> ()", _tensors))
 
 
 def _in_place_only(*args: object, **kwargs: object) -> None:
@@ -63,12 +73,21 @@ def _register(reference: ModuleType, names: Sequence[str]) -> None:
                 _library.impl(name, getattr(kernels, name), key)
 
 
-for _schema in _SCHEMAS:
-    _library.define(_schema)
-    _library.impl(_schema.partition("(")[0], _in_place_only, "Meta")
-_library.impl("segment_dot", lambda a, b, starts, lengths, ids: a.new_empty(starts.numel()), "Meta")
-_library.impl("norm", lambda x: x.new_empty((), dtype=reference.wide_dtype(x.dtype)), "Meta")
+def _register_on_device(reference: ModuleType, rule: str) -> None:
+    name = f"{rule}.on_device"
+    _library.impl(name, taking_tensors(getattr(reference, rule)), "CompositeExplicitAutograd")
+    _library.impl(name, taking_tensors(getattr(cuda, rule)), "CUDA")
+    _library.impl(name, asking_host(rule), "CPU")
+
 
 _register(reference, ("sgd_", "adam_", "rmsprop_", "adadelta_", "adagrad_", "norm"))
 _register(reference_segments, ("lamb_", "adamp_", "segment_dot", "segment_add_"))
+for _schema in _SCHEMAS:
+    _rule = _schema.partition("(")[0]
+    _register_on_device(reference if hasattr(reference, _rule) else reference_segments, _rule)
+    for _name in (_rule, f"{_rule}.on_device"):
+        _library.impl(_name, _in_place_only, "Meta")
+_library.impl("segment_add_", _in_place_only, "Meta")
+_library.impl("segment_dot", lambda a, b, starts, lengths, ids: a.new_empty(starts.numel()), "Meta")
+_library.impl("norm", lambda x: x.new_empty((), dtype=reference.wide_dtype(x.dtype)), "Meta")
 _cpu_kernels = cpu.register()  # lives as long as _library

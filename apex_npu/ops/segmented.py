@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Update rules that look at whole parameters, or their rows, and the sums that such rules take.
 
-As in ``elementwise.py``: 1-D buffers, and what ``grad``, ``grad_scale`` and ``model_param`` are.
+As in ``elementwise.py``: 1-D buffers, and what ``grad``, ``grad_scale``, ``model_param``, ``lr``, ``step`` and
+``found_inf`` are.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from apex_npu.ops.calls import call
 from apex_npu.ops.segments import Segments
 
 
@@ -24,19 +26,20 @@ def lamb_(
     direction: Tensor,
     segments: Segments,
     *,
-    lr: float,
+    lr: float | Tensor,
     beta1: float,
     beta2: float,
     beta3: float,
     eps: float,
-    bias_correction1: float = 1.0,
-    bias_correction2: float = 1.0,
+    step: int | Tensor = 1,
+    bias_correction: bool = False,
     l2: float = 0.0,
     decay: float = 0.0,
     adapt: bool = True,
     max_weight_norm: float = math.inf,
     maximize: bool = False,
     grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """One step of LAMB (You et al. 2019, https://arxiv.org/abs/1904.00962).
 
@@ -45,10 +48,11 @@ def lamb_(
         g ← ±g + l2 · p
         m ← beta1 · m + beta3 · g
         v ← beta2 · v + (1 − beta2) · g²
-        u ← m / bias_correction1 / (sqrt(v) / sqrt(bias_correction2) + eps) + decay · p
+        u ← m / (1 − beta1^step) / (sqrt(v) / sqrt(1 − beta2^step) + eps) + decay · p
         p ← p − lr · r · u,   r = min(‖p‖, max_weight_norm) / ‖u‖  for each segment
 
-    with r = 1 unless ``adapt``, and where either norm is 0. Padding between segments may be written.
+    with r = 1 unless ``adapt``, and where either norm is 0, and without ``bias_correction`` 1 for both of the brackets.
+    Padding between segments may be written.
 
     Args:
         param: θ, updated in place.
@@ -63,16 +67,18 @@ def lamb_(
         beta2: Decay of v.
         beta3: The gradient's share in m.
         eps: Added to the denominator.
-        bias_correction1: 1 − beta1^step, or 1.
-        bias_correction2: 1 − beta2^step, or 1.
+        step: Number of this update, from 1.
+        bias_correction: Correct m and v for their start.
         l2: Penalty added to the gradient.
         decay: Decay added to the direction.
         adapt: False keeps r at 1.
         max_weight_norm: ‖p‖ counts no more than this.
         maximize: Ascend instead.
         grad_scale: See ``elementwise.py``.
+        found_inf: See ``elementwise.py``.
     """
-    torch.ops.apex_npu.lamb_(
+    call(
+        "lamb_",
         param,
         grad,
         exp_avg,
@@ -87,14 +93,15 @@ def lamb_(
         beta2=beta2,
         beta3=beta3,
         eps=eps,
-        bias_correction1=bias_correction1,
-        bias_correction2=bias_correction2,
+        step=step,
+        bias_correction=bias_correction,
         l2=l2,
         decay=decay,
         adapt=adapt,
         max_weight_norm=max_weight_norm,
         maximize=maximize,
         grad_scale=grad_scale,
+        found_inf=found_inf,
     )
 
 
@@ -110,7 +117,7 @@ def adamp_(
     row_limit: Tensor,
     whole_limit: Tensor,
     *,
-    lr: float,
+    lr: float | Tensor,
     beta1: float,
     beta2: float,
     eps: float,
@@ -118,8 +125,9 @@ def adamp_(
     wd_ratio: float,
     nesterov: bool,
     maximize: bool,
-    step: int,
+    step: int | Tensor,
     grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """One step of AdamP (Heo et al. 2021, https://arxiv.org/abs/2006.08217).
 
@@ -157,8 +165,10 @@ def adamp_(
         maximize: Ascend instead.
         step: Number of this update, from 1.
         grad_scale: See ``elementwise.py``.
+        found_inf: See ``elementwise.py``.
     """
-    torch.ops.apex_npu.adamp_(
+    call(
+        "adamp_",
         param,
         grad,
         exp_avg,
@@ -181,6 +191,7 @@ def adamp_(
         maximize=maximize,
         step=step,
         grad_scale=grad_scale,
+        found_inf=found_inf,
     )
 
 

@@ -34,6 +34,7 @@ class NpuFusedAdadelta(FusedOptimizer):
         weight_decay: L2 penalty.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
+        capturable: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -41,6 +42,7 @@ class NpuFusedAdadelta(FusedOptimizer):
     """
 
     elementwise = True
+    supports_capture = True
 
     def __init__(
         self,
@@ -52,9 +54,10 @@ class NpuFusedAdadelta(FusedOptimizer):
         *,
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
+        capturable: bool = False,
     ) -> None:
         defaults = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler)
+        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable)
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -75,10 +78,11 @@ class NpuFusedAdadelta(FusedOptimizer):
             run.state("square_avg"),
             run.state("acc_delta"),
             run.model_param(),
-            lr=float(group["lr"]),
+            lr=self.learning_rate(run, group),
             rho=group["rho"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             maximize=group["maximize"],
             grad_scale=run.grad_scale,
+            found_inf=run.found_inf,
         )

@@ -31,6 +31,7 @@ class FusedAdagrad(FusedOptimizer):
         weight_decay: L2 penalty, or decoupled decay.
         set_grad_none: What ``zero_grad()`` does without an argument.
         adagrad_w_mode: Decouple the decay.
+        capturable: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
@@ -38,6 +39,7 @@ class FusedAdagrad(FusedOptimizer):
     """
 
     elementwise = True
+    supports_capture = True
 
     def __init__(
         self,
@@ -47,9 +49,11 @@ class FusedAdagrad(FusedOptimizer):
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
+        *,
+        capturable: bool = False,
     ) -> None:
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "adagrad_w_mode": adagrad_w_mode}
-        super().__init__(params, defaults, set_grad_none=set_grad_none)
+        super().__init__(params, defaults, set_grad_none=set_grad_none, capturable=capturable)
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -69,9 +73,10 @@ class FusedAdagrad(FusedOptimizer):
             run.scaled_grad,
             run.state("sum"),
             run.model_param(),
-            lr=float(group["lr"]),
+            lr=self.learning_rate(run, group),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             decoupled=group["adagrad_w_mode"],
             grad_scale=run.grad_scale,
+            found_inf=run.found_inf,
         )

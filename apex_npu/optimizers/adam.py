@@ -39,6 +39,7 @@ class NpuFusedAdam(FusedOptimizer):
         amsgrad: Use the maximum of all v so far.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
+        capturable: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -47,6 +48,7 @@ class NpuFusedAdam(FusedOptimizer):
 
     decoupled: ClassVar[bool] = False
     elementwise = True
+    supports_capture = True
     optional_states: ClassVar[tuple[str, ...]] = ("max_exp_avg_sq",)
 
     def __init__(
@@ -60,6 +62,7 @@ class NpuFusedAdam(FusedOptimizer):
         *,
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
+        capturable: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -72,6 +75,7 @@ class NpuFusedAdam(FusedOptimizer):
                 "maximize": maximize,
             },
             fuse_grad_scaler=fuse_grad_scaler,
+            capturable=capturable,
         )
 
     def validate(self, group: ParamGroup) -> None:
@@ -93,7 +97,7 @@ class NpuFusedAdam(FusedOptimizer):
             run.state("exp_avg_sq"),
             run.state("max_exp_avg_sq") if group["amsgrad"] else None,
             run.model_param(),
-            lr=float(group["lr"]),
+            lr=self.learning_rate(run, group),
             beta1=float(beta1),
             beta2=float(beta2),
             eps=group["eps"],
@@ -102,4 +106,5 @@ class NpuFusedAdam(FusedOptimizer):
             maximize=group["maximize"],
             step=run.step,
             grad_scale=run.grad_scale,
+            found_inf=run.found_inf,
         )

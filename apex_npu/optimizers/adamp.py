@@ -43,11 +43,14 @@ class NpuFusedAdamP(FusedOptimizer):
         nesterov: Look ahead.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
+        capturable: Likewise.
 
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is no number.
     """
+
+    supports_capture = True
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class NpuFusedAdamP(FusedOptimizer):
         *,
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
+        capturable: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -73,7 +77,7 @@ class NpuFusedAdamP(FusedOptimizer):
             "nesterov": nesterov,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler)
+        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable)
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -100,7 +104,7 @@ class NpuFusedAdamP(FusedOptimizer):
             run.scratch("direction"),
             segments,
             *run.remember("AdamP", delta, lambda: _owner_and_limits(run, delta)),
-            lr=float(group["lr"]),
+            lr=self.learning_rate(run, group),
             beta1=beta1,
             beta2=beta2,
             eps=group["eps"],
@@ -110,6 +114,7 @@ class NpuFusedAdamP(FusedOptimizer):
             maximize=group["maximize"],
             step=run.step,
             grad_scale=run.grad_scale,
+            found_inf=run.found_inf,
         )
 
 

@@ -29,6 +29,7 @@ class NpuFusedAdamW(NpuFusedAdam):
         amsgrad: Use the maximum of all v so far.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
+        capturable: Likewise.
     """
 
     decoupled: ClassVar[bool] = True
@@ -44,7 +45,16 @@ class NpuFusedAdamW(NpuFusedAdam):
         *,
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
+        capturable: bool = False,
     ) -> None:
         super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fuse_grad_scaler=fuse_grad_scaler
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            fuse_grad_scaler=fuse_grad_scaler,
+            capturable=capturable,
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu._extension import disable_dynamo
+from apex_npu.backends import is_capturing
 from apex_npu.fusion import (
     FlatGrads,
     FusedGroup,
@@ -25,13 +26,13 @@ from apex_npu.fusion import (
     sharded_like,
 )
 from apex_npu.fusion.grad_slots import LOOSE, PRESENT, LooseFor
+from apex_npu.optimizers.capture import check_capture, refusal
 from apex_npu.optimizers.checks import (
     check_bool,
     check_params,
     find_problems,
     find_unsharded,
     naming,
-    refuse_capture,
 )
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
 from apex_npu.optimizers.shown_state import ShownState
@@ -55,6 +56,11 @@ class FusedOptimizer(Optimizer):
     Every fused optimizer takes ``fuse_grad_scaler``: True lets ``torch.amp.GradScaler.step`` hand over its scale and
     its overflow flag, so that unscaling is part of the step. Then ``.grad`` stays scaled, before and behind the step,
     and tools that clip in between must be told (``scaler.unscale_``), as with torch's own fused optimizers.
+
+    Those that take ``capturable`` can be captured in a CUDA graph with it, as torch's can: steps are counted on the
+    device (``state["step"]`` lies there), a learning rate that is a tensor there is read there, and no step waits for
+    the device, a GradScaler's flag included. A capture must find everything as the step before has left it: take some
+    steps first. On a CPU nothing is different.
     """
 
     is_npu_fused_optimizer = True
@@ -66,6 +72,8 @@ class FusedOptimizer(Optimizer):
     scalar_states: ClassVar[tuple[str, ...]] = ()
     # True where no element's update depends on other elements, so that a part of a parameter can be stepped by itself.
     elementwise: ClassVar[bool] = False
+    # True where ``update`` takes whatever may be a tensor: ``learning_rate``, ``run.step`` and ``run.found_inf``.
+    supports_capture: ClassVar[bool] = False
     # What gradients have to be divided by in the next step alone, one float32 number: how amp hands over its scale.
     grad_scale_of_step: Tensor | None = None
     # True: print when parameters had to be fused again, and why; "error": raise instead.
@@ -77,11 +85,14 @@ class FusedOptimizer(Optimizer):
         defaults: dict[str, Any],
         *,
         fuse_grad_scaler: bool = False,
+        capturable: bool = False,
         set_grad_none: bool = True,
     ) -> None:
         check_bool("fuse_grad_scaler", fuse_grad_scaler)
+        check_bool("capturable", capturable)
         check_bool("set_grad_none", set_grad_none)
         self.set_grad_none = set_grad_none
+        self.capturable = capturable
         self._step_supports_amp_scaling = fuse_grad_scaler  # the name by which torch.amp.GradScaler asks
         self._forget_fusion()
         # Without a default learning rate every group has to bring its own; each is checked when it is added.
@@ -115,6 +126,12 @@ class FusedOptimizer(Optimizer):
         """
         raise NotImplementedError(f"{type(self).__name__} must define update(run, group)")
 
+    def learning_rate(self, run: Run, group: ParamGroup) -> float | Tensor:
+        """``group["lr"]``: a tensor where that is one, and the device can read it by itself."""
+        lr: float | Tensor = group["lr"]
+        readable = self.capturable and isinstance(lr, Tensor) and lr.device == run.param.device
+        return lr if readable else float(lr)
+
     # What users call
 
     @disable_dynamo
@@ -129,11 +146,13 @@ class FusedOptimizer(Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RuntimeError: A gradient is sparse, or of another dtype, or a CUDA graph is being captured; nothing has been
-                updated then.
+            RuntimeError: A gradient is sparse, or of another dtype, or a CUDA graph is being captured that could not
+                replay this step; nothing has been updated then.
             TypeError: A parameter has become one of a dtype that cannot be fused; likewise.
         """
-        refuse_capture(type(self).__name__)
+        capturing = is_capturing()
+        if capturing:
+            self._check_capture()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -151,12 +170,16 @@ class FusedOptimizer(Optimizer):
             for group, record in zip(self.param_groups, self._fused, strict=True)
             for fused in record.groups
         ]
+        if capturing and any(_takes_part(states) and not fused.is_cut(states) for _, fused, states in work):
+            raise refusal(type(self).__name__, "other parameters have gradients than in the step before")
         runs: list[tuple[Run, ParamGroup]] = []
         updated = 0
+        found_inf = self._found_inf()
+        counted: float | Tensor = 1.0 if found_inf is None else (found_inf == 0).to(torch.float32)
         try:
             for group, fused, states in work:
-                runs += [(run, group) for run in self._advance(group, fused, states)]
-            self._hand_scale_to(runs)
+                runs += [(run, group) for run in self._advance(group, fused, states, counted)]
+            self._hand_scale_to(runs, found_inf)
             self.before_updates(runs)
             for run, group in runs:
                 self.update(run, group)
@@ -173,10 +196,28 @@ class FusedOptimizer(Optimizer):
             self._remember_state()
         return loss
 
+    def _found_inf(self) -> Tensor | None:
+        """What a GradScaler has found, where it handed that over."""
+        return getattr(self, "found_inf", None) if self._step_supports_amp_scaling else None
+
     def _overflowed(self) -> bool:
-        """What a GradScaler has found, where it handed that over: such a step is skipped whole."""
-        found_inf = getattr(self, "found_inf", None) if self._step_supports_amp_scaling else None
-        return found_inf is not None and bool(found_inf)
+        """True where a step is to be skipped whole; if only the device needs to know, it is left to ``update``."""
+        found_inf = self._found_inf()
+        return found_inf is not None and not self._leaves_skipping_to(found_inf.device) and bool(found_inf)
+
+    def _leaves_skipping_to(self, device: torch.device) -> bool:
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        return self.capturable and device.type != "cpu" and all(p.device == device for p in params)
+
+    def _check_capture(self) -> None:
+        name = type(self).__name__
+        check_capture(name, self.param_groups, capturable=self.capturable, supported=self.supports_capture)
+        current = len(self._fused) == len(self.param_groups) and all(
+            record.is_current(group["params"], self.state_names(group))
+            for record, group in zip(self._fused, self.param_groups, strict=True)
+        )
+        if not current or not self._shown.is_in(self.state):
+            raise refusal(name, "its parameters or its state are not those of the step before")
 
     def _take_grad_scale(self) -> Tensor | None:
         """What the gradients have yet to be divided by: told by amp for one step, or by a GradScaler."""
@@ -184,18 +225,19 @@ class FusedOptimizer(Optimizer):
         scaler = getattr(self, "grad_scale", None) if self._step_supports_amp_scaling else None
         return told if told is not None else scaler
 
-    def _hand_scale_to(self, runs: list[tuple[Run, ParamGroup]]) -> None:
-        """Have gradients divided in the same pass as the update."""
+    def _hand_scale_to(self, runs: list[tuple[Run, ParamGroup]], found_inf: Tensor | None) -> None:
+        """Have gradients divided in the same pass as the update, and overflow looked for."""
         scale = self._take_grad_scale()
         for run, _ in runs:
             run.grad_scale = None if scale is None else scale.to(run.param.device, torch.float32).reshape(1)
+            run.found_inf = found_inf
 
-    def _advance(self, group: ParamGroup, fused: FusedGroup, states: bytes) -> list[Run]:
+    def _advance(self, group: ParamGroup, fused: FusedGroup, states: bytes, counted: float | Tensor) -> list[Run]:
         fused.forget_copy()
-        if PRESENT not in states and LOOSE not in states:
+        if not _takes_part(states):
             return []
-        counted = self.has_step_state or bool(self.state_names(group))
-        return fused.advance(states, lambda index: self._join(group, fused, index), counted=counted)
+        counts = self.has_step_state or bool(self.state_names(group))
+        return fused.advance(states, lambda index: self._join(group, fused, index), addend=counted if counts else 0.0)
 
     @disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -378,7 +420,7 @@ class FusedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch's optimizers pickle, and the flags that are not in ``defaults``."""
-        flags = {name: getattr(self, name) for name in ("_step_supports_amp_scaling", "set_grad_none")}
+        flags = {name: getattr(self, name) for name in ("_step_supports_amp_scaling", "capturable", "set_grad_none")}
         return {**super().__getstate__(), **flags}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -387,6 +429,7 @@ class FusedOptimizer(Optimizer):
         if "_fused" not in self.__dict__:
             self._forget_fusion()
             self._step_supports_amp_scaling = state.get("_step_supports_amp_scaling", False)
+            self.capturable = state.get("capturable", False)
             self.set_grad_none = state.get("set_grad_none", True)
 
     # Fusion
@@ -402,7 +445,7 @@ class FusedOptimizer(Optimizer):
         Only a step has to know what has become of ``state``, unless buffers are made anew.
         """
         del self._fused[len(self.param_groups) :]
-        self._fused.extend(FusedParamGroup() for _ in self.param_groups[len(self._fused) :])
+        self._fused.extend(FusedParamGroup(capturable=self.capturable) for _ in self.param_groups[len(self._fused) :])
         changed = False
         with naming(type(self).__name__):
             # Again until nothing changes: fusing one group moves storages, and with them what other groups share.
@@ -470,7 +513,7 @@ class FusedOptimizer(Optimizer):
 
     def _join(self, group: ParamGroup, fused: FusedGroup, index: int) -> None:
         """A slot is about to step: from now on its state is visible."""
-        if fused.step_of(index) == 0:
+        if fused.is_new(index):
             for name in self.state_names(group):
                 view = fused.state_view(name, index, scalar=name in self.scalar_states)
                 view.fill_(self.initial_state(name, group))
@@ -499,3 +542,8 @@ class FusedOptimizer(Optimizer):
             if (value := entry.get(name)) is not None
         )
         self._shown.remember(self.state, shown)
+
+
+def _takes_part(states: bytes) -> bool:
+    """True where a gradient is there."""
+    return PRESENT in states or LOOSE in states

@@ -122,7 +122,7 @@ class NpuFusedBertAdam(FusedOptimizer):
             run.state("exp_avg_sq"),
             None,
             run.model_param(),
-            lr=_scheduled_lr(group, run.step - 1),
+            lr=_scheduled_lr(group, int(run.step) - 1),
             beta1=group["b1"],
             beta2=group["b2"],
             eps=group["e"],

@@ -228,18 +228,3 @@ def _shape_problems(name: str, value: Any, shape: torch.Size, where: str) -> Ite
         yield f"{name!r} of {where} is {value!r}, not a tensor"
     elif value.shape != shape:
         yield f"{name!r} of {where} has shape {tuple(value.shape)}, not {tuple(shape)}"
-
-
-def refuse_capture(owner: str) -> None:
-    """Replayed, a captured step would repeat the step count and learning rate that the host knew at its capture.
-
-    Raises:
-        RuntimeError: A CUDA graph is being captured.
-    """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{owner}.step() cannot be captured in a CUDA graph: step counts and hyper-parameters are kept on the "
-            "host, so every replay would repeat those of the capture. Capture forward and backward alone "
-            "(torch.cuda.make_graphed_callables), and call step() behind each replay; or use an optimizer of "
-            "torch.optim with capturable=True. Nothing has been updated"
-        )

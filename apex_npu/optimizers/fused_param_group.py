@@ -23,8 +23,9 @@ class FusedParamGroup:
         owners: ``id(part)`` → the sharded parameter that it is part of.
     """
 
-    def __init__(self) -> None:
-        """Nothing is fused yet."""
+    def __init__(self, *, capturable: bool = False) -> None:
+        """Nothing is fused yet; see ``fuse`` for ``capturable``."""
+        self._capturable = capturable
         self.groups: list[FusedGroup] = []
         self.owners: dict[int, Tensor] = {}
         self._listed: list[Tensor] = []
@@ -77,9 +78,9 @@ class FusedParamGroup:
             changed = True
         if any(self.owner_of(p).requires_grad and p.dtype not in FLOATS for p in self._unfused):
             check_params(params)  # says which
-        ready = [p for p in self._unfused if self._takes_part(self.owner_of(p)) and p.dtype in FLOATS]
+        ready = self._ready()
         if ready:
-            self.groups.extend(fuse(ready))
+            self.groups.extend(fuse(ready, capturable=self._capturable))
             held = {id(p) for p in ready}
             self._unfused = [p for p in self._unfused if id(p) not in held]
             changed = True
@@ -91,6 +92,20 @@ class FusedParamGroup:
             place = {id(p): i for i, p in enumerate(self._params)}
             self.groups.sort(key=lambda group: min(place[id(p)] for p in group.params))
         return changed
+
+    def is_current(self, params: list[Tensor], state_names: tuple[str, ...]) -> bool:
+        """True where ``follow`` would change nothing."""
+        parts = map(local_part, params)
+        return (
+            self._is_listed(params)
+            and all(map(is_, parts, self._params))
+            and state_names == self._state_names
+            and not self._ready()
+            and not any(group.broken() for group in self.groups)
+        )
+
+    def _ready(self) -> list[Tensor]:
+        return [p for p in self._unfused if self._takes_part(self.owner_of(p)) and p.dtype in FLOATS]
 
     @staticmethod
     def _takes_part(param: Tensor) -> bool:
@@ -122,5 +137,5 @@ class FusedParamGroup:
             # What another fusion has taken stays there: taking it back would only start a tug-of-war.
             taken = {i for i in group.broken() if is_slot(group.params[i]) and id(group.params[i]) in listed}
             self.groups.remove(group)
-            self.groups.extend(step_in_place(group.params[i]) for i in sorted(taken))
+            self.groups.extend(step_in_place(group.params[i], capturable=self._capturable) for i in sorted(taken))
             self._unfused.extend(p for i, p in enumerate(group.params) if i not in taken)

@@ -47,11 +47,14 @@ class NpuFusedLamb(FusedOptimizer):
             written.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
+        capturable: Likewise.
 
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is no number.
     """
+
+    supports_capture = True
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class NpuFusedLamb(FusedOptimizer):
         *,
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
+        capturable: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -75,7 +79,7 @@ class NpuFusedLamb(FusedOptimizer):
             "use_global_grad_norm": use_global_grad_norm,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler)
+        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable)
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -102,7 +106,7 @@ class NpuFusedLamb(FusedOptimizer):
             run.model_param(),
             run.scratch("direction"),
             run.segments(),
-            lr=float(group["lr"]),
+            lr=self.learning_rate(run, group),
             beta1=beta1,
             beta2=beta2,
             beta3=1 - beta1,
@@ -112,6 +116,7 @@ class NpuFusedLamb(FusedOptimizer):
             max_weight_norm=MAX_WEIGHT_NORM,
             maximize=group["maximize"],
             grad_scale=times(run.grad_scale, self._grad_divisor if group["use_global_grad_norm"] else None, run.param),
+            found_inf=run.found_inf,
         )
 
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """NVIDIA Apex's FusedAdam, FusedSGD and FusedLAMB: its signatures over the rules of this package.
 
-``set_grad_none`` is what ``zero_grad()`` does without an argument; ``capturable`` is accepted and changes nothing: in
-the capture of a CUDA graph a step is refused.
+``set_grad_none`` is what ``zero_grad()`` does without an argument. What ``capturable`` is, says ``FusedOptimizer``; all
+of these take it.
 https://github.com/NVIDIA/apex, apex/optimizers.
 """
 
@@ -41,7 +41,7 @@ class FusedAdam(FusedOptimizer):
         weight_decay: Decay.
         amsgrad: Must be False.
         set_grad_none: What ``zero_grad()`` does without an argument.
-        capturable: Accepted.
+        capturable: See ``FusedOptimizer``.
         master_weights: Keep float32 masters of float16 and bfloat16 parameters, unless amp does.
 
     Raises:
@@ -51,6 +51,7 @@ class FusedAdam(FusedOptimizer):
     """
 
     elementwise = True
+    supports_capture = True
     optional_states: ClassVar[tuple[str, ...]] = ("master_param",)  # NVIDIA's state dicts lack them
 
     def __init__(
@@ -68,7 +69,6 @@ class FusedAdam(FusedOptimizer):
         master_weights: bool = False,
     ) -> None:
         check_no_amsgrad("FusedAdam", amsgrad)
-        check_bool("capturable", capturable)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -78,7 +78,7 @@ class FusedAdam(FusedOptimizer):
             "adam_w_mode": adam_w_mode,
             "master_weights": master_weights,
         }
-        super().__init__(params, defaults, set_grad_none=set_grad_none)
+        super().__init__(params, defaults, capturable=capturable, set_grad_none=set_grad_none)
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -109,7 +109,7 @@ class FusedAdam(FusedOptimizer):
             run.state("exp_avg_sq"),
             None,
             run.param if low else run.model_param(),
-            lr=float(group["lr"]),
+            lr=self.learning_rate(run, group),
             beta1=beta1,
             beta2=beta2,
             eps=group["eps"],
@@ -119,6 +119,7 @@ class FusedAdam(FusedOptimizer):
             step=run.step,
             bias_correction=bool(group["bias_correction"]),
             grad_scale=run.grad_scale,
+            found_inf=run.found_inf,
         )
         if mastered and not low:
             run.state("master_param").copy_(run.param)  # of a group that has both: these are their own
@@ -158,6 +159,7 @@ class FusedSGD(NpuFusedSGD):
         wd_after_momentum: Decay after the momentum.
         materialize_master_grads: Accepted; masters always have gradients here.
         set_grad_none: What ``zero_grad()`` does without an argument; False as in NVIDIA's.
+        capturable: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
@@ -175,6 +177,8 @@ class FusedSGD(NpuFusedSGD):
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
+        *,
+        capturable: bool = False,
     ) -> None:
         check_bool("materialize_master_grads", materialize_master_grads)
         defaults = {
@@ -187,7 +191,7 @@ class FusedSGD(NpuFusedSGD):
             "wd_after_momentum": wd_after_momentum,
         }
         # Not NpuFusedSGD's own, whose arguments are others.
-        FusedOptimizer.__init__(self, params, defaults, set_grad_none=set_grad_none)
+        FusedOptimizer.__init__(self, params, defaults, capturable=capturable, set_grad_none=set_grad_none)
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -225,12 +229,15 @@ class FusedLAMB(FusedOptimizer):
         max_grad_norm: Norm of all gradients beyond which they are scaled down; gradients themselves are not written.
             There is one for all groups: a group's own does not count.
         use_nvlamb: Adapt the steps of parameters without weight decay, too.
+        capturable: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is no number.
         RuntimeError: ``amsgrad`` is asked for.
     """
+
+    supports_capture = True
 
     def __init__(
         self,
@@ -246,6 +253,8 @@ class FusedLAMB(FusedOptimizer):
         set_grad_none: bool = True,
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
+        *,
+        capturable: bool = False,
     ) -> None:
         check_no_amsgrad("FusedLAMB", amsgrad)
         defaults = {
@@ -259,7 +268,7 @@ class FusedLAMB(FusedOptimizer):
             "adam_w_mode": adam_w_mode,
             "use_nvlamb": use_nvlamb,
         }
-        super().__init__(params, defaults, set_grad_none=set_grad_none)
+        super().__init__(params, defaults, capturable=capturable, set_grad_none=set_grad_none)
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -281,7 +290,6 @@ class FusedLAMB(FusedOptimizer):
         """Apply the rule."""
         beta1, beta2 = group["betas"]
         decay, decoupled = group["weight_decay"], group["adam_w_mode"]
-        corrected = group["bias_correction"]
         lamb_(
             run.param,
             run.scaled_grad,
@@ -290,15 +298,16 @@ class FusedLAMB(FusedOptimizer):
             run.model_param(),
             run.scratch("direction"),
             run.segments(),
-            lr=float(group["lr"]),
+            lr=self.learning_rate(run, group),
             beta1=beta1,
             beta2=beta2,
             beta3=1 - beta1 if group["grad_averaging"] else 1.0,
             eps=group["eps"],
-            bias_correction1=1 - beta1**run.step if corrected else 1.0,
-            bias_correction2=1 - beta2**run.step if corrected else 1.0,
+            step=run.step,
+            bias_correction=bool(group["bias_correction"]),
             l2=0.0 if decoupled else decay,
             decay=decay if decoupled else 0.0,
             adapt=bool(decay or group["use_nvlamb"]),
             grad_scale=times(run.grad_scale, self._grad_divisor, run.param),
+            found_inf=run.found_inf,
         )

@@ -39,6 +39,7 @@ class NpuFusedRMSprop(FusedOptimizer):
         centered: Normalise by the variance rather than the second moment.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
+        capturable: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -46,6 +47,7 @@ class NpuFusedRMSprop(FusedOptimizer):
     """
 
     elementwise = True
+    supports_capture = True
     optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer", "grad_avg")
 
     def __init__(
@@ -60,6 +62,7 @@ class NpuFusedRMSprop(FusedOptimizer):
         *,
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
+        capturable: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -70,7 +73,7 @@ class NpuFusedRMSprop(FusedOptimizer):
             "centered": centered,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler)
+        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable)
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -89,13 +92,14 @@ class NpuFusedRMSprop(FusedOptimizer):
             run.state("grad_avg") if group["centered"] else None,
             run.state("momentum_buffer") if group["momentum"] else None,
             run.model_param(),
-            lr=float(group["lr"]),
+            lr=self.learning_rate(run, group),
             alpha=group["alpha"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             maximize=group["maximize"],
             grad_scale=run.grad_scale,
+            found_inf=run.found_inf,
         )
 
 

@@ -44,6 +44,7 @@ class NpuFusedRMSpropTF(FusedOptimizer):
         init_square_avg: What s starts at; Ascend's patch had 0.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
+        capturable: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -51,6 +52,7 @@ class NpuFusedRMSpropTF(FusedOptimizer):
     """
 
     elementwise = True
+    supports_capture = True
     optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer", "grad_avg")
 
     def __init__(
@@ -68,6 +70,7 @@ class NpuFusedRMSpropTF(FusedOptimizer):
         init_square_avg: float = 1.0,
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
+        capturable: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -81,7 +84,7 @@ class NpuFusedRMSpropTF(FusedOptimizer):
             "init_square_avg": init_square_avg,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler)
+        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable)
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -107,7 +110,7 @@ class NpuFusedRMSpropTF(FusedOptimizer):
             run.state("grad_avg") if group["centered"] else None,
             run.state("momentum_buffer") if group["momentum"] else None,
             run.model_param(),
-            lr=float(group["lr"]),
+            lr=self.learning_rate(run, group),
             alpha=group["alpha"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
@@ -117,4 +120,5 @@ class NpuFusedRMSpropTF(FusedOptimizer):
             lr_in_momentum=group["lr_in_momentum"],
             maximize=group["maximize"],
             grad_scale=run.grad_scale,
+            found_inf=run.found_inf,
         )

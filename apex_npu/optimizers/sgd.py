@@ -36,6 +36,7 @@ class NpuFusedSGD(FusedOptimizer):
         nesterov: Nesterov momentum; needs a momentum and no dampening.
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
+        capturable: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -44,6 +45,7 @@ class NpuFusedSGD(FusedOptimizer):
 
     has_step_state = False
     elementwise = True
+    supports_capture = True
     optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
     def __init__(
@@ -57,6 +59,7 @@ class NpuFusedSGD(FusedOptimizer):
         *,
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
+        capturable: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -69,6 +72,7 @@ class NpuFusedSGD(FusedOptimizer):
                 "maximize": maximize,
             },
             fuse_grad_scaler=fuse_grad_scaler,
+            capturable=capturable,
         )
 
     def validate(self, group: ParamGroup) -> None:
@@ -94,13 +98,14 @@ class NpuFusedSGD(FusedOptimizer):
             run.scaled_grad,
             run.state("momentum_buffer") if group["momentum"] else None,
             run.model_param(),
-            lr=float(group["lr"]),
+            lr=self.learning_rate(run, group),
             momentum=group["momentum"],
             dampening=group["dampening"],
             weight_decay=group["weight_decay"],
             nesterov=group["nesterov"],
             maximize=group["maximize"],
-            first=run.step == 1,
+            step=run.step,
             decoupled=group.get("wd_after_momentum", False),
             grad_scale=run.grad_scale,
+            found_inf=run.found_inf,
         )

@@ -156,21 +156,22 @@ class Lamb {
 void lamb_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
               const std::optional<at::Tensor>& model_param, const at::Tensor& direction, const at::Tensor& starts,
               const at::Tensor& lengths, const std::optional<at::Tensor>& /*ids*/, double lr, double beta1,
-              double beta2, double beta3, double eps, double bias_correction1, double bias_correction2, double l2,
-              double decay, bool adapt, double max_weight_norm, bool maximize,
-              const std::optional<at::Tensor>& grad_scale) {
+              double beta2, double beta3, double eps, int64_t step, bool bias_correction, double l2, double decay,
+              bool adapt, double max_weight_norm, bool maximize, const std::optional<at::Tensor>& grad_scale) {
   const State m("exp_avg", exp_avg), v("exp_avg_sq", exp_avg_sq), u("direction", direction);
   const Operands operands("lamb_", param, grad, model_param, grad_scale, maximize, {m, v, u});
   check_segments("lamb_", starts, lengths, operands.numel());
   const Pieces pieces(starts, lengths);
   operands.in_its_type([&](auto zero) {
     using T = decltype(zero);
+    const double correction1 = bias_correction ? 1 - std::pow(beta1, step) : 1;
+    const double correction2 = bias_correction ? 1 - std::pow(beta2, step) : 1;
     Moments<T> moments;
     moments.exp_avg = m.data<T>();
     moments.exp_avg_sq = v.data<T>();
     moments.gradient = operands.gradient<T>(l2);
-    moments.direction.inverse_correction1 = static_cast<T>(1 / bias_correction1);
-    moments.direction.root_factor = static_cast<T>(1 / std::sqrt(bias_correction2));
+    moments.direction.inverse_correction1 = static_cast<T>(1 / correction1);
+    moments.direction.root_factor = static_cast<T>(1 / std::sqrt(correction2));
     moments.direction.eps = static_cast<T>(eps);
     moments.direction.decay = static_cast<T>(decay);
     moments.direction.has_decay = decay != 0;

@@ -35,7 +35,7 @@ struct Sgd {
 
 void sgd_cpu(const at::Tensor& param, const at::Tensor& grad, const std::optional<at::Tensor>& momentum_buffer,
              const std::optional<at::Tensor>& model_param, double lr, double momentum, double dampening,
-             double weight_decay, bool nesterov, bool maximize, bool first, bool decoupled,
+             double weight_decay, bool nesterov, bool maximize, int64_t step, bool decoupled,
              const std::optional<at::Tensor>& grad_scale) {
   const State buffer("momentum_buffer", momentum_buffer);
   const Operands operands("sgd_", param, grad, model_param, grad_scale, maximize, {buffer});
@@ -49,7 +49,7 @@ void sgd_cpu(const at::Tensor& param, const at::Tensor& grad, const std::optiona
     rule.momentum = static_cast<T>(momentum);
     rule.grad_share = static_cast<T>(1 - dampening);
     rule.nesterov = nesterov;
-    rule.first = first;
+    rule.first = step == 1;
     update_elements<T>(operands, rule);
   });
 }

@@ -11,7 +11,7 @@ namespace apex_npu {
 // apex_npu::sgd_, see apex_npu/ops/elementwise.py.
 void sgd_cpu(const at::Tensor& param, const at::Tensor& grad, const std::optional<at::Tensor>& momentum_buffer,
              const std::optional<at::Tensor>& model_param, double lr, double momentum, double dampening,
-             double weight_decay, bool nesterov, bool maximize, bool first, bool decoupled,
+             double weight_decay, bool nesterov, bool maximize, int64_t step, bool decoupled,
              const std::optional<at::Tensor>& grad_scale);
 
 }  // namespace apex_npu

@@ -211,7 +211,7 @@ def test_lamb_takes_full_steps_where_a_norm_is_zero_and_shows_nan():
     param[20:] = 1.0
     param[45] = math.nan
     extra = [torch.empty(60), torch.tensor([0, 20, 40]), torch.tensor([20, 20, 20]), None]
-    options = {**LAMB, "decay": 0.0, "bias_correction1": 1.0, "bias_correction2": 1.0, "eps": 0.0}
+    options = {**LAMB, "decay": 0.0, "bias_correction": False, "eps": 0.0}
     got = step("lamb_", [param, grad, torch.zeros(60), torch.zeros(60)], None, extra, options)[0]
     # m = 0.1, v = 0.01, u = 1: r is 1 for the zeros, and ‖p‖ / ‖u‖ = 1 for the ones.
     torch.testing.assert_close(got[:40], torch.tensor([-0.1] * 20 + [0.9] * 20))

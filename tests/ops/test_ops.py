@@ -10,7 +10,7 @@ from apex_npu.ops import reference
 
 SGD = {
     "lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.01, "nesterov": False, "maximize": False,
-    "first": False,
+    "step": 3,
 }  # fmt: skip
 ADAM = {
     "lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "decoupled": False, "maximize": False,
@@ -30,14 +30,14 @@ def run(op, args, options):
     return args
 
 
-@pytest.mark.parametrize("change", [{}, {"nesterov": True, "dampening": 0.0}, {"first": True}, {"maximize": True}])
+@pytest.mark.parametrize("change", [{}, {"nesterov": True, "dampening": 0.0}, {"step": 1}, {"maximize": True}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_sgd_by_the_book(change, dtype):
     options = {**SGD, **change}
     args = buffers(3, dtype=dtype, state_dtype=torch.float32 if dtype.itemsize == 2 else dtype)
     p, g, b = (t.double() for t in args)
     g = (-g if options["maximize"] else g) + options["weight_decay"] * p
-    b = g if options["first"] else options["momentum"] * b + (1 - options["dampening"]) * g
+    b = g if options["step"] == 1 else options["momentum"] * b + (1 - options["dampening"]) * g
     expected = p - options["lr"] * (g + options["momentum"] * b if options["nesterov"] else b)
     tolerance = {torch.float32: 1e-6, torch.float64: 1e-14}.get(dtype, torch.finfo(dtype).eps)
     for op in (ops.sgd_, reference.sgd_):
@@ -178,7 +178,7 @@ def test_opcheck_every_rule(name):
     more = []
     for extra in segments_for(name, torch.float32) if name in ("lamb_", "adamp_") else []:
         more += [extra.starts, extra.lengths, extra.ids] if isinstance(extra, ops.Segments) else [extra]
-    lamb = {"bias_correction1": 1.0, "bias_correction2": 1.0, "l2": 0.0, "adapt": True, "max_weight_norm": 10.0}
+    lamb = {"step": 1, "bias_correction": False, "l2": 0.0, "adapt": True, "max_weight_norm": 10.0}
     options = {**RULES[name][0], **({**lamb, "maximize": False} if name == "lamb_" else {})}
     model_param = torch.empty(NUMEL, dtype=torch.float16)
     torch.library.opcheck(getattr(torch.ops.apex_npu, name).default, (*operands, model_param, *more), options)

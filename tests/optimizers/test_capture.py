@@ -1,27 +1,222 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A step inside a CUDA graph is refused: replayed, it would repeat the step count of its capture."""
+"""``capturable``: a step that a graph can replay is, replayed, the step that the reference takes; others are refused."""
+
+import copy
 
 import pytest
 import torch
+from captures import Capture
 from devices import DEVICE
+from lockstep import assert_equal_params
+from optimizer_specs import SPECS
+from torch import nn
 
 from apex_npu import optimizers
 
+ON_HOST = DEVICE.type == "cpu"
+needs_device = pytest.mark.skipif(ON_HOST, reason="on a CPU steps are counted by the host, and nothing is captured")
+CAPTURABLE = [spec for spec in SPECS if spec.cls.supports_capture]
+SHAPES = [(5, 7), (7,), (2, 3, 3, 3), (300,)]
 
-@pytest.mark.parametrize("name", ["NpuFusedSGD", "NpuFusedAdam", "NpuFusedLamb", "FusedAdam"])
-def test_a_captured_step_is_refused_with_nothing_done(name, monkeypatch):
-    param = torch.nn.Parameter(torch.ones(5, device=DEVICE))
+
+def params(device="cpu"):
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in SHAPES]
+
+
+def grads(seed):
+    generator = torch.Generator().manual_seed(100 + seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def give(params, seed, without=()):
+    """New gradients, in the same memory where there are any; none for those ``without``."""
+    for index, (p, grad) in enumerate(zip(params, grads(seed), strict=True)):
+        if index in without:
+            p.grad = None
+        elif p.grad is None:
+            p.grad = grad.to(p.device)
+        else:
+            p.grad.copy_(grad)
+
+
+class Pair:
+    """A capturable optimizer on the device and its reference on the CPU, in lockstep."""
+
+    def __init__(self, spec, options):
+        self.ours, self.theirs = params(DEVICE), params()
+        self.reference = spec.reference(self.theirs, **options)
+        lr = torch.tensor(self.reference.param_groups[0]["lr"], device=DEVICE)
+        self.optimizer = spec.cls(self.ours, **{**options, "lr": lr}, capturable=True)
+
+    def step(self, seed, do=None, without=()):
+        give(self.ours, seed, without)
+        give(self.theirs, seed, without)
+        (do or self.optimizer.step)()
+        self.reference.step()
+
+    def capture(self, seed, without=()):
+        graph = Capture()
+
+        def step():
+            with graph:
+                self.optimizer.step()
+
+        self.step(seed, step, without)
+        return graph
+
+    def set_lr(self, lr):
+        self.optimizer.param_groups[0]["lr"].fill_(lr)
+        self.reference.param_groups[0]["lr"] = lr
+
+    def check(self):
+        assert_equal_params(self.ours, self.theirs, 1e-5)
+        for p, q in zip(self.ours, self.theirs, strict=True):
+            if "step" in self.optimizer.state[p]:
+                assert self.optimizer.state[p]["step"].device == p.device
+                assert self.optimizer.state[p]["step"].item() == float(self.reference.state[q]["step"])
+
+
+@needs_device
+@pytest.mark.parametrize("spec", CAPTURABLE, ids=str)
+def test_a_replayed_step_is_the_next_step_with_the_learning_rate_of_then(spec):
+    for options in spec.variants:
+        pair = Pair(spec, options)
+        for seed in range(2):
+            pair.step(seed)
+        graph = pair.capture(2)
+        for seed in range(3, 6):
+            pair.set_lr(1e-3 * seed)
+            pair.step(seed, graph.replay)
+        pair.check()
+
+
+@needs_device
+def test_counts_that_replays_have_parted_are_not_taken_for_the_same():
+    """Those of the second parameter and of the others have met before, and part again without the host."""
+    pair = Pair(CAPTURABLE[1], {"lr": 0.01})
+    assert isinstance(pair.optimizer, optimizers.NpuFusedAdam)
+    pair.step(0)
+    pair.step(1, without=(0, 2, 3))
+    pair.step(2, without=(1,))
+    graph = pair.capture(3, without=(1,))
+    for seed in range(4, 6):
+        pair.step(seed, graph.replay, without=(1,))
+    pair.step(6)
+    pair.step(7, without=(0, 2))
+    graph = pair.capture(8, without=(0, 2))
+    pair.step(9, graph.replay, without=(0, 2))
+    pair.step(10)
+    assert [pair.optimizer.state[p]["step"].item() for p in pair.ours] == [7, 7, 7, 10]
+    pair.check()
+
+
+@needs_device
+def test_a_count_that_a_user_has_written_counts():
+    pair = Pair(CAPTURABLE[1], {"lr": 0.01})
+    pair.step(0)
+    pair.step(1)
+    pair.optimizer.state[pair.ours[2]]["step"].fill_(7.0)
+    pair.reference.state[pair.theirs[2]]["step"].fill_(7.0)
+    pair.step(2)
+    pair.check()
+    graph = pair.capture(3)
+    pair.step(4, graph.replay)
+    pair.check()
+
+
+@needs_device
+@pytest.mark.parametrize("spec", [spec for spec in CAPTURABLE if spec.cls.__module__ != "apex_npu.optimizers.nvidia"
+                                  and spec.cls is not optimizers.FusedAdagrad], ids=str)  # fmt: skip
+def test_a_grad_scaler_skips_steps_without_the_host(spec):
+    """The first overflows, and the third, which the graph replays."""
+    options = {**spec.variants[-1], **({"dampening": 0.3, "nesterov": False} if "SGD" in str(spec) else {})}
+    pair = Pair(spec, options)
+    scale = torch.tensor([4.0], device=DEVICE)
+    found_inf = torch.zeros(1, device=DEVICE)
+    pair.optimizer._step_supports_amp_scaling = True
+    pair.optimizer.grad_scale, pair.optimizer.found_inf = scale, found_inf
+    graph = Capture()
+    for seed in range(6):
+        overflows = seed in (0, 3)
+        give(pair.ours, seed)
+        give(pair.theirs, seed)
+        found_inf.fill_(float(overflows))
+        for p in pair.ours:
+            p.grad.mul_(4.0)
+            if overflows:
+                p.grad.view(-1)[-1] = float("inf")
+        if seed < 2:
+            pair.optimizer.step()
+        elif seed == 2:
+            with graph:
+                pair.optimizer.step()
+        else:
+            graph.replay()
+        if not overflows:
+            pair.reference.step()
+    pair.check()
+
+
+@needs_device
+@pytest.mark.parametrize("spec", CAPTURABLE, ids=str)
+def test_no_step_waits_for_the_device(spec):
+    npu_simulator = pytest.importorskip("npu_simulator")
+    pair = Pair(spec, spec.variants[0])
+    pair.step(0)
+    give(pair.ours, 1)
+    pair.optimizer._step_supports_amp_scaling = True
+    pair.optimizer.grad_scale = torch.ones(1, device=DEVICE)
+    pair.optimizer.found_inf = torch.zeros(1, device=DEVICE)
+    with npu_simulator.count() as n:
+        pair.optimizer.step()
+    assert n.syncs == n.d2h == n.h2d == 0
+
+
+@needs_device
+def test_what_a_replay_would_miss_is_refused_with_nothing_done():
+    def refused(optimizer, because):
+        before = [p.detach().clone() for p in ours]
+        with pytest.raises(RuntimeError, match=rf"NpuFusedAdam.step\(\) cannot be captured .*{because}.*Nothing"):
+            with Capture():
+                optimizer.step()
+        assert all(map(torch.equal, ours, before))
+
+    ours = params(DEVICE)
+    optimizer = optimizers.NpuFusedAdam(ours, capturable=True)
+    give(ours, 0)
+    refused(optimizer, "not those of the step before")
+    optimizer.step()
+    ours[1].grad = None
+    refused(optimizer, "other parameters have gradients")
+    optimizer.step()
+    ours[0].data = ours[0].detach().clone()
+    refused(optimizer, "not those of the step before")
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    refused(optimizer, "learning rate of group 0 is a tensor on cpu; move it to")
+    optimizer.param_groups[0]["lr"] = 0.1
+    with Capture():
+        optimizer.step()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    optimizer.param_groups[1]["params"][0].grad = torch.ones(2)
+    optimizer.step()
+    refused(optimizer, "group 1 has parameters on the CPU")
+
+
+@pytest.mark.parametrize("name", ["NpuFusedSGD", "NpuFusedAdam", "NpuFusedLamb", "FusedAdam", "FusedNovoGrad"])
+def test_without_capturable_a_capture_is_refused_with_nothing_done(name):
+    param = nn.Parameter(torch.ones(5, device=DEVICE))
     optimizer = getattr(optimizers, name)([param], lr=0.1)
     param.grad = torch.ones_like(param)
     optimizer.step()
     before, called = param.detach().clone(), []
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_initialized", lambda: True)
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        with pytest.raises(
-            RuntimeError, match=rf"^{name}.step\(\) cannot be captured .*make_graphed_callables.*Nothing"
-        ):
+    way_out = "Capture forward" if name == "FusedNovoGrad" else "Pass capturable=True, .*or capture forward"
+    with pytest.raises(
+        RuntimeError, match=rf"^{name}.step\(\) cannot be captured .*{way_out}.*make_graphed_callables.*Nothing"
+    ):
+        with Capture():
             optimizer.step(lambda: called.append(1))
     assert not called, "the closure belongs to the step"
     assert torch.equal(param, before)
@@ -35,6 +230,51 @@ def test_without_cuda_nobody_asks_about_captures(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
-    param = torch.nn.Parameter(torch.ones(5, device=DEVICE))
+    param = nn.Parameter(torch.ones(5, device=DEVICE))
     param.grad = torch.ones_like(param)
     optimizers.NpuFusedSGD([param], lr=0.1).step()
+
+
+@pytest.mark.parametrize("spec", CAPTURABLE, ids=str)
+def test_on_a_cpu_capturable_changes_not_a_bit(spec):
+    for options in spec.variants:
+        one, other = params(), params()
+        plain = spec.cls(one, **options)
+        capturable = spec.cls(other, **options, capturable=True)
+        for seed in range(3):
+            for made, optimizer in ((one, plain), (other, capturable)):
+                give(made, seed)
+                optimizer.step()
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("restore", ["state dict", "copy"])
+def test_state_moves_between_both_kinds_and_torch(restore):
+    ours, theirs = params(DEVICE), params()
+    optimizer = optimizers.NpuFusedAdamW(ours, lr=0.01, capturable=True)
+    reference = torch.optim.AdamW(theirs, lr=0.01)
+    for seed in range(2):
+        give(ours, seed)
+        give(theirs, seed)
+        optimizer.step()
+        reference.step()
+    if restore == "copy":
+        optimizer = copy.deepcopy(optimizer)
+        assert optimizer.capturable
+        ours = optimizer.param_groups[0]["params"]
+    else:
+        torchs = torch.optim.AdamW(theirs, lr=0.01)
+        torchs.load_state_dict(optimizer.state_dict())
+        reference = torchs
+        plain = optimizers.NpuFusedAdamW(ours, lr=0.01)
+        plain.load_state_dict(optimizer.state_dict())
+        optimizer = optimizers.NpuFusedAdamW(ours, lr=0.01, capturable=True)
+        optimizer.load_state_dict(plain.state_dict())
+    for seed in range(2, 4):
+        give(ours, seed)
+        give(theirs, seed)
+        optimizer.step()
+        reference.step()
+    assert_equal_params(ours, theirs, 1e-6)
+    assert optimizer.state[ours[0]]["step"].item() == 4
+    assert optimizer.state[ours[0]]["step"].device.type == DEVICE.type

@@ -8,6 +8,14 @@ import triton
 import triton.language as tl
 
 from apex_npu.ops.triton_kernels.arithmetic import blend, divide, load_decayed, number, root, store_param
+from apex_npu.ops.triton_kernels.numbers import (
+    KEPT,
+    KEPT_IF_PROJECTED,
+    ROOT_CORRECTION2,
+    STEP_SIZE,
+    chosen,
+    unless_overflowed,
+)
 from apex_npu.ops.triton_kernels.sums import chunk_offsets, dot, sum_of_parts
 
 
@@ -18,6 +26,7 @@ def adamp_directions(
     exp_avg,
     exp_avg_sq,
     grad_scale,
+    numbers,
     direction,
     parts,
     begins,
@@ -28,7 +37,7 @@ def adamp_directions(
     beta2: tl.float64,
     share2: tl.float64,
     eps: tl.float64,
-    bias_correction2_sqrt: tl.float64,
+    root_correction2: tl.float64,
     NESTEROV: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -37,6 +46,7 @@ def adamp_directions(
 ):
     """The direction u before it is projected; parts of p · g, g · g, p · p and p · u. ``share``: 1 − beta."""
     offsets, mask, inside = chunk_offsets(begins, ends, ALIGNED, BLOCK)
+    mask = unless_overflowed(numbers, mask)
     p, g = load_decayed(param, grad, grad_scale, offsets, mask, number(0.0, DTYPE), False, False, MAXIMIZE, DTYPE)
     m = blend(tl.load(exp_avg + offsets, mask=mask, other=0.0), g, number(share1, DTYPE))
     v = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0)
@@ -45,7 +55,7 @@ def adamp_directions(
     tl.store(exp_avg_sq + offsets, v, mask=mask)
     if NESTEROV:
         m = number(beta1, DTYPE) * m + number(share1, DTYPE) * g
-    u = divide(m, divide(root(v), number(bias_correction2_sqrt, DTYPE)) + number(eps, DTYPE))
+    u = divide(m, divide(root(v), chosen(numbers, ROOT_CORRECTION2, root_correction2, DTYPE)) + number(eps, DTYPE))
     tl.store(direction + offsets, u, mask=mask)
     part = parts + tl.program_id(0)
     tl.store(part, dot(p, g, inside))
@@ -120,6 +130,7 @@ def adamp_step(
     param,
     model_param,
     direction,
+    numbers,
     sums,
     decisions,
     owner,
@@ -138,6 +149,7 @@ def adamp_step(
 ):
     """New p: p · kept − step_size · (u − multiple · p)."""
     offsets, mask, _ = chunk_offsets(begins, ends, ALIGNED, BLOCK)
+    mask = unless_overflowed(numbers, mask)
     row = tl.load(owners + tl.program_id(0))
     index = tl.load(owner + row)
     decision = tl.load(decisions + index)
@@ -148,5 +160,6 @@ def adamp_step(
     p = tl.load(param + offsets, mask=mask, other=0.0).to(DTYPE)
     u = tl.load(direction + offsets, mask=mask, other=0.0)
     u = u - multiple * p
-    p = p * tl.where(decision > 0.0, number(kept_if_projected, DTYPE), number(kept, DTYPE))
-    store_param(param, model_param, offsets, p - number(step_size, DTYPE) * u, mask)
+    if_projected = chosen(numbers, KEPT_IF_PROJECTED, kept_if_projected, DTYPE)
+    p = p * tl.where(decision > 0.0, if_projected, chosen(numbers, KEPT, kept, DTYPE))
+    store_param(param, model_param, offsets, p - chosen(numbers, STEP_SIZE, step_size, DTYPE) * u, mask)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from apex_npu.ops.triton_kernels.arithmetic import blend, divide, load_decayed, number, root, store_param
+from apex_npu.ops.triton_kernels.numbers import CORRECTION1, LR, ROOT_CORRECTION2, chosen, unless_overflowed
 from apex_npu.ops.triton_kernels.sums import chunk_offsets, dot, sum_of_parts
 
 
@@ -19,6 +20,7 @@ def lamb_directions(
     exp_avg_sq,
     model_param,
     grad_scale,
+    numbers,
     direction,
     parts,
     begins,
@@ -30,8 +32,8 @@ def lamb_directions(
     beta2: tl.float64,
     share2: tl.float64,
     eps: tl.float64,
-    bias_correction1: tl.float64,
-    bias_correction2_sqrt: tl.float64,
+    correction1: tl.float64,
+    root_correction2: tl.float64,
     l2: tl.float64,
     decay: tl.float64,
     ADAPT: tl.constexpr,
@@ -45,6 +47,7 @@ def lamb_directions(
 ):
     """Without ADAPT nothing is left to do behind it. ``AVERAGE``: beta3 is 1 − beta1. ``share2``: 1 − beta2."""
     offsets, mask, inside = chunk_offsets(begins, ends, ALIGNED, BLOCK)
+    mask = unless_overflowed(numbers, mask)
     p, g = load_decayed(param, grad, grad_scale, offsets, mask, number(l2, DTYPE), L2, False, MAXIMIZE, DTYPE)
     m = tl.load(exp_avg + offsets, mask=mask, other=0.0)
     m = blend(m, g, number(beta3, DTYPE)) if AVERAGE else number(beta1, DTYPE) * m + number(beta3, DTYPE) * g
@@ -52,8 +55,8 @@ def lamb_directions(
     v = number(beta2, DTYPE) * v + number(share2, DTYPE) * g * g
     tl.store(exp_avg + offsets, m, mask=mask)
     tl.store(exp_avg_sq + offsets, v, mask=mask)
-    u = divide(m, divide(root(v), number(bias_correction2_sqrt, DTYPE)) + number(eps, DTYPE))
-    u = divide(u, number(bias_correction1, DTYPE))
+    u = divide(m, divide(root(v), chosen(numbers, ROOT_CORRECTION2, root_correction2, DTYPE)) + number(eps, DTYPE))
+    u = divide(u, chosen(numbers, CORRECTION1, correction1, DTYPE))
     if DECAY:
         u = u + number(decay, DTYPE) * p
     if ADAPT:
@@ -61,7 +64,7 @@ def lamb_directions(
         tl.store(parts + tl.program_id(0), dot(p, p, inside))
         tl.store(parts + chunks + tl.program_id(0), dot(u, u, inside))
     else:
-        store_param(param, model_param, offsets, p - number(lr, DTYPE) * u, mask)
+        store_param(param, model_param, offsets, p - chosen(numbers, LR, lr, DTYPE) * u, mask)
 
 
 @triton.jit
@@ -85,6 +88,7 @@ def lamb_step(
     model_param,
     direction,
     ratios,
+    numbers,
     begins,
     ends,
     owners,
@@ -95,7 +99,8 @@ def lamb_step(
 ):
     """New p: p − lr · r · u."""
     offsets, mask, _ = chunk_offsets(begins, ends, ALIGNED, BLOCK)
+    mask = unless_overflowed(numbers, mask)
     p = tl.load(param + offsets, mask=mask, other=0.0).to(DTYPE)
-    rate = number(lr, DTYPE) * tl.load(ratios + tl.load(owners + tl.program_id(0)))
+    rate = chosen(numbers, LR, lr, DTYPE) * tl.load(ratios + tl.load(owners + tl.program_id(0)))
     u = tl.load(direction + offsets, mask=mask, other=0.0)
     store_param(param, model_param, offsets, p - rate * u, mask)

@@ -2,11 +2,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """For each op what it launches, or None where its segments are not what kernels can follow, and plain torch can.
 
-Everything that depends on hyper-parameters alone is computed here, in float64.
+Everything that depends on hyper-parameters alone is computed here, in float64; or by a launch of one program, where the
+device alone knows them.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from apex_npu.ops.reference import wide_dtype
-from apex_npu.ops.triton_kernels import adamp, lamb, rules, sums
+from apex_npu.ops.triton_kernels import adamp, lamb, numbers, rules, sums
 from apex_npu.ops.triton_kernels.chunks import Chunks, Rows
 from apex_npu.ops.triton_kernels.launches import Launch, Plan
 from apex_npu.ops.triton_kernels.operands import check_operands
@@ -27,27 +30,83 @@ _NORM_BLOCK, _NORM_PROGRAMS = 2048, 1024
 _SUM_BLOCK, _SUM_WARPS = 256, 2
 
 
+@dataclass(frozen=True)
+class _Numbers:
+    """What depends on a step's learning rate and count: see ``numbers.py``, where these names are.
+
+    Attributes:
+        on_device: Where kernels find all that, after ``launches``; None: they are given the other attributes.
+    """
+
+    lr: float = 0.0
+    step_size: float = 0.0
+    correction1: float = 1.0
+    root_correction2: float = 1.0
+    kept: float = 1.0
+    kept_if_projected: float = 1.0
+    first: bool = False
+    on_device: Tensor | None = None
+    launches: tuple[Launch, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        param: Tensor,
+        lr: float | Tensor,
+        step: int | Tensor,
+        found_inf: Tensor | None,
+        *,
+        betas: tuple[float, float] | None = None,
+        decay: float = 0.0,
+        decay_if_projected: float = 0.0,
+    ) -> _Numbers:
+        """Without ``betas`` nothing is corrected."""
+        if isinstance(lr, Tensor) or isinstance(step, Tensor) or found_inf is not None:
+            on_device = param.new_empty(numbers.COUNT, dtype=torch.float64)
+            lr_tensor, rate = (_beside(lr, param), 0.0) if isinstance(lr, Tensor) else (None, lr)
+            step_tensor, count = (_beside(step, param), 0.0) if isinstance(step, Tensor) else (None, float(step))
+            logs = [math.log(beta) if beta else -math.inf for beta in betas or (0.0, 0.0)]
+            tensors = (on_device, lr_tensor, step_tensor, _beside(found_inf, param))
+            args = (*tensors, rate, count, *logs, decay, decay_if_projected)
+            launch = Launch(numbers.step_numbers, 1, args, {"CORRECTED": betas is not None}, 1)
+            return cls(on_device=on_device, launches=(launch,))
+        correction1, correction2 = (1 - beta**step for beta in betas) if betas else (1.0, 1.0)
+        return cls(
+            lr=lr,
+            step_size=lr / correction1,
+            correction1=correction1,
+            root_correction2=correction2**0.5,
+            kept=1 - lr * decay,
+            kept_if_projected=1 - lr * decay_if_projected,
+            first=step == 1,
+        )
+
+
 def sgd_(
     param: Tensor,
     grad: Tensor,
     momentum_buffer: Tensor | None,
     model_param: Tensor | None = None,
     *,
-    lr: float,
+    lr: float | Tensor,
     momentum: float,
     dampening: float,
     weight_decay: float,
     nesterov: bool,
     maximize: bool,
-    first: bool,
+    step: int | Tensor,
     decoupled: bool = False,
     grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> Plan:
     """See ``apex_npu.ops.elementwise.sgd_``."""
-    decay, flags = _decay(weight_decay, decoupled, 1 - lr * weight_decay)
-    flags |= {"NESTEROV": nesterov, "FIRST": first, "MAXIMIZE": maximize}
+    known = _Numbers.of(param, lr, step, found_inf, decay=weight_decay)
+    decay, flags = _decay(weight_decay, decoupled, known.kept)
+    flags |= {"NESTEROV": nesterov, "FIRST": known.first, "MAXIMIZE": maximize}
     operands = {"param": param, "grad": grad, "momentum_buffer": momentum_buffer, "model_param": model_param}
-    return _elementwise("sgd_", rules.sgd, operands, grad_scale, (lr, momentum, 1 - dampening, decay), flags)
+    return _elementwise(
+        "sgd_", rules.sgd, operands, grad_scale, known, (known.lr, momentum, 1 - dampening, decay), flags
+    )
 
 
 def adam_(
@@ -58,21 +117,22 @@ def adam_(
     max_exp_avg_sq: Tensor | None,
     model_param: Tensor | None = None,
     *,
-    lr: float,
+    lr: float | Tensor,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
     decoupled: bool,
     maximize: bool,
-    step: int,
+    step: int | Tensor,
     bias_correction: bool = True,
     grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> Plan:
     """See ``apex_npu.ops.elementwise.adam_``."""
-    decay, flags = _decay(weight_decay, decoupled, 1 - lr * weight_decay)
-    step_size = lr / (1 - beta1**step) if bias_correction else lr
-    correction2 = (1 - beta2**step) ** 0.5 if bias_correction else 1.0
+    betas = (beta1, beta2) if bias_correction else None
+    known = _Numbers.of(param, lr, step, found_inf, betas=betas, decay=weight_decay)
+    decay, flags = _decay(weight_decay, decoupled, known.kept)
     operands = {
         "param": param,
         "grad": grad,
@@ -81,8 +141,8 @@ def adam_(
         "max_exp_avg_sq": max_exp_avg_sq,
         "model_param": model_param,
     }
-    numbers = (step_size, 1 - beta1, beta2, 1 - beta2, eps, decay, correction2)
-    return _elementwise("adam_", rules.adam, operands, grad_scale, numbers, flags | {"MAXIMIZE": maximize})
+    arguments = (known.step_size, 1 - beta1, beta2, 1 - beta2, eps, decay, known.root_correction2)
+    return _elementwise("adam_", rules.adam, operands, grad_scale, known, arguments, flags | {"MAXIMIZE": maximize})
 
 
 def rmsprop_(
@@ -93,7 +153,7 @@ def rmsprop_(
     momentum_buffer: Tensor | None,
     model_param: Tensor | None = None,
     *,
-    lr: float,
+    lr: float | Tensor,
     alpha: float,
     eps: float,
     weight_decay: float,
@@ -103,8 +163,10 @@ def rmsprop_(
     lr_in_momentum: bool,
     maximize: bool,
     grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> Plan:
     """See ``apex_npu.ops.elementwise.rmsprop_``."""
+    known = _Numbers.of(param, lr, 0, found_inf)
     decay, flags = _decay(weight_decay, decoupled, 1 - weight_decay)
     flags |= {"EPS_INSIDE_SQRT": eps_inside_sqrt, "LR_IN_MOMENTUM": lr_in_momentum, "MAXIMIZE": maximize}
     operands = {
@@ -115,9 +177,8 @@ def rmsprop_(
         "momentum_buffer": momentum_buffer,
         "model_param": model_param,
     }
-    return _elementwise(
-        "rmsprop_", rules.rmsprop, operands, grad_scale, (lr, alpha, 1 - alpha, eps, decay, momentum), flags
-    )
+    arguments = (known.lr, alpha, 1 - alpha, eps, decay, momentum)
+    return _elementwise("rmsprop_", rules.rmsprop, operands, grad_scale, known, arguments, flags)
 
 
 def adadelta_(
@@ -127,14 +188,16 @@ def adadelta_(
     acc_delta: Tensor,
     model_param: Tensor | None = None,
     *,
-    lr: float,
+    lr: float | Tensor,
     rho: float,
     eps: float,
     weight_decay: float,
     maximize: bool,
     grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> Plan:
     """See ``apex_npu.ops.elementwise.adadelta_``."""
+    known = _Numbers.of(param, lr, 0, found_inf)
     flags = {"L2": weight_decay != 0, "MAXIMIZE": maximize}
     operands = {
         "param": param,
@@ -143,7 +206,8 @@ def adadelta_(
         "acc_delta": acc_delta,
         "model_param": model_param,
     }
-    return _elementwise("adadelta_", rules.adadelta, operands, grad_scale, (lr, rho, 1 - rho, eps, weight_decay), flags)
+    arguments = (known.lr, rho, 1 - rho, eps, weight_decay)
+    return _elementwise("adadelta_", rules.adadelta, operands, grad_scale, known, arguments, flags)
 
 
 def adagrad_(
@@ -152,19 +216,20 @@ def adagrad_(
     square_sum: Tensor,
     model_param: Tensor | None = None,
     *,
-    lr: float,
+    lr: float | Tensor,
     eps: float,
     weight_decay: float,
     decoupled: bool,
     maximize: bool,
     grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> Plan:
     """See ``apex_npu.ops.elementwise.adagrad_``."""
-    decay, flags = _decay(weight_decay, decoupled, 1 - lr * weight_decay)
+    known = _Numbers.of(param, lr, 0, found_inf, decay=weight_decay)
+    decay, flags = _decay(weight_decay, decoupled, known.kept)
+    flags |= {"MAXIMIZE": maximize}
     operands = {"param": param, "grad": grad, "square_sum": square_sum, "model_param": model_param}
-    return _elementwise(
-        "adagrad_", rules.adagrad, operands, grad_scale, (lr, eps, decay), flags | {"MAXIMIZE": maximize}
-    )
+    return _elementwise("adagrad_", rules.adagrad, operands, grad_scale, known, (known.lr, eps, decay), flags)
 
 
 def norm(x: Tensor) -> Plan:
@@ -213,19 +278,20 @@ def lamb_(
     lengths: Tensor,
     ids: Tensor | None,
     *,
-    lr: float,
+    lr: float | Tensor,
     beta1: float,
     beta2: float,
     beta3: float,
     eps: float,
-    bias_correction1: float,
-    bias_correction2: float,
+    step: int | Tensor,
+    bias_correction: bool,
     l2: float,
     decay: float,
     adapt: bool,
     max_weight_norm: float,
     maximize: bool,
     grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> Plan | None:
     """See ``apex_npu.ops.segmented.lamb_``."""
     operands = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "model_param": model_param}
@@ -236,15 +302,18 @@ def lamb_(
     count, dtype = chunks.begins.numel(), {"DTYPE": _dtype(param)}
     parts = param.new_empty(2 * count, dtype=torch.float64)
     flags = {"ADAPT": adapt, "AVERAGE": beta3 == 1 - beta1, "L2": l2 != 0, "DECAY": decay != 0, "MAXIMIZE": maximize}
-    moments = (*operands.values(), _beside(grad_scale, param), direction, parts, chunks.begins, chunks.ends, count)
-    numbers = (lr, beta1, beta3, beta2, 1 - beta2, eps, bias_correction1, bias_correction2**0.5, l2, decay)
-    launches = [_over_chunks(lamb.lamb_directions, chunks, (*moments, *numbers), flags | dtype)]
+    known = _Numbers.of(param, lr, step, found_inf, betas=(beta1, beta2) if bias_correction else None)
+    scale = _beside(grad_scale, param)
+    moments = (*operands.values(), scale, known.on_device, direction, parts, chunks.begins, chunks.ends, count)
+    arguments = (known.lr, beta1, beta3, beta2, 1 - beta2, eps, known.correction1, known.root_correction2, l2, decay)
+    launches = [*known.launches, _over_chunks(lamb.lamb_directions, chunks, (*moments, *arguments), flags | dtype)]
     if adapt:
         ratios = direction.new_empty(starts.numel())
         finish = (parts, ratios, chunks.firsts, count, max_weight_norm)
-        step = (param, model_param, direction, ratios, chunks.begins, chunks.ends, chunks.owners, lr)
+        where = (chunks.begins, chunks.ends, chunks.owners)
+        move = (param, model_param, direction, ratios, known.on_device, *where, known.lr)
         launches.append(_over_segments(lamb.lamb_ratios, ratios.numel(), finish, dtype))
-        launches.append(_over_chunks(lamb.lamb_step, chunks, step, dtype))
+        launches.append(_over_chunks(lamb.lamb_step, chunks, move, dtype))
     return Plan(tuple(launches))
 
 
@@ -262,7 +331,7 @@ def adamp_(
     row_limit: Tensor,
     whole_limit: Tensor,
     *,
-    lr: float,
+    lr: float | Tensor,
     beta1: float,
     beta2: float,
     eps: float,
@@ -270,8 +339,9 @@ def adamp_(
     wd_ratio: float,
     nesterov: bool,
     maximize: bool,
-    step: int,
+    step: int | Tensor,
     grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> Plan | None:
     """See ``apex_npu.ops.segmented.adamp_``."""
     operands = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "model_param": model_param}
@@ -288,18 +358,29 @@ def adamp_(
     row_sums = parts.new_empty(4 * row_count)
     decisions = parts.new_empty(2 * (params + 1))
     where = (chunks.begins, chunks.ends)
-    moments = (param, grad, exp_avg, exp_avg_sq, _beside(grad_scale, param), direction, parts, *where, count)
-    numbers = (beta1, 1 - beta1, beta2, 1 - beta2, eps, (1 - beta2**step) ** 0.5)
+    known = _Numbers.of(
+        param,
+        lr,
+        step,
+        found_inf,
+        betas=(beta1, beta2),
+        decay=weight_decay,
+        decay_if_projected=weight_decay * wd_ratio,
+    )
+    scale = _beside(grad_scale, param)
+    moments = (param, grad, exp_avg, exp_avg_sq, scale, known.on_device, direction, parts, *where, count)
+    arguments = (beta1, 1 - beta1, beta2, 1 - beta2, eps, known.root_correction2)
     decide = (row_sums, rows.firsts, row_limit, whole_limit, decisions, row_count, params, eps)
-    kept = (1 - lr * weight_decay, 1 - lr * weight_decay * wd_ratio)
-    finish = (param, model_param, direction, row_sums, decisions, owner, *where, chunks.owners, row_count, params)
+    finish = (param, model_param, direction, known.on_device, row_sums, decisions, owner, *where, chunks.owners)
+    rates = (row_count, params, known.step_size, known.kept, known.kept_if_projected, eps)
     flags = {"NESTEROV": nesterov, "MAXIMIZE": maximize}
     return Plan(
         (
-            _over_chunks(adamp.adamp_directions, chunks, (*moments, *numbers), flags | dtype),
+            *known.launches,
+            _over_chunks(adamp.adamp_directions, chunks, (*moments, *arguments), flags | dtype),
             _over_segments(adamp.adamp_rows, row_count, (parts, row_sums, chunks.firsts, count, row_count), {}),
             _over_segments(adamp.adamp_decisions, params, decide, {}),
-            _over_chunks(adamp.adamp_step, chunks, (*finish, lr / (1 - beta1**step), *kept, eps), dtype),
+            _over_chunks(adamp.adamp_step, chunks, (*finish, *rates), dtype),
         )
     )
 
@@ -315,20 +396,21 @@ def _elementwise(
     kernel: Any,
     operands: dict[str, Tensor | None],
     grad_scale: Tensor | None,
-    numbers: tuple[float, ...],
+    known: _Numbers,
+    arguments: tuple[float, ...],
     flags: dict[str, Any],
 ) -> Plan:
     check_operands(op, **operands)
     param = operands["param"]
     assert param is not None
     constants = {**flags, "DTYPE": _dtype(param), "BLOCK": _BLOCK}
-    args = (*operands.values(), _beside(grad_scale, param), param.numel(), *numbers)
-    return Plan((Launch(kernel, -(-param.numel() // _BLOCK), args, constants, _WARPS),))
+    args = (*operands.values(), _beside(grad_scale, param), known.on_device, param.numel(), *arguments)
+    return Plan((*known.launches, Launch(kernel, -(-param.numel() // _BLOCK), args, constants, _WARPS)))
 
 
-def _beside(grad_scale: Tensor | None, param: Tensor) -> Tensor | None:
+def _beside(number: Tensor | None, param: Tensor) -> Tensor | None:
     """A kernel can read it only on its own device."""
-    return None if grad_scale is None else grad_scale.to(param.device)
+    return None if number is None else number.to(param.device)
 
 
 def _over_chunks(kernel: Any, chunks: Chunks, args: tuple[Any, ...], constants: dict[str, Any]) -> Launch:

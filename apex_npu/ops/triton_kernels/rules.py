@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from apex_npu.ops.triton_kernels.arithmetic import blend, block_offsets, divide, load_decayed, number, root, store_param
+from apex_npu.ops.triton_kernels.numbers import KEPT, LATER, LR, ROOT_CORRECTION2, STEP_SIZE, chosen, unless_overflowed
 
 
 @triton.jit
@@ -22,6 +23,7 @@ def sgd(
     momentum_buffer,
     model_param,
     grad_scale,
+    numbers,
     numel: tl.int64,
     lr: tl.float64,
     momentum: tl.float64,
@@ -35,21 +37,22 @@ def sgd(
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``share``: 1 − dampening."""
+    """``share``: 1 − dampening. FIRST is not known where there are ``numbers``."""
     offsets = block_offsets(BLOCK)
-    mask = offsets < numel
-    p, update = load_decayed(
-        param, grad, grad_scale, offsets, mask, number(weight_decay, DTYPE), L2, DECOUPLED, MAXIMIZE, DTYPE
-    )
+    mask = unless_overflowed(numbers, offsets < numel)
+    decay = chosen(numbers, KEPT, weight_decay, DTYPE) if DECOUPLED else number(weight_decay, DTYPE)
+    p, update = load_decayed(param, grad, grad_scale, offsets, mask, decay, L2, DECOUPLED, MAXIMIZE, DTYPE)
     if momentum_buffer is not None:
         if FIRST:
             b = update
         else:
             b = tl.load(momentum_buffer + offsets, mask=mask, other=0.0)
             b = number(momentum, DTYPE) * b + number(share, DTYPE) * update
+            if numbers is not None:
+                b = tl.where(tl.load(numbers + LATER) != 0, b, update)
         tl.store(momentum_buffer + offsets, b, mask=mask)
         update = update + number(momentum, DTYPE) * b if NESTEROV else b
-    store_param(param, model_param, offsets, p - number(lr, DTYPE) * update, mask)
+    store_param(param, model_param, offsets, p - chosen(numbers, LR, lr, DTYPE) * update, mask)
 
 
 @triton.jit
@@ -61,6 +64,7 @@ def adam(
     max_exp_avg_sq,
     model_param,
     grad_scale,
+    numbers,
     numel: tl.int64,
     step_size: tl.float64,
     share1: tl.float64,
@@ -68,7 +72,7 @@ def adam(
     share2: tl.float64,
     eps: tl.float64,
     weight_decay: tl.float64,
-    bias_correction2_sqrt: tl.float64,
+    root_correction2: tl.float64,
     L2: tl.constexpr,
     DECOUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
@@ -77,10 +81,9 @@ def adam(
 ):
     """``share``: 1 − beta. ``step_size``: lr / (1 − beta1^step)."""
     offsets = block_offsets(BLOCK)
-    mask = offsets < numel
-    p, g = load_decayed(
-        param, grad, grad_scale, offsets, mask, number(weight_decay, DTYPE), L2, DECOUPLED, MAXIMIZE, DTYPE
-    )
+    mask = unless_overflowed(numbers, offsets < numel)
+    decay = chosen(numbers, KEPT, weight_decay, DTYPE) if DECOUPLED else number(weight_decay, DTYPE)
+    p, g = load_decayed(param, grad, grad_scale, offsets, mask, decay, L2, DECOUPLED, MAXIMIZE, DTYPE)
     m = blend(tl.load(exp_avg + offsets, mask=mask, other=0.0), g, number(share1, DTYPE))
     v = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0)
     v = number(beta2, DTYPE) * v + number(share2, DTYPE) * g * g
@@ -90,8 +93,8 @@ def adam(
         largest = tl.load(max_exp_avg_sq + offsets, mask=mask, other=0.0)
         v = tl.where((v > largest) | (v != v), v, largest)  # nan stays nan, whichever it was
         tl.store(max_exp_avg_sq + offsets, v, mask=mask)
-    denom = divide(root(v), number(bias_correction2_sqrt, DTYPE)) + number(eps, DTYPE)
-    store_param(param, model_param, offsets, p - number(step_size, DTYPE) * divide(m, denom), mask)
+    denom = divide(root(v), chosen(numbers, ROOT_CORRECTION2, root_correction2, DTYPE)) + number(eps, DTYPE)
+    store_param(param, model_param, offsets, p - chosen(numbers, STEP_SIZE, step_size, DTYPE) * divide(m, denom), mask)
 
 
 @triton.jit
@@ -103,6 +106,7 @@ def rmsprop(
     momentum_buffer,
     model_param,
     grad_scale,
+    numbers,
     numel: tl.int64,
     lr: tl.float64,
     alpha: tl.float64,
@@ -120,7 +124,7 @@ def rmsprop(
 ):
     """``share``: 1 − alpha."""
     offsets = block_offsets(BLOCK)
-    mask = offsets < numel
+    mask = unless_overflowed(numbers, offsets < numel)
     p, g = load_decayed(
         param, grad, grad_scale, offsets, mask, number(weight_decay, DTYPE), L2, DECOUPLED, MAXIMIZE, DTYPE
     )
@@ -134,13 +138,13 @@ def rmsprop(
     denom = root(s + number(eps, DTYPE)) if EPS_INSIDE_SQRT else root(s) + number(eps, DTYPE)
     update = divide(g, denom)
     if LR_IN_MOMENTUM:
-        update = number(lr, DTYPE) * update
+        update = chosen(numbers, LR, lr, DTYPE) * update
     if momentum_buffer is not None:
         b = tl.load(momentum_buffer + offsets, mask=mask, other=0.0)
         update = number(momentum, DTYPE) * b + update
         tl.store(momentum_buffer + offsets, update, mask=mask)
     if not LR_IN_MOMENTUM:
-        update = number(lr, DTYPE) * update
+        update = chosen(numbers, LR, lr, DTYPE) * update
     store_param(param, model_param, offsets, p - update, mask)
 
 
@@ -152,6 +156,7 @@ def adadelta(
     acc_delta,
     model_param,
     grad_scale,
+    numbers,
     numel: tl.int64,
     lr: tl.float64,
     rho: tl.float64,
@@ -165,7 +170,7 @@ def adadelta(
 ):
     """``share``: 1 − rho."""
     offsets = block_offsets(BLOCK)
-    mask = offsets < numel
+    mask = unless_overflowed(numbers, offsets < numel)
     p, g = load_decayed(param, grad, grad_scale, offsets, mask, number(weight_decay, DTYPE), L2, False, MAXIMIZE, DTYPE)
     s = tl.load(square_avg + offsets, mask=mask, other=0.0)
     s = number(rho, DTYPE) * s + number(share, DTYPE) * g * g
@@ -174,7 +179,7 @@ def adadelta(
     delta = divide(root(a + number(eps, DTYPE)), root(s + number(eps, DTYPE))) * g
     a = number(rho, DTYPE) * a + number(share, DTYPE) * delta * delta
     tl.store(acc_delta + offsets, a, mask=mask)
-    store_param(param, model_param, offsets, p - number(lr, DTYPE) * delta, mask)
+    store_param(param, model_param, offsets, p - chosen(numbers, LR, lr, DTYPE) * delta, mask)
 
 
 @triton.jit
@@ -184,6 +189,7 @@ def adagrad(
     square_sum,
     model_param,
     grad_scale,
+    numbers,
     numel: tl.int64,
     lr: tl.float64,
     eps: tl.float64,
@@ -196,11 +202,10 @@ def adagrad(
 ):
     """``weight_decay``: see ``load_decayed``."""
     offsets = block_offsets(BLOCK)
-    mask = offsets < numel
-    p, g = load_decayed(
-        param, grad, grad_scale, offsets, mask, number(weight_decay, DTYPE), L2, DECOUPLED, MAXIMIZE, DTYPE
-    )
+    mask = unless_overflowed(numbers, offsets < numel)
+    decay = chosen(numbers, KEPT, weight_decay, DTYPE) if DECOUPLED else number(weight_decay, DTYPE)
+    p, g = load_decayed(param, grad, grad_scale, offsets, mask, decay, L2, DECOUPLED, MAXIMIZE, DTYPE)
     s = tl.load(square_sum + offsets, mask=mask, other=0.0) + g * g
     tl.store(square_sum + offsets, s, mask=mask)
     update = divide(g, root(s) + number(eps, DTYPE))
-    store_param(param, model_param, offsets, p - number(lr, DTYPE) * update, mask)
+    store_param(param, model_param, offsets, p - chosen(numbers, LR, lr, DTYPE) * update, mask)

@@ -1,0 +1,59 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A stand-in for the capture of a CUDA graph, on any device: it records operators, and runs them again without Python.
+
+What it replays reads and writes the tensors of the recording, and knows nothing of what the host did in between: as in
+a graph, an optimizer's numbers are those of the recording unless they lie on the device. Unlike there, what is recorded
+is done as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+
+
+class Capture(TorchDispatchMode):
+    """``with Capture() as graph: ...``, then ``graph.replay()``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Any]]] = []
+
+    def __enter__(self) -> Capture:
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        self._patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._patch.undo()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host would wait, which ends a capture"
+        out = func(*args, **kwargs)
+        if func in _COPIES:
+            devices = {t.device.type for t in tree_leaves((args, out)) if isinstance(t, Tensor)}
+            assert len(devices) == 1, f"{func} copies between {devices}, which ends a capture"
+        self._calls.append((func, args, kwargs, tree_leaves(out)))
+        return out
+
+    def replay(self) -> None:
+        """Do again what was recorded."""
+        with torch.no_grad():
+            for func, args, kwargs, recorded in self._calls:
+                for then, now in zip(recorded, tree_leaves(func(*args, **kwargs)), strict=True):
+                    # Where it is no view of an argument it is memory of the graph's own.
+                    if isinstance(then, Tensor) and then.data_ptr() != now.data_ptr():
+                        then.copy_(now)
