@@ -99,7 +99,7 @@ types: setup-dev
 
 # On the simulated NPU, where it is installed, the tests that take their device from the environment.
 ON_NPU := tests/amp tests/distributed tests/fp16_utils tests/normalization tests/scripts tests/parallel/test_larc.py \
-    $(addprefix tests/optimizers/test_,fused_optimizers.py random_programs.py unusual_use.py novograd.py failures.py)
+    $(addprefix tests/optimizers/test_,capture.py fused_optimizers.py random_programs.py unusual_use.py novograd.py failures.py)
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
 
 # As many at a time as there are cores; each uses one thread.

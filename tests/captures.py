@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
 

@@ -85,6 +85,12 @@ def operands(
     return [None if i in without else operand for i, operand in enumerate(all_of_them)]
 
 
+def on_device(options: dict[str, Any], found_inf: Tensor | None) -> dict[str, Any]:
+    """``options`` with tensors for what may be one."""
+    tensors = {name: torch.tensor(float(options[name])) for name in ("lr", "step") if name in options}
+    return {**options, **tensors, "found_inf": found_inf}
+
+
 # Two parameters: of rows longer than a chunk, and of short ones that start at odd places; and one of one row.
 ROWS = [(0, 2500), (2500, 2500), *((5053 + 460 * i, 460) for i in range(5)), (7400, 300)]
 OWNER = [1, 1, *[2] * 5, 3, 0]

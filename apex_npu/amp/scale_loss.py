@@ -22,7 +22,7 @@ from apex_npu.amp.optimizer_record import OptimizerRecord, inner_optimizer, reco
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session, require
 from apex_npu.amp.step_report import Verdict
-from apex_npu.backends import for_device
+from apex_npu.backends import for_device, is_capturing
 from apex_npu.ops import LOW_PRECISION
 
 Work = list[tuple[OptimizerRecord, list[GradUnit]]]
@@ -64,8 +64,8 @@ def scale_loss(
 
     Raises:
         RuntimeError: amp, or one of ``optimizers``, has not been initialized, or is in another such block already; a
-            gradient is sparse; ``fuse_unscale`` cannot be done for these ``optimizers`` together; another process has
-            raised, or has another loss scale.
+            gradient is sparse; ``fuse_unscale`` cannot be done for these ``optimizers`` together; a CUDA graph is being
+            captured, with a dynamic scale; another process has raised, or has another loss scale.
         TypeError: ``loss`` is no tensor, ``optimizers`` no optimizer.
         IndexError: ``loss_id`` is not below ``num_losses``.
     """
@@ -88,6 +88,13 @@ def scale_loss(
     put_off: PutOff = "delay_unscale" if delay_unscale else "delay_overflow_check" if delay_overflow_check else None
     delivers = hold or not delay_unscale  # gradients reach masters in this block
     decides = put_off is None
+    if decides and scaler.dynamic and is_capturing():
+        raise RuntimeError(
+            "amp.scale_loss with a dynamic loss scale cannot be captured in a CUDA graph: behind each backward the "
+            "host decides whether the step is to be skipped, and no replay would ask it. Use a static one "
+            "(loss_scale=128.0, or O4 and O5, which need none) and an optimizer with capturable=True; or capture "
+            "forward and backward alone (torch.cuda.make_graphed_callables). Nothing has been done"
+        )
     ranks = _join_ranks(session, work, optimizers, delivers=delivers, decides=decides and scaler.dynamic)
     try:
         _scale_up(work, scale, hold)

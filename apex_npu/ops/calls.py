@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Update rules by way of torch's dispatcher, with numbers that the host knows or that only the device can read.
 
-A rule has two overloads. The second, ``on_device``, takes three tensors more, of one element each, or None:
-``lr_tensor`` and ``step_tensor``, which are read instead of ``lr`` and ``step``, and ``found_inf``.
+A rule has two overloads. The second, ``on_device``, takes more tensors, of one element each, or None: ``lr_tensor``,
+and ``step_tensor`` where the rule has a ``step``, which are read instead of the numbers; and ``found_inf``.
 """
 
 from __future__ import annotations

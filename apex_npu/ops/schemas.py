@@ -50,8 +50,9 @@ _library.define("norm(Tensor x) -> Tensor")
 
 for _schema in _SCHEMAS:
     _library.define(_schema)
-    _tensors = ", Tensor? lr_tensor=None, Tensor? step_tensor=None, Tensor? found_inf=None) -> ()"
-    _library.define(_schema.replace("_(", "_.on_device(", 1).replace(") -> ()", _tensors))
+    _tensors = ["lr_tensor", *(["step_tensor"] if " int step" in _schema else []), "found_inf"]
+    _more = "".join(f", Tensor? {_name}=None" for _name in _tensors)
+    _library.define(_schema.replace("_(", "_.on_device(", 1).replace(") -> ()", f"{_more}) -> ()"))
 
 
 def _in_place_only(*args: object, **kwargs: object) -> None:

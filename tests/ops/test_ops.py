@@ -4,6 +4,7 @@
 
 import pytest
 import torch
+from devices import DEVICE
 
 from apex_npu import ops
 from apex_npu.ops import reference
@@ -109,22 +110,23 @@ RULES = {
 NUMEL = 5_000
 
 
-def segments_for(name, dtype):
+def segments_for(name, dtype, device="cpu"):
     """What the rules that look at segments take beside the operands: two parameters of 20 rows, and padding."""
-    direction = torch.empty(NUMEL, dtype=dtype)
+    direction = torch.empty(NUMEL, dtype=dtype, device=device)
     if name == "lamb_":
         return [direction, ops.Segments.of([0, 2_600], [2_500, 2_300], NUMEL, direction.device)]
     starts = [*range(0, 2_500, 125), *range(2_600, 4_900, 115)]
     rows = ops.Segments.of(starts, [125] * 20 + [115] * 20, NUMEL, direction.device)
-    owner = torch.tensor([1] * 20 + [2] * 20 + [0])
+    owner = torch.tensor([1] * 20 + [2] * 20 + [0], device=device)
     # The first is projected as a whole (its rows are not: a limit of 0), the second by rows.
-    return [direction, rows, owner, torch.tensor([0.0, 0.0, 1.0], dtype=dtype), torch.tensor([0.0, 1, 1], dtype=dtype)]
+    limits = torch.tensor([[0.0, 0.0, 1.0], [0.0, 1.0, 1.0]], dtype=dtype, device=device)
+    return [direction, rows, owner, *limits]
 
 
 def apply(name, operands, model_param=None, **options):
     """One step on copies of ``operands``, and what they are then, without the gradient, which must be what it was."""
     copies = [None if t is None else t.clone() for t in operands]
-    more = segments_for(name, copies[2].dtype) if name in ("lamb_", "adamp_") else []
+    more = segments_for(name, copies[2].dtype, copies[2].device) if name in ("lamb_", "adamp_") else []
     getattr(ops, name)(*copies, model_param, *more, **{**RULES[name][0], **options})
     torch.testing.assert_close(copies[1], operands[1], rtol=0, atol=0)
     return [copies[0], *copies[2:]]
@@ -182,6 +184,38 @@ def test_opcheck_every_rule(name):
     options = {**RULES[name][0], **({**lamb, "maximize": False} if name == "lamb_" else {})}
     model_param = torch.empty(NUMEL, dtype=torch.float16)
     torch.library.opcheck(getattr(torch.ops.apex_npu, name).default, (*operands, model_param, *more), options)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_opcheck_every_rule_with_numbers_on_the_device(name):
+    more = []
+    for extra in segments_for(name, torch.float32) if name in ("lamb_", "adamp_") else []:
+        more += [extra.starts, extra.lengths, extra.ids] if isinstance(extra, ops.Segments) else [extra]
+    lamb = {"step": 1, "bias_correction": True, "l2": 0.0, "adapt": True, "max_weight_norm": 10.0, "maximize": False}
+    options = {**RULES[name][0], **(lamb if name == "lamb_" else {})}
+    tensors = {"lr_tensor": torch.tensor(0.1), "found_inf": torch.zeros(1)}
+    if "step" in options:
+        tensors["step_tensor"] = torch.tensor(3.0)
+    arguments = (*operands_of(name, torch.float32), None, *more)
+    torch.library.opcheck(getattr(torch.ops.apex_npu, name).on_device, arguments, {**options, **tensors})
+
+
+@pytest.mark.parametrize("found_inf", [None, 0.0, 2.0])
+@pytest.mark.parametrize("name", RULES)
+def test_numbers_that_are_tensors(name, found_inf):
+    """On a CPU the op asks for them; elsewhere they are computed with as they are."""
+    before = operands_of(name, torch.float32)
+    numbers = {"lr": 0.125, **({} if name in ("rmsprop_", "adadelta_", "adagrad_") else {"step": 2})}
+    tensors = {number: torch.tensor([float(value)], device=DEVICE) for number, value in numbers.items()}
+    if found_inf is not None:
+        tensors["found_inf"] = torch.tensor(found_inf, device=DEVICE)
+    corrected = {"bias_correction": True} if name == "lamb_" else {}
+    want = apply(name, before, **numbers, **corrected)
+    got = apply(name, [t.to(DEVICE) for t in before], **tensors, **corrected)
+    inside = torch.ones(NUMEL, dtype=torch.bool)
+    inside[2_500:2_600] = inside[4_900:] = name not in ("lamb_", "adamp_")
+    for now, then, wanted in zip(got, [before[0], *before[2:]], want, strict=True):
+        torch.testing.assert_close(now.cpu()[inside], (then if found_inf else wanted)[inside], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

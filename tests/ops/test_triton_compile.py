@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 KERNELS = {
     "sgd", "adam", "rmsprop", "adadelta", "adagrad", "lamb_directions", "lamb_ratios", "lamb_step", "adamp_directions",
     "adamp_rows", "adamp_decisions", "adamp_step", "square_parts", "root_of_parts", "dot_parts", "segment_sums",
-    "segment_add",
+    "segment_add", "step_numbers",
 }  # fmt: skip
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -60,6 +60,14 @@ def test_every_operand_is_read_and_written_once_and_in_pieces_of_16_bytes(compil
     facts = next(facts for facts in compiled if facts["op"] == op)
     assert set(facts["loads"]) == set(facts["stores"]) == {16}
     assert sum(facts["loads"]) + sum(facts["stores"]) == 8 * per_element
+
+
+def test_numbers_on_the_device_do_not_keep_operands_from_being_moved_in_pieces_of_16_bytes(compiled):
+    facts = next(facts for facts in compiled if facts["op"] == "adam_ on device" and facts["kernel"] == "adam")
+    large = [size for size in facts["loads"] + facts["stores"] if size == 16]
+    assert sum(large) == 8 * 36
+    assert max(facts["stores"]) == min(facts["stores"]) == 16
+    assert set(facts["loads"]) <= {16, 8}, "numbers are of 8 bytes"
 
 
 def test_no_hyper_parameter_step_or_length_is_compiled_in(compiled):

@@ -22,6 +22,7 @@ from triton_cases import (
     SEGMENTED_CHANGES,
     apply_reference,
     inside,
+    on_device,
     operands,
     places,
     segments,
@@ -125,6 +126,28 @@ def test_grad_scale_divides_and_model_param_gets_the_rounded_param(op, dtype, sc
     assert torch.equal(got[2], want[2])
     inside = slice(0, 5000 if more else numel)
     assert torch.equal(got[2 + len(states)][inside], want[0].to(torch.float16)[inside])
+
+
+@pytest.mark.parametrize(("op", "change", "without"), [*CHANGES, *((*change, ()) for change in SEGMENTED_CHANGES)])
+def test_numbers_that_only_the_device_knows(op, change, without):
+    """They are computed in float64 of float32 numbers; the latter give what the host computes of them."""
+    more = segments(op) if op in ("lamb_", "adamp_") else []
+    args = [*operands(op, NUMEL if more else 1500, without=without), torch.zeros(NUMEL if more else 1500).half(), *more]
+    options = {**OPTIONS[op], **change}
+    options["lr"] = float(torch.tensor(options["lr"]))
+    which = inside(op) if more else slice(None)
+    want, _ = launch(op, args, options)
+    for found_inf in (None, torch.zeros(1)):
+        got, _ = launch(op, args, on_device(options, found_inf))
+        for place, (g, w) in enumerate(zip(got, want, strict=True)):
+            if isinstance(g, torch.Tensor) and g.shape == args[0].shape and not (more and place == 5):
+                torch.testing.assert_close(
+                    g[which], w[which], rtol=2e-7 if g.dtype == torch.float32 else 1e-3, atol=1e-7
+                )
+    overflowed, _ = launch(op, args, on_device(options, torch.full((1,), 2.0)))
+    for place, (then, now) in enumerate(zip(args, overflowed, strict=True)):
+        if isinstance(then, torch.Tensor) and not (more and place == 5):
+            assert torch.equal(now, then)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])

@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from triton_cases import CHANGES, DTYPES, NUMEL, OPTIONS, SEGMENTED_CHANGES, operands, segments
+from triton_cases import CHANGES, DTYPES, NUMEL, OPTIONS, SEGMENTED_CHANGES, on_device, operands, segments
 
 from apex_npu.ops.triton_kernels import plans
 from apex_npu.ops.triton_kernels.launches import Plan
@@ -80,6 +80,11 @@ def all_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
         model_param, scale = torch.zeros(1000, dtype=torch.float16), torch.ones(1)
         yield op, getattr(plans, op)(*args, model_param, **OPTIONS[op], grad_scale=scale)
         yield op, getattr(plans, op)(*(a[1:] for a in args), model_param[1:], **OPTIONS[op], grad_scale=scale.double())
+    for op in OPTIONS:
+        of_segments = op in ("lamb_", "adamp_")
+        args = operands(op, NUMEL if of_segments else 1504)
+        more = segments(op, aligned=True) if of_segments else ()
+        yield f"{op} on device", getattr(plans, op)(*args, None, *more, **on_device(OPTIONS[op], torch.zeros(1)))
 
 
 def facts(compiled: Any) -> dict[str, Any]:

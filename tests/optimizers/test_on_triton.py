@@ -11,8 +11,10 @@ from lockstep import assert_equal_params
 from optimizer_specs import SPECS
 from triton_interpreter import INTERPRETED, mend
 
-from apex_npu.fusion import grad_slots
+from apex_npu.fusion import fused_group, grad_slots
+from apex_npu.fusion.step_counts import _DeviceSteps
 from apex_npu.ops import cpu, cuda
+from apex_npu.ops.calls import taking_tensors
 from apex_npu.ops.triton_kernels import launches
 
 OPS = ("sgd_", "adam_", "rmsprop_", "adadelta_", "adagrad_", "lamb_", "adamp_", "segment_dot", "segment_add_", "norm")
@@ -39,6 +41,9 @@ def launched(monkeypatch):
     with torch.library._scoped_library("apex_npu", "IMPL") as library:
         for op in OPS:
             library.impl(op, getattr(cuda, op), "CPU", allow_override=True)
+            if hasattr(getattr(torch.ops.apex_npu, op), "on_device"):
+                on_device = taking_tensors(getattr(cuda, op))
+                library.impl(f"{op}.on_device", on_device, "CPU", allow_override=True)
         yield names
 
 
@@ -65,6 +70,31 @@ def test_optimizers_on_triton_step_like_their_references(spec, launched):
             reference.step()
         assert_equal_params(ours, theirs, 1e-5)
     assert launched
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.cls.supports_capture], ids=str)
+def test_capturable_optimizers_on_triton_step_like_their_references(spec, launched, monkeypatch):
+    """As on a GPU, counts lie on the device, and so do the learning rate and overflow, of which step 1 has one."""
+    monkeypatch.setattr(fused_group, "step_counts", lambda count, device, capturable: _DeviceSteps(count, device))
+    options = spec.variants[-1]
+    ours, theirs = params(), params()
+    reference = spec.reference(theirs, **options)
+    lr = reference.param_groups[0]["lr"]
+    optimizer = spec.cls(ours, **{**options, "lr": torch.tensor(lr)}, capturable=True)
+    monkeypatch.setattr(optimizer, "_overflowed", lambda: False)
+    optimizer._step_supports_amp_scaling = True
+    for step in range(4):
+        optimizer.found_inf = torch.tensor([float(step == 1)])
+        for index, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+            q.grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9 * step + index))
+            p.grad = torch.full_like(q, torch.inf) if step == 1 else q.grad.clone()
+        optimizer.step()
+        if step != 1:
+            reference.step()
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+        reference.param_groups[0]["lr"] *= 0.5
+    assert_equal_params(ours, theirs, 1e-5)
+    assert "step_numbers" in launched
 
 
 def test_a_clipped_norm_is_of_triton(launched):

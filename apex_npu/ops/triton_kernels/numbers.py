@@ -76,6 +76,7 @@ def chosen(numbers, WHICH: tl.constexpr, x, DTYPE: tl.constexpr):
 def unless_overflowed(numbers, mask):
     """``mask``, or nothing."""
     if numbers is not None:
-        return mask & (tl.load(numbers + GO) != 0)
+        # As an integer, since Triton's interpreter cannot combine what comes of comparing float64.
+        return mask & (tl.load(numbers + GO).to(tl.int32) != 0)
     else:
         return mask

@@ -1,0 +1,83 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whole iterations under amp in a graph: replayed, they are the iterations that Python would have run."""
+
+import pytest
+import torch
+from captures import Capture
+from devices import DEVICE
+from torch import nn
+
+from apex_npu import amp, optimizers
+
+needs_device = pytest.mark.skipif(DEVICE.type == "cpu", reason="nothing is captured on a CPU")
+
+
+def train(opt_level, options, *, captured, clip):
+    """Seven iterations, the last three by replays: parameters and step counts."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
+    model.to(DEVICE)
+    optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=0.01, capturable=True)
+    if opt_level:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **options)
+    x = torch.zeros(4, 6, device=DEVICE)
+
+    def iteration():
+        optimizer.zero_grad()
+        loss = model(x).float().square().mean()
+        if opt_level:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        if clip:
+            optimizer.clip_optimizer_grad_norm_fused(0.1)
+        optimizer.step()
+
+    graph = Capture()
+    for step in range(7):
+        x.copy_(torch.randn(4, 6, generator=generator))
+        if not captured or step < 3:
+            iteration()
+        elif step == 3:
+            with graph:
+                iteration()
+        else:
+            graph.replay()
+    stepped = optimizer.param_groups[0]["params"]
+    return [*model.parameters(), *stepped], [optimizer.state[p]["step"].item() for p in stepped]
+
+
+@needs_device
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(("opt_level", "options"), [
+    (None, {}), ("O0", {}), ("O1", {"loss_scale": 128.0}), ("O2", {"loss_scale": 128.0}),
+    ("O2", {"loss_scale": 128.0, "fuse_unscale": True}), ("O0", {"loss_scale": 128.0, "fuse_unscale": True}),
+    ("O4", {}), ("O5", {}), ("O5", {"fuse_unscale": True}),
+])  # fmt: skip
+def test_replayed_iterations_are_those_of_python(opt_level, options, clip):
+    got, counts = train(opt_level, options, captured=True, clip=clip)
+    amp.shutdown()
+    want, _ = train(opt_level, options, captured=False, clip=clip)
+    assert counts == [7.0] * len(counts)
+    assert all(map(torch.equal, got, want))
+
+
+def test_a_dynamic_scale_is_refused_with_nothing_done():
+    model = nn.Linear(3, 2).to(DEVICE)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1, capturable=True)
+    options = {"loss_scale": "dynamic", "dynamic_init_scale": 128.0}
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **options)
+    loss = model(torch.ones(1, 3, device=DEVICE)).sum()
+    says = r"dynamic loss scale cannot be captured .*loss_scale=128\.0.*Nothing"
+    with pytest.raises(RuntimeError, match=says), Capture(), amp.scale_loss(loss, optimizer):
+        pass
+    before = model.weight.detach().clone()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    torch.testing.assert_close(model.weight, before - 0.1, rtol=0, atol=1e-3)  # gradients of ones, in float16
