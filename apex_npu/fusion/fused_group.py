@@ -71,6 +71,7 @@ class FusedGroup:
         self._steps = step_counts(len(params), param_flat.device, capturable=capturable)
         self._runs: list[Run] = []
         self._runs_states: bytes | None = None
+        self._captured: list[Run] = []
 
     def span(self, first: int, last: int) -> tuple[int, int]:
         """Elements [begin, end) of the slots ``first`` to ``last``, their padding included."""
@@ -123,11 +124,6 @@ class FusedGroup:
         else:
             self.state_flat(name)
         return self._state_views[name][index]
-
-    @property
-    def counts_on_device(self) -> bool:
-        """True where steps are counted on the device; else on the host."""
-        return self._steps.on_device
 
     def step_view(self, index: int) -> Tensor:
         """The step count of one parameter: float32, 0-dim."""
@@ -212,6 +208,10 @@ class FusedGroup:
             # The buffer is the truth: it is what a checkpoint shows, and a user may have set it.
             run.step = self._steps.of_run(run.first)
         return self._runs
+
+    def keep_runs(self) -> None:
+        """A graph is being captured that reads the tables of these runs for as long as it is replayed."""
+        self._captured += [run for run in self._runs if run not in self._captured]
 
     def _partition(self, states: bytes, on_join: Callable[[int], None]) -> None:
         self._runs_states = None  # for as long as it takes: memory may run out in on_join

@@ -20,8 +20,6 @@ from apex_npu.fusion.flat_buffer import FlatBuffer
 class StepCounts(Protocol):
     """One count for each slot, 0 at first. What it says is what a user who wrote to a ``view`` has made of it."""
 
-    on_device: bool
-
     def view(self, index: int) -> Tensor:
         """The count of one slot: float32, 0-dim."""
         ...
@@ -63,8 +61,6 @@ def step_counts(count: int, device: torch.device, *, capturable: bool) -> StepCo
 class _HostSteps:
     """Counts that steps look up and raise on the host."""
 
-    on_device = False
-
     def __init__(self, count: int) -> None:
         self._buffer = FlatBuffer(count, torch.float32, torch.device("cpu"))
         self._counts = self._buffer.flat.numpy()  # the same memory; numpy is quicker with a handful of numbers
@@ -101,8 +97,6 @@ class _DeviceSteps:
     A replay counts what its capture has counted, as often as it likes: so two slots may come to have equal counts
     without anybody's notice, but only those that have always been stepped together are surely equal.
     """
-
-    on_device = True
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._buffer = FlatBuffer(count, torch.float32, device)

@@ -157,8 +157,10 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._overflowed():
+        overflow = self._overflow()
+        if overflow is True:
             return loss
+        found_inf = overflow if isinstance(overflow, Tensor) else None
         self._fuse()
         for record in self._fused:
             record.bring_gradients()
@@ -170,12 +172,14 @@ class FusedOptimizer(Optimizer):
             for group, record in zip(self.param_groups, self._fused, strict=True)
             for fused in record.groups
         ]
-        if capturing and any(_takes_part(states) and not fused.is_cut(states) for _, fused, states in work):
-            raise refusal(type(self).__name__, "other parameters have gradients than in the step before")
+        if capturing:
+            if any(_takes_part(states) and not fused.is_cut(states) for _, fused, states in work):
+                raise refusal(type(self).__name__, "other parameters have gradients than in the step before")
+            for fused in self.fused_groups():
+                fused.keep_runs()
         runs: list[tuple[Run, ParamGroup]] = []
         updated = 0
-        found_inf = self._found_inf()
-        counted: float | Tensor = 1.0 if found_inf is None else (found_inf == 0).to(torch.float32)
+        counted = 1.0 if found_inf is None else (found_inf == 0).to(torch.float32)
         try:
             for group, fused, states in work:
                 runs += [(run, group) for run in self._advance(group, fused, states, counted)]
@@ -196,16 +200,17 @@ class FusedOptimizer(Optimizer):
             self._remember_state()
         return loss
 
-    def _found_inf(self) -> Tensor | None:
-        """What a GradScaler has found, where it handed that over."""
-        return getattr(self, "found_inf", None) if self._step_supports_amp_scaling else None
+    def _overflow(self) -> bool | Tensor:
+        """What a GradScaler has found, where it handed that over: such a step is skipped.
 
-    def _overflowed(self) -> bool:
-        """True where a step is to be skipped whole; if only the device needs to know, it is left to ``update``."""
-        found_inf = self._found_inf()
-        return found_inf is not None and not self._leaves_skipping_to(found_inf.device) and bool(found_inf)
+        A tensor where only the device need know, so that nothing waits for it.
+        """
+        found_inf: Tensor | None = getattr(self, "found_inf", None) if self._step_supports_amp_scaling else None
+        if found_inf is None:
+            return False
+        return found_inf if self._skips_on(found_inf.device) else bool(found_inf)
 
-    def _leaves_skipping_to(self, device: torch.device) -> bool:
+    def _skips_on(self, device: torch.device) -> bool:
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         return self.capturable and device.type != "cpu" and all(p.device == device for p in params)
 

@@ -3,6 +3,7 @@
 """``capturable``: a step that is replayed is the reference's next one; what no replay could do is refused."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -129,6 +130,25 @@ def test_counts_that_replays_have_parted_are_not_taken_for_the_same():
     pair.step(10)
     assert [pair.optimizer.state[p]["step"].item() for p in pair.ours] == [7, 7, 7, 10]
     pair.check()
+
+
+@needs_device
+def test_what_a_graph_reads_outlives_another_cut():
+    pair = Pair(next(spec for spec in CAPTURABLE if spec.cls is optimizers.NpuFusedLamb), {"lr": 0.01})
+
+    def tables():
+        (group,) = pair.optimizer.fused_groups()
+        return weakref.ref(group._runs[0].segments().starts)
+
+    pair.step(0)
+    eager = tables()
+    pair.step(1, without=(1,))
+    captured = tables()
+    graph = pair.capture(2, without=(1,))
+    pair.step(3)
+    del graph
+    assert eager() is None
+    assert captured() is not None
 
 
 @needs_device
