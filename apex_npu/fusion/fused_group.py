@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
@@ -72,6 +73,7 @@ class FusedGroup:
         self._runs: list[Run] = []
         self._runs_states: bytes | None = None
         self._captured: list[Run] = []
+        self._has_warned = False
 
     def span(self, first: int, last: int) -> tuple[int, int]:
         """Elements [begin, end) of the slots ``first`` to ``last``, their padding included."""
@@ -213,9 +215,24 @@ class FusedGroup:
         """A graph is being captured that reads the tables of these runs for as long as it is replayed."""
         self._captured += [run for run in self._runs if run not in self._captured]
 
+    def _warn_of_graphs(self, stepping: Sequence[bool]) -> None:
+        """A graph counts steps for a run as a whole: one part of it must not have more than the rest."""
+        parted = [run for run in self._captured if 0 < sum(stepping[run.first : run.last + 1]) < len(run.params)]
+        if parted and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "parameters that a captured CUDA graph steps together are being stepped apart, some of them without a "
+                "gradient now. Do not replay that graph any more, since it takes their step counts for equal; capture "
+                "anew",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
     def _partition(self, states: bytes, on_join: Callable[[int], None]) -> None:
         self._runs_states = None  # for as long as it takes: memory may run out in on_join
-        self._steps.set_apart([state != ABSENT for state in states])
+        stepping = [state != ABSENT for state in states]
+        self._warn_of_graphs(stepping)
+        self._steps.set_apart(stepping)
         labels = self._steps.labels()
         keys: list[Hashable] = [None if state == ABSENT else key for key, state in zip(labels, states, strict=True)]
         for i, state in enumerate(states):

@@ -26,7 +26,7 @@ from apex_npu.fusion import (
     sharded_like,
 )
 from apex_npu.fusion.grad_slots import LOOSE, PRESENT, LooseFor
-from apex_npu.optimizers.capture import check_capture, refusal
+from apex_npu.optimizers.capture import check_capture, check_gradients, refusal
 from apex_npu.optimizers.checks import (
     check_bool,
     check_params,
@@ -223,6 +223,8 @@ class FusedOptimizer(Optimizer):
         )
         if not current or not self._shown.is_in(self.state):
             raise refusal(name, "its parameters or its state are not those of the step before")
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        check_gradients(name, (p.grad for p in params if p.grad is not None))
 
     def _take_grad_scale(self) -> Tensor | None:
         """What the gradients have yet to be divided by: told by amp for one step, or by a GradScaler."""

@@ -4,9 +4,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from apex_npu.fusion import is_slot
 
 
 def check_capture(owner: str, param_groups: list[dict[str, Any]], *, capturable: bool, supported: bool) -> None:
@@ -30,6 +35,41 @@ def check_capture(owner: str, param_groups: list[dict[str, Any]], *, capturable:
         lr = group["lr"]
         if isinstance(lr, Tensor) and devices != {lr.device}:
             raise refusal(owner, f"the learning rate of group {index} is a tensor on {lr.device}; move it to {devices}")
+
+
+def check_gradients(owner: str, grads: Iterable[Tensor]) -> None:
+    """Require ``grads`` that lie in their slots, or are made anew by the graph itself.
+
+    Any other would be copied into its slot, by each replay again: over what a user has put there since.
+
+    Raises:
+        RuntimeError: One has been made since the step before, and not in the capture.
+    """
+    foreign = [grad for grad in grads if grad.is_cuda and not is_slot(grad)]
+    if not foreign:
+        return
+    try:
+        segments = torch.cuda.memory_snapshot()
+    except RuntimeError:  # not every allocator keeps an account
+        return
+    for grad in foreign:
+        if lies_outside_of_graphs(grad.data_ptr(), segments):
+            raise refusal(
+                owner,
+                f"the gradient of shape {tuple(grad.shape)} was made behind the step before, and outside of the "
+                "capture. Make it inside, or write it to the one that the step before has left",
+            )
+
+
+def lies_outside_of_graphs(address: int, segments: Iterable[Mapping[str, Any]]) -> bool:
+    """True where ``address`` surely is no memory of a graph: ``segments`` is what torch.cuda.memory_snapshot says."""
+    ordinary = sorted(
+        (segment["address"], segment["address"] + segment["total_size"])
+        for segment in segments
+        if tuple(segment["segment_pool_id"]) == (0, 0)
+    )
+    found = bisect_right(ordinary, address, key=lambda segment: segment[0]) - 1
+    return found >= 0 and address < ordinary[found][1]
 
 
 def refusal(owner: str, because: str, *, supported: bool = True) -> RuntimeError:

@@ -3,6 +3,7 @@
 """``capturable``: a step that is replayed is the reference's next one; what no replay could do is refused."""
 
 import copy
+import warnings
 import weakref
 
 import pytest
@@ -14,6 +15,7 @@ from optimizer_specs import SPECS
 from torch import nn
 
 from apex_npu import optimizers
+from apex_npu.optimizers.capture import lies_outside_of_graphs
 
 ON_HOST = DEVICE.type == "cpu"
 needs_device = pytest.mark.skipif(ON_HOST, reason="on a CPU steps are counted by the host, and nothing is captured")
@@ -124,7 +126,8 @@ def test_counts_that_replays_have_parted_are_not_taken_for_the_same():
     for seed in range(4, 6):
         pair.step(seed, graph.replay, without=(1,))
     pair.step(6)
-    pair.step(7, without=(0, 2))
+    with pytest.warns(RuntimeWarning, match="Do not replay that graph"):
+        pair.step(7, without=(0, 2))
     graph = pair.capture(8, without=(0, 2))
     pair.step(9, graph.replay, without=(0, 2))
     pair.step(10)
@@ -149,6 +152,20 @@ def test_what_a_graph_reads_outlives_another_cut():
     del graph
     assert eager() is None
     assert captured() is not None
+
+
+@needs_device
+def test_a_graph_that_steps_together_what_is_stepped_apart_is_warned_of():
+    pair = Pair(CAPTURABLE[1], {"lr": 0.01})
+    pair.step(0)
+    pair.step(1, without=(1,))
+    pair.capture(2, without=(1,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair.step(3, without=(0, 2, 3))
+        pair.step(4)
+    with pytest.warns(RuntimeWarning, match="graph steps together are being stepped apart.*capture anew"):
+        pair.step(5, without=(2,))
 
 
 @needs_device
@@ -242,6 +259,30 @@ def test_what_a_replay_would_miss_is_refused_with_nothing_done():
     optimizer.param_groups[1]["params"][0].grad = torch.ones(2)
     optimizer.step()
     refused(optimizer, "group 1 has parameters on the CPU")
+
+
+def test_which_memory_is_no_graphs():
+    """A segment of 100 bytes of a graph's, between two of the rest."""
+    pools = [(300, (0, 0)), (100, (0, 0)), (200, (0, 7))]
+    segments = [{"address": begin, "total_size": 100, "segment_pool_id": pool} for begin, pool in pools]
+    outside = [
+        address for address in (50, 100, 199, 200, 299, 300, 399, 400) if lies_outside_of_graphs(address, segments)
+    ]
+    assert outside == [100, 199, 300, 399]
+    assert not lies_outside_of_graphs(100, [])
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_a_gradient_that_was_made_outside_of_the_capture_is_refused():
+    ours = params(DEVICE)
+    optimizer = optimizers.NpuFusedAdam(ours, capturable=True)
+    give(ours, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    give(ours, 1)
+    says = r"shape \(5, 7\) was made behind the step before, and outside"
+    with pytest.raises(RuntimeError, match=says), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("name", ["NpuFusedSGD", "NpuFusedAdam", "NpuFusedLamb", "FusedAdam", "FusedNovoGrad"])
