@@ -142,9 +142,13 @@ class _DeviceSteps:
     def add(self, first: int, last: int, addend: float | Tensor) -> None:
         self._buffer.flat[first : last + 1].add_(addend)
         self._new[first : last + 1] = [False] * (last + 1 - first)
+        self._versions = self._version()  # in pure torch views count what is written to the buffer, too
 
     def _is_written(self) -> bool:
-        return self._written or sum(view._version for view in self._views.values()) != self._versions
+        return self._written or self._version() != self._versions
+
+    def _version(self) -> int:
+        return sum(view._version for view in self._views.values())
 
     def _read_again(self) -> None:
         if not self._is_written():
@@ -152,4 +156,4 @@ class _DeviceSteps:
         counts: list[float] = self._buffer.flat.tolist()
         self._labels, self._new = list(counts), [count == 0 for count in counts]
         self._written = False
-        self._versions = sum(view._version for view in self._views.values())
+        self._versions = self._version()
