@@ -65,7 +65,7 @@ def scale_loss(
     Raises:
         RuntimeError: amp, or one of ``optimizers``, has not been initialized, or is in another such block already; a
             gradient is sparse; ``fuse_unscale`` cannot be done for these ``optimizers`` together; a CUDA graph is being
-            captured, with a dynamic scale; another process has raised, or has another loss scale.
+            captured, with a dynamic scale or ``combine_ddp``; another process has raised, or has another loss scale.
         TypeError: ``loss`` is no tensor, ``optimizers`` no optimizer.
         IndexError: ``loss_id`` is not below ``num_losses``.
     """
@@ -88,13 +88,8 @@ def scale_loss(
     put_off: PutOff = "delay_unscale" if delay_unscale else "delay_overflow_check" if delay_overflow_check else None
     delivers = hold or not delay_unscale  # gradients reach masters in this block
     decides = put_off is None
-    if decides and scaler.dynamic and is_capturing():
-        raise RuntimeError(
-            "amp.scale_loss with a dynamic loss scale cannot be captured in a CUDA graph: behind each backward the "
-            "host decides whether the step is to be skipped, and no replay would ask it. Use a static one "
-            "(loss_scale=128.0, or O4 and O5, which need none) and an optimizer with capturable=True; or capture "
-            "forward and backward alone (torch.cuda.make_graphed_callables). Nothing has been done"
-        )
+    if is_capturing():
+        _check_capture(work, asks_host=decides and scaler.dynamic)
     ranks = _join_ranks(session, work, optimizers, delivers=delivers, decides=decides and scaler.dynamic)
     try:
         _scale_up(work, scale, hold)
@@ -243,6 +238,26 @@ def _without_repeats(work: Work) -> Work:
 
 
 @disable_dynamo
+def _check_capture(work: Work, *, asks_host: bool) -> None:
+    """Raise where a block in the capture of a CUDA graph could not be replayed."""
+    if asks_host:
+        reason = (
+            "with a dynamic loss scale: behind each backward the host decides whether the step is to be skipped. Use a "
+            "static one (loss_scale=128.0, or O4 and O5, which need none) and an optimizer with capturable=True"
+        )
+    elif any(record.parallel is not None for record, _ in work):
+        reason = (
+            "with combine_ddp=True: the host waits for the averages. Use DistributedDataParallel, as torch's notes on "
+            "CUDA graphs describe"
+        )
+    else:
+        return
+    raise RuntimeError(
+        f"amp.scale_loss cannot be captured in a CUDA graph {reason}; or capture forward and backward alone "
+        "(torch.cuda.make_graphed_callables). Nothing has been done"
+    )
+
+
 def _scale_up(work: Work, scale: float, hold: bool) -> None:
     """Bring the gradients that are there to ``scale``, so that like is added to like: by backward, or behind it."""
     # Not while gradients of an earlier backward wait to be checked: the flag may be about them.

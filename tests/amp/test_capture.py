@@ -73,7 +73,7 @@ def test_a_dynamic_scale_is_refused_with_nothing_done():
     options = {"loss_scale": "dynamic", "dynamic_init_scale": 128.0}
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **options)
     loss = model(torch.ones(1, 3, device=DEVICE)).sum()
-    says = r"dynamic loss scale cannot be captured .*loss_scale=128\.0.*Nothing"
+    says = r"cannot be captured in a CUDA graph with a dynamic loss scale: .*loss_scale=128\.0.*Nothing"
     with pytest.raises(RuntimeError, match=says), Capture(), amp.scale_loss(loss, optimizer):
         pass
     before = model.weight.detach().clone()
@@ -81,3 +81,13 @@ def test_a_dynamic_scale_is_refused_with_nothing_done():
         scaled_loss.backward()
     optimizer.step()
     torch.testing.assert_close(model.weight, before - 0.1, rtol=0, atol=1e-3)  # gradients of ones, in float16
+
+
+def test_averages_over_processes_are_refused_with_nothing_done(monkeypatch):
+    model = nn.Linear(3, 2).to(DEVICE)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1, capturable=True)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    monkeypatch.setattr(optimizer._amp_record, "parallel", object())
+    loss = model(torch.ones(1, 3, device=DEVICE)).sum()
+    with pytest.raises(RuntimeError, match=r"cannot be captured .*combine_ddp=True"), Capture():
+        amp.scale_loss(loss, optimizer).__enter__()
