@@ -41,7 +41,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 8;
+  m.attr("API") = 9;
 
   m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"),
         py::arg("keep_previous"));
@@ -115,6 +115,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "low_precision_of", [](const py::sequence& tensors) { return apex_npu::low_precision_of(borrow(tensors)); },
       py::arg("tensors"));
+  m.def("are_same", &apex_npu::are_same, py::arg("a"), py::arg("b"));
   m.def("hold_values", &apex_npu::hold_values, py::arg("dicts"), py::arg("keys"), py::arg("values"));
 
   py::class_<apex_npu::Overlay>(m, "Overlay")

@@ -10,6 +10,7 @@ from apex_npu.fusion.grad_clip import clip_coefficient, clip_grad_norm_, total_g
 from apex_npu.fusion.grad_reducer import GradReducer, ReduceOptions
 from apex_npu.fusion.layout import extent_numel, overlapping
 from apex_npu.fusion.many_tensors import (
+    are_same,
     drop_grads,
     grads_of,
     hold_values,
@@ -33,6 +34,7 @@ __all__ = [
     "ReduceOptions",
     "Run",
     "Twin",
+    "are_same",
     "change_data_ptr",
     "clip_coefficient",
     "clip_grad_norm_",

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -55,6 +56,13 @@ def low_precision_of(tensors: list[Tensor]) -> list[int]:
         indices: list[int] = extension.low_precision_of(tensors)
         return indices
     return [i for i, dtype in enumerate(map(_DTYPE, tensors)) if dtype in LOW_PRECISION]
+
+
+def are_same(a: Sequence[object], b: Sequence[object]) -> bool:
+    """True where two lists, or tuples, have the very same items, in order."""
+    if extension is not None:
+        return bool(extension.are_same(a, b))
+    return len(a) == len(b) and all(map(is_, a, b))
 
 
 def hold_values(dicts: list[dict[str, Any]], keys: list[str], values: list[Any]) -> bool:

@@ -5,20 +5,35 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+
 #include "prefetch.h"
 
 namespace apex_npu {
 
 namespace py = pybind11;
 
+namespace {
+
+struct Items {
+  PyObject* const* data;
+  Py_ssize_t count;
+};
+
+// Of a list or tuple; other sequences make their items when asked, and nobody would hold these.
+Items items_of(const py::sequence& sequence) {
+  PyObject* object = sequence.ptr();
+  TORCH_CHECK_TYPE(PyList_Check(object) || PyTuple_Check(object), "expected a list or tuple, got ",
+                   Py_TYPE(object)->tp_name);
+  return {PySequence_Fast_ITEMS(object), PySequence_Fast_GET_SIZE(object)};
+}
+
+}  // namespace
+
 Borrowed borrow(const py::sequence& tensors) {
-  // Other sequences make their items when asked, and nobody would hold these.
-  TORCH_CHECK_TYPE(PyList_Check(tensors.ptr()) || PyTuple_Check(tensors.ptr()), "expected a list or tuple, got ",
-                   Py_TYPE(tensors.ptr())->tp_name);
   Borrowed borrowed;
   constexpr Py_ssize_t kAhead = 16;
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(tensors.ptr());
-  PyObject* const* items = PySequence_Fast_ITEMS(tensors.ptr());
+  const auto [items, count] = items_of(tensors);
   borrowed.reserve(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (i + kAhead < count) APEX_NPU_PREFETCH(items[i + kAhead]);
@@ -58,6 +73,11 @@ bool is_alone(const at::Tensor& grad) {
   // Held by the parameter and either by its object in Python, which is made here unless it is there, or by another.
   const py::object object = py::reinterpret_steal<py::object>(THPVariable_Wrap(grad));
   return grad.use_count() <= 2;
+}
+
+bool are_same(const py::sequence& a, const py::sequence& b) {
+  const Items left = items_of(a), right = items_of(b);
+  return left.count == right.count && std::equal(left.data, left.data + left.count, right.data);
 }
 
 bool hold_values(const py::list& dicts, const py::list& keys, const py::list& values) {
