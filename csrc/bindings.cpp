@@ -57,8 +57,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("keeps_previous", &apex_npu::keeps_previous, py::arg("tensor"));
   m.def("release_previous", &apex_npu::release_previous, py::arg("tensor"));
 
-  m.def("gather_cpu", &apex_npu::gather_cpu, py::arg("slots"), py::arg("grads"), py::arg("inv_scale"),
-        py::arg("found_inf"));
+  m.def(
+      "gather_cpu",
+      [](const py::sequence& slots, const py::sequence& grads, double inv_scale,
+         const std::optional<at::Tensor>& found_inf) {
+        apex_npu::gather_cpu(borrow(slots), borrow(grads), inv_scale, found_inf);
+      },
+      py::arg("slots"), py::arg("grads"), py::arg("inv_scale"), py::arg("found_inf"));
   m.def(
       "take_grads_cpu",
       [](const py::sequence& sources, const py::sequence& params, const py::sequence& slots, double inv_scale,
