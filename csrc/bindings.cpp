@@ -15,6 +15,7 @@
 #include "fused_optim/grad_slots.h"
 #include "fused_optim/kernels_cpu.h"
 #include "fused_optim/placed_grads.h"
+#include "fused_optim/zero_grads.h"
 
 namespace py = pybind11;
 
@@ -83,13 +84,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init<const std::vector<at::Tensor>&, std::vector<int64_t>>(), py::arg("shapes"), py::arg("offsets"))
       .def(
           "states",
-          [](const apex_npu::GradSlots& slots, const py::sequence& params, const py::sequence& views, size_t first,
-             int loose_for, int64_t loose_numel) {
-            return py::bytes(slots.states(borrow(params), borrow(views), first,
+          [](const apex_npu::GradSlots& slots, const py::sequence& params, const py::sequence& views,
+             const apex_npu::SlotTable& places, size_t first, int loose_for, int64_t loose_numel) {
+            return py::bytes(slots.states(borrow(params), borrow(views), places, first,
                                           static_cast<apex_npu::LooseFor>(loose_for), loose_numel,
                                           &apex_npu::is_alone));
           },
-          py::arg("params"), py::arg("views"), py::arg("first"), py::arg("loose_for"), py::arg("loose_numel"))
+          py::arg("params"), py::arg("views"), py::arg("places"), py::arg("first"), py::arg("loose_for"), py::arg("loose_numel"))
       .def(
           "place",
           [](apex_npu::GradSlots& slots, const py::sequence& params, size_t first, int64_t numel, bool stepped) {
@@ -111,6 +112,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def(
       "increment_versions", [](const py::sequence& tensors) { apex_npu::increment_versions(borrow(tensors)); },
+      py::arg("tensors"));
+  m.def(
+      "zero_grads_cpu", [](const py::sequence& tensors) { return apex_npu::zero_grads_cpu(borrow(tensors)); },
       py::arg("tensors"));
   m.def("drop_grads", [](const py::sequence& tensors) { apex_npu::drop_grads(borrow(tensors)); }, py::arg("tensors"));
 

@@ -20,7 +20,7 @@ from apex_npu.amp.open_check import OpenCheck
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import Session, current
 from apex_npu.amp.step_report import StepReport, Verdict
-from apex_npu.fusion import FlatGrads, FusedGroup, are_same, drop_grads, grads_of
+from apex_npu.fusion import FlatGrads, FusedGroup, are_same, drop_grads, zero_grads
 
 
 @dataclass(eq=False)
@@ -140,15 +140,12 @@ class OptimizerRecord:
             self._fitted_to = [list(part) for part in fitted_to]
         return self._units
 
-    @torch.no_grad()
     def clear_model_grads(self, set_to_none: bool) -> None:
         """Clear the gradients behind masters, whose own have been cleared."""
         if set_to_none:
             drop_grads(self.model_params)
         else:
-            grads = [grad for grad in grads_of(self.model_params) if grad is not None]
-            if grads:
-                torch._foreach_zero_(grads)
+            zero_grads(self.model_params)
         for unit in self._units:
             unit.know_cleared(set_to_none)
 

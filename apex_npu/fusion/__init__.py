@@ -17,6 +17,7 @@ from apex_npu.fusion.many_tensors import (
     increment_versions,
     low_precision_of,
     versions_of,
+    zero_grads,
 )
 from apex_npu.fusion.rank_progress import RankProgress
 from apex_npu.fusion.run import Run, row_count
@@ -61,4 +62,5 @@ __all__ = [
     "total_grad_norm",
     "versions_of",
     "wraps_tensors",
+    "zero_grads",
 ]

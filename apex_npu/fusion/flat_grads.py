@@ -42,6 +42,7 @@ class FlatGrads:
         self.params = list(params)
         self.offsets = list(offsets)
         self._total_numel = total_numel
+        self._largest_numel = max((p.numel() for p in self.params), default=0)
         self._buffer: FlatBuffer | None = None
         self._slots: GradSlots | None = None
         self._shapes: list[Tensor] = []
@@ -113,15 +114,18 @@ class FlatGrads:
         if loose_numel is None:
             loose_numel = grad_slots.WRITTEN_NUMEL if loose_for == LooseFor.WRITING else grad_slots.LOOSE_NUMEL
         states = self._look(slots, loose_for, loose_numel)
-        lost = PRESENT in states and self._replace_lost_views()
+        # The extension has seen in the same pass whether views lie where they did.
+        lost = extension is None and PRESENT in states and self._replace_lost_views()
         return self._look(slots, loose_for, loose_numel) if lost else states
 
     def _look(self, slots: range | None, loose_for: LooseFor, loose_numel: int) -> bytes:
-        params, views, first = self.params, self._views or self.params, 0
+        # Before there are views nothing is PRESENT: no parameter is its own gradient.
+        params, views, places = self.params, self._views or self.params, self._view_table or self._table
+        first = 0
         if slots is not None:
             first = slots.start
             params, views = params[first : slots.stop], views[first : slots.stop]
-        return self._plan_slots().states(params, views, first, loose_for, loose_numel)
+        return self._plan_slots().states(params, views, places, first, loose_for, loose_numel)
 
     def _replace_lost_views(self) -> bool:
         """``p.grad.data = ...`` takes a view out of its slot: from then on it is a gradient like any other."""
@@ -239,7 +243,7 @@ class FlatGrads:
             RuntimeError: As of ``take``.
         """
         others: Sequence[int] = range(len(self.params))
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self._largest_numel >= grad_slots.WRITTEN_NUMEL:
             others = self._plan_slots().share(sources, self.params, grad_slots.WRITTEN_NUMEL)
         if others:
             self.take(sources, slots=None if len(others) == len(self.params) else others)

@@ -34,6 +34,16 @@ def drop_grads(tensors: list[Tensor]) -> None:
         tensor.grad = None
 
 
+@torch.no_grad()
+def zero_grads(tensors: list[Tensor]) -> None:
+    """``tensor.grad.zero_()``, for each that has a gradient."""
+    if extension is not None:
+        tensors = [tensors[i] for i in extension.zero_grads_cpu(tensors)]
+    grads = [grad for grad in map(_GRAD, tensors) if grad is not None]
+    if grads:
+        torch._foreach_zero_(grads)
+
+
 def grads_of(tensors: list[Tensor]) -> list[Tensor | None]:
     """``tensor.grad`` of each."""
     if extension is not None:

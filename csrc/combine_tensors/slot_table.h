@@ -18,8 +18,13 @@ class SlotTable {
  public:
   explicit SlotTable(const std::vector<at::Tensor>& tensors);
 
+  size_t size() const { return places_.size(); }
+
   // Indices of the tensors that have another address, size, stride, dtype or device than when the table was made.
   std::vector<int64_t> broken(const Borrowed& tensors) const;
+
+  // Whether a tensor lies where the i-th did.
+  bool is_intact(size_t i, const at::Tensor& t) const;
 
  private:
   struct Place {
