@@ -90,7 +90,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                           static_cast<apex_npu::LooseFor>(loose_for), loose_numel,
                                           &apex_npu::is_alone));
           },
-          py::arg("params"), py::arg("views"), py::arg("places"), py::arg("first"), py::arg("loose_for"), py::arg("loose_numel"))
+          py::arg("params"), py::arg("views"), py::arg("places"), py::arg("first"), py::arg("loose_for"),
+          py::arg("loose_numel"))
       .def(
           "place",
           [](apex_npu::GradSlots& slots, const py::sequence& params, size_t first, int64_t numel, bool stepped) {
