@@ -4,9 +4,8 @@
 
 #include <ATen/ops/copy.h>
 
+#include <algorithm>
 #include <atomic>
-#include <deque>
-#include <utility>
 #include <vector>
 
 #include "combine_tensors/change_data_ptr.h"
@@ -75,11 +74,11 @@ int64_t take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Bo
                        const std::optional<at::Tensor>& found_inf) {
   TORCH_CHECK_VALUE(sources.size() == params.size() && sources.size() == slots.size(),
                     "take_grads: sources, params and slots must have one length");
-  Borrowed present, grads;
+  Borrowed present;
+  std::vector<at::Tensor> grads;  // held: what Python runs when one dies may let go of those that are still to come
+  std::vector<size_t> indices;
   present.reserve(sources.size());
   grads.reserve(sources.size());
-  std::deque<at::Tensor> copies;
-  std::vector<size_t> indices;
   indices.reserve(sources.size());
   int64_t unfit = -1;
   look_at_grads(sources, [&](const at::Tensor& grad, size_t i) {
@@ -93,15 +92,14 @@ int64_t take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Bo
     }
     present.push_back(slots[i]);
     // It may lie in another's slot, which is about to be written.
-    grads.push_back(own && is_slot(grad) ? &copies.emplace_back(grad.clone()) : &grad);
+    grads.push_back(own && is_slot(grad) ? grad.clone() : grad);
     indices.push_back(i);
   });
   if (unfit >= 0) return unfit;
-  gather_cpu(present, grads, inv_scale, found_inf);
-  // Let go of together, as by drop_grads.
-  std::vector<at::Tensor> former;
-  former.reserve(indices.size());
-  for (size_t i : indices) former.push_back(std::exchange(params[i]->mutable_grad(), *slots[i]));
+  Borrowed borrowed(grads.size());
+  std::transform(grads.begin(), grads.end(), borrowed.begin(), [](const at::Tensor& grad) { return &grad; });
+  gather_cpu(present, borrowed, inv_scale, found_inf);
+  for (size_t i : indices) params[i]->mutable_grad() = *slots[i];
   return -1;
 }
 
