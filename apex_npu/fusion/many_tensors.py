@@ -69,7 +69,7 @@ def low_precision_of(tensors: list[Tensor]) -> list[int]:
 
 
 def are_same(a: Sequence[object], b: Sequence[object]) -> bool:
-    """True where two lists, or tuples, have the very same items, in order."""
+    """True where both have the very same items, in order."""
     if extension is not None:
         return bool(extension.are_same(a, b))
     return len(a) == len(b) and all(map(is_, a, b))

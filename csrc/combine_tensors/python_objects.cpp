@@ -13,27 +13,14 @@ namespace apex_npu {
 
 namespace py = pybind11;
 
-namespace {
-
-struct Items {
-  PyObject* const* data;
-  Py_ssize_t count;
-};
-
-// Of a list or tuple; other sequences make their items when asked, and nobody would hold these.
-Items items_of(const py::sequence& sequence) {
-  PyObject* object = sequence.ptr();
-  TORCH_CHECK_TYPE(PyList_Check(object) || PyTuple_Check(object), "expected a list or tuple, got ",
-                   Py_TYPE(object)->tp_name);
-  return {PySequence_Fast_ITEMS(object), PySequence_Fast_GET_SIZE(object)};
-}
-
-}  // namespace
-
 Borrowed borrow(const py::sequence& tensors) {
+  // Other sequences make their items when asked, and nobody would hold these.
+  TORCH_CHECK_TYPE(PyList_Check(tensors.ptr()) || PyTuple_Check(tensors.ptr()), "expected a list or tuple, got ",
+                   Py_TYPE(tensors.ptr())->tp_name);
   Borrowed borrowed;
   constexpr Py_ssize_t kAhead = 16;
-  const auto [items, count] = items_of(tensors);
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(tensors.ptr());
+  PyObject* const* items = PySequence_Fast_ITEMS(tensors.ptr());
   borrowed.reserve(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (i + kAhead < count) APEX_NPU_PREFETCH(items[i + kAhead]);
@@ -76,8 +63,17 @@ bool is_alone(const at::Tensor& grad) {
 }
 
 bool are_same(const py::sequence& a, const py::sequence& b) {
-  const Items left = items_of(a), right = items_of(b);
-  return left.count == right.count && std::equal(left.data, left.data + left.count, right.data);
+  // Themselves, or lists of what other sequences have.
+  const auto listed = [](const py::sequence& sequence) {
+    PyObject* list = PySequence_Fast(sequence.ptr(), "expected a sequence");
+    if (list == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(list);
+  };
+  const py::object left = listed(a), right = listed(b);
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(left.ptr());
+  PyObject* const* items = PySequence_Fast_ITEMS(left.ptr());
+  return count == PySequence_Fast_GET_SIZE(right.ptr()) &&
+         std::equal(items, items + count, PySequence_Fast_ITEMS(right.ptr()));
 }
 
 bool hold_values(const py::list& dicts, const py::list& keys, const py::list& values) {

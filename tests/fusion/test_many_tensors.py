@@ -149,6 +149,7 @@ def test_lists_are_the_same_with_the_very_same_items_in_order():
     params = make()
     assert are_same(params, list(params))
     assert are_same(tuple(params), params)
+    assert are_same(nn.ParameterList(params), params)
     assert are_same([], [])
     assert not are_same(params, params[:-1])
     assert not are_same(params[:-1], params)
