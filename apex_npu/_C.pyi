@@ -36,14 +36,9 @@ class SlotTable:
 
 class GradSlots:
     def __init__(self, shapes: Sequence[Tensor], offsets: Sequence[int]) -> None: ...
+    def remember_views(self, views: Sequence[Tensor]) -> None: ...
     def states(
-        self,
-        params: Sequence[Tensor],
-        views: Sequence[Tensor],
-        places: SlotTable,
-        first: int,
-        loose_for: int,
-        loose_numel: int,
+        self, params: Sequence[Tensor], views: Sequence[Tensor], first: int, loose_for: int, loose_numel: int
     ) -> bytes: ...
     def place(self, params: Sequence[Tensor], first: int, numel: int, stepped: bool) -> Tensor: ...
     def share(self, sources: Sequence[Tensor], params: Sequence[Tensor], loose_numel: int) -> list[int]: ...

@@ -82,16 +82,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("tensors"));
   py::class_<apex_npu::GradSlots>(m, "GradSlots")
       .def(py::init<const std::vector<at::Tensor>&, std::vector<int64_t>>(), py::arg("shapes"), py::arg("offsets"))
+      .def("remember_views", &apex_npu::GradSlots::remember_views, py::arg("views"))
       .def(
           "states",
-          [](const apex_npu::GradSlots& slots, const py::sequence& params, const py::sequence& views,
-             const apex_npu::SlotTable& places, size_t first, int loose_for, int64_t loose_numel) {
-            return py::bytes(slots.states(borrow(params), borrow(views), places, first,
+          [](const apex_npu::GradSlots& slots, const py::sequence& params, const py::sequence& views, size_t first,
+             int loose_for, int64_t loose_numel) {
+            return py::bytes(slots.states(borrow(params), borrow(views), first,
                                           static_cast<apex_npu::LooseFor>(loose_for), loose_numel,
                                           &apex_npu::is_alone));
           },
-          py::arg("params"), py::arg("views"), py::arg("places"), py::arg("first"), py::arg("loose_for"),
-          py::arg("loose_numel"))
+          py::arg("params"), py::arg("views"), py::arg("first"), py::arg("loose_for"), py::arg("loose_numel"))
       .def(
           "place",
           [](apex_npu::GradSlots& slots, const py::sequence& params, size_t first, int64_t numel, bool stepped) {

@@ -77,10 +77,11 @@ class FlatGrads:
 
     def _allocate(self) -> FlatBuffer:
         if self._buffer is None:
-            self._plan_slots()
+            slots = self._plan_slots()
             self._buffer = FlatBuffer(self._total_numel, self.dtype, self.device)
             self._views = self._buffer.views_like(self._shapes, self.offsets)
             self._view_table = slot_table(self._views)
+            slots.remember_views(self._views)
         return self._buffer
 
     @property
@@ -114,18 +115,16 @@ class FlatGrads:
         if loose_numel is None:
             loose_numel = grad_slots.WRITTEN_NUMEL if loose_for == LooseFor.WRITING else grad_slots.LOOSE_NUMEL
         states = self._look(slots, loose_for, loose_numel)
-        # The extension has seen in the same pass whether views lie where they did.
+        # The extension has seen in the same pass whether they lie where they did.
         lost = extension is None and PRESENT in states and self._replace_lost_views()
         return self._look(slots, loose_for, loose_numel) if lost else states
 
     def _look(self, slots: range | None, loose_for: LooseFor, loose_numel: int) -> bytes:
-        # Before there are views nothing is PRESENT: no parameter is its own gradient.
-        params, views, places = self.params, self._views or self.params, self._view_table or self._table
-        first = 0
+        params, views, first = self.params, self._views or self.params, 0
         if slots is not None:
             first = slots.start
             params, views = params[first : slots.stop], views[first : slots.stop]
-        return self._plan_slots().states(params, views, places, first, loose_for, loose_numel)
+        return self._plan_slots().states(params, views, first, loose_for, loose_numel)
 
     def _replace_lost_views(self) -> bool:
         """``p.grad.data = ...`` takes a view out of its slot: from then on it is a gradient like any other."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from apex_npu._extension import extension
-from apex_npu.fusion.storage import SlotTable, has_unnamed_aliases, is_slot, owns_memory
+from apex_npu.fusion.storage import has_unnamed_aliases, is_slot, owns_memory
 
 ABSENT, PRESENT, FOREIGN, LOOSE = 0, 1, 2, 3
 # From how many elements on.
@@ -43,21 +43,21 @@ class LooseFor(IntEnum):
 class GradSlots(Protocol):
     """The slots of one flat buffer of gradients."""
 
+    def remember_views(self, views: Sequence[Tensor]) -> None:
+        """These lie in the slots now, one in each; one that is found elsewhere later is a gradient like any other.
+
+        In pure torch it is left to the caller to look for such.
+        """
+        ...
+
     def states(
-        self,
-        params: Sequence[Tensor],
-        views: Sequence[Tensor],
-        places: SlotTable,
-        first: int,
-        loose_for: int,
-        loose_numel: int,
+        self, params: Sequence[Tensor], views: Sequence[Tensor], first: int, loose_for: int, loose_numel: int
     ) -> bytes:
         """One byte for each of ``params``, whose slots are those from ``first`` on, and have ``views`` in them.
 
         Args:
             params: Parameters.
             views: One for each.
-            places: Where the views of all slots have to lie to be in them. In pure torch that is for the caller to ask.
             first: The slot of the first.
             loose_for: See ``LooseFor``.
             loose_numel: Only those of so many elements are LOOSE.
@@ -101,14 +101,11 @@ class _PythonGradSlots:
         self._shapes = list(shapes)
         self._numels = [shape.numel() for shape in shapes]
 
+    def remember_views(self, views: Sequence[Tensor]) -> None:
+        pass
+
     def states(
-        self,
-        params: Sequence[Tensor],
-        views: Sequence[Tensor],
-        places: SlotTable,
-        first: int,
-        loose_for: int,
-        loose_numel: int,
+        self, params: Sequence[Tensor], views: Sequence[Tensor], first: int, loose_for: int, loose_numel: int
     ) -> bytes:
         grads = list(map(_GRAD, params))
         if len(grads) == len(views) and all(map(is_, grads, views)):

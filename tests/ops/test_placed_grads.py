@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from apex_npu import ops, optimizers
 from apex_npu._extension import extension
 from apex_npu.fusion.grad_slots import ABSENT, FOREIGN, LOOSE, PRESENT, LooseFor, grad_slots
-from apex_npu.fusion.storage import slot_table
 
 pytestmark = [
     pytest.mark.skipif(extension is None, reason="there is no extension"),
@@ -244,8 +243,7 @@ def states(param, grad, loose_for, view=None, slots=None):
     param.grad = grad
     shape = torch.empty_like(param, device="meta")
     slots = slots or grad_slots([shape], [0])
-    view = param if view is None else view
-    (state,) = slots.states([param], [view], slot_table([view]), 0, loose_for, 0)
+    (state,) = slots.states([param], [param if view is None else view], 0, loose_for, 0)
     return state
 
 
