@@ -15,6 +15,7 @@
 #include "fused_optim/grad_slots.h"
 #include "fused_optim/kernels_cpu.h"
 #include "fused_optim/placed_grads.h"
+#include "fused_optim/zero_grads.h"
 
 namespace py = pybind11;
 
@@ -57,8 +58,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("keeps_previous", &apex_npu::keeps_previous, py::arg("tensor"));
   m.def("release_previous", &apex_npu::release_previous, py::arg("tensor"));
 
-  m.def("gather_cpu", &apex_npu::gather_cpu, py::arg("slots"), py::arg("grads"), py::arg("inv_scale"),
-        py::arg("found_inf"));
+  m.def(
+      "gather_cpu",
+      [](const py::sequence& slots, const py::sequence& grads, double inv_scale,
+         const std::optional<at::Tensor>& found_inf) {
+        apex_npu::gather_cpu(borrow(slots), borrow(grads), inv_scale, found_inf);
+      },
+      py::arg("slots"), py::arg("grads"), py::arg("inv_scale"), py::arg("found_inf"));
   m.def(
       "take_grads_cpu",
       [](const py::sequence& sources, const py::sequence& params, const py::sequence& slots, double inv_scale,
@@ -76,6 +82,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("tensors"));
   py::class_<apex_npu::GradSlots>(m, "GradSlots")
       .def(py::init<const std::vector<at::Tensor>&, std::vector<int64_t>>(), py::arg("shapes"), py::arg("offsets"))
+      .def("remember_views", &apex_npu::GradSlots::remember_views, py::arg("views"))
       .def(
           "states",
           [](const apex_npu::GradSlots& slots, const py::sequence& params, const py::sequence& views, size_t first,
@@ -107,6 +114,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "increment_versions", [](const py::sequence& tensors) { apex_npu::increment_versions(borrow(tensors)); },
       py::arg("tensors"));
+  m.def(
+      "zero_grads_cpu", [](const py::sequence& tensors) { return apex_npu::zero_grads_cpu(borrow(tensors)); },
+      py::arg("tensors"));
   m.def("drop_grads", [](const py::sequence& tensors) { apex_npu::drop_grads(borrow(tensors)); }, py::arg("tensors"));
 
   m.def(
@@ -115,6 +125,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "low_precision_of", [](const py::sequence& tensors) { return apex_npu::low_precision_of(borrow(tensors)); },
       py::arg("tensors"));
+  m.def("are_same", &apex_npu::are_same, py::arg("a"), py::arg("b"));
   m.def("hold_values", &apex_npu::hold_values, py::arg("dicts"), py::arg("keys"), py::arg("values"));
 
   py::class_<apex_npu::Overlay>(m, "Overlay")

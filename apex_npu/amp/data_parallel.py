@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from operator import is_
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.ranks import RanksDifferError, failing_together
-from apex_npu.fusion import FlatGrads, GradReducer, RankProgress, ReduceOptions
+from apex_npu.fusion import FlatGrads, GradReducer, RankProgress, ReduceOptions, are_same
 from apex_npu.fusion.grad_reducer import FindFlat, Report
 
 logger = logging.getLogger(__name__)
@@ -103,12 +102,12 @@ class DataParallel:
         key = (int(masters), *(id(record) for record in records))
         known = self._fitted.setdefault(records[0], {})
         fitted = known.get(key)
-        if fitted is not None and _same(fitted.units, units):
+        if fitted is not None and are_same(fitted.units, units):
             return fitted
         before = fitted or _Fitted([])
         groups = _groups(optimizers, units, {id(t) for t in before.tensors}, masters=masters)
         tensors = [t for group in groups for t in group]
-        if fitted is not None and _same(fitted.tensors, tensors):
+        if fitted is not None and are_same(fitted.tensors, tensors):
             fitted.units = units
             return fitted
         self._compare(tensors, len(groups))
@@ -209,10 +208,6 @@ class Reduction:
             logger.error("the other ranks could not be told: %s", second)
 
 
-def _same(found: Sequence[object], expected: Sequence[object]) -> bool:
-    return len(found) == len(expected) and all(map(is_, found, expected))
-
-
 def _groups(
     optimizers: Sequence[Optimizer], units: Sequence[GradUnit], planned: set[int], *, masters: bool
 ) -> list[list[Tensor]]:
@@ -239,12 +234,12 @@ def _finder(units: Sequence[GradUnit], *, masters: bool) -> FindFlat:
     by_first = {
         id(unit.params[0]): unit.flat
         for unit in units
-        if unit.flat is not None and (masters or _same(unit.params, unit.sources))
+        if unit.flat is not None and (masters or are_same(unit.params, unit.sources))
     }
 
     def find(tensors: Sequence[Tensor]) -> FlatGrads | None:
         flat = by_first.get(id(tensors[0]))
-        return flat if flat is not None and _same(flat.params, tensors) else None
+        return flat if flat is not None and are_same(flat.params, tensors) else None
 
     return find
 

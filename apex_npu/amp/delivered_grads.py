@@ -5,12 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import is_
 
 import torch
 from torch import Tensor
 
-from apex_npu.fusion import grads_of, versions_of
+from apex_npu.fusion import are_same, grads_of, versions_of
 
 
 class DeliveredGrads:
@@ -54,7 +53,7 @@ class DeliveredGrads:
         if not self._grads:
             return []
         now = grads_of(self._sources)
-        if all(map(is_, now, self._grads)) and versions_of(now) == self._versions:
+        if are_same(now, self._grads) and versions_of(now) == self._versions:
             return []
         delivered = [i for i, grad in enumerate(self._grads) if grad is not None]
         written: list[tuple[int, Tensor]] = []

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import is_
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from apex_npu.amp.master_params import MasterPair, copy_masters_to_model
-from apex_npu.fusion import FusedGroup, Twin, increment_versions
+from apex_npu.fusion import FusedGroup, Twin, are_same, increment_versions
 
 
 @dataclass(eq=False)
@@ -21,12 +19,14 @@ class FlatModel:
     """A model's low-precision parameters, in buffers laid out like those that a fused optimizer has for their masters.
 
     Attributes:
-        fitted_to: The optimizer's groups, and then the pairs, that it was made for.
+        groups: The optimizer's groups that it was made for.
+        pairs: And the pairs.
         twins: For each group whose masters have such a buffer, the group and the buffer.
         loose: Pairs whose model parameter cannot move, because its memory belongs to someone else, too.
     """
 
-    fitted_to: list[Any]
+    groups: list[FusedGroup]
+    pairs: list[MasterPair]
     twins: list[tuple[FusedGroup, Twin]]
     loose: list[MasterPair]
 
@@ -41,12 +41,11 @@ class FlatModel:
             if twin is not None:
                 twins.append((group, twin))
         moved = {id(p) for _, twin in twins for p in twin.params}
-        return cls([*groups, *pairs], twins, [pair for pair in pairs if id(pair.model_param) not in moved])
+        return cls(list(groups), list(pairs), twins, [pair for pair in pairs if id(pair.model_param) not in moved])
 
     def fits(self, groups: Sequence[FusedGroup], pairs: Sequence[MasterPair]) -> bool:
         """False once groups or pairs are others, or somebody has moved a model parameter."""
-        now = [*groups, *pairs]
-        same = len(now) == len(self.fitted_to) and all(map(is_, now, self.fitted_to))
+        same = are_same(groups, self.groups) and are_same(pairs, self.pairs)
         return same and not any(twin.broken() for _, twin in self.twins)
 
     @property

@@ -8,6 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -308,11 +309,15 @@ def _device_types(models: list[nn.Module], optimizers: list[Optimizer]) -> list[
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """Every parameter that ``optimizer`` steps: the fp32 masters where there are any; what to clip."""
-    record = record_of(optimizer)
-    if record is not None:
-        record.stop_sharing()
-    for group in optimizer.param_groups:
-        yield from group["params"]
+
+    def lists() -> Iterator[list[Tensor]]:  # run when the first parameter is asked for
+        record = record_of(optimizer)
+        if record is not None:
+            record.stop_sharing()
+        for group in optimizer.param_groups:
+            yield group["params"]
+
+    return chain.from_iterable(lists())
 
 
 def last_step(optimizer: Optimizer) -> StepReport | None:

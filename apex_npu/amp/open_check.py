@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 
@@ -41,6 +42,6 @@ class OpenCheck:
                 return
             look, decide = self._open
             # A norm can overflow where no gradient has.
-            found_inf = look() if norm is None or not norm.isfinite() else False
+            found_inf = look() if norm is None or not math.isfinite(norm) else False
             self._open = None
             decide(found_inf)

@@ -267,7 +267,7 @@ def _named_grads(session: Session, optimizer: Optimizer, record: OptimizerRecord
 
 
 def _drop_master_grads(record: OptimizerRecord) -> None:
-    drop_grads([pair.master_param for pair in record.pairs])
+    drop_grads(record.masters)
 
 
 def _require_no_masters(record: OptimizerRecord, name: str, instead: str) -> None:

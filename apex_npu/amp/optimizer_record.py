@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -21,7 +20,7 @@ from apex_npu.amp.open_check import OpenCheck
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import Session, current
 from apex_npu.amp.step_report import StepReport, Verdict
-from apex_npu.fusion import FlatGrads, FusedGroup, drop_grads, grads_of
+from apex_npu.fusion import FlatGrads, FusedGroup, are_same, drop_grads, zero_grads
 
 
 @dataclass(eq=False)
@@ -62,9 +61,10 @@ class OptimizerRecord:
     # The session that knows the masters: another one, or that of a copy, has to be told.
     known_to: Session | None = None
     _units: list[GradUnit] = field(default_factory=list)
-    _fitted_to: list[object] = field(default_factory=list)
+    _fitted_to: list[list[Any]] = field(default_factory=list)
     _own_flat: list[FlatGrads] = field(default_factory=list)
     _flat_model: FlatModel | None = None
+    _of_pairs: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over ``state``, and tell the session, so that the copied model's state dicts find their masters."""
@@ -86,6 +86,7 @@ class OptimizerRecord:
             "_fitted_to": [],
             "_own_flat": [],
             "_flat_model": None,
+            "_of_pairs": ([], []),
         }
         return {**self.__dict__, **own}
 
@@ -131,27 +132,37 @@ class OptimizerRecord:
     def units(self, optimizer: Optimizer) -> list[GradUnit]:
         """How the gradients of ``optimizer`` travel; made anew when its parameters, or their buffers, have changed."""
         flats = self._flats(optimizer)
-        fitted_to: list[object] = [*flats]
-        for group in optimizer.param_groups:
-            fitted_to += group["params"]
-        if len(fitted_to) != len(self._fitted_to) or not all(map(is_, fitted_to, self._fitted_to)):
+        fitted_to: list[list[Any]] = [flats, *(group["params"] for group in optimizer.param_groups)]
+        if len(fitted_to) != len(self._fitted_to) or not all(map(are_same, fitted_to, self._fitted_to)):
             former, self._units = self._units, self._make_units(optimizer, flats)
             for unit in self._units:
                 unit.take_over(former)
-            self._fitted_to = fitted_to
+            self._fitted_to = [list(part) for part in fitted_to]
         return self._units
 
-    @torch.no_grad()
     def clear_model_grads(self, set_to_none: bool) -> None:
         """Clear the gradients behind masters, whose own have been cleared."""
         if set_to_none:
-            drop_grads([pair.model_param for pair in self.pairs])
+            drop_grads(self.model_params)
         else:
-            grads = [grad for grad in grads_of([pair.model_param for pair in self.pairs]) if grad is not None]
-            if grads:
-                torch._foreach_zero_(grads)
+            zero_grads(self.model_params)
         for unit in self._units:
             unit.know_cleared(set_to_none)
+
+    @property
+    def model_params(self) -> list[Tensor]:
+        """Of ``pairs``."""
+        return self._columns()[0]
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """Of ``pairs``."""
+        return self._columns()[1]
+
+    def _columns(self) -> tuple[list[Tensor], list[Tensor]]:
+        if len(self._of_pairs[0]) != len(self.pairs):  # which only grow
+            self._of_pairs = [pair.model_param for pair in self.pairs], [pair.master_param for pair in self.pairs]
+        return self._of_pairs
 
     def copy_masters(self, optimizer: Optimizer) -> None:
         """Round every master into its model parameter."""

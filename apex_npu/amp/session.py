@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from operator import is_
+from itertools import chain
 from typing import Any
 
 import torch.distributed
@@ -29,6 +29,7 @@ from apex_npu.amp.open_check import OpenCheck
 from apex_npu.amp.patched_functions import Patch
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler
+from apex_npu.fusion import are_same
 
 
 class ConvertedModel:
@@ -169,8 +170,8 @@ class Session:
         for optimizer in self.adopted:
             if not optimizer._amp_record.clips_like_torch():
                 continue
-            own = [p for group in optimizer.param_groups for p in group["params"]]
-            in_order = len(own) == len(params) and all(map(is_, own, params))  # as amp.master_params gives them
+            own = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+            in_order = are_same(own, params)  # as amp.master_params gives them
             if in_order or set(map(id, own)) == set(map(id, params)):
                 clipper: Clipper = optimizer
                 return clipper

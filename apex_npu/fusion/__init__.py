@@ -10,12 +10,14 @@ from apex_npu.fusion.grad_clip import clip_coefficient, clip_grad_norm_, total_g
 from apex_npu.fusion.grad_reducer import GradReducer, ReduceOptions
 from apex_npu.fusion.layout import extent_numel, overlapping
 from apex_npu.fusion.many_tensors import (
+    are_same,
     drop_grads,
     grads_of,
     hold_values,
     increment_versions,
     low_precision_of,
     versions_of,
+    zero_grads,
 )
 from apex_npu.fusion.rank_progress import RankProgress
 from apex_npu.fusion.run import Run, row_count
@@ -33,6 +35,7 @@ __all__ = [
     "ReduceOptions",
     "Run",
     "Twin",
+    "are_same",
     "change_data_ptr",
     "clip_coefficient",
     "clip_grad_norm_",
@@ -59,4 +62,5 @@ __all__ = [
     "total_grad_norm",
     "versions_of",
     "wraps_tensors",
+    "zero_grads",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from apex_npu._extension import extension
 from apex_npu.fusion import grad_slots
 from apex_npu.fusion.flat_buffer import FlatBuffer, plan
 from apex_npu.fusion.grad_slots import ABSENT, FOREIGN, LOOSE, PRESENT, GradSlots, LooseFor, dispatches_in_python
-from apex_npu.fusion.many_tensors import increment_versions
+from apex_npu.fusion.many_tensors import are_same, increment_versions
 from apex_npu.fusion.storage import SlotTable, slot_table
 from apex_npu.ops import LOW_PRECISION, gather_, gathers_in_one_pass, take_grads_, takes_grads, unscale_grads
 
@@ -42,6 +42,7 @@ class FlatGrads:
         self.params = list(params)
         self.offsets = list(offsets)
         self._total_numel = total_numel
+        self._largest_numel = max((p.numel() for p in self.params), default=0)
         self._buffer: FlatBuffer | None = None
         self._slots: GradSlots | None = None
         self._shapes: list[Tensor] = []
@@ -76,10 +77,11 @@ class FlatGrads:
 
     def _allocate(self) -> FlatBuffer:
         if self._buffer is None:
-            self._plan_slots()
+            slots = self._plan_slots()
             self._buffer = FlatBuffer(self._total_numel, self.dtype, self.device)
             self._views = self._buffer.views_like(self._shapes, self.offsets)
             self._view_table = slot_table(self._views)
+            slots.remember_views(self._views)
         return self._buffer
 
     @property
@@ -113,7 +115,8 @@ class FlatGrads:
         if loose_numel is None:
             loose_numel = grad_slots.WRITTEN_NUMEL if loose_for == LooseFor.WRITING else grad_slots.LOOSE_NUMEL
         states = self._look(slots, loose_for, loose_numel)
-        lost = PRESENT in states and self._replace_lost_views()
+        # The extension has seen in the same pass whether they lie where they did.
+        lost = extension is None and PRESENT in states and self._replace_lost_views()
         return self._look(slots, loose_for, loose_numel) if lost else states
 
     def _look(self, slots: range | None, loose_for: LooseFor, loose_numel: int) -> bytes:
@@ -149,7 +152,7 @@ class FlatGrads:
         last = first + len(tensors)
         apart = [offset - self.offsets[first] for offset in self.offsets[first:last]]
         alike = len(apart) == len(offsets) and apart == [offset - offsets[0] for offset in offsets]
-        return range(first, last) if alike and all(map(is_, tensors, self.params[first:last])) else None
+        return range(first, last) if alike and are_same(tensors, self.params[first:last]) else None
 
     def all_present(self, slots: range | None = None) -> bool:
         """True where each of ``slots``, or of all, is PRESENT."""
@@ -177,8 +180,8 @@ class FlatGrads:
             return states
         first, views = 0 if slots is None else slots.start, self.views
         if PRESENT not in states and gathers_in_one_pass(self.params[0]):
-            loose = set(_places_of(LOOSE, states, first))
-            self.take(self.params, slots=[i for i in range(first, first + len(states)) if i not in loose])
+            all_of_them = slots is None and LOOSE not in states
+            self.take(self.params, slots=None if all_of_them else _places_of(FOREIGN, states, first))
         else:
             foreign = _places_of(FOREIGN, states, first)
             params, slots_of_them = ([tensors[i] for i in foreign] for tensors in (self.params, views))
@@ -221,11 +224,10 @@ class FlatGrads:
         if not gathers_in_one_pass(self.params[0]):
             self._take_batches(sources, views, taken, inv_scale, found_inf)
             return
-
-        def among(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            return tensors[taken.start : taken.stop] if isinstance(taken, range) else [tensors[i] for i in taken]
-
-        unfit = take_grads_(among(sources), among(self.params), among(views), inv_scale, found_inf)
+        given, params = sources, self.params
+        if slots is not None:
+            given, params, views = ([tensors[i] for i in slots] for tensors in (given, params, views))
+        unfit = take_grads_(given, params, views, inv_scale, found_inf)
         if unfit is not None:
             source, param = sources[taken[unfit]], self.params[taken[unfit]]
             self._check_grad(taken[unfit], source.grad, own=source is param)
@@ -240,7 +242,7 @@ class FlatGrads:
             RuntimeError: As of ``take``.
         """
         others: Sequence[int] = range(len(self.params))
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self._largest_numel >= grad_slots.WRITTEN_NUMEL:
             others = self._plan_slots().share(sources, self.params, grad_slots.WRITTEN_NUMEL)
         if others:
             self.take(sources, slots=None if len(others) == len(self.params) else others)
@@ -263,7 +265,7 @@ class FlatGrads:
         states = self._find(None, LooseFor.WRITING)
         in_one_call = LOOSE in states and self.reads_in_place
         if FOREIGN in states and PRESENT not in states and not in_one_call and takes_grads(self.params[0]):
-            self.take(self.params, inv_scale, found_inf, _places_of(FOREIGN, states))
+            self.take(self.params, inv_scale, found_inf, _places_of(FOREIGN, states) if LOOSE in states else None)
             states = states.replace(bytes([FOREIGN]), bytes([ABSENT]))  # nothing is left to do there
         operands = self._operands(self._gather(None, states))
         unscale_grads(operands, inv_scale, found_inf)

@@ -43,6 +43,13 @@ class LooseFor(IntEnum):
 class GradSlots(Protocol):
     """The slots of one flat buffer of gradients."""
 
+    def remember_views(self, views: Sequence[Tensor]) -> None:
+        """These lie in the slots now, one in each; one that is found elsewhere later is a gradient like any other.
+
+        In pure torch it is left to the caller to look for such.
+        """
+        ...
+
     def states(
         self, params: Sequence[Tensor], views: Sequence[Tensor], first: int, loose_for: int, loose_numel: int
     ) -> bytes:
@@ -93,6 +100,9 @@ class _PythonGradSlots:
     def __init__(self, shapes: Sequence[Tensor]) -> None:
         self._shapes = list(shapes)
         self._numels = [shape.numel() for shape in shapes]
+
+    def remember_views(self, views: Sequence[Tensor]) -> None:
+        pass
 
     def states(
         self, params: Sequence[Tensor], views: Sequence[Tensor], first: int, loose_for: int, loose_numel: int

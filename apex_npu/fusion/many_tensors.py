@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -33,6 +34,16 @@ def drop_grads(tensors: list[Tensor]) -> None:
         tensor.grad = None
 
 
+@torch.no_grad()
+def zero_grads(tensors: list[Tensor]) -> None:
+    """``tensor.grad.zero_()``, for each that has a gradient."""
+    if extension is not None:
+        tensors = [tensors[i] for i in extension.zero_grads_cpu(tensors)]
+    grads = [grad for grad in map(_GRAD, tensors) if grad is not None]
+    if grads:
+        torch._foreach_zero_(grads)
+
+
 def grads_of(tensors: list[Tensor]) -> list[Tensor | None]:
     """``tensor.grad`` of each."""
     if extension is not None:
@@ -55,6 +66,13 @@ def low_precision_of(tensors: list[Tensor]) -> list[int]:
         indices: list[int] = extension.low_precision_of(tensors)
         return indices
     return [i for i, dtype in enumerate(map(_DTYPE, tensors)) if dtype in LOW_PRECISION]
+
+
+def are_same(a: Sequence[object], b: Sequence[object]) -> bool:
+    """True where both have the very same items, in order."""
+    if extension is not None:
+        return bool(extension.are_same(a, b))
+    return len(a) == len(b) and all(map(is_, a, b))
 
 
 def hold_values(dicts: list[dict[str, Any]], keys: list[str], values: list[Any]) -> bool:

@@ -89,7 +89,7 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
         assert extension is not None
         for placed in grads:
             # Asked of the norm first, which is quicker, and is finite where they are, but for overflow of its own.
-            if inv_scale != 1.0 or not norm(placed).isfinite():
+            if inv_scale != 1.0 or not math.isfinite(norm(placed)):
                 extension.scale_placed_grads(placed, inv_scale, found_inf)
         return
     # Subclasses may have no memory but that of tensors inside (DTensor); torch's own ops know what to do with them.
@@ -126,4 +126,4 @@ def _is_finite(grad: Tensor) -> bool:
     """True where every element is finite: quickly told by the norm, unless that alone is too large for its dtype."""
     if extension is None and grad.dtype not in LOW_PRECISION and math.isfinite(torch.linalg.vector_norm(grad)):
         return True  # one call for all of it
-    return bool(norm(grad.reshape(-1)).isfinite()) or bool(grad.isfinite().all())
+    return math.isfinite(norm(grad.reshape(-1))) or bool(grad.isfinite().all())

@@ -5,11 +5,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import is_
 
 from torch import Tensor
 
-from apex_npu.fusion import FusedGroup, fuse, is_sharded, is_slot, local_grad, local_part, step_in_place
+from apex_npu.fusion import FusedGroup, are_same, fuse, is_sharded, is_slot, local_grad, local_part, step_in_place
 from apex_npu.ops import FLOATS
 from apex_npu.optimizers.checks import check_params
 
@@ -112,7 +111,7 @@ class FusedParamGroup:
         return param.requires_grad or param.grad is not None
 
     def _is_listed(self, params: list[Tensor]) -> bool:
-        return len(params) == len(self._listed) and all(map(is_, params, self._listed))
+        return are_same(params, self._listed)
 
     def _follow_list(self, params: list[Tensor]) -> bool:
         """Take note of parameters that have been added, removed or replaced."""
@@ -120,7 +119,7 @@ class FusedParamGroup:
         if same and not self.owners:
             return False
         parts = [local_part(p) for p in params]
-        if same and all(map(is_, parts, self._params)):
+        if same and are_same(parts, self._params):
             return False
         self._listed, self._params = list(params), parts
         self.owners = {id(part): p for part, p in zip(parts, params, strict=True) if is_sharded(p)}

@@ -5,12 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from operator import is_
 from typing import Any
 
 from torch import Tensor
 
-from apex_npu.fusion import hold_values
+from apex_npu.fusion import are_same, hold_values
 
 
 class ShownState:
@@ -32,6 +31,4 @@ class ShownState:
 
     def is_in(self, state: Mapping[Any, dict[str, Any]]) -> bool:
         """True while ``state`` consists of the very dicts and views that were there when last seen."""
-        entries = state.values()
-        same = len(entries) == len(self._entries) and all(map(is_, entries, self._entries))
-        return same and hold_values(*self._views)
+        return are_same(list(state.values()), self._entries) and hold_values(*self._views)

@@ -29,8 +29,8 @@ void drop_grads(const Borrowed& tensors) {
   // Together at the end: what Python runs when a gradient dies may let go of the tensors that are still to come.
   std::vector<at::Tensor> dropped;
   dropped.reserve(tensors.size());
-  look_at_each(tensors, prefetch_autograd, [&](size_t i) {
-    if (tensors[i]->grad().defined()) dropped.push_back(std::move(tensors[i]->mutable_grad()));
+  look_at_grads(tensors, [&](const at::Tensor& grad, size_t i) {
+    if (grad.defined()) dropped.push_back(std::move(tensors[i]->mutable_grad()));
   });
 }
 

@@ -18,14 +18,16 @@ using Borrowed = std::vector<const at::Tensor*>;
 // look(i) for each tensor. What belongs to one lies all over the memory, and an update has swept it out of the caches:
 // each look would wait for the memory a few times, one after the other. So `next`, which gets the tensor's
 // implementation, fetches what is behind it a few tensors ahead, and the implementation itself is fetched before that.
+constexpr size_t kAhead = 8;
+
+inline void prefetch_impl(const at::Tensor& tensor) {
+  prefetch_bytes(tensor.unsafeGetTensorImpl(), sizeof(c10::TensorImpl));
+}
+
 template <typename Next, typename Look>
 void look_at_each(const Borrowed& tensors, const Next& next, const Look& look) {
-  constexpr size_t kAhead = 8;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    if (i + 2 * kAhead < tensors.size()) {
-      const auto* impl = reinterpret_cast<const char*>(tensors[i + 2 * kAhead]->unsafeGetTensorImpl());
-      for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) APEX_NPU_PREFETCH(impl + line);
-    }
+    if (i + 2 * kAhead < tensors.size()) prefetch_impl(*tensors[i + 2 * kAhead]);
     if (i + kAhead < tensors.size()) next(*tensors[i + kAhead]->unsafeGetTensorImpl());
     look(i);
   }
@@ -40,13 +42,8 @@ inline void prefetch_autograd(const c10::TensorImpl& impl) { APEX_NPU_PREFETCH(i
 // look(grad, i) for the gradient of each tensor, undefined where it has none, likewise.
 template <typename Look>
 void look_at_grads(const Borrowed& tensors, const Look& look) {
-  constexpr size_t kAhead = 8;
   look_at_each(tensors, prefetch_autograd, [&](size_t i) {
-    if (i + kAhead / 2 < tensors.size()) {
-      const at::Tensor& next = tensors[i + kAhead / 2]->grad();
-      const auto* impl = reinterpret_cast<const char*>(next.unsafeGetTensorImpl());
-      for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) APEX_NPU_PREFETCH(impl + line);
-    }
+    if (i + kAhead / 2 < tensors.size()) prefetch_impl(tensors[i + kAhead / 2]->grad());
     look(tensors[i]->grad(), i);
   });
 }

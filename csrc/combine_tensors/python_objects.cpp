@@ -5,6 +5,8 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+
 #include "prefetch.h"
 
 namespace apex_npu {
@@ -58,6 +60,20 @@ bool is_alone(const at::Tensor& grad) {
   // Held by the parameter and either by its object in Python, which is made here unless it is there, or by another.
   const py::object object = py::reinterpret_steal<py::object>(THPVariable_Wrap(grad));
   return grad.use_count() <= 2;
+}
+
+bool are_same(const py::sequence& a, const py::sequence& b) {
+  // Themselves, or lists of what other sequences have.
+  const auto listed = [](const py::sequence& sequence) {
+    PyObject* list = PySequence_Fast(sequence.ptr(), "expected a sequence");
+    if (list == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(list);
+  };
+  const py::object left = listed(a), right = listed(b);
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(left.ptr());
+  PyObject* const* items = PySequence_Fast_ITEMS(left.ptr());
+  return count == PySequence_Fast_GET_SIZE(right.ptr()) &&
+         std::equal(items, items + count, PySequence_Fast_ITEMS(right.ptr()));
 }
 
 bool hold_values(const py::list& dicts, const py::list& keys, const py::list& values) {

@@ -16,6 +16,9 @@ Borrowed borrow(const pybind11::sequence& tensors);
 // Whether a parameter's gradient is no other's, too, and its memory is no other tensor's; names in Python do not count.
 bool is_alone(const at::Tensor& grad);
 
+// Whether two sequences have the very same items, in order.
+bool are_same(const pybind11::sequence& a, const pybind11::sequence& b);
+
 // Whether dicts[i].get(keys[i]) is values[i], the very object, for each i; no value is None.
 bool hold_values(const pybind11::list& dicts, const pybind11::list& keys, const pybind11::list& values);
 

@@ -19,16 +19,18 @@ SlotTable::SlotTable(const std::vector<at::Tensor>& tensors) {
   }
 }
 
+bool SlotTable::is_intact(size_t i, const at::Tensor& t) const {
+  const Place& place = places_[i];
+  return t.layout() == c10::kStrided && t.scalar_type() == place.dtype && t.device() == place.device &&
+         t.sizes() == place.sizes && t.strides() == place.strides && address_of(t) == place.address;
+}
+
 std::vector<int64_t> SlotTable::broken(const Borrowed& tensors) const {
   TORCH_CHECK_VALUE(tensors.size() == places_.size(), "broken: expected ", places_.size(), " tensors, got ",
                     tensors.size());
   std::vector<int64_t> indices;
   look_at_each(tensors, prefetch_storage, [&](size_t i) {
-    const at::Tensor& t = *tensors[i];
-    const Place& place = places_[i];
-    const bool intact = t.layout() == c10::kStrided && t.scalar_type() == place.dtype && t.device() == place.device &&
-                        t.sizes() == place.sizes && t.strides() == place.strides && address_of(t) == place.address;
-    if (!intact) indices.push_back(static_cast<int64_t>(i));
+    if (!is_intact(i, *tensors[i])) indices.push_back(static_cast<int64_t>(i));
   });
   return indices;
 }

@@ -21,6 +21,9 @@ class SlotTable {
   // Indices of the tensors that have another address, size, stride, dtype or device than when the table was made.
   std::vector<int64_t> broken(const Borrowed& tensors) const;
 
+  // Whether a tensor lies where the i-th did.
+  bool is_intact(size_t i, const at::Tensor& t) const;
+
  private:
   struct Place {
     const void* address;

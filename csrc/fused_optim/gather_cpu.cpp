@@ -4,7 +4,9 @@
 
 #include <ATen/ops/copy.h>
 
+#include <algorithm>
 #include <atomic>
+#include <vector>
 
 #include "combine_tensors/change_data_ptr.h"
 #include "fused_optim/pieces.h"
@@ -20,41 +22,50 @@ bool supported(const at::Tensor& t) {
          (dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16);
 }
 
-void check(const std::vector<at::Tensor>& slots, const std::vector<at::Tensor>& grads) {
+void check(const Borrowed& slots, const Borrowed& grads) {
   TORCH_CHECK_VALUE(slots.size() == grads.size(), "gather: expected one gradient per slot (", slots.size(), "), got ",
                     grads.size());
   for (size_t i = 0; i < slots.size(); ++i) {
-    TORCH_CHECK_TYPE(supported(slots[i]) && supported(grads[i]),
+    const at::Tensor &slot = *slots[i], &grad = *grads[i];
+    TORCH_CHECK_TYPE(supported(slot) && supported(grad),
                      "gather: slots and gradients must be dense float16, bfloat16, float32 or float64 tensors on the "
                      "cpu, with memory of their own, got ",
-                     slots[i].toString(), " and ", grads[i].toString(), " at index ", i);
-    TORCH_CHECK_VALUE(slots[i].sizes() == grads[i].sizes(), "gather: gradient ", i, " has shape ", grads[i].sizes(),
-                      ", its slot ", slots[i].sizes());
-    TORCH_CHECK_VALUE(slots[i].is_non_overlapping_and_dense(), "gather: slot ", i, " must fill its memory");
+                     slot.toString(), " and ", grad.toString(), " at index ", i);
+    TORCH_CHECK_VALUE(slot.sizes() == grad.sizes(), "gather: gradient ", i, " has shape ", grad.sizes(), ", its slot ",
+                      slot.sizes());
+    TORCH_CHECK_VALUE(slot.is_non_overlapping_and_dense(), "gather: slot ", i, " must fill its memory");
   }
 }
 
 }  // namespace
 
-void gather_cpu(const std::vector<at::Tensor>& slots, const std::vector<at::Tensor>& grads, double inv_scale,
+void gather_cpu(const Borrowed& slots, const Borrowed& grads, double inv_scale,
                 const std::optional<at::Tensor>& found_inf) {
   check(slots, grads);
   Pieces pieces;
-  std::vector<bool> copied(slots.size());
-  for (size_t i = 0; i < slots.size(); ++i) {
-    const bool is_lazy = grads[i].is_neg() || grads[i]._is_zerotensor();  // its memory is not what it reads as
-    copied[i] = is_lazy || slots[i].strides() != grads[i].strides();
+  std::vector<Place> to, from;  // asked for by one thread: memory may have to be copied before it is written
+  to.reserve(slots.size());
+  from.reserve(slots.size());
+  look_at_each(grads, prefetch_storage, [&](size_t i) {
+    if (i + kAhead < slots.size()) prefetch_storage(*slots[i + kAhead]->unsafeGetTensorImpl());
+    const at::Tensor &slot = *slots[i], &grad = *grads[i];
+    const bool is_lazy = grad.is_neg() || grad._is_zerotensor();  // its memory is not what it reads as
+    const bool copied = is_lazy || slot.strides() != grad.strides();
     // In the slot's order of elements. Resolved first: copy_ takes negated float16 for what it is without the sign.
-    if (copied[i]) slots[i].copy_(grads[i].resolve_neg());
-    pieces.add_segment(static_cast<int64_t>(i), 0, slots[i].numel());
-  }
+    if (copied) slot.copy_(grad.resolve_neg());
+    to.emplace_back(slot, slot.mutable_data_ptr());
+    from.emplace_back(copied ? slot : grad, copied ? slot.const_data_ptr() : grad.const_data_ptr());
+    pieces.add_segment(static_cast<int64_t>(i), 0, slot.numel());
+  });
   std::atomic<bool> bad{false};
   pieces.parallel_for_each([&](size_t i) {
+    if (i + 1 < pieces.size()) {
+      const Piece& next = pieces[i + 1];
+      from[next.segment].from(next.begin).prefetch(next.numel);
+    }
     const Piece& piece = pieces[i];
-    const at::Tensor& slot = slots[piece.segment];
-    const at::Tensor& grad = copied[piece.segment] ? slot : grads[piece.segment];
-    const Place to(slot, slot.mutable_data_ptr(), piece.begin), from(grad, grad.const_data_ptr(), piece.begin);
-    if (unscale(to, from, inv_scale, piece.numel)) bad.store(true, std::memory_order_relaxed);
+    const Place slot = to[piece.segment].from(piece.begin), grad = from[piece.segment].from(piece.begin);
+    if (unscale(slot, grad, inv_scale, piece.numel)) bad.store(true, std::memory_order_relaxed);
   });
   if (bad && found_inf.has_value()) *found_inf->mutable_data_ptr<float>() = 1.0f;
 }
@@ -63,11 +74,15 @@ int64_t take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Bo
                        const std::optional<at::Tensor>& found_inf) {
   TORCH_CHECK_VALUE(sources.size() == params.size() && sources.size() == slots.size(),
                     "take_grads: sources, params and slots must have one length");
-  std::vector<at::Tensor> present, grads;
+  Borrowed present;
+  std::vector<at::Tensor> grads;  // held: what Python runs when one dies may let go of those that are still to come
   std::vector<size_t> indices;
+  present.reserve(sources.size());
+  grads.reserve(sources.size());
+  indices.reserve(sources.size());
   int64_t unfit = -1;
-  look_at_each(sources, prefetch_autograd, [&](size_t i) {
-    const at::Tensor& grad = sources[i]->grad();
+  look_at_grads(sources, [&](const at::Tensor& grad, size_t i) {
+    if (i + 2 * kAhead < slots.size()) prefetch_impl(*slots[i + 2 * kAhead]);
     if (!grad.defined() || unfit >= 0) return;
     const bool own = sources[i]->is_same(*params[i]);
     const bool narrow = slots[i]->scalar_type() == at::kFloat && grad.scalar_type() != at::kDouble;
@@ -75,13 +90,15 @@ int64_t take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Bo
       unfit = static_cast<int64_t>(i);
       return;
     }
-    present.push_back(*slots[i]);
+    present.push_back(slots[i]);
     // It may lie in another's slot, which is about to be written.
     grads.push_back(own && is_slot(grad) ? grad.clone() : grad);
     indices.push_back(i);
   });
   if (unfit >= 0) return unfit;
-  gather_cpu(present, grads, inv_scale, found_inf);
+  Borrowed borrowed(grads.size());
+  std::transform(grads.begin(), grads.end(), borrowed.begin(), [](const at::Tensor& grad) { return &grad; });
+  gather_cpu(present, borrowed, inv_scale, found_inf);
   for (size_t i : indices) params[i]->mutable_grad() = *slots[i];
   return -1;
 }

@@ -55,6 +55,12 @@ bool GradSlots::was_stepped(const at::Tensor& grad, size_t slot) const {
   return !stepped_.empty() && stepped_[slot]._unsafe_get_target() == grad.storage().unsafeGetStorageImpl();
 }
 
+void GradSlots::remember_views(const std::vector<at::Tensor>& views) {
+  TORCH_CHECK_VALUE(views.size() == slots_.size(), "remember_views: expected ", slots_.size(), " views, got ",
+                    views.size());
+  places_.emplace(views);
+}
+
 std::string GradSlots::states(const Borrowed& params, const Borrowed& views, size_t first, LooseFor loose_for,
                               int64_t loose_numel, IsAlone is_alone) const {
   TORCH_CHECK_VALUE(params.size() == views.size() && first + params.size() <= slots_.size(),
@@ -65,7 +71,7 @@ std::string GradSlots::states(const Borrowed& params, const Borrowed& views, siz
     if (!grad.defined()) return;
     const Slot& slot = slots_[first + i];
     GradState state = GradState::kForeign;
-    if (grad.is_same(*views[i])) {
+    if (grad.is_same(*views[i]) && (!places_.has_value() || places_->is_intact(first + i, grad))) {
       state = GradState::kPresent;
     } else if (loose_for != LooseFor::kNothing && slot.numel >= loose_numel && is_readable(grad, slot) &&
                !is_slot(grad)) {

@@ -8,10 +8,12 @@
 #include <c10/util/DimVector.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "combine_tensors/borrowed.h"
+#include "combine_tensors/slot_table.h"
 
 namespace apex_npu {
 
@@ -30,11 +32,14 @@ class GradSlots {
   // `shapes` have the slots' sizes, strides and dtype, on any device; `offsets` their first elements.
   GradSlots(const std::vector<at::Tensor>& shapes, std::vector<int64_t> offsets);
 
-  // One GradState for each of `params`, which are those of the slots from `first` on; `views` are what lies in their
-  // slots. A gradient is kLoose to be read where it is on the CPU, has its slot's order of elements, and its dtype or,
-  // beside float32, a narrower one; to be stepped where besides it is not the one that was stepped before, and has come
-  // to stay; to be written where it has its slot's dtype, and is alone. Those of fewer elements than `loose_numel`
-  // never are.
+  // These lie in the slots now, one in each; one that is found elsewhere later is a gradient like any other.
+  void remember_views(const std::vector<at::Tensor>& views);
+
+  // One GradState for each of `params`, which are those of the slots from `first` on; `views` are those of their slots.
+  // A gradient is kLoose to be read where it is on the CPU, has its slot's order of elements, and its dtype or, beside
+  // float32, a narrower one; to be stepped where besides it is not the one that was stepped before, and has come to
+  // stay; to be written where it has its slot's dtype, and is alone. Those of fewer elements than `loose_numel` never
+  // are.
   std::string states(const Borrowed& params, const Borrowed& views, size_t first, LooseFor loose_for,
                      int64_t loose_numel, IsAlone is_alone) const;
 
@@ -65,6 +70,7 @@ class GradSlots {
   bool was_stepped(const at::Tensor& grad, size_t slot) const;
 
   std::vector<Slot> slots_;
+  std::optional<SlotTable> places_;  // of the views
   std::vector<Remembered> stepped_;  // none, or one for each
 };
 

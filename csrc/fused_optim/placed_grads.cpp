@@ -117,7 +117,7 @@ void scale_placed_grads(const at::Tensor& grads, double factor, const std::optio
   pieces.parallel_for_each([&](size_t i) {
     const Piece& piece = pieces[i];
     placed->prefetch_behind(piece.segment);
-    const Place place(tensors[piece.segment], data[piece.segment], piece.begin);
+    const Place place = Place(tensors[piece.segment], data[piece.segment]).from(piece.begin);
     const bool found = factor == 1 ? has_nonfinite(place, piece.numel) : unscale(place, place, factor, piece.numel);
     if (found) bad.store(true, std::memory_order_relaxed);
   });

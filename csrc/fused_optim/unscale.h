@@ -6,12 +6,27 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+
+#include "prefetch.h"
+
 namespace apex_npu {
 
 // Memory of some dtype, from an element on.
 struct Place {
-  Place(const at::Tensor& t, const void* data, int64_t i)
-      : dtype(t.scalar_type()), data(static_cast<const char*>(data) + i * static_cast<int64_t>(t.element_size())) {}
+  Place(const at::Tensor& t, const void* data) : dtype(t.scalar_type()), data(static_cast<const char*>(data)) {}
+  Place(at::ScalarType dtype, const char* data) : dtype(dtype), data(data) {}
+
+  int64_t nbytes(int64_t n) const { return n * static_cast<int64_t>(c10::elementSize(dtype)); }
+
+  // From the i-th element on.
+  Place from(int64_t i) const { return {dtype, data + nbytes(i)}; }
+
+  // Fetches the beginning of n elements that are no continuation of others, of which the processor would know.
+  void prefetch(int64_t n) const {
+    constexpr int64_t kHeadBytes = 1024;
+    prefetch_bytes(data, std::min(kHeadBytes, nbytes(n)));
+  }
 
   template <typename T>
   const T* as() const {

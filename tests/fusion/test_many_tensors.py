@@ -11,12 +11,14 @@ from torch import nn
 
 from apex_npu._extension import extension
 from apex_npu.fusion.many_tensors import (
+    are_same,
     drop_grads,
     grads_of,
     hold_values,
     increment_versions,
     low_precision_of,
     versions_of,
+    zero_grads,
 )
 
 needs_extension = pytest.mark.skipif(extension is None, reason="checks of the extension")
@@ -86,6 +88,45 @@ def test_gradients_and_their_versions():
     assert versions_of(grads)[4] == 2
 
 
+def test_gradients_of_any_kind_are_zeroed_as_by_zero_():
+    params = [nn.Parameter(torch.empty(4, 6, device=DEVICE)) for _ in range(40)]
+    kinds = [
+        lambda: None,
+        lambda: torch.full((4, 6), float("nan"), device=DEVICE),
+        lambda: torch.ones(6, 4, device=DEVICE).t(),
+        lambda: torch.ones(4, 12, device=DEVICE)[:, ::2],
+        lambda: torch.ones(1, 6, device=DEVICE).expand(4, 6),
+        lambda: torch.eye(4, 6, device=DEVICE).to_sparse(),
+    ]
+    for i, p in enumerate(params):
+        p.grad = kinds[i % len(kinds)]()
+    params[1].grad.requires_grad_()
+    grads, versions = grads_of(params), versions_of(grads_of(params))
+    zero_grads(params)
+    assert all(p.grad is grad for p, grad in zip(params, grads, strict=True))
+    assert not any(grad.detach().to_dense().any() for grad in grads if grad is not None)
+    assert versions_of(grads) == [v if g is None else v + 1 for g, v in zip(grads, versions, strict=True)]
+    zero_grads([])
+
+
+def test_zeroing_leaves_what_lies_around_a_gradient_alone():
+    memory = torch.ones(300, device=DEVICE)
+    param = nn.Parameter(torch.empty(100, device=DEVICE))
+    param.grad = memory[100:200]
+    zero_grads([param])
+    assert memory.tolist() == [1.0] * 100 + [0.0] * 100 + [1.0] * 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_large_gradients_are_zeroed_whole(dtype):
+    params = [nn.Parameter(torch.empty(n, dtype=dtype, device=DEVICE)) for n in (1, 100_003, 0, 1 << 15)]
+    for p in params:
+        p.grad = torch.full_like(p, -2.0)
+    zero_grads(params)
+    for p in params:
+        assert torch.equal(p.grad, torch.zeros_like(p))
+
+
 def test_low_precision_is_found():
     tensors = [torch.ones(1, dtype=d) for d in (torch.float16, torch.float32, torch.bfloat16, torch.int8)]
     assert low_precision_of(tensors * 10) == [i for i in range(40) if i % 4 in (0, 2)]
@@ -102,6 +143,18 @@ def test_the_very_objects_are_looked_for():
     del dicts[39]["a"]
     assert not hold_values(dicts, keys, values)
     assert hold_values(dicts[:39], keys[:39], values[:39])
+
+
+def test_lists_are_the_same_with_the_very_same_items_in_order():
+    params = make()
+    assert are_same(params, list(params))
+    assert are_same(tuple(params), params)
+    assert are_same(nn.ParameterList(params), params)
+    assert are_same([], [])
+    assert not are_same(params, params[:-1])
+    assert not are_same(params[:-1], params)
+    assert not are_same(params, params[::-1])
+    assert not are_same([*params[:-1], params[-1].detach()], params)
 
 
 @needs_extension
