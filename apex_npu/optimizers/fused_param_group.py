@@ -94,10 +94,9 @@ class FusedParamGroup:
 
     def is_current(self, params: list[Tensor], state_names: tuple[str, ...]) -> bool:
         """True where ``follow`` would change nothing."""
-        parts = map(local_part, params)
         return (
             self._is_listed(params)
-            and all(map(is_, parts, self._params))
+            and are_same([local_part(p) for p in params], self._params)
             and state_names == self._state_names
             and not self._ready()
             and not any(group.broken() for group in self.groups)
