@@ -3,8 +3,8 @@
 """A stand-in for the capture of a CUDA graph, on any device: it records operators, and runs them again without Python.
 
 What it replays reads and writes the tensors of the recording, and knows nothing of what the host did in between: as in
-a graph, an optimizer's numbers are those of the recording unless they lie on the device. Unlike there, what is recorded
-is done as well.
+a graph, an optimizer's numbers are those of the recording unless they lie on the device. And as there, what is recorded
+is not done yet: what has been written is put back at the end, and the host alone has gone on.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Capture(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Any]]] = []
+        self._before: list[tuple[Tensor, Tensor]] = []
 
     def __enter__(self) -> Capture:
         self._patch = pytest.MonkeyPatch()
@@ -37,10 +38,18 @@ class Capture(TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._patch.undo()
+        with torch.no_grad():
+            for tensor, before in reversed(self._before):
+                tensor.detach().copy_(before)
+        self._before.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         assert func is not torch.ops.aten._local_scalar_dense.default, "the host would wait, which ends a capture"
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[place] if place < len(args) else kwargs.get(argument.name)
+                self._before += [(t, t.clone()) for t in tree_leaves(written) if isinstance(t, Tensor)]
         out = func(*args, **kwargs)
         if func in _COPIES:
             devices = {t.device.type for t in tree_leaves((args, out)) if isinstance(t, Tensor)}

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from apex_npu._extension import disable_dynamo
+from apex_npu.amp.capture import check_step
 from apex_npu.amp.data_parallel import LocalGrads
 from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.held_gradients import clip_at_step, clip_held, finish_hand_over, hand_over_scale, settle
@@ -43,11 +44,12 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
         """One step of the optimizer, or none if the gradients have overflowed; then masters go back to the model.
 
         Raises:
-            RuntimeError: A closure where amp cannot honour it.
+            RuntimeError: A closure where amp cannot honour it; or a CUDA graph has captured the block, and not this.
         """
         # What torch's learning rate schedulers record, and the marks by which they see that they need not wrap this.
         self._opt_called = True
         record = self._amp_record
+        check_step(self, record)
         loss = None
         if closure is not None:
             if record.pairs or isinstance(self, LBFGS):

@@ -58,6 +58,8 @@ class OptimizerRecord:
     local_grads: LocalGrads = LocalGrads.NONE
     aside: dict[int, tuple[Tensor, Tensor]] | None = None
     legacy: dict[str, Any] = field(default_factory=dict)
+    # The last block has been captured in a CUDA graph, and no step since.
+    captured_block: bool = False
     # The session that knows the masters: another one, or that of a copy, has to be told.
     known_to: Session | None = None
     _units: list[GradUnit] = field(default_factory=list)
@@ -173,11 +175,16 @@ class OptimizerRecord:
             return
         self.flat_model(groups).copy_masters()
 
+    def has_flat_model(self, groups: Sequence[FusedGroup]) -> bool:
+        """True where ``flat_model`` would move nothing."""
+        return self._flat_model is not None and self._flat_model.fits(groups, self.pairs)
+
     def flat_model(self, groups: Sequence[FusedGroup]) -> FlatModel:
         """The model's low-precision parameters, fused like their masters; made anew when either has moved."""
-        if self._flat_model is None or not self._flat_model.fits(groups, self.pairs):
+        if not self.has_flat_model(groups):
             self._flat_model = None  # first: its memory is let go of as parameters move out
             self._flat_model = FlatModel.of(groups, self.pairs)
+        assert self._flat_model is not None
         return self._flat_model
 
     def _flats(self, optimizer: Optimizer) -> list[FlatGrads]:

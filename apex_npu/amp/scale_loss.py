@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.block_of_ranks import BlockOfRanks
+from apex_npu.amp.capture import check_block
 from apex_npu.amp.data_parallel import LocalGrads
 from apex_npu.amp.gradients import GradUnit, clear_overflow_flags, have_overflowed, separate, unscale_units
 from apex_npu.amp.held_gradients import check_unshared, check_unwrapped, clip_held
@@ -65,7 +66,7 @@ def scale_loss(
     Raises:
         RuntimeError: amp, or one of ``optimizers``, has not been initialized, or is in another such block already; a
             gradient is sparse; ``fuse_unscale`` cannot be done for these ``optimizers`` together; a CUDA graph is being
-            captured, with a dynamic scale or ``combine_ddp``; another process has raised, or has another loss scale.
+            captured, which could not repeat the block; another process has raised, or has another loss scale.
         TypeError: ``loss`` is no tensor, ``optimizers`` no optimizer.
         IndexError: ``loss_id`` is not below ``num_losses``.
     """
@@ -77,7 +78,7 @@ def scale_loss(
         raise TypeError(f"loss must be a tensor, got {type(loss).__name__}")
     scaler = session.scaler(loss_id)
     scale = scaler.scale
-    work = _prepare(optimizers)
+    work = _prepare(optimizers, scaler, delays=delay_unscale or delay_overflow_check)
     if not loss.requires_grad:
         session.warn_once(
             "amp.scale_loss was given a loss that does not require grad: its backward() will fail, or reach no "
@@ -88,8 +89,6 @@ def scale_loss(
     put_off: PutOff = "delay_unscale" if delay_unscale else "delay_overflow_check" if delay_overflow_check else None
     delivers = hold or not delay_unscale  # gradients reach masters in this block
     decides = put_off is None
-    if is_capturing():
-        _check_capture(work, asks_host=decides and scaler.dynamic)
     ranks = _join_ranks(session, work, optimizers, delivers=delivers, decides=decides and scaler.dynamic)
     try:
         _scale_up(work, scale, hold)
@@ -168,11 +167,14 @@ def _listed(optimizers: Any) -> list[Optimizer]:
 
 
 @disable_dynamo
-def _prepare(optimizers: Any) -> Work:
+def _prepare(optimizers: Any, scaler: LossScaler, *, delays: bool) -> Work:
     given = [optimizers] if isinstance(inner_optimizer(optimizers), Optimizer) else optimizers
     if not isinstance(given, (list, tuple)):
         raise TypeError(f"optimizers must be an optimizer or a list of them, got {type(optimizers).__name__}")
     _check_holding(given)
+    capturing = is_capturing()
+    if capturing:
+        check_block(_listed(optimizers), scaler, delays=delays)
     work: Work = []
     for optimizer in map(inner_optimizer, given):
         record = record_of(optimizer)
@@ -184,6 +186,7 @@ def _prepare(optimizers: Any) -> Work:
             raise RuntimeError(
                 "scale_loss blocks of one optimizer must not be nested: close the first one, or add up the losses"
             )
+        record.captured_block = capturing
         pair_masters(optimizer)  # for parameters that have been unfrozen
         units = record.units(optimizer)
         if record.skip:
@@ -238,26 +241,6 @@ def _without_repeats(work: Work) -> Work:
 
 
 @disable_dynamo
-def _check_capture(work: Work, *, asks_host: bool) -> None:
-    """Raise where a block in the capture of a CUDA graph could not be replayed."""
-    if asks_host:
-        reason = (
-            "with a dynamic loss scale: behind each backward the host decides whether the step is to be skipped. Use a "
-            "static one (loss_scale=128.0, or O4 and O5, which need none) and an optimizer with capturable=True"
-        )
-    elif any(record.parallel is not None for record, _ in work):
-        reason = (
-            "with combine_ddp=True: the host waits for the averages. Use DistributedDataParallel, as torch's notes on "
-            "CUDA graphs describe"
-        )
-    else:
-        return
-    raise RuntimeError(
-        f"amp.scale_loss cannot be captured in a CUDA graph {reason}; or capture forward and backward alone "
-        "(torch.cuda.make_graphed_callables). Nothing has been done"
-    )
-
-
 def _scale_up(work: Work, scale: float, hold: bool) -> None:
     """Bring the gradients that are there to ``scale``, so that like is added to like: by backward, or behind it."""
     # Not while gradients of an earlier backward wait to be checked: the flag may be about them.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer, may_move
 from apex_npu.fusion.flat_grads import FlatGrads
-from apex_npu.fusion.grad_slots import ABSENT, LOOSE
+from apex_npu.fusion.grad_slots import ABSENT, FOREIGN, LOOSE, PRESENT
 from apex_npu.fusion.layout import Layout, Slot
 from apex_npu.fusion.run import Run
 from apex_npu.fusion.step_counts import step_counts
@@ -139,6 +139,7 @@ class FusedGroup:
     def add_to_steps(self, first: int, last: int, addend: float | Tensor) -> None:
         """Add to the step counts of the slots ``first`` to ``last``, which are those of one run."""
         self._steps.add(first, last, addend)
+        self._steps.settle()
 
     def is_new(self, index: int) -> bool:
         """True for a parameter that has never been stepped."""
@@ -209,11 +210,20 @@ class FusedGroup:
             run.counted = addend
             # The buffer is the truth: it is what a checkpoint shows, and a user may have set it.
             run.step = self._steps.of_run(run.first)
+        self._steps.settle()
         return self._runs
+
+    def steps_as_before(self) -> bool:
+        """True where ``advance`` would step the same runs as the last time, with gradients as they are now."""
+        states = self.grads.states().replace(bytes([FOREIGN]), bytes([PRESENT]))
+        return not states.strip(bytes([ABSENT])) or self.is_cut(states)
 
     def keep_runs(self) -> None:
         """A graph is being captured that reads the tables of these runs for as long as it is replayed."""
+        for run in self._runs:
+            run.keep()
         self._captured += [run for run in self._runs if run not in self._captured]
+        self._has_warned = False
 
     def _warn_of_graphs(self, stepping: Sequence[bool]) -> None:
         """A graph counts steps for a run as a whole: one part of it must not have more than the rest."""

@@ -41,8 +41,7 @@ def zero_grads(tensors: list[Tensor]) -> None:
         tensors = [tensors[i] for i in extension.zero_grads_cpu(tensors)]
     grads = [grad for grad in map(_GRAD, tensors) if grad is not None]
     if grads:
-        with torch.no_grad():
-            torch._foreach_zero_(grads)
+        torch._foreach_zero_(grads)
 
 
 def grads_of(tensors: list[Tensor]) -> list[Tensor | None]:

@@ -51,6 +51,7 @@ class Run:
         self._slices: dict[tuple[str, str], Tensor] = {}
         self._segments: dict[bool, Segments] = {}
         self._remembered: dict[str, tuple[object, Any]] = {}
+        self._kept: list[Any] | None = None
 
     @property
     def _group(self) -> FusedGroup:
@@ -61,6 +62,10 @@ class Run:
     @property
     def _range(self) -> range:
         return range(self.first, self.last + 1)
+
+    def keep(self) -> None:
+        """A captured graph reads what is remembered: from now on it outlives what takes its place."""
+        self._kept = self._kept or []
 
     def take_back(self) -> None:
         """Count the step that ``FusedGroup.advance`` has counted no longer: it could not be taken."""
@@ -87,6 +92,8 @@ class Run:
     def remember(self, name: str, value: object, make: Callable[[], _T]) -> _T:
         """What ``make`` gives, made once for as long as the same slots step together and ``value`` is the same."""
         if name not in self._remembered or self._remembered[name][0] != value:
+            if self._kept is not None:
+                self._kept.append(self._remembered.get(name))
             self._remembered[name] = (value, make())
         remembered: _T = self._remembered[name][1]
         return remembered

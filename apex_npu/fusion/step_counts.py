@@ -49,7 +49,11 @@ class StepCounts(Protocol):
         ...
 
     def add(self, first: int, last: int, addend: float | Tensor) -> None:
-        """Add to the counts of a run."""
+        """Add to the counts of a run; then comes ``settle``."""
+        ...
+
+    def settle(self) -> None:
+        """What has been added was no user's writing."""
         ...
 
 
@@ -89,6 +93,9 @@ class _HostSteps:
 
     def add(self, first: int, last: int, addend: float | Tensor) -> None:
         self._counts[first : last + 1] += float(addend)
+
+    def settle(self) -> None:
+        pass
 
 
 class _DeviceSteps:
@@ -142,6 +149,8 @@ class _DeviceSteps:
     def add(self, first: int, last: int, addend: float | Tensor) -> None:
         self._buffer.flat[first : last + 1].add_(addend)
         self._new[first : last + 1] = [False] * (last + 1 - first)
+
+    def settle(self) -> None:
         self._versions = self._version()  # in pure torch views count what is written to the buffer, too
 
     def _is_written(self) -> bool:

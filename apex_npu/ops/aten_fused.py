@@ -52,6 +52,7 @@ def sgd_(
     if momentum_buffer is None:
         options = {**options, "momentum": 0.0, "nesterov": False}  # torch would look for the buffer
     first = not isinstance(step, Tensor) and step == 1
+    options["lr"], found_inf = _as_torch_reads(options["lr"]), _as_torch_reads(found_inf, flag=True)
     for p, g, b, model in _pieces((param, grad, momentum_buffer, model_param), grad_scale):
         buffers = [] if b is None else [b]
         torch._fused_sgd_([p], [g], buffers, is_first_step=first, found_inf=found_inf, **options)
@@ -94,6 +95,7 @@ def adam_(
         )
         return
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    options["lr"], found_inf = _as_torch_reads(options["lr"]), _as_torch_reads(found_inf, flag=True)
     if not isinstance(steps, Tensor):
         steps = torch.full((), float(steps), dtype=torch.float32, device=param.device)
     operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, model_param)
@@ -102,6 +104,13 @@ def adam_(
         kernel([p], [g], [m], [v], v_maxes, [steps], amsgrad=v_max is not None, found_inf=found_inf, **options)
         if model is not None:
             model.copy_(p)
+
+
+def _as_torch_reads(number: Any, *, flag: bool = False) -> Any:
+    """A tensor in float32, and as a flag 1 where it is not 0: torch's kernels take nothing else for one."""
+    if not isinstance(number, Tensor):
+        return number
+    return (number != 0 if flag else number).to(torch.float32)
 
 
 def _one_dtype(*tensors: Tensor | None) -> bool:

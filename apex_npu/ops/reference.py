@@ -28,7 +28,7 @@ _CHUNK_NUMEL = 1 << 16
 _CHUNK_NUMEL_ACCELERATOR = 1 << 26
 # Of sums in float32: with many more, elements of few bits would all be rounded the same way.
 _ROW_NUMEL = 1 << 10
-# Among the operands of a rule. No more than the first six are written.
+# Among the operands of a rule.
 _GRAD_AT = 1
 
 
@@ -111,10 +111,11 @@ def bias_correction_of(beta: float, step: int | Tensor) -> float | Tensor:
     return 1 - beta**step
 
 
-def skippable(*, chunked: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def skippable(written: int, *, chunked: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a rule the option ``found_inf``: where that is not 0, what has been written is as it was before.
 
-    It costs copies of what is written; of a chunk at a time, where the rule's operands are ``chunked``.
+    It costs copies of what is ``written``: so many operands, the first ones, without the gradient. They are of a chunk
+    at a time where all operands are ``chunked``.
     """
 
     def decorate(rule: Callable[..., None]) -> Callable[..., None]:
@@ -125,10 +126,10 @@ def skippable(*, chunked: bool) -> Callable[[Callable[..., None]], Callable[...,
                 return
             skipped = found_inf.reshape(()) != 0
             for pieces in chunks(operands) if chunked else (operands,):
-                written = [t for i, t in enumerate(pieces[:6]) if i != _GRAD_AT and t is not None]
-                before = [t.clone() for t in written]
+                changing = [t for i, t in enumerate(pieces[: written + 1]) if i != _GRAD_AT and t is not None]
+                before = [t.clone() for t in changing]
                 rule(*pieces, **options)
-                for now, then in zip(written, before, strict=True):
+                for now, then in zip(changing, before, strict=True):
                     now.copy_(torch.where(skipped, then, now))
 
         return op
@@ -141,7 +142,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in LOW_PRECISION else dtype
 
 
-@skippable(chunked=True)
+@skippable(3, chunked=True)
 def sgd_(
     param: Tensor,
     grad: Tensor,
@@ -180,7 +181,7 @@ def sgd_(
         write_back(p_chunk, p, model_chunk)
 
 
-@skippable(chunked=True)
+@skippable(5, chunked=True)
 def adam_(
     param: Tensor,
     grad: Tensor,
@@ -222,7 +223,7 @@ def adam_(
         write_back(p_chunk, p, model_chunk)
 
 
-@skippable(chunked=True)
+@skippable(5, chunked=True)
 def rmsprop_(
     param: Tensor,
     grad: Tensor,
@@ -268,7 +269,7 @@ def rmsprop_(
         write_back(p_chunk, p, model_chunk)
 
 
-@skippable(chunked=True)
+@skippable(4, chunked=True)
 def adadelta_(
     param: Tensor,
     grad: Tensor,
@@ -296,7 +297,7 @@ def adadelta_(
         write_back(p_chunk, p, model_chunk)
 
 
-@skippable(chunked=True)
+@skippable(3, chunked=True)
 def adagrad_(
     param: Tensor,
     grad: Tensor,

@@ -135,7 +135,7 @@ def segment_add_(x: Tensor, y: Tensor, factors: Tensor, starts: Tensor, lengths:
         to.addcmul_(addend, factors[owner])
 
 
-@skippable(chunked=False)
+@skippable(4, chunked=False)
 def lamb_(
     param: Tensor,
     grad: Tensor,
@@ -196,7 +196,7 @@ def lamb_(
         write_back(p_chunk, p, model_chunk)
 
 
-@skippable(chunked=False)
+@skippable(4, chunked=False)
 def adamp_(
     param: Tensor,
     grad: Tensor,

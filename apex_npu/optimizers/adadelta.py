@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
@@ -47,7 +48,7 @@ class NpuFusedAdadelta(FusedOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1.0,
+        lr: float | Tensor = 1.0,
         rho: float = 0.9,
         eps: float = 1e-6,
         weight_decay: float = 0.0,

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
@@ -44,7 +45,7 @@ class FusedAdagrad(FusedOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-2,
+        lr: float | Tensor = 1e-2,
         eps: float = 1e-10,
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
@@ -53,7 +54,9 @@ class FusedAdagrad(FusedOptimizer):
         capturable: bool = False,
     ) -> None:
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "adagrad_w_mode": adagrad_w_mode}
-        super().__init__(params, defaults, set_grad_none=set_grad_none, capturable=capturable)
+        super().__init__(
+            params, defaults, fuse_grad_scaler=capturable, capturable=capturable, set_grad_none=set_grad_none
+        )
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""

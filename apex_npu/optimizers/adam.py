@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
@@ -27,8 +28,8 @@ class NpuFusedAdam(FusedOptimizer):
     where t counts a parameter's own steps and v̂ is v, or with ``amsgrad`` its running maximum.
     Kingma & Ba 2014, https://arxiv.org/abs/1412.6980; AMSGrad: Reddi et al. 2018, https://arxiv.org/abs/1904.09237.
 
-    State: ``step`` (float32, 0-dim, on the host), ``exp_avg`` m, ``exp_avg_sq`` v, with amsgrad ``max_exp_avg_sq``
-    (shape and dtype of the parameter, float32 for float16 and bfloat16).
+    State: ``step`` (float32, 0-dim; on the host unless ``capturable``), ``exp_avg`` m, ``exp_avg_sq`` v, with amsgrad
+    ``max_exp_avg_sq`` (shape and dtype of the parameter, float32 for float16 and bfloat16).
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
@@ -54,7 +55,7 @@ class NpuFusedAdam(FusedOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,

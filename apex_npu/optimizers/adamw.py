@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.optimizers.adam import NpuFusedAdam
@@ -37,7 +38,7 @@ class NpuFusedAdamW(NpuFusedAdam):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,

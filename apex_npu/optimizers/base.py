@@ -26,7 +26,7 @@ from apex_npu.fusion import (
     sharded_like,
 )
 from apex_npu.fusion.grad_slots import LOOSE, PRESENT, LooseFor
-from apex_npu.optimizers.capture import check_capture, check_gradients, refusal
+from apex_npu.optimizers.capture import check_gradients, check_groups, refusal
 from apex_npu.optimizers.checks import (
     check_bool,
     check_params,
@@ -59,8 +59,8 @@ class FusedOptimizer(Optimizer):
 
     Those that take ``capturable`` can be captured in a CUDA graph with it, as torch's can: steps are counted on the
     device (``state["step"]`` lies there), a learning rate that is a tensor there is read there, and no step waits for
-    the device, a GradScaler's flag included. A capture must find everything as the step before has left it: take some
-    steps first. On a CPU nothing is different.
+    the device; with ``fuse_grad_scaler`` not for a GradScaler's flag either. A capture must find everything as the step
+    before has left it: take some steps first. On a CPU nothing is different.
     """
 
     is_npu_fused_optimizer = True
@@ -164,6 +164,8 @@ class FusedOptimizer(Optimizer):
         self._fuse()
         for record in self._fused:
             record.bring_gradients()
+        if capturing:
+            self._check_captured_gradients()
         # A gradient may look at a parameter, which is about to be written: it is copied, unless it surely does not.
         in_slots = all(fused.in_slots for fused in self.fused_groups())
         loose_for = LooseFor.STEPPING if in_slots else LooseFor.WRITING
@@ -172,11 +174,6 @@ class FusedOptimizer(Optimizer):
             for group, record in zip(self.param_groups, self._fused, strict=True)
             for fused in record.groups
         ]
-        if capturing:
-            if any(_takes_part(states) and not fused.is_cut(states) for _, fused, states in work):
-                raise refusal(type(self).__name__, "other parameters have gradients than in the step before")
-            for fused in self.fused_groups():
-                fused.keep_runs()
         runs: list[tuple[Run, ParamGroup]] = []
         updated = 0
         counted = 1.0 if found_inf is None else (found_inf == 0).to(torch.float32)
@@ -215,16 +212,31 @@ class FusedOptimizer(Optimizer):
         return self.capturable and device.type != "cpu" and all(p.device == device for p in params)
 
     def _check_capture(self) -> None:
-        name = type(self).__name__
-        check_capture(name, self.param_groups, capturable=self.capturable, supported=self.supports_capture)
+        """Raise where a captured step could not be replayed, for all that is known before its gradients are."""
+        if not self.capturable:
+            because = "it counts steps on the host"
+            raise refusal(type(self).__name__, because, capturable=False, supported=self.supports_capture)
+        found_inf = getattr(self, "found_inf", None) if self._step_supports_amp_scaling else None
+        check_groups(type(self).__name__, self.param_groups, found_inf)
+        self._check_current()
+
+    def _check_current(self) -> None:
         current = len(self._fused) == len(self.param_groups) and all(
             record.is_current(group["params"], self.state_names(group))
             for record, group in zip(self._fused, self.param_groups, strict=True)
         )
         if not current or not self._shown.is_in(self.state):
-            raise refusal(name, "its parameters or its state are not those of the step before")
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        check_gradients(name, (p.grad for p in params if p.grad is not None))
+            raise refusal(type(self).__name__, "its parameters or its state are not those of the step before")
+
+    def _check_captured_gradients(self) -> None:
+        """The same for gradients, before they are brought anywhere."""
+        name = type(self).__name__
+        groups = self.fused_groups()
+        check_gradients(name, (p.grad for fused in groups for p in fused.params if p.grad is not None))
+        if not all(fused.steps_as_before() for fused in groups):
+            raise refusal(name, "other parameters have gradients than in the step before, or counts have been written")
+        for fused in groups:
+            fused.keep_runs()
 
     def _take_grad_scale(self) -> Tensor | None:
         """What the gradients have yet to be divided by: told by amp for one step, or by a GradScaler."""
@@ -241,7 +253,7 @@ class FusedOptimizer(Optimizer):
 
     def _advance(self, group: ParamGroup, fused: FusedGroup, states: bytes, counted: float | Tensor) -> list[Run]:
         fused.forget_copy()
-        if not _takes_part(states):
+        if PRESENT not in states and LOOSE not in states:
             return []
         counts = self.has_step_state or bool(self.state_names(group))
         return fused.advance(states, lambda index: self._join(group, fused, index), addend=counted if counts else 0.0)
@@ -451,6 +463,8 @@ class FusedOptimizer(Optimizer):
 
         Only a step has to know what has become of ``state``, unless buffers are made anew.
         """
+        if is_capturing():
+            self._check_current()  # parameters would move at once, and their values only when the graph is replayed
         del self._fused[len(self.param_groups) :]
         self._fused.extend(FusedParamGroup(capturable=self.capturable) for _ in self.param_groups[len(self._fused) :])
         changed = False
@@ -482,6 +496,8 @@ class FusedOptimizer(Optimizer):
         """Copy ``state``, whoever put it there, into the buffers, and leave views of them in its place."""
         for group, fused, index, param in self._slots():
             entry = self.state.get(param, {})
+            if not self.has_step_state and self._is_shown(group, fused, index, entry):
+                continue  # the count, which is shown nowhere, is what it was
             count = self._count_of(entry, group)
             fused.set_step(index, count)
             if not count:
@@ -497,6 +513,12 @@ class FusedOptimizer(Optimizer):
                         view.copy_(value)
             self._show_state(group, fused, index)
         self._remember_state()
+
+    def _is_shown(self, group: ParamGroup, fused: FusedGroup, index: int, entry: dict[str, Any]) -> bool:
+        """True where ``entry`` is what this very slot shows."""
+        names = self.state_names(group)
+        views = (fused.state_view(name, index, scalar=name in self.scalar_states) for name in names if name in entry)
+        return bool(entry) and all(entry.get(name) is view for name, view in zip(names, views, strict=False))
 
     def _slots(self) -> Iterator[tuple[ParamGroup, FusedGroup, int, Tensor]]:
         for group, record in zip(self.param_groups, self._fused, strict=True):
@@ -549,8 +571,3 @@ class FusedOptimizer(Optimizer):
             if (value := entry.get(name)) is not None
         )
         self._shown.remember(self.state, shown)
-
-
-def _takes_part(states: bytes) -> bool:
-    """True where a gradient is there."""
-    return PRESENT in states or LOOSE in states

@@ -14,27 +14,28 @@ from torch import Tensor
 from apex_npu.fusion import is_slot
 
 
-def check_capture(owner: str, param_groups: list[dict[str, Any]], *, capturable: bool, supported: bool) -> None:
-    """Require what the optimizer named ``owner`` has been given.
+def check_groups(owner: str, param_groups: list[dict[str, Any]], found_inf: Tensor | None) -> None:
+    """Require parameters, learning rates and a GradScaler's flag where a graph can read them.
 
     Args:
-        owner: For the text.
+        owner: The optimizer's name, for the text.
         param_groups: Its parameters, and their learning rates.
-        capturable: The option.
-        supported: Whether there is one.
+        found_inf: What a GradScaler has handed over.
 
     Raises:
         RuntimeError: A replay would step with numbers of the capture, or not at all.
     """
-    if not capturable:
-        raise refusal(owner, "it counts steps on the host", supported=supported)
     for index, group in enumerate(param_groups):
         devices = {p.device for p in group["params"]}
         if any(device.type == "cpu" for device in devices):
             raise refusal(owner, f"group {index} has parameters on the CPU, which captures nothing")
-        lr = group["lr"]
-        if isinstance(lr, Tensor) and devices != {lr.device}:
-            raise refusal(owner, f"the learning rate of group {index} is a tensor on {lr.device}; move it to {devices}")
+        for what, number in (("learning rate", group["lr"]), ("found_inf", found_inf)):
+            if isinstance(number, Tensor) and devices - {number.device}:
+                where = ", ".join(sorted(map(str, devices)))
+                raise refusal(
+                    owner,
+                    f"its {what} is a tensor on {number.device}, and parameters of group {index} are on {where}",
+                )
 
 
 def check_gradients(owner: str, grads: Iterable[Tensor]) -> None:
@@ -72,11 +73,19 @@ def lies_outside_of_graphs(address: int, segments: Iterable[Mapping[str, Any]]) 
     return found >= 0 and address < ordinary[found][1]
 
 
-def refusal(owner: str, because: str, *, supported: bool = True) -> RuntimeError:
-    """An error that says what is wrong ``because`` of which a step cannot be captured, and what to do."""
-    ways = ["Pass capturable=True, and take some steps just like it before the capture; or capture"] * supported
+def refusal(owner: str, because: str, *, capturable: bool = True, supported: bool = True) -> RuntimeError:
+    """An error that says what is wrong ``because`` of which a step cannot be captured, and what to do.
+
+    Args:
+        owner: The optimizer's name.
+        because: The reason.
+        capturable: The option is on.
+        supported: There is one.
+    """
+    first = "Take some steps just like it before the capture" if capturable else "Pass capturable=True"
+    ways = f"{first}; or capture" if supported else "Capture"
     return RuntimeError(
-        f"{owner}.step() cannot be captured in a CUDA graph, since no replay would do the same: {because}. "
-        f"{' '.join(ways) or 'Capture'} forward and backward alone (torch.cuda.make_graphed_callables), and call "
-        "step() behind each replay. Nothing has been updated"
+        f"{owner}.step() cannot be captured in a CUDA graph, since no replay would do the same: {because}. {ways} "
+        "forward and backward alone (torch.cuda.make_graphed_callables), and call step() behind each replay. Nothing "
+        "has been updated"
     )

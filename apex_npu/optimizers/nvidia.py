@@ -3,7 +3,7 @@
 """NVIDIA Apex's FusedAdam, FusedSGD and FusedLAMB: its signatures over the rules of this package.
 
 ``set_grad_none`` is what ``zero_grad()`` does without an argument. What ``capturable`` is, says ``FusedOptimizer``; all
-of these take it.
+of these take it, and with it a GradScaler's scale and flag (``fuse_grad_scaler``), as NVIDIA's FusedAdam does.
 https://github.com/NVIDIA/apex, apex/optimizers.
 """
 
@@ -57,7 +57,7 @@ class FusedAdam(FusedOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -78,13 +78,23 @@ class FusedAdam(FusedOptimizer):
             "adam_w_mode": adam_w_mode,
             "master_weights": master_weights,
         }
-        super().__init__(params, defaults, capturable=capturable, set_grad_none=set_grad_none)
+        super().__init__(
+            params, defaults, fuse_grad_scaler=capturable, capturable=capturable, set_grad_none=set_grad_none
+        )
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
         check_adam(group)
         for name in ("bias_correction", "adam_w_mode", "master_weights"):
             check_bool(name, group[name])
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Add parameters. With ``capturable`` their learning rate becomes a tensor beside them, as in NVIDIA's."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        device = next((p.device for p in group["params"]), torch.device("cpu"))
+        if self.capturable and device.type != "cpu":
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
         """First and second moment, and masters where there is anything to master."""
@@ -169,7 +179,7 @@ class FusedSGD(NpuFusedSGD):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | None = None,
+        lr: float | Tensor | None = None,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -191,7 +201,9 @@ class FusedSGD(NpuFusedSGD):
             "wd_after_momentum": wd_after_momentum,
         }
         # Not NpuFusedSGD's own, whose arguments are others.
-        FusedOptimizer.__init__(self, params, defaults, capturable=capturable, set_grad_none=set_grad_none)
+        FusedOptimizer.__init__(
+            self, params, defaults, fuse_grad_scaler=capturable, capturable=capturable, set_grad_none=set_grad_none
+        )
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -242,7 +254,7 @@ class FusedLAMB(FusedOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
@@ -268,7 +280,9 @@ class FusedLAMB(FusedOptimizer):
             "adam_w_mode": adam_w_mode,
             "use_nvlamb": use_nvlamb,
         }
-        super().__init__(params, defaults, capturable=capturable, set_grad_none=set_grad_none)
+        super().__init__(
+            params, defaults, fuse_grad_scaler=capturable, capturable=capturable, set_grad_none=set_grad_none
+        )
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""

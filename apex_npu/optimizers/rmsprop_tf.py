@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
@@ -58,7 +59,7 @@ class NpuFusedRMSpropTF(FusedOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-2,
+        lr: float | Tensor = 1e-2,
         alpha: float = 0.9,
         eps: float = 1e-10,
         weight_decay: float = 0.0,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
@@ -51,7 +52,7 @@ class NpuFusedSGD(FusedOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | None = None,
+        lr: float | Tensor | None = None,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,

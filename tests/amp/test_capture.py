@@ -46,7 +46,7 @@ def train(opt_level, options, *, captured, clip):
         elif step == 3:
             with graph:
                 iteration()
-        else:
+        if captured and step >= 3:
             graph.replay()
     stepped = optimizer.param_groups[0]["params"]
     return [*model.parameters(), *stepped], [optimizer.state[p]["step"].item() for p in stepped]
@@ -90,4 +90,81 @@ def test_averages_over_processes_are_refused_with_nothing_done(monkeypatch):
     monkeypatch.setattr(optimizer._amp_record, "parallel", object())
     loss = model(torch.ones(1, 3, device=DEVICE)).sum()
     with pytest.raises(RuntimeError, match=r"cannot be captured .*combine_ddp=True"), Capture():
+        amp.scale_loss(loss, optimizer).__enter__()
+
+
+@needs_device
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_first_iteration_in_a_capture_is_refused_with_the_parameters_where_they_were(opt_level):
+    model = nn.Linear(3, 2).to(DEVICE)
+    before = model.weight.detach().cpu().clone()
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1, capturable=True)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=128.0, verbosity=0)
+    loss = model(torch.ones(1, 3, device=DEVICE)).sum()
+    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"), Capture():
+        amp.scale_loss(loss, optimizer).__enter__()
+    for p in (model.weight, optimizer.param_groups[0]["params"][0]):
+        torch.testing.assert_close(p.detach().cpu().float(), before, rtol=1e-3, atol=1e-3)
+
+
+@needs_device
+def test_a_model_that_is_about_to_move_is_refused():
+    model = nn.Linear(3, 2).to(DEVICE)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1, capturable=True)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+
+    def iteration():
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(1, 3, device=DEVICE)).float().sum(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+
+    iteration()
+    model.weight.data = model.weight.detach().clone()
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="parameters of the model are about to move"), Capture():
+        iteration()
+    assert torch.equal(model.weight, before)
+    iteration()
+    with Capture():
+        iteration()
+
+
+@needs_device
+@pytest.mark.parametrize("option", ["delay_unscale", "delay_overflow_check"])
+def test_what_the_host_would_have_to_remember_is_refused(option):
+    model = nn.Linear(3, 2).to(DEVICE)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1, capturable=True)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", loss_scale=128.0, verbosity=0)
+    loss = model(torch.ones(1, 3, device=DEVICE)).sum()
+    with pytest.raises(RuntimeError, match="with delay_unscale or delay_overflow_check"), Capture():
+        amp.scale_loss(loss, optimizer, **{option: True}).__enter__()
+
+
+@needs_device
+def test_a_block_that_was_captured_without_its_step_is_told_of():
+    model = nn.Linear(3, 2).to(DEVICE)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1, capturable=True)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+
+    def block():
+        with amp.scale_loss(model(torch.ones(1, 3, device=DEVICE)).float().sum(), optimizer) as loss:
+            loss.backward()
+
+    block()
+    optimizer.step()
+    with Capture():
+        block()
+    with pytest.raises(RuntimeError, match="captured in a CUDA graph without the step"):
+        optimizer.step()
+    block()
+    optimizer.step()
+
+
+def test_an_optimizer_that_is_not_capturable_is_refused_before_its_block():
+    model = nn.Linear(3, 2).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    loss = model(torch.ones(1, 3, device=DEVICE)).sum()
+    with pytest.raises(RuntimeError, match=r"which is not capturable: use one of apex_npu\.optimizers"), Capture():
         amp.scale_loss(loss, optimizer).__enter__()

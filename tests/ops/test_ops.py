@@ -7,7 +7,7 @@ import torch
 from devices import DEVICE
 
 from apex_npu import ops
-from apex_npu.ops import reference
+from apex_npu.ops import aten_fused, reference
 
 SGD = {
     "lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.01, "nesterov": False, "maximize": False,
@@ -198,6 +198,19 @@ def test_opcheck_every_rule_with_numbers_on_the_device(name):
         tensors["step_tensor"] = torch.tensor(3.0)
     arguments = (*operands_of(name, torch.float32), None, *more)
     torch.library.opcheck(getattr(torch.ops.apex_npu, name).on_device, arguments, {**options, **tensors})
+
+
+@pytest.mark.parametrize("found_inf", [0.0, 2.0])
+@pytest.mark.parametrize("name", ["sgd_", "adam_"])
+def test_torchs_own_kernels_take_tensors_of_any_dtype_and_any_flag(name, found_inf):
+    options = {**RULES[name][0], **({"dampening": 0.0} if name == "sgd_" else {})}
+    before = operands_of(name, torch.float32)
+    want, got = (run(lambda *args, **kwargs: None, before, {}) for _ in range(2))
+    getattr(reference, name)(*want, None, **options)
+    tensors = {"lr": torch.tensor(options["lr"], dtype=torch.float64), "step": torch.tensor(float(options["step"]))}
+    getattr(aten_fused, name)(*got, None, **{**options, **tensors}, found_inf=torch.tensor([found_inf]))
+    for now, then, wanted in zip(got, before, want, strict=True):
+        torch.testing.assert_close(now, then if found_inf else wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("found_inf", [None, 0.0, 2.0])

@@ -65,6 +65,7 @@ class Pair:
         def step():
             with graph:
                 self.optimizer.step()
+            graph.replay()
 
         self.step(seed, step, without)
         return graph
@@ -208,7 +209,7 @@ def test_a_grad_scaler_skips_steps_without_the_host(spec):
         elif seed == 2:
             with graph:
                 pair.optimizer.step()
-        else:
+        if seed >= 2:
             graph.replay()
         if not overflows:
             pair.reference.step()
@@ -251,7 +252,7 @@ def test_what_a_replay_would_miss_is_refused_with_nothing_done():
     refused(optimizer, "not those of the step before")
     optimizer.step()
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
-    refused(optimizer, "learning rate of group 0 is a tensor on cpu; move it to")
+    refused(optimizer, "learning rate is a tensor on cpu, and parameters of group 0 are on ")
     optimizer.param_groups[0]["lr"] = 0.1
     with Capture():
         optimizer.step()
@@ -259,6 +260,98 @@ def test_what_a_replay_would_miss_is_refused_with_nothing_done():
     optimizer.param_groups[1]["params"][0].grad = torch.ones(2)
     optimizer.step()
     refused(optimizer, "group 1 has parameters on the CPU")
+
+
+@needs_device
+@pytest.mark.parametrize(
+    "ask", ["step", "flat_grads", "get_optimizer_combined_params", "clip_optimizer_grad_norm_fused"]
+)
+def test_nothing_moves_into_buffers_in_a_capture(ask):
+    """Storages would move at once, and what is in them with each replay."""
+    ours = params(DEVICE)
+    optimizer = optimizers.NpuFusedAdam(ours, capturable=True)
+    give(ours, 0)
+    with pytest.raises(RuntimeError, match="not those of the step before"), Capture():
+        getattr(optimizer, ask)(*[1.0] * (ask[:4] == "clip"))
+    assert all(torch.equal(p.cpu(), q) for p, q in zip(ours, params(), strict=True))
+
+
+@needs_device
+def test_a_captured_step_that_is_refused_leaves_gradients_where_they_were():
+    ours = params(DEVICE)
+    optimizer = optimizers.NpuFusedAdam(ours, capturable=True)
+    give(ours, 0)
+    optimizer.step()
+    ours[1].grad, fresh = None, torch.ones_like(ours[0])
+    ours[0].grad = fresh
+    with pytest.raises(RuntimeError, match="other parameters have gradients"), Capture():
+        optimizer.step()
+    assert ours[0].grad is fresh
+
+
+@needs_device
+def test_a_group_without_parameters_has_no_device():
+    ours = params(DEVICE)
+    groups = [{"params": ours}, {"params": [], "lr": torch.tensor(0.1)}]
+    optimizer = optimizers.NpuFusedAdam(groups, capturable=True)
+    give(ours, 0)
+    optimizer.step()
+    with Capture():
+        optimizer.step()
+
+
+@needs_device
+def test_a_first_step_that_was_skipped_is_still_the_first_when_parameters_are_added():
+    """With dampening the first step differs from later ones."""
+    param, options = nn.Parameter(torch.ones(3, device=DEVICE)), {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    optimizer = optimizers.NpuFusedSGD([param], **options, fuse_grad_scaler=True, capturable=True)
+    optimizer.grad_scale = torch.ones(1, device=DEVICE)
+    for overflow in (1.0, 0.0):
+        param.grad = torch.ones_like(param)
+        optimizer.found_inf = torch.full((1,), overflow, device=DEVICE)
+        optimizer.step()
+        if overflow:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, device=DEVICE))]})
+    torch.testing.assert_close(param.cpu(), torch.full((3,), 0.9))
+    torch.testing.assert_close(optimizer.state[param]["momentum_buffer"].cpu(), torch.ones(3))
+
+
+@needs_device
+def test_nvidias_adam_makes_its_learning_rate_a_tensor_and_takes_a_scalers_flag():
+    ours = params(DEVICE)
+    optimizer = optimizers.FusedAdam(ours, lr=0.01, capturable=True)
+    (group,) = optimizer.param_groups
+    assert group["lr"].device.type == DEVICE.type
+    give(ours, 0)
+    optimizer.step()
+    with Capture() as graph:
+        optimizer.step()
+    group["lr"].zero_()
+    before = [p.detach().clone() for p in ours]
+    graph.replay()
+    assert all(map(torch.equal, ours, before))
+    optimizer.grad_scale, optimizer.found_inf = (torch.full((1,), 1.0, device=DEVICE) for _ in range(2))
+    group["lr"].fill_(1.0)
+    optimizer.step()
+    assert all(map(torch.equal, ours, before))
+
+
+@needs_device
+def test_tables_of_another_delta_do_not_take_the_place_of_a_graphs():
+    ours = params(DEVICE)
+    optimizer = optimizers.NpuFusedAdamP(ours, lr=0.01, capturable=True)
+    give(ours, 0)
+    optimizer.step()
+    graph = Capture()
+    with graph:
+        optimizer.step()
+    (run,) = optimizer.fused_groups()[0]._runs
+    tables = [weakref.ref(t) for _, made in run._remembered.values() for t in made if isinstance(t, torch.Tensor)]
+    assert tables
+    del graph
+    optimizer.param_groups[0]["delta"] = 0.5
+    optimizer.step()
+    assert all(table() is not None for table in tables)
 
 
 def test_which_memory_is_no_graphs():
@@ -292,7 +385,7 @@ def test_without_capturable_a_capture_is_refused_with_nothing_done(name):
     param.grad = torch.ones_like(param)
     optimizer.step()
     before, called = param.detach().clone(), []
-    way_out = "Capture forward" if name == "FusedNovoGrad" else "Pass capturable=True, .*or capture forward"
+    way_out = "Capture forward" if name == "FusedNovoGrad" else "Pass capturable=True; or capture forward"
     says = rf"^{name}.step\(\) cannot be captured .*{way_out}.*make_graphed_callables.*Nothing"
     with pytest.raises(RuntimeError, match=says), Capture():
         optimizer.step(lambda: called.append(1))
