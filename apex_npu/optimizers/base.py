@@ -197,12 +197,16 @@ class FusedOptimizer(Optimizer):
             self._remember_state()
         return loss
 
+    def _of_scaler(self, name: str) -> Tensor | None:
+        """What a GradScaler has handed over for this step."""
+        return getattr(self, name, None) if self._step_supports_amp_scaling else None
+
     def _overflow(self) -> bool | Tensor:
         """What a GradScaler has found, where it handed that over: such a step is skipped.
 
         A tensor where only the device need know, so that nothing waits for it.
         """
-        found_inf: Tensor | None = getattr(self, "found_inf", None) if self._step_supports_amp_scaling else None
+        found_inf = self._of_scaler("found_inf")
         if found_inf is None:
             return False
         return found_inf if self._skips_on(found_inf.device) else bool(found_inf)
@@ -216,8 +220,7 @@ class FusedOptimizer(Optimizer):
         if not self.capturable:
             because = "it counts steps on the host"
             raise refusal(type(self).__name__, because, capturable=False, supported=self.supports_capture)
-        found_inf = getattr(self, "found_inf", None) if self._step_supports_amp_scaling else None
-        check_groups(type(self).__name__, self.param_groups, found_inf)
+        check_groups(type(self).__name__, self.param_groups, self._of_scaler("found_inf"))
         self._check_current()
 
     def _check_current(self) -> None:
@@ -241,8 +244,7 @@ class FusedOptimizer(Optimizer):
     def _take_grad_scale(self) -> Tensor | None:
         """What the gradients have yet to be divided by: told by amp for one step, or by a GradScaler."""
         told, self.grad_scale_of_step = self.grad_scale_of_step, None
-        scaler = getattr(self, "grad_scale", None) if self._step_supports_amp_scaling else None
-        return told if told is not None else scaler
+        return told if told is not None else self._of_scaler("grad_scale")
 
     def _hand_scale_to(self, runs: list[tuple[Run, ParamGroup]], found_inf: Tensor | None) -> None:
         """Have gradients divided in the same pass as the update, and overflow looked for."""
