@@ -9,7 +9,7 @@ https://github.com/NVIDIA/apex, apex/optimizers.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -101,6 +101,14 @@ class FusedAdam(FusedOptimizer):
         if not (group["master_weights"] and any(map(_is_mastered, group["params"]))):
             return ("exp_avg", "exp_avg_sq")
         return ("exp_avg", "exp_avg_sq", "master_param")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of ``FusedOptimizer``; a group's count that lies on the device is an int32 there, as NVIDIA's is."""
+        packed = super().state_dict()
+        for group in packed["param_groups"]:
+            if isinstance(group.get("step"), Tensor):
+                group["step"] = group["step"].to(torch.int32)
+        return packed
 
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
         """Show the step count where NVIDIA's optimizer has it."""

@@ -337,6 +337,24 @@ def test_nvidias_adam_makes_its_learning_rate_a_tensor_and_takes_a_scalers_flag(
 
 
 @needs_device
+def test_nvidias_adam_saves_the_count_of_a_group_as_theirs_does():
+    ours = params(DEVICE)
+    optimizer = optimizers.FusedAdam(ours, lr=0.01, capturable=True)
+    for seed in range(2):
+        give(ours, seed)
+        optimizer.step()
+    saved = optimizer.state_dict()
+    step = saved["param_groups"][0]["step"]
+    assert (step.dtype, step.device.type, step.item()) == (torch.int32, DEVICE.type, 2)
+    optimizer.step()
+    assert step.item() == 2
+    optimizer.load_state_dict({**saved, "state": {i: {k: v for k, v in entry.items() if k != "step"}
+                                                  for i, entry in saved["state"].items()}})  # fmt: skip
+    optimizer.step()
+    assert optimizer.state[ours[0]]["step"].item() == 3
+
+
+@needs_device
 def test_tables_of_another_delta_do_not_take_the_place_of_a_graphs():
     ours = params(DEVICE)
     optimizer = optimizers.NpuFusedAdamP(ours, lr=0.01, capturable=True)
