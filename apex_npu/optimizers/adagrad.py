@@ -55,7 +55,11 @@ class FusedAdagrad(FusedOptimizer):
     ) -> None:
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "adagrad_w_mode": adagrad_w_mode}
         super().__init__(
-            params, defaults, fuse_grad_scaler=capturable, capturable=capturable, set_grad_none=set_grad_none
+            params,
+            defaults,
+            fuse_grad_scaler=None if capturable else False,
+            capturable=capturable,
+            set_grad_none=set_grad_none,
         )
 
     def validate(self, group: ParamGroup) -> None:

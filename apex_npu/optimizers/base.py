@@ -22,6 +22,7 @@ from apex_npu.fusion import (
     clip_grad_norm_,
     drop_grads,
     increment_versions,
+    is_sharded,
     local_part_as,
     sharded_like,
 )
@@ -76,6 +77,8 @@ class FusedOptimizer(Optimizer):
     supports_capture: ClassVar[bool] = False
     # What gradients have to be divided by in the next step alone, one float32 number: how amp hands over its scale.
     grad_scale_of_step: Tensor | None = None
+    # A GradScaler is left to unscale by itself where a parameter is sharded.
+    _may_leave_scaling: bool = False
     # True: print when parameters had to be fused again, and why; "error": raise instead.
     check_combined_tensors: bool | Literal["error"] = False
 
@@ -84,16 +87,18 @@ class FusedOptimizer(Optimizer):
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        fuse_grad_scaler: bool = False,
+        fuse_grad_scaler: bool | None = False,  # None: unless a parameter is sharded
         capturable: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        check_bool("fuse_grad_scaler", fuse_grad_scaler)
+        check_bool("fuse_grad_scaler", fuse_grad_scaler is None or fuse_grad_scaler)
         check_bool("capturable", capturable)
         check_bool("set_grad_none", set_grad_none)
         self.set_grad_none = set_grad_none
         self.capturable = capturable
-        self._step_supports_amp_scaling = fuse_grad_scaler  # the name by which torch.amp.GradScaler asks
+        # The first is the name by which torch.amp.GradScaler asks.
+        self._step_supports_amp_scaling = fuse_grad_scaler is None or fuse_grad_scaler
+        self._may_leave_scaling = fuse_grad_scaler is None
         self._forget_fusion()
         # Without a default learning rate every group has to bring its own; each is checked when it is added.
         if defaults.get("lr", 0.0) is not None:
@@ -303,6 +308,8 @@ class FusedOptimizer(Optimizer):
             with naming(type(self).__name__):
                 self.validate({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        if self._may_leave_scaling and any(map(is_sharded, self.param_groups[-1]["params"])):
+            self._step_supports_amp_scaling = False
         try:
             with naming(type(self).__name__):
                 check_params(

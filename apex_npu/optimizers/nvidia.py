@@ -79,7 +79,11 @@ class FusedAdam(FusedOptimizer):
             "master_weights": master_weights,
         }
         super().__init__(
-            params, defaults, fuse_grad_scaler=capturable, capturable=capturable, set_grad_none=set_grad_none
+            params,
+            defaults,
+            fuse_grad_scaler=None if capturable else False,
+            capturable=capturable,
+            set_grad_none=set_grad_none,
         )
 
     def validate(self, group: ParamGroup) -> None:
@@ -210,7 +214,12 @@ class FusedSGD(NpuFusedSGD):
         }
         # Not NpuFusedSGD's own, whose arguments are others.
         FusedOptimizer.__init__(
-            self, params, defaults, fuse_grad_scaler=capturable, capturable=capturable, set_grad_none=set_grad_none
+            self,
+            params,
+            defaults,
+            fuse_grad_scaler=None if capturable else False,
+            capturable=capturable,
+            set_grad_none=set_grad_none,
         )
 
     def validate(self, group: ParamGroup) -> None:
@@ -289,7 +298,11 @@ class FusedLAMB(FusedOptimizer):
             "use_nvlamb": use_nvlamb,
         }
         super().__init__(
-            params, defaults, fuse_grad_scaler=capturable, capturable=capturable, set_grad_none=set_grad_none
+            params,
+            defaults,
+            fuse_grad_scaler=None if capturable else False,
+            capturable=capturable,
+            set_grad_none=set_grad_none,
         )
 
     def validate(self, group: ParamGroup) -> None:

@@ -233,7 +233,7 @@ def same_as_whole():
     mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
     kinds = [
         (optimizers.NpuFusedRMSpropTF, {"lr": 0.1, "momentum": 0.5}),
-        (optimizers.FusedAdam, {"lr": 0.1, "weight_decay": 0.1}),
+        (optimizers.FusedAdam, {"lr": 0.1, "weight_decay": 0.1, "capturable": True}),
         (optimizers.FusedSGD, {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.1}),
     ]
     generator = torch.Generator().manual_seed(0)
