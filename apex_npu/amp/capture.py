@@ -35,23 +35,17 @@ def check_block(optimizers: Sequence[Optimizer], scaler: LossScaler, *, delays: 
             "CUDA graphs describe"
         )
     for optimizer in optimizers:
-        if not getattr(optimizer, "capturable", False):
-            raise _refusal(
-                f"with {type(optimizer).__name__}, which is not capturable: use one of apex_npu.optimizers with "
-                "capturable=True"
-            )
-    for optimizer in optimizers:
-        _check_model(optimizer)
+        _check_optimizer(optimizer)
 
 
 def check_step(optimizer: Optimizer, record: OptimizerRecord) -> None:
     """Require that block and step are captured together.
 
     Raises:
-        RuntimeError: One of them is not, or a model's parameters lie elsewhere than masters were copied to before.
+        RuntimeError: One of them is not, or as of ``check_block``.
     """
     if is_capturing():
-        _check_model(optimizer)
+        _check_optimizer(optimizer)
         record.captured_block = False
     elif record.captured_block:
         raise RuntimeError(
@@ -61,7 +55,12 @@ def check_step(optimizer: Optimizer, record: OptimizerRecord) -> None:
         )
 
 
-def _check_model(optimizer: Optimizer) -> None:
+def _check_optimizer(optimizer: Optimizer) -> None:
+    if not getattr(optimizer, "capturable", False):
+        raise _refusal(
+            f"with {type(optimizer).__name__}, which is not capturable: use one of apex_npu.optimizers with "
+            "capturable=True"
+        )
     record = record_of(optimizer)
     if record is not None and record.pairs and not record.has_flat_model(optimizer.fused_groups()):  # type: ignore[attr-defined]
         raise _refusal(
@@ -71,6 +70,6 @@ def _check_model(optimizer: Optimizer) -> None:
 
 def _refusal(reason: str) -> RuntimeError:
     return RuntimeError(
-        f"amp.scale_loss cannot be captured in a CUDA graph {reason}; or capture forward and backward alone "
+        f"amp's blocks and steps cannot be captured in a CUDA graph {reason}; or capture forward and backward alone "
         "(torch.cuda.make_graphed_callables). Nothing has been done"
     )

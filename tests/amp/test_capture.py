@@ -164,7 +164,8 @@ def test_a_block_that_was_captured_without_its_step_is_told_of():
 def test_an_optimizer_that_is_not_capturable_is_refused_before_its_block():
     model = nn.Linear(3, 2).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
     loss = model(torch.ones(1, 3, device=DEVICE)).sum()
-    with pytest.raises(RuntimeError, match=r"which is not capturable: use one of apex_npu\.optimizers"), Capture():
-        amp.scale_loss(loss, optimizer).__enter__()
+    for capture in (amp.scale_loss(loss, optimizer).__enter__, optimizer.step):
+        with pytest.raises(RuntimeError, match=r"which is not capturable: use one of apex_npu\.optimizers"), Capture():
+            capture()
