@@ -83,7 +83,7 @@ class _HostSteps:
         return counts
 
     def set_apart(self, stepping: Sequence[bool]) -> None:
-        pass  # the counts are labels enough
+        """Nothing to do: counts that differ are labels that do."""
 
     def uniform(self, runs: Sequence[tuple[int, int]]) -> bool:
         return all((counts == counts[0]).all() for counts in (self._counts[first : last + 1] for first, last in runs))
@@ -95,7 +95,7 @@ class _HostSteps:
         self._counts[first : last + 1] += float(addend)
 
     def settle(self) -> None:
-        pass
+        """Nothing to do: counts are looked at, not their versions."""
 
 
 class _DeviceSteps:

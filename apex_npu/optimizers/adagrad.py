@@ -57,7 +57,7 @@ class FusedAdagrad(FusedOptimizer):
         super().__init__(
             params,
             defaults,
-            fuse_grad_scaler=None if capturable else False,
+            fuse_grad_scaler=None,
             capturable=capturable,
             set_grad_none=set_grad_none,
         )

@@ -31,12 +31,11 @@ from apex_npu.optimizers.capture import check_gradients, check_groups, refusal
 from apex_npu.optimizers.checks import (
     check_bool,
     check_params,
-    find_problems,
-    find_unsharded,
     naming,
 )
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
 from apex_npu.optimizers.shown_state import ShownState
+from apex_npu.optimizers.state_dicts import check_state_dict, indexed_params
 
 logger = logging.getLogger("apex_npu")
 
@@ -87,7 +86,7 @@ class FusedOptimizer(Optimizer):
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        fuse_grad_scaler: bool | None = False,  # None: unless a parameter is sharded
+        fuse_grad_scaler: bool | None = False,  # None: where it is capturable, and no parameter is sharded
         capturable: bool = False,
         set_grad_none: bool = True,
     ) -> None:
@@ -97,7 +96,7 @@ class FusedOptimizer(Optimizer):
         self.set_grad_none = set_grad_none
         self.capturable = capturable
         # The first is the name by which torch.amp.GradScaler asks.
-        self._step_supports_amp_scaling = fuse_grad_scaler is None or fuse_grad_scaler
+        self._step_supports_amp_scaling = capturable if fuse_grad_scaler is None else fuse_grad_scaler
         self._may_leave_scaling = fuse_grad_scaler is None
         self._forget_fusion()
         # Without a default learning rate every group has to bring its own; each is checked when it is added.
@@ -226,7 +225,6 @@ class FusedOptimizer(Optimizer):
             because = "it counts steps on the host"
             raise refusal(type(self).__name__, because, capturable=False, supported=self.supports_capture)
         check_groups(type(self).__name__, self.param_groups, self._of_scaler("found_inf"))
-        self._check_current()
 
     def _check_current(self) -> None:
         current = len(self._fused) == len(self.param_groups) and all(
@@ -395,7 +393,7 @@ class FusedOptimizer(Optimizer):
         loaded: dict[str, Any] = {}
 
         def check_and_capture(_: Optimizer, final: dict[str, Any]) -> None:
-            self._check_state_dict(final)
+            check_state_dict(self, final)
             loaded.update(final)
 
         # The last of the pre-hooks, so that it sees what a user's own hooks have made of the state dict.
@@ -404,7 +402,7 @@ class FusedOptimizer(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        for index, param in self._indexed_params(loaded):
+        for index, param in indexed_params(loaded, self.param_groups):
             for name, value in loaded["state"].get(index, {}).items():
                 if isinstance(value, Tensor):
                     # A copy of what was saved: torch rounds to the parameter's dtype, or keeps sharing its memory.
@@ -414,37 +412,6 @@ class FusedOptimizer(Optimizer):
             for name, default in self.defaults.items():
                 if name != "differentiable":  # torch's own, which no rule here has
                     group.setdefault(name, default)
-
-    def _indexed_params(self, state_dict: dict[str, Any]) -> list[tuple[int, Tensor]]:
-        indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        return list(zip(indices, params, strict=False))
-
-    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        problems: list[str] = []
-        params = dict(self._indexed_params(state_dict))
-        for group in state_dict["param_groups"]:
-            merged = {**self.defaults, **group}
-            with naming(type(self).__name__):
-                self.validate(merged)
-            for index in group["params"]:
-                entry = state_dict["state"].get(index, {})
-                if index in params and any(value is not None for value in entry.values()):
-                    shapes = self._state_shapes(merged, params[index])
-                    optional = (*self.optional_states, *(("step",) if "step" in merged else ()))
-                    problems += find_problems(entry, shapes, optional, f"parameter {index}")
-                    problems += find_unsharded(entry, params[index], f"parameter {index}")
-        if problems:
-            more = f", and {len(problems) - 10} more" if len(problems) > 10 else ""
-            raise ValueError(
-                f"this state dict is not one of {type(self).__name__} for these parameters: "
-                f"{'; '.join(problems[:10])}{more}. Nothing has been loaded"
-            )
-
-    def _state_shapes(self, group: ParamGroup, param: Tensor) -> dict[str, torch.Size]:
-        names = (*self.state_names(group), *self.optional_states)
-        shapes = {name: torch.Size() if name in self.scalar_states else param.shape for name in names}
-        return {"step": torch.Size(), **shapes} if self.has_step_state else shapes
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch's optimizers pickle, and the flags that are not in ``defaults``."""
@@ -504,10 +471,12 @@ class FusedOptimizer(Optimizer):
     def _adopt_state(self) -> None:
         """Copy ``state``, whoever put it there, into the buffers, and leave views of them in its place."""
         for group, fused, index, param in self._slots():
+            if not self.has_step_state and not self.state_names(group):
+                continue  # a state that is switched on again is as old as it was
             entry = self.state.get(param, {})
-            if not self.has_step_state and self._is_shown(group, fused, index, entry):
-                continue  # the count, which is shown nowhere, is what it was
             count = self._count_of(entry, group)
+            if count and not self.has_step_state and self._is_shown(group, fused, index, entry):
+                count = min(count, float(fused.step_view(index)))  # 0, where the device has skipped all steps so far
             fused.set_step(index, count)
             if not count:
                 continue
@@ -525,9 +494,10 @@ class FusedOptimizer(Optimizer):
 
     def _is_shown(self, group: ParamGroup, fused: FusedGroup, index: int, entry: dict[str, Any]) -> bool:
         """True where ``entry`` is what this very slot shows."""
-        names = self.state_names(group)
-        views = (fused.state_view(name, index, scalar=name in self.scalar_states) for name in names if name in entry)
-        return bool(entry) and all(entry.get(name) is view for name, view in zip(names, views, strict=False))
+        return all(
+            entry.get(name) is fused.state_view(name, index, scalar=name in self.scalar_states)
+            for name in self.state_names(group)
+        )
 
     def _slots(self) -> Iterator[tuple[ParamGroup, FusedGroup, int, Tensor]]:
         for group, record in zip(self.param_groups, self._fused, strict=True):

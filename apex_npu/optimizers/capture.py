@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -53,8 +54,9 @@ def check_gradients(owner: str, grads: Iterable[Tensor]) -> None:
         segments = torch.cuda.memory_snapshot()
     except RuntimeError:  # not every allocator keeps an account
         return
+    ordinary = outside_of_graphs(segments)
     for grad in foreign:
-        if lies_outside_of_graphs(grad.data_ptr(), segments):
+        if lies_in(ordinary, grad.data_ptr()):
             raise refusal(
                 owner,
                 f"the gradient of shape {tuple(grad.shape)} was made behind the step before, and outside of the "
@@ -62,15 +64,19 @@ def check_gradients(owner: str, grads: Iterable[Tensor]) -> None:
             )
 
 
-def lies_outside_of_graphs(address: int, segments: Iterable[Mapping[str, Any]]) -> bool:
-    """True where ``address`` surely is no memory of a graph: ``segments`` is what torch.cuda.memory_snapshot says."""
-    ordinary = sorted(
-        (segment["address"], segment["address"] + segment["total_size"])
+def outside_of_graphs(segments: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """First and last address of what surely is no graph's, in order, of what torch.cuda.memory_snapshot gives."""
+    return sorted(
+        (segment["address"], segment["address"] + segment["total_size"] - 1)
         for segment in segments
         if tuple(segment["segment_pool_id"]) == (0, 0)
     )
-    found = bisect_right(ordinary, address, key=lambda segment: segment[0]) - 1
-    return found >= 0 and address < ordinary[found][1]
+
+
+def lies_in(ranges: Sequence[tuple[int, int]], address: int) -> bool:
+    """True where ``address`` is in one of ``ranges``, which are in order."""
+    found = bisect_right(ranges, address, key=itemgetter(0)) - 1
+    return found >= 0 and address <= ranges[found][1]
 
 
 def refusal(owner: str, because: str, *, capturable: bool = True, supported: bool = True) -> RuntimeError:

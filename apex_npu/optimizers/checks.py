@@ -5,11 +5,10 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from apex_npu.fusion import is_partial, is_sharded, wraps_tensors
@@ -167,64 +166,3 @@ def _check_shard(which: str, param: Tensor, *, shards: bool, scaled: bool) -> No
             f"{which} is a DTensor of which processes hold addends (Partial), and stepping each is not stepping their "
             "sum; redistribute it to Shard or Replicate first"
         )
-
-
-def find_unsharded(entry: dict[str, Any], param: Tensor, where: str) -> list[str]:
-    """What keeps a saved ``entry`` of state from being that of ``param``, where one is sharded and the other not."""
-    tensors = {name: value for name, value in entry.items() if isinstance(value, Tensor) and value.dim()}
-    if is_sharded(param):
-        return [
-            f"{where} is sharded and has {name!r} as a plain tensor (torch.distributed.checkpoint.state_dict's "
-            "set_optimizer_state_dict distributes it)"
-            for name, value in tensors.items()
-            if not is_sharded(value)
-        ]
-    return [
-        f"{where} is not sharded and has {name!r} as a DTensor (pass its full_tensor())"
-        for name, value in tensors.items()
-        if is_sharded(value)
-    ]
-
-
-def find_problems(
-    entry: dict[str, Any], shapes: Mapping[str, torch.Size], optional: Sequence[str], where: str
-) -> list[str]:
-    """What keeps a saved ``entry`` of state from being that of one parameter.
-
-    Args:
-        entry: The saved state.
-        shapes: For each state of the rule the shape it must have; ``step`` is a number.
-        optional: Those of them that may be missing.
-        where: Whose it is, for the text.
-    """
-    problems = [f"{where} lacks {name!r}" for name in shapes if entry.get(name) is None and name not in optional]
-    unknown = []
-    for name, value in entry.items():
-        if value is None:
-            continue
-        if name == "step":
-            problems += _step_problems(value, where)
-        elif name in shapes:
-            problems += _shape_problems(name, value, shapes[name], where)
-        elif isinstance(value, Tensor) and value.dim():  # numbers (the unfused Lamb's norms) do no harm
-            unknown.append(f"{where} has {name!r}, which is not known here")
-    # Beside what the rule has, it is the user's own.
-    known = any(entry.get(name) is not None for name in shapes if name != "step")
-    return problems if known and not problems else problems + unknown
-
-
-def _step_problems(value: Any, where: str) -> Iterator[str]:
-    try:
-        step = as_number("step", value)
-    except (TypeError, ValueError) as error:
-        yield f"{error} ({where})"
-        return
-    if not 0 <= step < float("inf"):
-        yield f"'step' of {where} is {step}, not a count"
-
-
-def _shape_problems(name: str, value: Any, shape: torch.Size, where: str) -> Iterator[str]:
-    if not isinstance(value, Tensor):
-        yield f"{name!r} of {where} is {value!r}, not a tensor"
-    elif value.shape != shape:
-        yield f"{name!r} of {where} has shape {tuple(value.shape)}, not {tuple(shape)}"

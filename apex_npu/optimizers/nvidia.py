@@ -81,7 +81,7 @@ class FusedAdam(FusedOptimizer):
         super().__init__(
             params,
             defaults,
-            fuse_grad_scaler=None if capturable else False,
+            fuse_grad_scaler=None,
             capturable=capturable,
             set_grad_none=set_grad_none,
         )
@@ -217,7 +217,7 @@ class FusedSGD(NpuFusedSGD):
             self,
             params,
             defaults,
-            fuse_grad_scaler=None if capturable else False,
+            fuse_grad_scaler=None,
             capturable=capturable,
             set_grad_none=set_grad_none,
         )
@@ -300,7 +300,7 @@ class FusedLAMB(FusedOptimizer):
         super().__init__(
             params,
             defaults,
-            fuse_grad_scaler=None if capturable else False,
+            fuse_grad_scaler=None,
             capturable=capturable,
             set_grad_none=set_grad_none,
         )

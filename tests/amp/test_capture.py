@@ -13,6 +13,18 @@ from apex_npu import amp, optimizers
 needs_device = pytest.mark.skipif(DEVICE.type == "cpu", reason="nothing is captured on a CPU")
 
 
+def initialized(opt_level, optimizer=optimizers.NpuFusedSGD, **options):
+    """A small model and its optimizer, capturable where that is an option."""
+    model = nn.Linear(3, 2).to(DEVICE)
+    capturable = {"capturable": True} if hasattr(optimizer, "supports_capture") else {}
+    made = optimizer(model.parameters(), lr=0.1, **capturable)
+    return amp.initialize(model, made, opt_level=opt_level, verbosity=0, **options)
+
+
+def loss_of(model):
+    return model(torch.ones(1, 3, device=DEVICE)).float().sum()
+
+
 def train(opt_level, options, *, captured, clip):
     """Seven iterations, the last three by replays: parameters and step counts."""
     generator = torch.Generator().manual_seed(0)
@@ -68,11 +80,8 @@ def test_replayed_iterations_are_those_of_python(opt_level, options, clip):
 
 
 def test_a_dynamic_scale_is_refused_with_nothing_done():
-    model = nn.Linear(3, 2).to(DEVICE)
-    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1, capturable=True)
-    options = {"loss_scale": "dynamic", "dynamic_init_scale": 128.0}
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **options)
-    loss = model(torch.ones(1, 3, device=DEVICE)).sum()
+    model, optimizer = initialized("O2", loss_scale="dynamic", dynamic_init_scale=128.0)
+    loss = loss_of(model)
     says = r"cannot be captured in a CUDA graph with a dynamic loss scale: .*loss_scale=128\.0.*Nothing"
     with pytest.raises(RuntimeError, match=says), Capture(), amp.scale_loss(loss, optimizer):
         pass
@@ -84,11 +93,9 @@ def test_a_dynamic_scale_is_refused_with_nothing_done():
 
 
 def test_averages_over_processes_are_refused_with_nothing_done(monkeypatch):
-    model = nn.Linear(3, 2).to(DEVICE)
-    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1, capturable=True)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    model, optimizer = initialized("O0")
     monkeypatch.setattr(optimizer._amp_record, "parallel", object())
-    loss = model(torch.ones(1, 3, device=DEVICE)).sum()
+    loss = loss_of(model)
     with pytest.raises(RuntimeError, match=r"cannot be captured .*combine_ddp=True"), Capture():
         amp.scale_loss(loss, optimizer).__enter__()
 
@@ -96,11 +103,9 @@ def test_averages_over_processes_are_refused_with_nothing_done(monkeypatch):
 @needs_device
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 def test_a_first_iteration_in_a_capture_is_refused_with_the_parameters_where_they_were(opt_level):
-    model = nn.Linear(3, 2).to(DEVICE)
-    before = model.weight.detach().cpu().clone()
-    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1, capturable=True)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=128.0, verbosity=0)
-    loss = model(torch.ones(1, 3, device=DEVICE)).sum()
+    model, optimizer = initialized(opt_level, loss_scale=128.0)
+    before = model.weight.detach().cpu().float()
+    loss = loss_of(model)
     with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"), Capture():
         amp.scale_loss(loss, optimizer).__enter__()
     for p in (model.weight, optimizer.param_groups[0]["params"][0]):
@@ -109,13 +114,11 @@ def test_a_first_iteration_in_a_capture_is_refused_with_the_parameters_where_the
 
 @needs_device
 def test_a_model_that_is_about_to_move_is_refused():
-    model = nn.Linear(3, 2).to(DEVICE)
-    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1, capturable=True)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model, optimizer = initialized("O5")
 
     def iteration():
         optimizer.zero_grad()
-        with amp.scale_loss(model(torch.ones(1, 3, device=DEVICE)).float().sum(), optimizer) as loss:
+        with amp.scale_loss(loss_of(model), optimizer) as loss:
             loss.backward()
         optimizer.step()
 
@@ -133,22 +136,18 @@ def test_a_model_that_is_about_to_move_is_refused():
 @needs_device
 @pytest.mark.parametrize("option", ["delay_unscale", "delay_overflow_check"])
 def test_what_the_host_would_have_to_remember_is_refused(option):
-    model = nn.Linear(3, 2).to(DEVICE)
-    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1, capturable=True)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", loss_scale=128.0, verbosity=0)
-    loss = model(torch.ones(1, 3, device=DEVICE)).sum()
+    model, optimizer = initialized("O0", loss_scale=128.0)
+    loss = loss_of(model)
     with pytest.raises(RuntimeError, match="with delay_unscale or delay_overflow_check"), Capture():
         amp.scale_loss(loss, optimizer, **{option: True}).__enter__()
 
 
 @needs_device
 def test_a_block_that_was_captured_without_its_step_is_told_of():
-    model = nn.Linear(3, 2).to(DEVICE)
-    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1, capturable=True)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model, optimizer = initialized("O5")
 
     def block():
-        with amp.scale_loss(model(torch.ones(1, 3, device=DEVICE)).float().sum(), optimizer) as loss:
+        with amp.scale_loss(loss_of(model), optimizer) as loss:
             loss.backward()
 
     block()
@@ -162,10 +161,8 @@ def test_a_block_that_was_captured_without_its_step_is_told_of():
 
 
 def test_an_optimizer_that_is_not_capturable_is_refused_before_its_block():
-    model = nn.Linear(3, 2).to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    loss = model(torch.ones(1, 3, device=DEVICE)).sum()
+    model, optimizer = initialized("O5", torch.optim.SGD)
+    loss = loss_of(model)
     for capture in (amp.scale_loss(loss, optimizer).__enter__, optimizer.step):
         with pytest.raises(RuntimeError, match=r"which is not capturable: use one of apex_npu\.optimizers"), Capture():
             capture()

@@ -1,0 +1,121 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a state dict must be to be loaded, all of it looked at before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from apex_npu.fusion import is_sharded
+from apex_npu.optimizers.checks import as_number, naming
+
+if TYPE_CHECKING:
+    from apex_npu.optimizers.base import FusedOptimizer
+
+
+def indexed_params(state_dict: dict[str, Any], param_groups: list[dict[str, Any]]) -> list[tuple[int, Tensor]]:
+    """The parameters of ``param_groups``, each with its number in ``state_dict``."""
+    indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    params = chain.from_iterable(group["params"] for group in param_groups)
+    return list(zip(indices, params, strict=False))
+
+
+def check_state_dict(optimizer: FusedOptimizer, state_dict: dict[str, Any]) -> None:
+    """Require a state dict of the rule and the parameters of ``optimizer``.
+
+    Raises:
+        ValueError: It is another's; the first ten reasons are named.
+        TypeError: A hyper-parameter has the wrong type.
+    """
+    owner = type(optimizer).__name__
+    problems: list[str] = []
+    params = dict(indexed_params(state_dict, optimizer.param_groups))
+    for group in state_dict["param_groups"]:
+        merged = {**optimizer.defaults, **group}
+        with naming(owner):
+            optimizer.validate(merged)
+        for index in group["params"]:
+            entry = state_dict["state"].get(index, {})
+            if index in params and any(value is not None for value in entry.values()):
+                shapes = _state_shapes(optimizer, merged, params[index])
+                optional = (*optimizer.optional_states, *(("step",) if "step" in merged else ()))
+                problems += _find_problems(entry, shapes, optional, f"parameter {index}")
+                problems += _find_unsharded(entry, params[index], f"parameter {index}")
+    if problems:
+        more = f", and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise ValueError(
+            f"this state dict is not one of {owner} for these parameters: {'; '.join(problems[:10])}{more}. Nothing "
+            "has been loaded"
+        )
+
+
+def _state_shapes(optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor) -> dict[str, torch.Size]:
+    names = (*optimizer.state_names(group), *optimizer.optional_states)
+    shapes = {name: torch.Size() if name in optimizer.scalar_states else param.shape for name in names}
+    return {"step": torch.Size(), **shapes} if optimizer.has_step_state else shapes
+
+
+def _find_unsharded(entry: dict[str, Any], param: Tensor, where: str) -> list[str]:
+    """What keeps a saved ``entry`` of state from being that of ``param``, where one is sharded and the other not."""
+    tensors = {name: value for name, value in entry.items() if isinstance(value, Tensor) and value.dim()}
+    if is_sharded(param):
+        return [
+            f"{where} is sharded and has {name!r} as a plain tensor (torch.distributed.checkpoint.state_dict's "
+            "set_optimizer_state_dict distributes it)"
+            for name, value in tensors.items()
+            if not is_sharded(value)
+        ]
+    return [
+        f"{where} is not sharded and has {name!r} as a DTensor (pass its full_tensor())"
+        for name, value in tensors.items()
+        if is_sharded(value)
+    ]
+
+
+def _find_problems(
+    entry: dict[str, Any], shapes: Mapping[str, torch.Size], optional: Sequence[str], where: str
+) -> list[str]:
+    """What keeps a saved ``entry`` of state from being that of one parameter.
+
+    Args:
+        entry: The saved state.
+        shapes: For each state of the rule the shape it must have; ``step`` is a number.
+        optional: Those of them that may be missing.
+        where: Whose it is, for the text.
+    """
+    problems = [f"{where} lacks {name!r}" for name in shapes if entry.get(name) is None and name not in optional]
+    unknown = []
+    for name, value in entry.items():
+        if value is None:
+            continue
+        if name == "step":
+            problems += _step_problems(value, where)
+        elif name in shapes:
+            problems += _shape_problems(name, value, shapes[name], where)
+        elif isinstance(value, Tensor) and value.dim():  # numbers (the unfused Lamb's norms) do no harm
+            unknown.append(f"{where} has {name!r}, which is not known here")
+    # Beside what the rule has, it is the user's own.
+    known = any(entry.get(name) is not None for name in shapes if name != "step")
+    return problems if known and not problems else problems + unknown
+
+
+def _step_problems(value: Any, where: str) -> Iterator[str]:
+    try:
+        step = as_number("step", value)
+    except (TypeError, ValueError) as error:
+        yield f"{error} ({where})"
+        return
+    if not 0 <= step < float("inf"):
+        yield f"'step' of {where} is {step}, not a count"
+
+
+def _shape_problems(name: str, value: Any, shape: torch.Size, where: str) -> Iterator[str]:
+    if not isinstance(value, Tensor):
+        yield f"{name!r} of {where} is {value!r}, not a tensor"
+    elif value.shape != shape:
+        yield f"{name!r} of {where} has shape {tuple(value.shape)}, not {tuple(shape)}"
