@@ -334,7 +334,7 @@ def last_step(optimizer: Optimizer) -> StepReport | None:
     """
     record = record_of(optimizer)
     if record is not None:
-        return record.last_step
+        return record.last_step()
     session = current()
     if session is None or session.policy.enabled:
         raise RuntimeError(f"{type(optimizer).__name__} was not passed to amp.initialize")

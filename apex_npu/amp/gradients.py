@@ -283,42 +283,47 @@ def clear_overflow_flags(units: Sequence[GradUnit]) -> None:
             backend.clear_overflow_flag(device)
 
 
-def unscale_units(units: Sequence[GradUnit], scale: float, *, check: bool, share: bool = False) -> bool:
+def unscale_units(units: Sequence[GradUnit], scale: float, *, check: bool, share: bool = False) -> list[Tensor]:
     """Bring all gradients to the optimizer's parameters, divided by ``scale``.
 
     Args:
         units: Where they are.
         scale: The loss scale.
-        check: Look for overflow; that waits for the device, once.
+        check: Look for overflow.
         share: See ``GradUnit.unscale_``.
 
     Returns:
-        Whether a gradient has overflowed.
+        What ``any_raised`` takes, where they were looked at; else nothing.
     """
     separate(units)
     flags = _flags(units) if check else {}
     for unit in units:
         unit.unscale_(1.0 / scale, flags.get(unit.device), share=share)
-    return _any_raised(flags)
+    return list(flags.values())
 
 
-def have_overflowed(units: Sequence[GradUnit]) -> bool:
-    """Whether a gradient of the optimizer's parameters is inf or nan; waits for the device, once."""
+def look_for_overflow(units: Sequence[GradUnit]) -> list[Tensor]:
+    """Look at the gradients of the optimizer's parameters: what ``any_raised`` takes."""
     flags = _flags(units)
     for unit in units:
         unit.check(flags[unit.device])
-    return _any_raised(flags)
+    return list(flags.values())
+
+
+def any_raised(flags: Sequence[Tensor]) -> bool:
+    """Whether a gradient has overflowed; waits for the device, once.
+
+    Args:
+        flags: One for each device: float32, one element, not 0 where a gradient there is inf or nan.
+    """
+    found_inf = False
+    for flag in flags:
+        backend = for_device(flag.device)
+        overflowed = backend.overflow_flag(flag.device) if backend.saturates() else False
+        found_inf |= overflowed or bool(flag)
+    return found_inf
 
 
 def _flags(units: Sequence[GradUnit]) -> dict[torch.device, Tensor]:
     devices = {unit.device for unit in units}
     return {device: torch.zeros(1, dtype=torch.float32, device=device) for device in devices}
-
-
-def _any_raised(flags: dict[torch.device, Tensor]) -> bool:
-    found_inf = False
-    for device, flag in flags.items():
-        backend = for_device(device)
-        overflowed = backend.overflow_flag(device) if backend.saturates() else False
-        found_inf |= overflowed or bool(flag)
-    return found_inf

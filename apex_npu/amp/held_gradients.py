@@ -81,9 +81,10 @@ def hand_over_scale(optimizer: Optimizer, record: OptimizerRecord) -> None:
 
 
 def finish_hand_over(optimizer: Optimizer) -> None:
-    """After the step, or its failure: a scale that it did not come to take is not for the next one."""
-    if getattr(optimizer, "grad_scale_of_step", None) is not None:
-        optimizer.grad_scale_of_step = None  # type: ignore[attr-defined]
+    """After the step, or its failure: a scale, or a flag, that it did not come to take is not for the next one."""
+    for name in ("grad_scale_of_step", "found_inf_of_step"):
+        if getattr(optimizer, name, None) is not None:
+            setattr(optimizer, name, None)
 
 
 def settle(record: HoldsGradients, units: list[GradUnit]) -> None:
@@ -102,6 +103,20 @@ def clip_held(record: HoldsGradients, units: list[GradUnit]) -> None:
             unit.clip_params_(coefficient)
 
 
+def _checked_norm(record: OptimizerRecord, flats: list[FlatGrads], loose: list[Tensor], norm_type: float) -> Tensor:
+    """The norm, with a look for overflow that nobody waits for."""
+    check = record.open_check
+    assert check is not None
+    if norm_type != 2.0 or check.flag is not None:
+        check.ask()
+        return total_grad_norm(flats, loose, norm_type)
+    device = next(t.device for t in (*(flat.flat for flat in flats), *loose))
+    found_inf = torch.zeros(1, dtype=torch.float32, device=device)
+    norm = total_grad_norm(flats, loose, norm_type, found_inf)
+    check.ask(found_inf)
+    return norm
+
+
 def clip_at_step(
     record: OptimizerRecord,
     flats: list[FlatGrads],
@@ -111,9 +126,12 @@ def clip_at_step(
     error_if_nonfinite: bool,
 ) -> Tensor:
     """Leave it to the next step to clip; the arguments and the norm are those of ``clip_grad_norm_``."""
-    norm = total_grad_norm(flats, loose, norm_type)
+    if record.device_decides:
+        norm = _checked_norm(record, flats, loose, norm_type)
+    else:
+        norm = total_grad_norm(flats, loose, norm_type)
     device = norm.device
-    if record.open_check is not None and norm_type > 0:  # other "norms" pass over inf and nan
+    if record.open_check is not None and not record.device_decides and norm_type > 0:  # others pass over inf and nan
         norm = norm.cpu()  # the one wait of the step; what follows from it is cheaper on the host
         record.close_check(norm)
     if norm_type != 0:  # which counts, whatever the scale

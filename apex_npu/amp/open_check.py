@@ -1,16 +1,26 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``OpenCheck``: a look for overflow that can be had for nothing with the next read of the gradients."""
+"""``OpenCheck``: whether gradients have overflowed, where that is looked for late, or only the device knows so far."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from apex_npu._extension import disable_dynamo
+from apex_npu.amp.gradients import any_raised
+from apex_npu.backends import HostCopy
+
+
+class _Question(NamedTuple):
+    """What an open check needs until it is closed: it holds on to gradients, parameters, buffers."""
+
+    look: Callable[[], Sequence[Tensor]]
+    decide: Callable[[bool], None]
 
 
 class OpenCheck:
@@ -19,16 +29,59 @@ class OpenCheck:
     Gradients that ``fuse_unscale`` holds need not be written behind the block, so that looking at them would be a pass
     of its own. Whoever takes their norm next answers the question, too; else whoever first wants to know looks.
 
+    Where the device can skip the step by itself, the host need not wait for the answer either: it is told ``flag``,
+    and the host reads what has come of it when that has long arrived.
+
     Attributes:
         thread: The identifier of the one whose block it was.
+        masks: The device can skip the step that follows.
+        flag: On the device, one float32 number, not 0 where a gradient is inf or nan; None: nobody has asked for it.
     """
 
-    def __init__(self, look: Callable[[], bool], decide: Callable[[bool], None]) -> None:
-        """``look``: reads every gradient, True where one is inf or nan. ``decide``: told that, once."""
+    def __init__(
+        self, look: Callable[[], Sequence[Tensor]], decide: Callable[[bool], None], *, masks: bool = False
+    ) -> None:
+        """Of gradients that nobody has looked at.
+
+        Args:
+            look: Reads every gradient; gives what ``any_raised`` takes.
+            decide: Told, once, whether one of them is inf or nan.
+            masks: See the attributes.
+        """
         self.thread = threading.get_ident()
-        # Together, and let go of when done: they know gradients, parameters, buffers.
-        self._open: tuple[Callable[[], bool], Callable[[bool], None]] | None = look, decide
+        self.masks = masks
+        self.flag: Tensor | None = None
+        self._arriving: HostCopy | None = None
+        self._question: _Question | None = _Question(look, decide)
+        self._then: Callable[[], None] | None = None
         self._lock = threading.RLock()  # another thread may ask for the loss scale; deciding asks, too
+
+    @property
+    def is_open(self) -> bool:
+        """False once it is decided."""
+        return self._question is not None
+
+    @disable_dynamo
+    def ask(self, flag: Tensor | None = None) -> Tensor:
+        """Have the device know the answer, which nobody waits for; only where it ``masks``.
+
+        Args:
+            flag: The answer, where somebody has just had it; None: the gradients are looked at.
+
+        Returns:
+            ``flag``, of the attributes.
+        """
+        with self._lock:
+            if self.flag is None:
+                assert self._question is not None
+                if flag is None:
+                    (flag,) = self._question.look()
+                self.flag, self._arriving = flag, HostCopy(flag)
+            return self.flag
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called when it has been decided."""
+        self._then = call
 
     @disable_dynamo
     def close(self, norm: Tensor | None = None) -> None:
@@ -38,10 +91,19 @@ class OpenCheck:
             norm: Of all these gradients, and inf or nan where one of them is; None: nobody has taken it.
         """
         with self._lock:
-            if self._open is None:
+            if self._question is None:
                 return
-            look, decide = self._open
-            # A norm can overflow where no gradient has.
-            found_inf = look() if norm is None or not math.isfinite(norm) else False
-            self._open = None
-            decide(found_inf)
+            look, decide = self._question
+            if self._arriving is not None:
+                found_inf = bool(self._arriving)
+            elif norm is not None and math.isfinite(norm):
+                found_inf = False
+            else:  # a norm can overflow where no gradient has
+                found_inf = any_raised(look())
+            self._question = self._arriving = None
+            try:
+                decide(found_inf)
+            finally:  # it may warn, and a warning be an error
+                then, self._then = self._then, None
+                if then is not None:
+                    then()

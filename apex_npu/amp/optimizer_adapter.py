@@ -22,13 +22,14 @@ from torch.optim import LBFGS, Optimizer
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.capture import check_step
 from apex_npu.amp.data_parallel import LocalGrads
+from apex_npu.amp.delegated_skips import delegates, hand_over_flag, report_later, report_step, say_skipped
 from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.held_gradients import clip_at_step, clip_held, finish_hand_over, hand_over_scale, settle
 from apex_npu.amp.legacy.stash import LegacyOptimizerNames
 from apex_npu.amp.master_params import make_masters
 from apex_npu.amp.optimizer_record import OptimizerRecord, record_of, tell_masters
 from apex_npu.amp.session import Session, current, disable_casts
-from apex_npu.amp.step_report import StepReport, explain_skips, next_report
+from apex_npu.amp.step_report import StepReport, explain_skips
 from apex_npu.fusion import FlatGrads, clip_grad_norm_, drop_grads
 
 logger = logging.getLogger(__name__)
@@ -60,13 +61,16 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             # Here rather than inside the optimizer, so that an overflow in it still skips the step.
             with torch.enable_grad():
                 loss = closure()
-        if record.skip:
+        delegated = delegates(self, record)
+        if not delegated and record.skip:
             _skip_step(self, record)
             return loss
         _check_unscaled(record, "step()")
         _check_averaged(record)
         _warn_of_missing_gradients(self, record)
         hand_over_scale(self, record)
+        if delegated:
+            hand_over_flag(self, record)
         try:
             with disable_casts():
                 super().step()
@@ -74,7 +78,10 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             finish_hand_over(self)
         record.copy_masters(self)
         _drop_master_grads(record)
-        _report(record)
+        if delegated:
+            report_later(record)
+        else:
+            _end_step(record)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]
@@ -133,7 +140,7 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
     def _clip_at_once(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         record = self._amp_record
         _check_unscaled(record, "clipping")
-        record.close_check()  # an inf that is clipped is none any more
+        record.look()  # an inf that is clipped is none any more
         units = record.units(self)
         clip_held(record, units)
         return clip_grad_norm_(*_gradients_of(units), max_norm, norm_type, error_if_nonfinite)
@@ -238,26 +245,22 @@ def _warn_of_missing_gradients(optimizer: Optimizer, record: OptimizerRecord) ->
 
 
 def _skip_step(optimizer: Optimizer, record: OptimizerRecord) -> None:
-    report = _report(record)
+    report = _end_step(record)
+    say_skipped(report)
     session = current()
-    if session is not None:
-        session.say(
-            f"Gradient overflow.  Skipping step, loss scaler {report.loss_id} reducing loss scale to "
-            f"{report.scale_after}"
+    if session is not None and report.skips_in_a_row == session.skip_alarm:
+        logger.error(
+            "%s: %s", type(optimizer).__name__, explain_skips(report, _named_grads(session, optimizer, record))
         )
-        if report.skips_in_a_row == session.skip_alarm:
-            logger.error(
-                "%s: %s", type(optimizer).__name__, explain_skips(report, _named_grads(session, optimizer, record))
-            )
     _drop_master_grads(record)
     if record.holds:
         settle(record, record.units(optimizer))  # what is not cleared now is a gradient like any other
 
 
-def _report(record: OptimizerRecord) -> StepReport:
-    record.last_step = next_report(record.verdict, record.last_step)
-    record.verdict = record.unchecked = None
-    return record.last_step
+def _end_step(record: OptimizerRecord) -> StepReport:
+    record.last_step()  # in order
+    record.unchecked = None
+    return report_step(record)
 
 
 def _named_grads(session: Session, optimizer: Optimizer, record: OptimizerRecord) -> Iterator[tuple[str, Tensor]]:

@@ -35,7 +35,8 @@ class OptimizerRecord:
         clip_coefficient: With ``fuse_unscale``, what the next step has yet to multiply gradients by; float32, (1,).
         verdict: What scale_loss has decided about the next step; None: nothing since the last one.
         open_check: What the last block has left open, before which ``verdict`` does not count.
-        last_step: How the last call of ``step`` ended.
+        delegated_check: What the last step has left to the device: whether it was skipped.
+        latest_report: How the last call of ``step`` ended of which that is known.
         unchecked: The option by which the last block has put off looking at its gradients; None: it has looked.
         in_block: A scale_loss block is open.
         parallel: Who averages the gradients with whom; None: nobody.
@@ -51,7 +52,8 @@ class OptimizerRecord:
     clip_coefficient: Tensor | None = None
     verdict: Verdict | None = None
     open_check: OpenCheck | None = None
-    last_step: StepReport | None = None
+    delegated_check: OpenCheck | None = None
+    latest_report: StepReport | None = None
     unchecked: Literal["delay_unscale", "delay_overflow_check"] | None = None
     in_block: bool = False
     parallel: DataParallel | None = None
@@ -79,6 +81,7 @@ class OptimizerRecord:
     def __getstate__(self) -> dict[str, Any]:
         """Without buffers: a copy makes its own."""
         self.close_check()
+        self.last_step()
         own: dict[str, Any] = {
             "known_to": None,
             "in_block": False,
@@ -104,6 +107,24 @@ class OptimizerRecord:
         if check is not None:
             check.close(norm)
             self.open_check = None
+
+    @property
+    def device_decides(self) -> bool:
+        """What the last block has left open the device can act on by itself."""
+        return self.open_check is not None and self.open_check.masks and self.open_check.is_open
+
+    def look(self) -> None:
+        """Have it known, if only to the device, whether gradients have overflowed: they are about to be changed."""
+        if self.open_check is not None and self.device_decides:
+            self.open_check.ask()
+        else:
+            self.close_check()
+
+    def last_step(self) -> StepReport | None:
+        """How the last call of ``step`` ended; waits where the device alone knows."""
+        if self.delegated_check is not None:
+            self.delegated_check.close()
+        return self.latest_report
 
     @property
     def holds(self) -> bool:

@@ -15,7 +15,15 @@ from apex_npu._extension import disable_dynamo
 from apex_npu.amp.block_of_ranks import BlockOfRanks
 from apex_npu.amp.capture import check_block
 from apex_npu.amp.data_parallel import LocalGrads
-from apex_npu.amp.gradients import GradUnit, clear_overflow_flags, have_overflowed, separate, unscale_units
+from apex_npu.amp.delegated_skips import masks_steps
+from apex_npu.amp.gradients import (
+    GradUnit,
+    any_raised,
+    clear_overflow_flags,
+    look_for_overflow,
+    separate,
+    unscale_units,
+)
 from apex_npu.amp.held_gradients import check_unshared, check_unwrapped, clip_held
 from apex_npu.amp.open_check import OpenCheck
 from apex_npu.amp.optimizer_adapter import pair_masters
@@ -45,7 +53,9 @@ def scale_loss(
     accumulated over all blocks since it was last cleared; clip it, or look at it, then call ``optimizer.step()``. If a
     gradient was inf or nan, the scale shrinks and that ``step()`` does nothing. At most one wait for the device happens
     here, with a dynamic scale, and none with a static one. With ``fuse_unscale`` they stay scaled until ``step``, and
-    whoever reads them first behind the block, clipping or ``step``, looks for overflow and waits.
+    whoever reads them first behind the block, clipping or ``step``, looks for overflow and waits. With a fused
+    optimizer that is ``capturable`` nobody waits: the device skips the step by itself, and the next block, which needs
+    the scale, or whoever asks before it, hears of that.
 
     An exception inside the block leaves gradients unscaled and everything usable. Gradients whose step will be skipped
     are zeroed at the next block, so that what it finds, and tells its scaler and its other optimizers, is its own.
@@ -118,20 +128,27 @@ def scale_loss(
         ranks.average_sources(scale, dynamic=scaler.dynamic)
         if not delivers:
             return
-        leaves_open = hold and decides and scaler.dynamic and len(work) == 1 and ranks.is_alone and not _saturates(work)
-        check = scaler.dynamic and decides and not leaves_open
-        found_inf = _unscale(work, 1.0 if hold else scale, check=check, share=hold and ranks.is_alone)
+        may_wait = decides and scaler.dynamic and len(work) == 1 and ranks.is_alone and not _saturates(work)
+        masks = may_wait and masks_steps(_listed(optimizers)[0])
+        leaves_open = may_wait and (hold or masks)
+        check = scaler.dynamic and decides and not (leaves_open and hold)
+        flags = _unscale(work, 1.0 if hold else scale, check=check, share=hold and ranks.is_alone)
         units = [unit for _, part in work for unit in part]
+        found_inf = not leaves_open and any_raised(flags)
         if check and delayed:
-            found_inf |= have_overflowed(units)
+            found_inf |= any_raised(look_for_overflow(units))
         ranks.average_masters(scale, dynamic=scaler.dynamic)
         found_inf = ranks.agree(found_inf, scale)
     except BaseException:
         _drop_all(work)  # some are unscaled by now and some are not
         raise
     if leaves_open:
-        look = OpenCheck(lambda: have_overflowed(units), lambda found: _decide(work, loss_id, scaler, found))
+        look = OpenCheck(
+            lambda: look_for_overflow(units), lambda found: _decide(work, loss_id, scaler, found), masks=masks
+        )
         session.open_checks[scaler] = work[0][0].open_check = look
+        if check:
+            look.ask(*flags)
     elif decides:
         _decide(work, loss_id, scaler, found_inf)
 
@@ -188,6 +205,7 @@ def _prepare(optimizers: Any, scaler: LossScaler, *, delays: bool) -> Work:
             )
         record.captured_block = capturing
         pair_masters(optimizer)  # for parameters that have been unfrozen
+        record.last_step()  # what the device alone knows of it, if the block before was another session's
         units = record.units(optimizer)
         if record.skip:
             _forget_skip_of_cleared(record, units)
@@ -302,12 +320,12 @@ def _drop_all(work: Work) -> None:
 
 
 @disable_dynamo
-def _unscale(work: Work, scale: float, *, check: bool, share: bool) -> bool:
+def _unscale(work: Work, scale: float, *, check: bool, share: bool) -> list[Tensor]:
     units = [unit for _, units in work for unit in units]
-    found_inf = unscale_units(units, scale, check=check, share=share)
+    flags = unscale_units(units, scale, check=check, share=share)
     for record, _ in work:
         record.grad_scale = 1.0
-    return found_inf
+    return flags
 
 
 def _saturates(work: Work) -> bool:

@@ -185,7 +185,7 @@ class Session:
 
         for optimizer in self.adopted:
             if optimizer._amp_record.open_check is not None and concerns(optimizer):
-                optimizer._amp_record.close_check()  # inf clipped by value is none any more
+                optimizer._amp_record.look()  # inf clipped by value is none any more
         if any(o._amp_record.held_scale != 1.0 and concerns(o) for o in self.adopted):
             self.warn_once(
                 f"torch.nn.utils.{name} was given gradients that fuse_unscale=True keeps multiplied with the loss "

@@ -3,6 +3,7 @@
 """Devices behind one small protocol."""
 
 from apex_npu.backends.base import Backend
+from apex_npu.backends.host_copy import HostCopy
 from apex_npu.backends.registry import for_device, is_capturing
 
-__all__ = ["Backend", "for_device", "is_capturing"]
+__all__ = ["Backend", "HostCopy", "for_device", "is_capturing"]

@@ -53,10 +53,19 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
-def total_grad_norm(flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm that ``clip_grad_norm_`` returns, without clipping."""
+def total_grad_norm(
+    flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float = 2.0, found_inf: Tensor | None = None
+) -> Tensor:
+    """The norm that ``clip_grad_norm_`` returns, without clipping.
+
+    Args:
+        flats: Buffers of gradients.
+        loose: Parameters whose gradients lie elsewhere.
+        norm_type: p of the p-norm.
+        found_inf: With the 2-norm: see ``ops.norm``.
+    """
     norm_type = float(norm_type)
-    return _total_norm(_operands(flats, loose, norm_type, LooseFor.READING), norm_type)
+    return _total_norm(_operands(flats, loose, norm_type, LooseFor.READING), norm_type, found_inf)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -88,11 +97,11 @@ def _operands(
     return found + [p.grad.detach() for p in loose if p.grad is not None]
 
 
-def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+def _total_norm(grads: Sequence[Tensor], norm_type: float, found_inf: Tensor | None = None) -> Tensor:
     if not grads:
         return torch.tensor(0.0)
     norm_type = float(norm_type)
-    norms = [_norm(grad, norm_type) for grad in grads if grad.numel() or norm_type >= 0]
+    norms = [_norm(grad, norm_type, found_inf) for grad in grads if grad.numel() or norm_type >= 0]
     if len(norms) == 1 and norm_type != 0.0:  # which counts tensors
         return norms[0]
     device, dtype = norms[0].device, max((n.dtype for n in norms), key=lambda d: d.itemsize)
@@ -100,7 +109,9 @@ def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     return total
 
 
-def _norm(grad: Tensor, norm_type: float) -> Tensor:
+def _norm(grad: Tensor, norm_type: float, found_inf: Tensor | None) -> Tensor:
+    if found_inf is not None:
+        return norm(grad.reshape(-1), found_inf)
     flat = norm_type == 2.0 and grad.dim() == 1 and (is_placed(grad) or grad.is_contiguous())
     total: Tensor = norm(grad) if flat else torch.linalg.vector_norm(grad, norm_type, dtype=wide_dtype(grad.dtype))
     return total

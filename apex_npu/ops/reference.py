@@ -337,6 +337,15 @@ def norm(x: Tensor) -> Tensor:
     return total.sqrt_().to(wide_dtype(x.dtype))
 
 
+def checked_norm(x: Tensor, found_inf: Tensor) -> Tensor:
+    """See ``apex_npu.ops.segmented.norm``."""
+    # The largest magnitude is finite where all are, whatever becomes of their squares; and no host is asked.
+    if x.numel():
+        found_inf.masked_fill_(torch.linalg.vector_norm(x, math.inf).isfinite().logical_not_(), 1.0)
+    total: Tensor = torch.ops.apex_npu.norm.default(x)
+    return total
+
+
 def _sum_of_squares(x: Tensor, dtype: torch.dtype) -> Tensor:
     # What has the dtype need not be cut into chunks, since nothing but the norms of rows is written.
     wide = [x] if x.dtype == dtype else (chunk.to(dtype) for (chunk,) in chunks((x,)))

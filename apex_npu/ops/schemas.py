@@ -46,6 +46,7 @@ _library.define(
 )
 _library.define("segment_dot(Tensor a, Tensor b, Tensor starts, Tensor lengths, Tensor? ids) -> Tensor")
 _library.define("norm(Tensor x) -> Tensor")
+_library.define("norm.check(Tensor x, Tensor(a!) found_inf) -> Tensor")
 
 
 for _schema in _SCHEMAS:
@@ -91,4 +92,7 @@ for _schema in _SCHEMAS:
 _library.impl("segment_add_", _in_place_only, "Meta")
 _library.impl("segment_dot", lambda a, b, starts, lengths, ids: a.new_empty(starts.numel()), "Meta")
 _library.impl("norm", lambda x: x.new_empty((), dtype=reference.wide_dtype(x.dtype)), "Meta")
+_library.impl("norm.check", reference.checked_norm, "CompositeExplicitAutograd")
+_library.impl("norm.check", cuda.checked_norm, "CUDA")
+_library.impl("norm.check", lambda x, found_inf: torch.ops.apex_npu.norm.default(x), "Meta")
 _cpu_kernels = cpu.register()  # lives as long as _library

@@ -222,13 +222,18 @@ def segment_add_(x: Tensor, y: Tensor, factors: Tensor, segments: Segments) -> N
     torch.ops.apex_npu.segment_add_(x, y, factors, segments.starts, segments.lengths, segments.ids)
 
 
-def norm(x: Tensor) -> Tensor:
+def norm(x: Tensor, found_inf: Tensor | None = None) -> Tensor:
     """The 2-norm: 0-dim, float32 or wider, accumulated in float64 where the device has it.
 
     On the CPU it is finite wherever all elements are, unless it is itself too large for its dtype.
 
     Args:
         x: 1-D.
+        found_inf: float32, one element; set to 1 where an element of ``x``, rather than the norm, is inf or nan. None:
+            do not look.
     """
-    total: Tensor = torch.ops.apex_npu.norm(x)
+    if found_inf is not None:
+        checked: Tensor = torch.ops.apex_npu.norm.check(x, found_inf)
+        return checked
+    total: Tensor = torch.ops.apex_npu.norm.default(x)
     return total

@@ -76,6 +76,8 @@ class FusedOptimizer(Optimizer):
     supports_capture: ClassVar[bool] = False
     # What gradients have to be divided by in the next step alone, one float32 number: how amp hands over its scale.
     grad_scale_of_step: Tensor | None = None
+    # Where it is not 0 the next step alone is skipped, one float32 number: how amp hands over what it has found.
+    found_inf_of_step: Tensor | None = None
     # A GradScaler is left to unscale by itself where a parameter is sharded.
     _may_leave_scaling: bool = False
     # True: print when parameters had to be fused again, and why; "error": raise instead.
@@ -206,14 +208,20 @@ class FusedOptimizer(Optimizer):
         return getattr(self, name, None) if self._step_supports_amp_scaling else None
 
     def _overflow(self) -> bool | Tensor:
-        """What a GradScaler has found, where it handed that over: such a step is skipped.
+        """What amp or a GradScaler has found, where it handed that over: such a step is skipped.
 
         A tensor where only the device need know, so that nothing waits for it.
         """
-        found_inf = self._of_scaler("found_inf")
+        told, self.found_inf_of_step = self.found_inf_of_step, None
+        found_inf = told if told is not None else self._of_scaler("found_inf")
         if found_inf is None:
             return False
         return found_inf if self._skips_on(found_inf.device) else bool(found_inf)
+
+    def skips_on_device(self) -> bool:
+        """True where a step can be skipped by the device, for a number there that the host has not read."""
+        first = next((p for group in self.param_groups for p in group["params"]), None)
+        return first is not None and self._skips_on(first.device)
 
     def _skips_on(self, device: torch.device) -> bool:
         params = chain.from_iterable(group["params"] for group in self.param_groups)

@@ -155,8 +155,8 @@ def test_a_block_inside_the_block_of_another_optimizer_is_decided_before_it(fuse
 def test_a_block_of_one_thread_does_not_look_at_gradients_of_another(monkeypatch):
     scale_loss = sys.modules["apex_npu.amp.scale_loss"]  # the module; the package has a function of that name
     looks = []
-    real = scale_loss.have_overflowed
-    monkeypatch.setattr(scale_loss, "have_overflowed", lambda units: looks.append(1) or real(units))
+    real = scale_loss.look_for_overflow
+    monkeypatch.setattr(scale_loss, "look_for_overflow", lambda units: looks.append(1) or real(units))
     models = [nn.Linear(4, 3).to(DEVICE) for _ in range(2)]
     made = [optimizers.NpuFusedSGD(m.parameters(), lr=0.5) for m in models]
     options = {"loss_scale": "dynamic", "dynamic_init_scale": 64.0, "fuse_unscale": True, "verbosity": 0}
@@ -177,7 +177,7 @@ def test_two_threads_that_ask_at_once_have_it_decided_once():
     def look():
         looking.set()
         asked.wait(0.2)  # for the other thread to get past a check of its own, if it could
-        return True
+        return [torch.ones(1)]
 
     check = OpenCheck(look, decisions.append)
 
@@ -294,8 +294,8 @@ def test_gradients_that_a_script_repairs_are_stepped():
 def test_a_plain_step_reads_gradients_for_overflow_once(monkeypatch):
     scale_loss = sys.modules["apex_npu.amp.scale_loss"]  # the module; the package has a function of that name
     looks = []
-    real = scale_loss.have_overflowed
-    monkeypatch.setattr(scale_loss, "have_overflowed", lambda units: looks.append(1) or real(units))
+    real = scale_loss.look_for_overflow
+    monkeypatch.setattr(scale_loss, "look_for_overflow", lambda units: looks.append(1) or real(units))
     model, optimizer = make()
     for clip in (True, False):
         backward(model, optimizer)

@@ -244,5 +244,25 @@ def test_norm_of_large_tiny_and_odd_values(dtype):
             assert not ops.norm(x).isfinite()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_norm_looks_for_elements_that_are_not_finite(dtype):
+    largest = torch.finfo(dtype).max
+    for numel in (0, 1, 15, 17, 70_001):
+        x = torch.full((numel,), largest, device=DEVICE, dtype=dtype)
+        found_inf = torch.zeros(1, device=DEVICE)
+        assert torch.equal(ops.norm(x, found_inf), ops.norm(x))  # which may overflow
+        assert found_inf.item() == 0.0
+        for bad in (torch.inf, -torch.inf, torch.nan) if numel else ():
+            for place in (0, numel // 2, numel - 1):
+                x = torch.zeros(numel, device=DEVICE, dtype=dtype)
+                x[place] = bad
+                found_inf.zero_()
+                ops.norm(x, found_inf)
+                assert found_inf.item() == 1.0
+                ops.norm(torch.zeros_like(x), found_inf)  # what another has found stays
+                assert found_inf.item() == 1.0
+
+
 def test_opcheck_norm():
     torch.library.opcheck(torch.ops.apex_npu.norm.default, (torch.randn(40),))
+    torch.library.opcheck(torch.ops.apex_npu.norm.check, (torch.randn(40), torch.zeros(1)))

@@ -194,6 +194,23 @@ def test_norm_of_large_tiny_odd_and_no_values(dtype):
         assert not launch("norm", [x])[1].isfinite()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_norm_looks_for_elements_that_are_not_finite(dtype):
+    for numel in (0, 1, 15, 17, 5_001):
+        x, found_inf = torch.full((numel,), torch.finfo(dtype).max).to(dtype), torch.zeros(1)
+        (_, flag), got = launch("checked_norm", [x, found_inf])
+        assert torch.equal(got, launch("norm", [x])[1])  # which overflows, in float32
+        assert flag.item() == 0.0
+        for bad, place in itertools.product(
+            (math.inf, -math.inf, math.nan), (0, numel // 2, numel - 1) if numel else ()
+        ):
+            x = torch.zeros(numel, dtype=dtype)
+            x[place] = bad
+            assert launch("checked_norm", [x, found_inf])[0][1].item() == 1.0
+        assert launch("checked_norm", [torch.zeros(numel, dtype=dtype), torch.ones(1)])[0][1].item() == 1.0
+    assert plans.checked_norm(torch.ones(3).double(), torch.zeros(1)) is None  # squares may overflow in float64
+
+
 def test_a_norm_of_more_blocks_than_programs(monkeypatch):
     monkeypatch.setattr(plans, "_NORM_PROGRAMS", 2)
     x = torch.randn(5 * 2048 + 3)

@@ -66,6 +66,8 @@ def all_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
             yield op, getattr(plans, op)(*operands(op, 1504, *dtypes, without), None, **{**OPTIONS[op], **change})
         a, b = operands("sgd_", NUMEL, *dtypes)[:2]
         yield "norm", plans.norm(a)
+        if a.dtype != torch.float64:
+            yield "checked_norm", plans.checked_norm(a, torch.zeros(1))
         for aligned in (True, False):
             for op, change in SEGMENTED_CHANGES:
                 if change and not everything:

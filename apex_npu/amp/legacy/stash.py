@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.gradients import GradUnit, clear_overflow_flags, unscale_units
+from apex_npu.amp.gradients import GradUnit, any_raised, clear_overflow_flags, unscale_units
 from apex_npu.amp.held_gradients import HoldsGradients, settle
 from apex_npu.amp.legacy.scaler import LossScaler
 from apex_npu.amp.master_params import MasterPair, copy_masters_to_model
@@ -72,7 +72,7 @@ def bring_grads(units: list[GradUnit], aside: Aside, scaler: LossScaler) -> None
         aside: What that returned.
         scaler: Whose scale the gradients have, and who is told of an overflow.
     """
-    found_inf = unscale_units(units, scaler.loss_scale(), check=scaler.dynamic)
+    found_inf = any_raised(unscale_units(units, scaler.loss_scale(), check=scaler.dynamic))
     for param, grad in aside.values():
         param.grad = grad if param.grad is None else param.grad.add_(grad)
     scaler._has_overflow = scaler._has_overflow or found_inf

@@ -234,12 +234,21 @@ def adagrad_(
 
 def norm(x: Tensor) -> Plan:
     """See ``apex_npu.ops.segmented.norm``."""
+    return _norm(x, None)
+
+
+def checked_norm(x: Tensor, found_inf: Tensor) -> Plan | None:
+    """See ``apex_npu.ops.segmented.norm``."""
+    return None if x.dtype == torch.float64 else _norm(x, found_inf)  # whose squares may overflow
+
+
+def _norm(x: Tensor, found_inf: Tensor | None) -> Plan:
     check_operands("norm", x=x)
     programs = min(_NORM_PROGRAMS, max(1, -(-x.numel() // _NORM_BLOCK)))
     parts = x.new_empty(programs, dtype=torch.float64)
     result = x.new_empty((), dtype=wide_dtype(x.dtype))
     first = Launch(sums.square_parts, programs, (x, parts, x.numel(), programs), {"BLOCK": _NORM_BLOCK}, 8)
-    last = Launch(sums.root_of_parts, 1, (parts, result, programs), {"BLOCK": _NORM_PROGRAMS}, 4)
+    last = Launch(sums.root_of_parts, 1, (parts, result, found_inf, programs), {"BLOCK": _NORM_PROGRAMS}, 4)
     return Plan((first, last), result)
 
 

@@ -54,9 +54,12 @@ def square_parts(x, parts, numel: tl.int64, programs: tl.int64, BLOCK: tl.conste
 
 
 @triton.jit
-def root_of_parts(parts, result, count: tl.int64, BLOCK: tl.constexpr):
-    """The norm, of its squares' parts."""
-    tl.store(result, tl.sqrt(sum_of_parts(parts, 0, count, BLOCK)).to(result.dtype.element_ty))
+def root_of_parts(parts, result, found_inf, count: tl.int64, BLOCK: tl.constexpr):
+    """The norm, of its squares' parts, which are finite where what was squared is: in float64, up to float32."""
+    total = sum_of_parts(parts, 0, count, BLOCK)
+    tl.store(result, tl.sqrt(total).to(result.dtype.element_ty))
+    if found_inf is not None:
+        tl.store(found_inf, tl.where(total < float("inf"), tl.load(found_inf), 1.0))  # nan is not less
 
 
 @triton.jit

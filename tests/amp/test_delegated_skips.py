@@ -1,0 +1,366 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""With a capturable optimizer the device skips steps by itself: all is as if the host had, but that nobody waits."""
+
+import random
+import warnings
+
+import pytest
+import torch
+from devices import DEVICE
+from torch import nn
+
+from apex_npu import amp, optimizers
+
+needs_device = pytest.mark.skipif(DEVICE.type == "cpu", reason="on a CPU there is nothing to wait for")
+CAPTURABLE = [
+    optimizers.NpuFusedSGD, optimizers.NpuFusedAdam, optimizers.NpuFusedAdamW, optimizers.NpuFusedAdamP,
+    optimizers.NpuFusedAdadelta, optimizers.NpuFusedLamb, optimizers.NpuFusedRMSprop, optimizers.NpuFusedRMSpropTF,
+    optimizers.FusedAdam, optimizers.FusedSGD, optimizers.FusedLAMB, optimizers.FusedAdagrad,
+]  # fmt: skip
+HOOKS = ("register_step_pre_hook", "register_step_post_hook")
+
+
+def make(level="O0", cls=optimizers.NpuFusedAdam, capturable=True, **options):
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
+    model.to(DEVICE)
+    more = {"momentum": 0.9} if cls in (optimizers.NpuFusedSGD, optimizers.FusedSGD) else {}
+    optimizer = cls(model.parameters(), lr=0.05, capturable=capturable, **more)
+    options = {"loss_scale": "dynamic", "dynamic_init_scale": 2.0**10, "scale_window": 3, "verbosity": 0, **options}
+    return amp.initialize(model, optimizer, opt_level=level, **options)
+
+
+def backward(model, optimizer, seed=0, bad=False, **options):
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    loss = model(x).float().square().mean()
+    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+        if bad:
+            spoil(model)
+
+
+def spoil(model, value=float("inf")):
+    list(model.parameters())[1].grad[2] = value
+
+
+def everything(model, optimizer):
+    """What there is to be seen: values, masters, state, scale, the last step."""
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    entries = [optimizer.state[p] for p in stepped]
+    tensors = [*model.parameters(), *stepped]
+    # A host that has skipped all steps so far shows no state; the device has made it, and left it at its first value.
+    values = [value for entry in entries for _, value in sorted(entry.items()) if isinstance(value, torch.Tensor)]
+    tensors += [value for value in values if value.any()]
+    return [t.detach().cpu().double() for t in tensors], amp.state_dict(), amp.last_step(optimizer)
+
+
+def assert_same(got, want):
+    assert got[1:] == want[1:]
+    assert len(got[0]) == len(want[0])
+    for a, b in zip(got[0], want[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def train(level, cls, capturable, **options):
+    clip = options.pop("clip", None)
+    model, optimizer = make(level, cls, capturable, **options)
+    for step in range(12):
+        optimizer.zero_grad()
+        backward(model, optimizer, step, bad=step in (0, 4, 5, 11))
+        if clip is not None:
+            optimizer.clip_optimizer_grad_norm_fused(0.3, clip)
+        optimizer.step()
+    found = everything(model, optimizer)
+    amp.shutdown()
+    return found
+
+
+@needs_device
+@pytest.mark.parametrize("clip", [None, 2.0, float("inf"), 0.0])
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_training_is_that_of_an_optimizer_for_which_the_host_decides(level, fuse_unscale, clip):
+    # SGD, whose arithmetic is the same where numbers are on the device.
+    options = {"fuse_unscale": fuse_unscale, "clip": clip}
+    got, want = (train(level, optimizers.NpuFusedSGD, capturable, **options) for capturable in (True, False))
+    assert got[1]["loss_scaler0"] == {"loss_scale": 2.0**10 * 2 / 16 * 2, "unskipped": 0}
+    assert got[2].skipped
+    assert got[2].skipped_steps == 4
+    assert_same(got, want)
+
+
+@needs_device
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+@pytest.mark.parametrize("cls", CAPTURABLE, ids=lambda cls: cls.__name__)
+def test_every_rule_leaves_a_skipped_step_to_the_device(cls, fuse_unscale):
+    got, want = (train("O2", cls, capturable, fuse_unscale=fuse_unscale) for capturable in (True, False))
+    assert got[1:] == want[1:]
+    for a, b in zip(got[0], want[0], strict=True):
+        # Learning rate and corrections are rounded differently where the device computes them.
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+
+
+ACTIONS = [*["good"] * 3, *["step"] * 3, *["zero"] * 2, "bad", "delayed", "clip", "clip inf", "clip with torch",
+           "zero in place", "state_dict", "last_step", "load", "other loss", "failing block", "unchecked"]  # fmt: skip
+
+
+def run_program(seed, capturable):
+    """A random sequence of what scripts do between blocks: all that could be seen on the way, and at the end."""
+    choose = random.Random(seed)
+    level = choose.choice(["O0", "O1", "O2"])
+    held = choose.random() < 0.5
+    model, optimizer = make(level, optimizers.NpuFusedSGD, capturable, fuse_unscale=held, num_losses=2)
+    seen = []
+    delivered = False  # a backward has been, so that a step has something to do
+    for i in range(30):
+        action = choose.choice(ACTIONS)
+        if action in ("good", "bad", "other loss", "unchecked"):
+            options = {"loss_id": 1} if action == "other loss" else {}
+            if action == "unchecked":
+                options["delay_overflow_check"] = True
+            backward(model, optimizer, i, bad=action == "bad", **options)
+            delivered = True
+        elif action == "delayed":
+            backward(model, optimizer, i, delay_unscale=True)
+            backward(model, optimizer, i + 50, bad=choose.random() < 0.3)
+            delivered = True
+        elif action == "failing block":
+            with pytest.raises(KeyError), amp.scale_loss(torch.ones((), device=DEVICE, requires_grad=True), optimizer):
+                raise KeyError
+        elif action.startswith("zero"):
+            optimizer.zero_grad(set_to_none=action == "zero")
+            delivered = False
+        elif action == "step" and delivered:
+            optimizer.step()
+            delivered = False
+            optimizer.zero_grad(set_to_none=choose.random() < 0.7)
+        elif action == "state_dict":
+            seen.append(amp.state_dict())
+        elif action == "last_step":
+            seen.append(amp.last_step(optimizer))
+        elif action == "load":
+            amp.load_state_dict(amp.state_dict())
+        elif action == "clip with torch" and not held:
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
+        elif action.startswith("clip") and delivered:
+            optimizer.clip_optimizer_grad_norm_fused(0.5, float("inf") if action == "clip inf" else 2.0)
+    found = everything(model, optimizer)
+    amp.shutdown()
+    return seen, found
+
+
+@needs_device
+@pytest.mark.parametrize("seed", [*range(60), *(pytest.param(s, marks=pytest.mark.slow) for s in range(60, 600))])
+def test_random_programs_do_what_they_do_where_the_host_decides(seed):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # overflows drive the scale down
+        (got_seen, got), (want_seen, want) = (run_program(seed, capturable) for capturable in (True, False))
+    assert got_seen == want_seen
+    assert_same(got, want)
+
+
+def counted(call):
+    import npu_simulator
+
+    with npu_simulator.count() as n:
+        call()
+    return n
+
+
+@pytest.mark.skipif(DEVICE.type != "npu", reason="the simulated device counts")
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_nothing_waits_but_the_next_block_for_a_number_that_is_on_its_way(level, fuse_unscale, clip):
+    model, optimizer = make(level, fuse_unscale=fuse_unscale)
+    x = torch.ones(4, 5, device=DEVICE)
+    for step in range(4):
+        loss = model(x).float().square().mean()
+        block = amp.scale_loss(loss, optimizer)
+        scaled_loss = None
+
+        def enter():
+            nonlocal scaled_loss
+            scaled_loss = block.__enter__()  # noqa: B023
+
+        entered = counted(enter)
+        # One event, of the copy before: what is behind that in the queue is not waited for.
+        assert (entered.syncs, entered.d2h) == (min(step, 1), 0)
+        scaled_loss.backward()
+        if step == 1:
+            spoil(model)
+        parts = {
+            "exit": counted(lambda: block.__exit__(None, None, None)),  # noqa: B023
+            "clip": counted(lambda: clip and optimizer.clip_optimizer_grad_norm_fused(0.1)),
+            "step": counted(optimizer.step),
+            "zero": counted(optimizer.zero_grad),
+        }
+        # In the first step the host reads once the counts that there are.
+        assert {part: n.syncs for part, n in parts.items() if n.syncs} == ({} if step else {"step": 1})
+        assert sum(n.d2h for n in parts.values()) == (1 if step else 2)
+    assert amp.last_step(optimizer).skipped_steps == 1
+
+
+@pytest.mark.skipif(DEVICE.type != "npu", reason="the simulated device counts")
+def test_clipping_answers_the_question_without_another_look():
+    def launches(clip):
+        model, optimizer = make(fuse_unscale=True)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, optimizer, step)
+            if clip:
+                optimizer.clip_optimizer_grad_norm_fused(1e9)
+            n = counted(optimizer.step)
+        amp.shutdown()
+        return n.launches
+
+    # Dividing the scale by the coefficient is one more; what is not there is to make a flag and a factor, and to look.
+    assert launches(clip=True) == launches(clip=False) + 1 - 3
+
+
+@needs_device
+def test_it_is_said_when_it_is_known(capsys):
+    model, optimizer = make(verbosity=1)
+    capsys.readouterr()
+    backward(model, optimizer, bad=True)
+    optimizer.step()
+    assert capsys.readouterr().out == ""
+    assert amp.last_step(optimizer).skipped
+    assert capsys.readouterr().out == "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 512.0\n"
+    optimizer.zero_grad()
+    backward(model, optimizer, bad=True)
+    optimizer.step()
+    backward(model, optimizer)  # needs the scale
+    assert "reducing loss scale to 256.0" in capsys.readouterr().out
+
+
+@needs_device
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+def test_hooks_are_not_called_for_a_skipped_step(fuse_unscale):
+    for name in HOOKS:
+        model, optimizer = make(fuse_unscale=fuse_unscale)
+        calls = []
+        getattr(optimizer, name)(lambda *_: calls.append(1))  # noqa: B023
+        for step, bad in enumerate((False, True, False)):
+            optimizer.zero_grad()
+            backward(model, optimizer, step, bad=bad)
+            optimizer.step()
+        assert calls == [1, 1]
+        amp.shutdown()
+
+
+@needs_device
+def test_a_hook_that_comes_between_block_and_step_is_not_called_for_a_skipped_step():
+    model, optimizer = make()
+    backward(model, optimizer, bad=True)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    optimizer.step()
+    assert calls == []
+    assert amp.last_step(optimizer).skipped
+
+
+@needs_device
+def test_the_alarm_finds_the_gradients_that_it_is_about(caplog):
+    model, optimizer = make(skip_alarm=3)
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, optimizer, step, bad=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    (message,) = [record.getMessage() for record in caplog.records if "in a row" in record.getMessage()]
+    assert "3 steps in a row" in message
+    assert "not finite are the gradients of 0.bias" in message
+
+
+@needs_device
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+@pytest.mark.parametrize("clip", [lambda o: torch.nn.utils.clip_grad_value_(amp.master_params(o), 0.1),
+                                  lambda o: o.clip_optimizer_grad_norm_fused(0.1, float("inf")),
+                                  lambda o: o.clip_optimizer_grad_norm_fused(0.1, 0.5)])  # fmt: skip
+def test_what_is_clipped_has_been_looked_at_before(clip, fuse_unscale):
+    model, optimizer = make(fuse_unscale=fuse_unscale)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scaled gradients are clipped, where torch's function gets them
+        backward(model, optimizer, bad=True)
+        clip(optimizer)
+    optimizer.step()
+    assert amp.last_step(optimizer).skipped
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
+
+
+@needs_device
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+def test_a_norm_that_overflows_is_no_overflow_of_a_gradient(fuse_unscale):
+    model, optimizer = make(fuse_unscale=fuse_unscale, dynamic_init_scale=1.0)
+    backward(model, optimizer)
+    for p in model.parameters():
+        p.grad.fill_(3e38)
+    assert optimizer.clip_optimizer_grad_norm_fused(1.0).isinf()
+    optimizer.step()
+    assert amp.last_step(optimizer).applied
+
+
+@needs_device
+def test_a_step_that_fails_leaves_the_question_open():
+    model, optimizer = make()
+    backward(model, optimizer, bad=True)
+    (group,) = optimizer.param_groups
+    lr, group["lr"] = group["lr"], "much"
+    with pytest.raises((TypeError, ValueError)):
+        optimizer.step()
+    assert optimizer.found_inf_of_step is None
+    group["lr"] = lr
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    assert amp.last_step(optimizer).skipped
+
+
+@needs_device
+def test_zero_grad_before_the_step_takes_the_verdict_along():
+    model, optimizer = make()
+    backward(model, optimizer, bad=True)
+    optimizer.zero_grad()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 512.0  # the scaler has heard of it
+
+
+@needs_device
+def test_parameters_of_two_devices_leave_nothing_to_a_device():
+    other = torch.device("npu", 1) if DEVICE.type == "npu" else torch.device("cpu")
+    first, second = (nn.Linear(2, 2).to(device) for device in (DEVICE, other))
+    made = optimizers.NpuFusedAdam([*first.parameters(), *second.parameters()], lr=0.1, capturable=True)
+    (first, second), optimizer = amp.initialize(
+        [first, second], made, opt_level="O0", loss_scale="dynamic", verbosity=0
+    )
+    before = [p.detach().clone() for p in [*first.parameters(), *second.parameters()]]
+    loss = second(first(torch.ones(1, 2, device=DEVICE)).to(other)).sum()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+        second.bias.grad[0] = float("nan")
+    optimizer.step()
+    assert all(map(torch.equal, before, [*first.parameters(), *second.parameters()]))
+    assert amp.last_step(optimizer).skipped
+
+
+@needs_device
+def test_a_new_initialize_does_not_lose_what_is_on_its_way():
+    model, optimizer = make()
+    backward(model, optimizer, bad=True)
+    optimizer.step()
+    other = nn.Linear(5, 3).to(DEVICE)
+    amp.initialize(other, optimizers.NpuFusedSGD(other.parameters(), lr=0.1), opt_level="O0", verbosity=0)
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    assert amp.last_step(optimizer).applied
+    assert amp.last_step(optimizer).skipped_steps == 1
