@@ -20,6 +20,8 @@ from apex_npu import amp, optimizers
 Step = Callable[[], object]
 # Of variants whose gradients stay, as zeros, for the next backward to add to: zero_grad(set_to_none=False).
 IN_PLACE = ", in place"
+# Of variants whose steps the device skips by itself, so that nobody waits for it.
+CAPTURABLE = ", capturable"
 REFERENCE = {"fp32": "GradScaler, clip, fused", "O2": "foreach copies, GradScaler, clip, fused"}
 
 
@@ -86,9 +88,11 @@ def torch_o2(bench: Bench, *, set_to_none: bool = True) -> Step:
     return step
 
 
-def initialized(model: nn.Module, level: str, fold: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+def initialized(
+    model: nn.Module, level: str, fold: bool, *, capturable: bool = False
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """``model`` with NpuFusedAdam, under amp."""
-    optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-4)
+    optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-4, capturable=capturable)
     return amp.initialize(
         model,
         optimizer,
@@ -110,9 +114,9 @@ def clip_step_clear(optimizer: torch.optim.Optimizer, fold: bool, set_to_none: b
     optimizer.zero_grad(set_to_none)
 
 
-def ours(bench: Bench, level: str, *, fold: bool = False, set_to_none: bool = True) -> Step:
+def ours(bench: Bench, level: str, *, fold: bool = False, set_to_none: bool = True, capturable: bool = False) -> Step:
     """scale_loss and NpuFusedAdam; see ``clip_step_clear``."""
-    model, optimizer = initialized(Params(bench.params()), level, fold)
+    model, optimizer = initialized(Params(bench.params()), level, fold, capturable=capturable)
     gradients: Gradients = bench.gradients(list(model.parameters()))
     take = gradients.hand_over if set_to_none else gradients.add_up
     loss = torch.ones((), device=bench.device, requires_grad=True)
@@ -149,6 +153,8 @@ def variants(precision: str, bench: Bench) -> dict[str, Callable[[], Step]]:
         f"apex_npu, as written{IN_PLACE}": lambda: ours(bench, level, set_to_none=False),
         f"apex_npu, folded{IN_PLACE}": lambda: ours(bench, level, fold=True, set_to_none=False),
     }
+    if bench.device.type == "cuda":
+        found[f"apex_npu, folded{CAPTURABLE}"] = lambda: ours(bench, level, fold=True, capturable=True)
     if precision == "fp32":
         found["old patch"] = lambda: old(bench)
     return found

@@ -4,16 +4,18 @@
 
 from __future__ import annotations
 
+import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from apex_npu.amp.optimizer_record import OptimizerRecord
 from apex_npu.amp.session import current
 from apex_npu.amp.step_report import StepReport, next_report
+from apex_npu.ops import masks_writes
 
 
 def masks_steps(optimizer: Optimizer) -> bool:
-    """True where ``optimizer`` can be told, by a number of its device, to write nothing."""
+    """True where ``optimizer`` can be told, by a number of its device, to write nothing, and that is cheap."""
     # A hook is not to be called for a step that is skipped.
     hooks = (
         optimizer._optimizer_step_pre_hooks,
@@ -21,8 +23,11 @@ def masks_steps(optimizer: Optimizer) -> bool:
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
     )
-    fused = getattr(optimizer, "is_npu_fused_optimizer", False)
-    return fused and not any(hooks) and bool(optimizer.skips_on_device())  # type: ignore[attr-defined]
+    if not getattr(optimizer, "is_npu_fused_optimizer", False) or any(hooks):
+        return False
+    device: torch.device | None = optimizer.skips_on()  # type: ignore[attr-defined]
+    # Elsewhere it would take copies of all that is written, which cost more than a wait.
+    return device is not None and masks_writes(device)
 
 
 def delegates(optimizer: Optimizer, record: OptimizerRecord) -> bool:

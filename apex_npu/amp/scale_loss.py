@@ -54,7 +54,7 @@ def scale_loss(
     gradient was inf or nan, the scale shrinks and that ``step()`` does nothing. At most one wait for the device happens
     here, with a dynamic scale, and none with a static one. With ``fuse_unscale`` they stay scaled until ``step``, and
     whoever reads them first behind the block, clipping or ``step``, looks for overflow and waits. With a fused
-    optimizer that is ``capturable`` nobody waits: the device skips the step by itself, and the next block, which needs
+    optimizer that is ``capturable`` nobody waits on a GPU: it skips the step by itself, and the next block, which needs
     the scale, or whoever asks before it, hears of that.
 
     An exception inside the block leaves gradients unscaled and everything usable. Gradients whose step will be skipped

@@ -3,6 +3,7 @@
 """Update rules on flat buffers: one schema per op, a kernel per device, the reference where there is none."""
 
 import apex_npu.ops.schemas  # noqa: F401 -- defines the ops that everything else here calls
+from apex_npu.ops.cuda import masks_writes
 from apex_npu.ops.elementwise import adadelta_, adagrad_, adam_, rmsprop_, sgd_
 from apex_npu.ops.gather import (
     gather_,
@@ -30,6 +31,7 @@ __all__ = [
     "gathers_in_one_pass",
     "is_placed",
     "lamb_",
+    "masks_writes",
     "multiply_",
     "norm",
     "rmsprop_",

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -37,6 +38,11 @@ _ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def takes_ranges() -> bool:
     """True where the kernels find segments by their ranges, and need no map from elements to segments."""
     return _plans() is not None
+
+
+def masks_writes(device: torch.device) -> bool:
+    """True where rules on ``device`` write nothing if a flag there is set, and that costs no pass of its own."""
+    return device.type == "cuda" and _plans() is not None
 
 
 @functools.cache

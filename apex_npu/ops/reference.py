@@ -130,7 +130,7 @@ def skippable(written: int, *, chunked: bool) -> Callable[[Callable[..., None]],
                 before = [t.clone() for t in changing]
                 rule(*pieces, **options)
                 for now, then in zip(changing, before, strict=True):
-                    now.copy_(torch.where(skipped, then, now))
+                    torch.where(skipped, then, now, out=now)
 
         return op
 

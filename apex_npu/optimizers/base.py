@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -216,16 +215,14 @@ class FusedOptimizer(Optimizer):
         found_inf = told if told is not None else self._of_scaler("found_inf")
         if found_inf is None:
             return False
-        return found_inf if self._skips_on(found_inf.device) else bool(found_inf)
+        return found_inf if self.skips_on() == found_inf.device else bool(found_inf)
 
-    def skips_on_device(self) -> bool:
-        """True where a step can be skipped by the device, for a number there that the host has not read."""
-        first = next((p for group in self.param_groups for p in group["params"]), None)
-        return first is not None and self._skips_on(first.device)
-
-    def _skips_on(self, device: torch.device) -> bool:
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        return self.capturable and device.type != "cpu" and all(p.device == device for p in params)
+    def skips_on(self) -> torch.device | None:
+        """The device that can skip a step, for a number there that the host has not read; None: none can."""
+        if not self.capturable:
+            return None
+        devices = {p.device for group in self.param_groups for p in group["params"]}
+        return devices.pop() if len(devices) == 1 and devices != {torch.device("cpu")} else None
 
     def _check_capture(self) -> None:
         """Raise where a captured step could not be replayed, for all that is known before its gradients are."""

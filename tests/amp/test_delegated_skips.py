@@ -11,6 +11,8 @@ from devices import DEVICE
 from torch import nn
 
 from apex_npu import amp, optimizers
+from apex_npu.amp import delegated_skips
+from apex_npu.ops import masks_writes
 
 needs_device = pytest.mark.skipif(DEVICE.type == "cpu", reason="on a CPU there is nothing to wait for")
 CAPTURABLE = [
@@ -18,6 +20,14 @@ CAPTURABLE = [
     optimizers.NpuFusedAdadelta, optimizers.NpuFusedLamb, optimizers.NpuFusedRMSprop, optimizers.NpuFusedRMSpropTF,
     optimizers.FusedAdam, optimizers.FusedSGD, optimizers.FusedLAMB, optimizers.FusedAdagrad,
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def delegated(monkeypatch):
+    """On a simulated device, too, where it would cost more than a wait."""
+    monkeypatch.setattr(delegated_skips, "masks_writes", lambda device: True)
+
+
 HOOKS = ("register_step_pre_hook", "register_step_post_hook")
 
 
@@ -364,3 +374,15 @@ def test_a_new_initialize_does_not_lose_what_is_on_its_way():
     optimizer.step()
     assert amp.last_step(optimizer).applied
     assert amp.last_step(optimizer).skipped_steps == 1
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU with Triton does not")
+def test_a_device_that_would_have_to_copy_what_is_written_waits_instead(monkeypatch):
+    monkeypatch.undo()
+    assert not masks_writes(DEVICE)
+    model, optimizer = make(verbosity=1)
+    backward(model, optimizer, bad=True)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
+    optimizer.step()
+    assert optimizer.found_inf_of_step is None
+    assert len(optimizer.state) == 0  # it has not been called
