@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from itertools import chain
+from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -221,11 +223,25 @@ class FusedOptimizer(Optimizer):
     def skips_on_device(self) -> bool:
         """True where a step can be skipped by the device, for a number there that the host has not read."""
         first = next((p for group in self.param_groups for p in group["params"]), None)
-        return first is not None and self._skips_on(first.device)
+        return first is not None and self._skips_on(first.device) and self._steps_by_rule_alone()
+
+    def _steps_by_rule_alone(self) -> bool:
+        """False for a class whose ``step`` or ``update`` does more than the rule that says that it heeds a flag."""
+        mro = type(self).__mro__
+        rule: Any = next(cls for cls in mro if "supports_capture" in vars(cls))
+        # torch wraps it for each class anew, amp's stands before these classes
+        steps = [
+            inspect.unwrap(vars(cls)["step"]) for cls in mro if issubclass(cls, FusedOptimizer) and "step" in vars(cls)
+        ]
+        return (
+            all(step is inspect.unwrap(FusedOptimizer.step) for step in steps)
+            and type(self).update is rule.update
+            and type(self).before_updates is rule.before_updates
+        )
 
     def _skips_on(self, device: torch.device) -> bool:
         params = chain.from_iterable(group["params"] for group in self.param_groups)
-        return self.capturable and device.type != "cpu" and all(p.device == device for p in params)
+        return self.capturable and device.type != "cpu" and set(map(attrgetter("device"), params)) <= {device}
 
     def _check_capture(self) -> None:
         """Raise where a captured step could not be replayed, for all that is known before its gradients are."""
