@@ -28,7 +28,7 @@ def masks_steps(optimizer: Optimizer) -> bool:
     return fused and not any(hooks) and bool(optimizer.skips_on_device())  # type: ignore[attr-defined]
 
 
-def delegated_check(optimizer: Optimizer, record: OptimizerRecord) -> OpenCheck | None:
+def check_to_delegate(optimizer: Optimizer, record: OptimizerRecord) -> OpenCheck | None:
     """What has yet to be decided about the step that comes now, where that can be left to the device; else None."""
     check = record.check_on_device
     if check is None or not masks_steps(optimizer):

@@ -21,8 +21,8 @@ class OpenCheck:
     Gradients that ``fuse_unscale`` holds need not be written behind the block, so that looking at them would be a pass
     of its own. Whoever takes their norm next answers the question, too; else whoever first wants to know looks.
 
-    Where the device can skip the step by itself, the host need not wait for the answer either: it is told ``flag``,
-    and the host reads what has come of it when that has long arrived.
+    Where the device can skip the step by itself, the host need not wait for the answer either: the device goes by
+    ``flag``, and the host reads a copy of that when it has long arrived.
 
     Attributes:
         thread: The identifier of the one whose block it was.

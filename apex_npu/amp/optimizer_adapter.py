@@ -22,7 +22,7 @@ from torch.optim import LBFGS, Optimizer
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.capture import check_step
 from apex_npu.amp.data_parallel import LocalGrads
-from apex_npu.amp.delegated_skips import delegated_check, hand_over_flag, report_later, report_step, say_skipped
+from apex_npu.amp.delegated_skips import check_to_delegate, hand_over_flag, report_later, report_step, say_skipped
 from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.held_gradients import clip_at_step, clip_held, finish_hand_over, hand_over_scale, settle
 from apex_npu.amp.legacy.stash import LegacyOptimizerNames
@@ -61,7 +61,7 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             # Here rather than inside the optimizer, so that an overflow in it still skips the step.
             with torch.enable_grad():
                 loss = closure()
-        check = delegated_check(self, record)
+        check = check_to_delegate(self, record)
         if check is None and record.skip:
             _skip_step(self, record)
             return loss

@@ -229,7 +229,7 @@ class FusedOptimizer(Optimizer):
         """False for a class whose ``step`` or ``update`` does more than the rule that says that it heeds a flag."""
         mro = type(self).__mro__
         rule: Any = next(cls for cls in mro if "supports_capture" in vars(cls))
-        # torch wraps it for each class anew, amp's stands before these classes
+        # torch puts a wrapper into each class; what amp adds is no FusedOptimizer, and knows of the flag.
         steps = [
             inspect.unwrap(vars(cls)["step"]) for cls in mro if issubclass(cls, FusedOptimizer) and "step" in vars(cls)
         ]
