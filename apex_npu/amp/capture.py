@@ -46,6 +46,12 @@ def check_step(optimizer: Optimizer, record: OptimizerRecord) -> None:
     """
     if is_capturing():
         _check_optimizer(optimizer)
+        decided = record.verdict is not None and record.policy.loss_scale == "dynamic"
+        if decided or record.open_check is not None:
+            raise _refusal(
+                "behind a block outside of the capture, with a dynamic loss scale: each replay would be skipped, or "
+                "not, by what that one block has found"
+            )
         record.captured_block = False
     elif record.captured_block:
         raise RuntimeError(

@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from apex_npu.amp.open_check import OpenCheck
 from apex_npu.amp.optimizer_record import OptimizerRecord
 from apex_npu.amp.session import current
 from apex_npu.amp.step_report import StepReport, next_report
@@ -23,37 +26,43 @@ def masks_steps(optimizer: Optimizer) -> bool:
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
     )
-    if not getattr(optimizer, "is_npu_fused_optimizer", False) or any(hooks):
+    if any(hooks) or not getattr(optimizer, "is_npu_fused_optimizer", False):
+        return False
+    if not optimizer.steps_by_rule_alone():  # type: ignore[attr-defined]
         return False
     device: torch.device | None = optimizer.skips_on()  # type: ignore[attr-defined]
     # Elsewhere it would take copies of all that is written, which cost more than a wait.
     return device is not None and masks_writes(device)
 
 
-def delegates(optimizer: Optimizer, record: OptimizerRecord) -> bool:
-    """True where the step that comes now can be left to the device, which alone knows whether it is to be skipped."""
-    if not record.device_decides or not masks_steps(optimizer):
-        return False
+def check_to_delegate(optimizer: Optimizer, record: OptimizerRecord) -> OpenCheck | None:
+    """What has yet to be decided about the step that comes now, where that can be left to the device; else None."""
+    check = record.check_on_device
+    if check is None or not masks_steps(optimizer):
+        return None
     if record.verdict is not None and record.verdict.skip:
-        return False  # by an earlier block
+        return None  # by an earlier block
     session, last = current(), record.latest_report
     # The step that may raise the alarm: what has overflowed is looked for in gradients that are still there.
-    return session is None or last is None or last.skips_in_a_row + 1 != session.skip_alarm
+    skips = 1 + (0 if last is None else last.skips_in_a_row)
+    return check if session is None or skips != session.skip_alarm else None
 
 
-def hand_over_flag(optimizer: Optimizer, record: OptimizerRecord) -> None:
+def hand_over_flag(optimizer: Optimizer, check: OpenCheck) -> None:
     """Have the step that comes now skipped where gradients have overflowed."""
-    assert record.open_check is not None
-    optimizer.found_inf_of_step = record.open_check.ask()  # type: ignore[attr-defined]
+    optimizer.found_inf_of_step = check.ask()  # type: ignore[attr-defined]
 
 
-def report_later(record: OptimizerRecord) -> None:
+def report_later(record: OptimizerRecord, check: OpenCheck) -> None:
     """It has been taken, or not: what became of it is told when that is known."""
-    check = record.delegated_check = record.open_check
-    assert check is not None
+    record.delegated_check = check
     record.open_check = record.unchecked = None
+    stepped = weakref.ref(record)  # the session has the check, and shall not keep an optimizer that nobody else has
 
     def report() -> None:
+        record = stepped()
+        if record is None:
+            return
         record.delegated_check = None
         ended = report_step(record)
         if ended.skipped:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from apex_npu.amp.master_params import MasterPair, copy_masters_to_model
+from apex_npu.amp.master_params import MasterPair, copy_masters_to_model, write_unless
 from apex_npu.fusion import FusedGroup, Twin, are_same, increment_versions
 
 
@@ -54,10 +54,14 @@ class FlatModel:
         return [twin.flat for _, twin in self.twins]
 
     @torch.no_grad()
-    def copy_masters(self) -> None:
-        """Round every master into its model parameter."""
+    def copy_masters(self, skipped: Tensor | None = None) -> None:
+        """Round every master into its model parameter; see ``copy_masters_to_model``."""
         for group, twin in self.twins:
-            if not group.has_copied_to(twin):
+            if group.has_copied_to(twin):
+                pass
+            elif skipped is not None:
+                write_unless(skipped, twin.flat, group.param_flat)
+            else:
                 twin.flat.copy_(group.param_flat)
             increment_versions(twin.params)
-        copy_masters_to_model(self.loose)
+        copy_masters_to_model(self.loose, skipped)

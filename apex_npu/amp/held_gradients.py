@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu.amp.gradients import GradUnit
+from apex_npu.amp.open_check import OpenCheck
 from apex_npu.amp.optimizer_record import OptimizerRecord, inner_optimizer, record_of
 from apex_npu.amp.session import current
 from apex_npu.fusion import FlatGrads, clip_coefficient, total_grad_norm
@@ -103,12 +104,11 @@ def clip_held(record: HoldsGradients, units: list[GradUnit]) -> None:
             unit.clip_params_(coefficient)
 
 
-def _checked_norm(record: OptimizerRecord, flats: list[FlatGrads], loose: list[Tensor], norm_type: float) -> Tensor:
+def _checked_norm(check: OpenCheck, flats: list[FlatGrads], loose: list[Tensor], norm_type: float) -> Tensor:
     """The norm, with a look for overflow that nobody waits for."""
-    check = record.open_check
-    assert check is not None
     if norm_type != 2.0 or check.flag is not None:
-        check.ask()
+        if norm_type > 0:  # others pass over inf and nan, and whoever looks for these comes later
+            check.ask()
         return total_grad_norm(flats, loose, norm_type)
     device = next(t.device for t in (*(flat.flat for flat in flats), *loose))
     found_inf = torch.zeros(1, dtype=torch.float32, device=device)
@@ -126,12 +126,13 @@ def clip_at_step(
     error_if_nonfinite: bool,
 ) -> Tensor:
     """Leave it to the next step to clip; the arguments and the norm are those of ``clip_grad_norm_``."""
-    if record.device_decides:
-        norm = _checked_norm(record, flats, loose, norm_type)
+    check = record.check_on_device
+    if check is not None:
+        norm = _checked_norm(check, flats, loose, norm_type)
     else:
         norm = total_grad_norm(flats, loose, norm_type)
     device = norm.device
-    if record.open_check is not None and not record.device_decides and norm_type > 0:  # others pass over inf and nan
+    if record.open_check is not None and check is None and norm_type > 0:  # others pass over inf and nan
         norm = norm.cpu()  # the one wait of the step; what follows from it is cheaper on the host
         record.close_check(norm)
     if norm_type != 0:  # which counts, whatever the scale

@@ -56,10 +56,23 @@ def make_masters(optimizer: Optimizer, fp32_values: Mapping[int, Tensor]) -> lis
 
 
 @torch.no_grad()
-def copy_masters_to_model(pairs: list[MasterPair]) -> None:
-    """Round every master into its model parameter."""
-    if pairs:
+def copy_masters_to_model(pairs: list[MasterPair], skipped: Tensor | None = None) -> None:
+    """Round every master into its model parameter.
+
+    Args:
+        pairs: Which.
+        skipped: One number on the device; where it is not 0 nothing is written.
+    """
+    if skipped is not None:
+        for pair in pairs:
+            write_unless(skipped, pair.model_param, pair.master_param)
+    elif pairs:
         torch._foreach_copy_([p.model_param for p in pairs], [p.master_param for p in pairs])
+
+
+def write_unless(skipped: Tensor, target: Tensor, source: Tensor) -> None:
+    """Round ``source`` into ``target``, but where ``skipped``, one number on a device, is not 0."""
+    target.copy_(torch.where(skipped.to(target.device).reshape(()) != 0, target, source))
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

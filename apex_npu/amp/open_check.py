@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,26 +15,19 @@ from apex_npu.amp.gradients import any_raised
 from apex_npu.backends import HostCopy
 
 
-class _Question(NamedTuple):
-    """What an open check needs until it is closed: it holds on to gradients, parameters, buffers."""
-
-    look: Callable[[], Sequence[Tensor]]
-    decide: Callable[[bool], None]
-
-
 class OpenCheck:
     """What a ``scale_loss`` block has left open: whether its gradients have overflowed, and what follows from that.
 
     Gradients that ``fuse_unscale`` holds need not be written behind the block, so that looking at them would be a pass
     of its own. Whoever takes their norm next answers the question, too; else whoever first wants to know looks.
 
-    Where the device can skip the step by itself, the host need not wait for the answer either: it is told ``flag``,
-    and the host reads what has come of it when that has long arrived.
+    Where the device can skip the step by itself, the host need not wait for the answer either: the device goes by
+    ``flag``, and the host reads a copy of that when it has long arrived.
 
     Attributes:
         thread: The identifier of the one whose block it was.
         masks: The device can skip the step that follows.
-        flag: On the device, one float32 number, not 0 where a gradient is inf or nan; None: nobody has asked for it.
+        flag: On the device, one float32 number, not 0 where a gradient is inf or nan; None: nobody has looked yet.
     """
 
     def __init__(
@@ -52,14 +44,16 @@ class OpenCheck:
         self.masks = masks
         self.flag: Tensor | None = None
         self._arriving: HostCopy | None = None
-        self._question: _Question | None = _Question(look, decide)
+        # Each is let go of when it is done: what looks holds on to gradients, parameters, buffers.
+        self._look: Callable[[], Sequence[Tensor]] | None = look
+        self._decide: Callable[[bool], None] | None = decide
         self._then: Callable[[], None] | None = None
         self._lock = threading.RLock()  # another thread may ask for the loss scale; deciding asks, too
 
     @property
     def is_open(self) -> bool:
         """False once it is decided."""
-        return self._question is not None
+        return self._decide is not None
 
     @disable_dynamo
     def ask(self, flag: Tensor | None = None) -> Tensor:
@@ -73,15 +67,20 @@ class OpenCheck:
         """
         with self._lock:
             if self.flag is None:
-                assert self._question is not None
                 if flag is None:
-                    (flag,) = self._question.look()
+                    assert self._look is not None
+                    (flag,) = self._look()
                 self.flag, self._arriving = flag, HostCopy(flag)
+                self._look = None
             return self.flag
 
     def then(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called when it has been decided."""
-        self._then = call
+        """Have ``call`` called when it has been decided: at once, if another thread has asked meanwhile."""
+        with self._lock:
+            if self.is_open:
+                self._then = call
+                return
+        call()
 
     @disable_dynamo
     def close(self, norm: Tensor | None = None) -> None:
@@ -91,16 +90,20 @@ class OpenCheck:
             norm: Of all these gradients, and inf or nan where one of them is; None: nobody has taken it.
         """
         with self._lock:
-            if self._question is None:
+            decide = self._decide
+            if decide is None:
                 return
-            look, decide = self._question
             if self._arriving is not None:
                 found_inf = bool(self._arriving)
             elif norm is not None and math.isfinite(norm):
                 found_inf = False
             else:  # a norm can overflow where no gradient has
-                found_inf = any_raised(look())
-            self._question = self._arriving = None
+                assert self._look is not None
+                flags = self._look()
+                found_inf = any_raised(flags)
+                if self.masks:
+                    self.flag = flags[0]  # for a step that has begun already, in another thread
+            self._decide = self._look = self._arriving = None
             try:
                 decide(found_inf)
             finally:  # it may warn, and a warning be an error

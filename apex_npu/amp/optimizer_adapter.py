@@ -22,7 +22,7 @@ from torch.optim import LBFGS, Optimizer
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.capture import check_step
 from apex_npu.amp.data_parallel import LocalGrads
-from apex_npu.amp.delegated_skips import delegates, hand_over_flag, report_later, report_step, say_skipped
+from apex_npu.amp.delegated_skips import check_to_delegate, hand_over_flag, report_later, report_step, say_skipped
 from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.held_gradients import clip_at_step, clip_held, finish_hand_over, hand_over_scale, settle
 from apex_npu.amp.legacy.stash import LegacyOptimizerNames
@@ -61,25 +61,25 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             # Here rather than inside the optimizer, so that an overflow in it still skips the step.
             with torch.enable_grad():
                 loss = closure()
-        delegated = delegates(self, record)
-        if not delegated and record.skip:
+        check = check_to_delegate(self, record)
+        if check is None and record.skip:
             _skip_step(self, record)
             return loss
         _check_unscaled(record, "step()")
         _check_averaged(record)
         _warn_of_missing_gradients(self, record)
         hand_over_scale(self, record)
-        if delegated:
-            hand_over_flag(self, record)
+        if check is not None:
+            hand_over_flag(self, check)
         try:
             with disable_casts():
                 super().step()
         finally:
             finish_hand_over(self)
-        record.copy_masters(self)
+        record.copy_masters(self, None if check is None else check.flag)
         _drop_master_grads(record)
-        if delegated:
-            report_later(record)
+        if check is not None:
+            report_later(record, check)
         else:
             _end_step(record)
         return loss

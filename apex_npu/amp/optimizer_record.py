@@ -109,21 +109,24 @@ class OptimizerRecord:
             self.open_check = None
 
     @property
-    def device_decides(self) -> bool:
-        """What the last block has left open the device can act on by itself."""
-        return self.open_check is not None and self.open_check.masks and self.open_check.is_open
+    def check_on_device(self) -> OpenCheck | None:
+        """What the last block has left open, where the device can act on that by itself; else None."""
+        check = self.open_check
+        return check if check is not None and check.masks and check.is_open else None
 
     def look(self) -> None:
         """Have it known, if only to the device, whether gradients have overflowed: they are about to be changed."""
-        if self.open_check is not None and self.device_decides:
-            self.open_check.ask()
+        check = self.check_on_device
+        if check is not None:
+            check.ask()
         else:
             self.close_check()
 
     def last_step(self) -> StepReport | None:
         """How the last call of ``step`` ended; waits where the device alone knows."""
-        if self.delegated_check is not None:
-            self.delegated_check.close()
+        check = self.delegated_check
+        if check is not None:
+            check.close()
         return self.latest_report
 
     @property
@@ -187,14 +190,14 @@ class OptimizerRecord:
             self._of_pairs = [pair.model_param for pair in self.pairs], [pair.master_param for pair in self.pairs]
         return self._of_pairs
 
-    def copy_masters(self, optimizer: Optimizer) -> None:
-        """Round every master into its model parameter."""
+    def copy_masters(self, optimizer: Optimizer, skipped: Tensor | None = None) -> None:
+        """Round every master into its model parameter; see ``copy_masters_to_model``."""
         fused = getattr(optimizer, "is_npu_fused_optimizer", False)
         groups: list[FusedGroup] = optimizer.fused_groups() if fused else []  # type: ignore[attr-defined]
         if not groups or not self.pairs:
-            copy_masters_to_model(self.pairs)
+            copy_masters_to_model(self.pairs, skipped)
             return
-        self.flat_model(groups).copy_masters()
+        self.flat_model(groups).copy_masters(skipped)
 
     def has_flat_model(self, groups: Sequence[FusedGroup]) -> bool:
         """True where ``flat_model`` would move nothing."""

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -143,14 +144,16 @@ def scale_loss(
         _drop_all(work)  # some are unscaled by now and some are not
         raise
     if leaves_open:
-        look = OpenCheck(
-            lambda: look_for_overflow(units), lambda found: _decide(work, loss_id, scaler, found), masks=masks
+        # The session has the check until the next block, and shall not keep an optimizer that nobody else has.
+        concerned = weakref.WeakSet(record for record, _ in work)
+        left_open = OpenCheck(
+            lambda: look_for_overflow(units), lambda found: _decide(concerned, loss_id, scaler, found), masks=masks
         )
-        session.open_checks[scaler] = work[0][0].open_check = look
+        session.open_checks[scaler] = work[0][0].open_check = left_open
         if check:
-            look.ask(*flags)
+            left_open.ask(*flags)
     elif decides:
-        _decide(work, loss_id, scaler, found_inf)
+        _decide([record for record, _ in work], loss_id, scaler, found_inf)
 
 
 @disable_dynamo
@@ -333,12 +336,12 @@ def _saturates(work: Work) -> bool:
     return any(for_device(unit.device).saturates() for _, units in work for unit in units)
 
 
-def _decide(work: Work, loss_id: int, scaler: LossScaler, found_inf: bool) -> None:
+def _decide(records: Iterable[OptimizerRecord], loss_id: int, scaler: LossScaler, found_inf: bool) -> None:
     before = scaler.scale
     try:
         scaler.update(found_inf)
     finally:  # it may warn, and a warning be an error: the step is to be skipped all the same
         verdict = Verdict(found_inf, loss_id, before, scaler.scale)
-        for record, _ in work:
+        for record in records:
             if not record.skip:
                 record.verdict = verdict

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal
@@ -216,6 +218,11 @@ class FusedOptimizer(Optimizer):
         if found_inf is None:
             return False
         return found_inf if self.skips_on() == found_inf.device else bool(found_inf)
+
+    def steps_by_rule_alone(self) -> bool:
+        """False for a class whose ``step`` or ``update`` does more than the rule that says that it heeds a flag."""
+        cls: Any = type(self)
+        return _steps_by_rule_alone(cls)
 
     def skips_on(self) -> torch.device | None:
         """The device that can skip a step, for a number there that the host has not read; None: none can."""
@@ -555,3 +562,15 @@ class FusedOptimizer(Optimizer):
             if (value := entry.get(name)) is not None
         )
         self._shown.remember(self.state, shown)
+
+
+@functools.lru_cache(maxsize=64)
+def _steps_by_rule_alone(cls: Any) -> bool:
+    rule = next(base for base in cls.__mro__ if "supports_capture" in vars(base))
+    # torch puts a wrapper into each class; what amp adds is no FusedOptimizer, and knows of the flag.
+    steps = [vars(base)["step"] for base in cls.__mro__ if issubclass(base, FusedOptimizer) and "step" in vars(base)]
+    return (
+        all(inspect.unwrap(step) is inspect.unwrap(FusedOptimizer.step) for step in steps)
+        and cls.update is rule.update
+        and cls.before_updates is rule.before_updates
+    )

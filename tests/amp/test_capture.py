@@ -166,3 +166,26 @@ def test_an_optimizer_that_is_not_capturable_is_refused_before_its_block():
     for capture in (amp.scale_loss(loss, optimizer).__enter__, optimizer.step):
         with pytest.raises(RuntimeError, match=r"which is not capturable: use one of apex_npu\.optimizers"), Capture():
             capture()
+
+
+@needs_device
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+def test_a_step_alone_that_goes_by_what_one_block_has_found_is_refused(fuse_unscale):
+    model, optimizer = initialized("O0", loss_scale="dynamic", fuse_unscale=fuse_unscale)
+
+    def block():
+        with amp.scale_loss(loss_of(model), optimizer) as loss:
+            loss.backward()
+
+    block()
+    optimizer.step()
+    block()
+    before = [p.detach().clone() for p in model.parameters()]
+    with (
+        pytest.raises(RuntimeError, match="behind a block outside of the capture, with a dynamic loss scale"),
+        Capture(),
+    ):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))

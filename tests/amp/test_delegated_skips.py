@@ -2,8 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """With a capturable optimizer the device skips steps by itself: all is as if the host had, but that nobody waits."""
 
+import gc
 import random
+import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from devices import DEVICE
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu.amp import delegated_skips
+from apex_npu.amp import delegated_skips, optimizer_adapter
 from apex_npu.ops import masks_writes
 
 needs_device = pytest.mark.skipif(DEVICE.type == "cpu", reason="on a CPU there is nothing to wait for")
@@ -380,9 +383,142 @@ def test_a_new_initialize_does_not_lose_what_is_on_its_way():
 def test_a_device_that_would_have_to_copy_what_is_written_waits_instead(monkeypatch):
     monkeypatch.undo()
     assert not masks_writes(DEVICE)
-    model, optimizer = make(verbosity=1)
+    model, optimizer = make()
     backward(model, optimizer, bad=True)
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
     optimizer.step()
-    assert optimizer.found_inf_of_step is None
-    assert len(optimizer.state) == 0  # it has not been called
+    assert amp.last_step(optimizer).skipped
+    assert len(optimizer.state) == 0  # the optimizer's own step has not been called
+
+
+def skips_all(optimizer, model):
+    """Whether a step with gradients of which one is inf leaves all parameters as they are."""
+    before = [p.detach().clone() for p in model.parameters()]
+    backward(model, optimizer, bad=True)
+    optimizer.step()
+    return all(map(torch.equal, before, model.parameters()))
+
+
+@needs_device
+def test_the_alarm_may_be_about_the_first_step(caplog):
+    model, optimizer = make(skip_alarm=1)
+    backward(model, optimizer, bad=True)
+    optimizer.step()
+    assert "1 steps in a row have been skipped" in caplog.text
+
+
+class Halving:
+    def step(self, closure=None):
+        loss = super().step(closure)
+        with torch.no_grad():
+            torch._foreach_mul_([p for group in self.param_groups for p in group["params"]], 0.5)
+        return loss
+
+
+class HalvingStep(Halving, optimizers.NpuFusedSGD):
+    pass
+
+
+class HalvingRule(optimizers.NpuFusedSGD):
+    def update(self, run, group):
+        super().update(run, group)
+        run.param.mul_(0.5)
+
+
+class HalvingBefore(optimizers.NpuFusedSGD):
+    def before_updates(self, runs):
+        for run, _ in runs:
+            run.param.mul_(0.5)
+
+
+@needs_device
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+@pytest.mark.parametrize("cls", [HalvingStep, HalvingRule, HalvingBefore])
+def test_what_a_subclass_does_in_a_step_is_skipped_with_it(cls, fuse_unscale):
+    model, optimizer = make(cls=cls, fuse_unscale=fuse_unscale)
+    assert skips_all(optimizer, model)
+    assert amp.last_step(optimizer).skipped
+
+
+@needs_device
+def test_a_subclass_that_changes_no_step_is_left_to_the_device():
+    class Named(optimizers.NpuFusedSGD):
+        def validate(self, group):
+            super().validate(group)
+
+    assert delegated_skips.masks_steps(make(cls=Named)[1])
+
+
+class AsksMeanwhile(optimizers.NpuFusedSGD):
+    supports_capture = True  # heeds run.found_inf, as its base does
+
+    def update(self, run, group):
+        super().update(run, group)
+        in_another_thread(amp.state_dict)
+
+
+def in_another_thread(call):
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+@needs_device
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+def test_whoever_asks_in_the_middle_of_a_step_changes_nothing(fuse_unscale):
+    model, optimizer = make(cls=AsksMeanwhile, fuse_unscale=fuse_unscale)
+    assert skips_all(optimizer, model)
+    assert amp.last_step(optimizer).skipped_steps == 1
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()  # of which no block has said anything
+    assert not any(map(torch.equal, before, model.parameters()))
+    assert amp.last_step(optimizer).applied
+
+
+@needs_device
+def test_whoever_asks_just_before_the_flag_is_handed_over_changes_nothing(monkeypatch):
+    real = optimizer_adapter.hand_over_flag
+
+    def hand_over_flag(*args):
+        in_another_thread(amp.state_dict)
+        real(*args)
+
+    monkeypatch.setattr(optimizer_adapter, "hand_over_flag", hand_over_flag)
+    model, optimizer = make(fuse_unscale=True)
+    assert skips_all(optimizer, model)
+    assert amp.last_step(optimizer).skipped_steps == 1
+
+
+@needs_device
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_what_is_on_its_way_keeps_neither_model_nor_optimizer(level, fuse_unscale):
+    model, optimizer = make(level, fuse_unscale=fuse_unscale)
+    backward(model, optimizer, bad=True)
+    optimizer.step()
+    watched = [weakref.ref(thing) for thing in (model, model[0].weight, optimizer, optimizer._amp_record)]
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * 4
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 512.0  # the scaler hears of it all the same
+
+
+@needs_device
+@pytest.mark.parametrize("place", ["in a buffer", "elsewhere"])
+def test_a_skipped_step_leaves_a_model_that_is_not_what_its_masters_say(place):
+    model, optimizer = make("O2")
+    backward(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    if place == "elsewhere":
+        model[0].weight.data = torch.zeros(40, device=DEVICE, dtype=torch.float16)[:35].view(7, 5)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.5)  # an average that is swapped in
+    backward(model, optimizer, bad=True)
+    for p in (next(amp.master_params(optimizer)), model[0].weight):
+        p.grad = None  # so that the step does not bring all masters to the model by itself
+    optimizer.step()
+    assert amp.last_step(optimizer).skipped
+    assert all((p == 0.5).all() for p in model.parameters())
