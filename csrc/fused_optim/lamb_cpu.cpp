@@ -5,7 +5,7 @@
 #include <cmath>
 #include <vector>
 
-#include "fused_optim/lanes.h"
+#include "fused_optim/dot.h"
 #include "fused_optim/operands.h"
 #include "fused_optim/pieces.h"
 #include "fused_optim/vectors.h"
@@ -24,21 +24,6 @@ struct Direction {
   }
 };
 
-struct SquaredNorms {
-  double param = 0, direction = 0;
-
-  APEX_NPU_INLINE void operator+=(const SquaredNorms& other) {
-    param += other.param;
-    direction += other.direction;
-  }
-
-  double trust_ratio(double max_weight_norm) const {
-    const double weight_norm = std::sqrt(param), direction_norm = std::sqrt(direction);
-    if (weight_norm == 0 || direction_norm == 0) return 1;
-    return (weight_norm > max_weight_norm ? max_weight_norm : weight_norm) / direction_norm;  // nan stays
-  }
-};
-
 template <typename T>
 struct Moments {
   T *exp_avg, *exp_avg_sq;
@@ -46,9 +31,8 @@ struct Moments {
   Direction<T> direction;
   T beta1, beta2, beta2_rest, beta3;
 
-  // Writes the direction to u. Its norm and that of p are added up on the way: squares in double keep units busy that
-  // would wait for roots and quotients.
-  APEX_NPU_INLINE SquaredNorms operator()(const T* p, const T* g, T* u, int64_t begin, int64_t n) const {
+  // Writes the direction to u.
+  APEX_NPU_INLINE void operator()(const T* p, const T* g, T* u, int64_t begin, int64_t n) const {
     T *m = exp_avg + begin, *v = exp_avg_sq + begin;
     const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
       const T grad = gradient(g[i], p[i]);
@@ -56,27 +40,7 @@ struct Moments {
       v[i] = beta2 * v[i] + beta2_rest * grad * grad;
       u[i] = direction(m[i], v[i], p[i]);
     };
-    constexpr int kLine = kLineNumel<T>;
-    SquaredNorms norms;
-    int64_t i = 0;
-    if (n >= kLine) {
-      Lanes<kLine> of_param, of_direction;
-      for_line<T>(0, body, p, g, m, v);
-      of_param.set_products(p, p);
-      of_direction.set_products(u, u);
-      for (i = kLine; i + kLine <= n; i += kLine) {
-        for_line<T>(i, body, p, g, m, v);
-        of_param.add_products(p + i, p + i);
-        of_direction.add_products(u + i, u + i);
-      }
-      norms = {of_param.total(), of_direction.total()};
-    }
-    for (; i < n; ++i) {
-      body(i);
-      const double param = p[i], direction = u[i];
-      norms += {param * param, direction * direction};
-    }
-    return norms;
+    for_each<T>(n, body, p, g, m, v);
   }
 };
 
@@ -89,6 +53,21 @@ struct Move {
     const T *m = exp_avg + begin, *v = exp_avg_sq + begin;
     const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA { p[i] -= step_size * direction(m[i], v[i], p[i]); };
     for_each<T>(n, body, p, m, v);
+  }
+};
+
+struct SquaredNorms {
+  double param = 0, direction = 0;
+
+  void operator+=(const SquaredNorms& other) {
+    param += other.param;
+    direction += other.direction;
+  }
+
+  double trust_ratio(double max_weight_norm) const {
+    const double weight_norm = std::sqrt(param), direction_norm = std::sqrt(direction);
+    if (weight_norm == 0 || direction_norm == 0) return 1;
+    return (weight_norm > max_weight_norm ? max_weight_norm : weight_norm) / direction_norm;  // nan stays
   }
 };
 
@@ -142,7 +121,8 @@ class Lamb {
       const ParamBlock<T> param(operands_, begin, n);
       const GradBlock<T> grad(operands_, begin, n);
       T* direction = directions + done;
-      norms += vectorized(moments_, param.data(), grad.data(), direction, begin, n);
+      vectorized(moments_, param.data(), grad.data(), direction, begin, n);
+      norms += {dot(param.data(), param.data(), n), dot(direction, direction, n)};
     }
     return norms;
   }

@@ -68,24 +68,17 @@ constexpr int64_t kBlockNumel = 512;
 // Elements worth a thread of their own.
 constexpr int64_t kGrainNumel = 1 << 15;
 
-// Elements of a cache line.
-template <typename T>
-constexpr int kLineNumel = 64 / sizeof(T);
-
-// body(i) for a cache line of T from `begin` on, fetching `streams` (of T) a block ahead: so the memory is at work
-// during a second loop, too. Iterations must not depend on each other.
-template <typename T, typename Body, typename... Streams>
-APEX_NPU_INLINE void for_line(int64_t begin, const Body& body, const Streams*... streams) {
-  (APEX_NPU_PREFETCH(streams + begin + kBlockNumel), ...);
-#pragma omp simd
-  for (int64_t i = begin; i < begin + kLineNumel<T>; ++i) body(i);
-}
-
-// The same for each i in [0, n).
+// body(i) for each i in [0, n), a cache line of T after the other, fetching `streams` (of T) a block ahead: so the
+// memory is at work during a second loop, too. Iterations must not depend on each other.
 template <typename T, typename Body, typename... Streams>
 APEX_NPU_INLINE void for_each(int64_t n, const Body& body, const Streams*... streams) {
+  constexpr int64_t kLine = 64 / sizeof(T);
   int64_t i = 0;
-  for (; i + kLineNumel<T> <= n; i += kLineNumel<T>) for_line<T>(i, body, streams...);
+  for (; i + kLine <= n; i += kLine) {
+    (APEX_NPU_PREFETCH(streams + i + kBlockNumel), ...);
+#pragma omp simd
+    for (int64_t j = i; j < i + kLine; ++j) body(j);
+  }
 #pragma omp simd
   for (int64_t j = i; j < n; ++j) body(j);
 }
