@@ -65,7 +65,8 @@ class FusedOptimizer(Optimizer):
     """
 
     is_npu_fused_optimizer = True
-    # True where state_dict() shows a `step` per parameter, as torch.optim's optimizer of the same rule does.
+    # True where state_dict() shows a `step` per parameter, as torch.optim's optimizer of the same rule does. (Where the
+    # device counts all rules with state show one.)
     has_step_state: ClassVar[bool] = True
     # States that only some hyper-parameters call for: a state dict may have them or lack them.
     optional_states: ClassVar[tuple[str, ...]] = ()
@@ -487,8 +488,6 @@ class FusedOptimizer(Optimizer):
                 continue  # a state that is switched on again is as old as it was
             entry = self.state.get(param, {})
             count = self._count_of(entry, group)
-            if count and not self.has_step_state and self._is_shown(group, fused, index, entry):
-                count = min(count, float(fused.step_view(index)))  # 0, where the device has skipped all steps so far
             fused.set_step(index, count)
             if not count:
                 continue
@@ -503,13 +502,6 @@ class FusedOptimizer(Optimizer):
                         view.copy_(value)
             self._show_state(group, fused, index)
         self._remember_state()
-
-    def _is_shown(self, group: ParamGroup, fused: FusedGroup, index: int, entry: dict[str, Any]) -> bool:
-        """True where ``entry`` is what this very slot shows."""
-        return all(
-            entry.get(name) is fused.state_view(name, index, scalar=name in self.scalar_states)
-            for name in self.state_names(group)
-        )
 
     def _slots(self) -> Iterator[tuple[ParamGroup, FusedGroup, int, Tensor]]:
         for group, record in zip(self.param_groups, self._fused, strict=True):
@@ -529,7 +521,8 @@ class FusedOptimizer(Optimizer):
             # NVIDIA's optimizers keep one count for the whole group.
             count: Any = entry.get("step", group.get("step", 0) if entry else 0)
             return float(count)
-        return 1.0 if any(entry.get(name) is not None for name in self.state_names(group)) else 0.0
+        has_state = any(entry.get(name) is not None for name in self.state_names(group))
+        return float(entry.get("step", 1.0)) if has_state else 0.0
 
     def _join(self, group: ParamGroup, fused: FusedGroup, index: int) -> None:
         """A slot is about to step: from now on its state is visible."""
@@ -547,7 +540,8 @@ class FusedOptimizer(Optimizer):
             name: sharded_like(fused.state_view(name, index, scalar=name in self.scalar_states), param)
             for name in self.state_names(group)
         }
-        if self.has_step_state:
+        # A device may have skipped all steps so far, and state does not tell by itself that it is still the first.
+        if self.has_step_state or (views and fused.step_view(index).device.type != "cpu"):
             views = {"step": fused.step_view(index), **views}
         if views:
             self.state[param].update(views)

@@ -66,7 +66,10 @@ def everything(model, optimizer):
     entries = [optimizer.state[p] for p in stepped]
     tensors = [*model.parameters(), *stepped]
     # A host that has skipped all steps so far shows no state; the device has made it, and left it at its first value.
-    values = [value for entry in entries for _, value in sorted(entry.items()) if isinstance(value, torch.Tensor)]
+    shown = [(name, value) for entry in entries for name, value in sorted(entry.items())]
+    # A device counts SGD's steps, too.
+    counts = optimizer.has_step_state
+    values = [value for name, value in shown if isinstance(value, torch.Tensor) and (counts or name != "step")]
     tensors += [value for value in values if value.any()]
     return [t.detach().cpu().double() for t in tensors], amp.state_dict(), amp.last_step(optimizer)
 

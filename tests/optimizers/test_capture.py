@@ -79,6 +79,7 @@ class Pair:
         for p, q in zip(self.ours, self.theirs, strict=True):
             if "step" in self.optimizer.state[p]:
                 assert self.optimizer.state[p]["step"].device == p.device
+            if "step" in self.reference.state[q]:
                 assert self.optimizer.state[p]["step"].item() == float(self.reference.state[q]["step"])
 
 
@@ -300,20 +301,65 @@ def test_a_group_without_parameters_has_no_device():
         optimizer.step()
 
 
-@needs_device
-def test_a_first_step_that_was_skipped_is_still_the_first_when_parameters_are_added():
-    """With dampening the first step differs from later ones."""
-    param, options = nn.Parameter(torch.ones(3, device=DEVICE)), {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
-    optimizer = optimizers.NpuFusedSGD([param], **options, fuse_grad_scaler=True, capturable=True)
+def add_group(optimizer):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, device=DEVICE))]})
+
+
+def move(optimizer):
+    (param,) = optimizer.param_groups[0]["params"]
+    param.data = param.data.clone()
+
+
+def load_anew(optimizer):
+    (param,) = optimizer.param_groups[0]["params"]
+    fresh = dampened(nn.Parameter(param.detach().clone()))
+    fresh.load_state_dict(optimizer.state_dict())
+    return fresh
+
+
+def dampened(param):
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    return optimizers.NpuFusedSGD([param], **options, fuse_grad_scaler=True, capturable=True)
+
+
+def step_or_skip(optimizer, overflow):
+    param = optimizer.param_groups[0]["params"][0]
+    param.grad = torch.ones_like(param)
     optimizer.grad_scale = torch.ones(1, device=DEVICE)
-    for overflow in (1.0, 0.0):
-        param.grad = torch.ones_like(param)
-        optimizer.found_inf = torch.full((1,), overflow, device=DEVICE)
-        optimizer.step()
-        if overflow:
-            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, device=DEVICE))]})
+    optimizer.found_inf = torch.full((1,), float(overflow), device=DEVICE)
+    optimizer.step()
+    return param
+
+
+@needs_device
+@pytest.mark.parametrize("then", [add_group, move, load_anew, copy.deepcopy])
+def test_a_first_step_that_was_skipped_is_still_the_first(then):
+    """With dampening the first step differs from later ones."""
+    optimizer = dampened(nn.Parameter(torch.ones(3, device=DEVICE)))
+    step_or_skip(optimizer, overflow=True)
+    optimizer = then(optimizer) or optimizer
+    param = step_or_skip(optimizer, overflow=False)
     torch.testing.assert_close(param.cpu(), torch.full((3,), 0.9))
     torch.testing.assert_close(optimizer.state[param]["momentum_buffer"].cpu(), torch.ones(3))
+    step_or_skip(then(optimizer) or optimizer, overflow=True)
+    param = step_or_skip(optimizer, overflow=False)
+    torch.testing.assert_close(optimizer.state[param]["momentum_buffer"].cpu(), torch.full((3,), 0.9 + 0.5))
+
+
+@needs_device
+def test_state_of_sgd_goes_to_torch_and_comes_from_there():
+    ours, theirs = nn.Parameter(torch.ones(3, device=DEVICE)), nn.Parameter(torch.ones(3))
+    optimizer, other = dampened(ours), torch.optim.SGD([theirs], lr=0.1, momentum=0.9, dampening=0.5)
+    for _ in range(2):
+        step_or_skip(optimizer, overflow=False)
+    other.load_state_dict(optimizer.state_dict())
+    theirs.data.copy_(ours.detach().cpu())
+    for _ in range(2):
+        step_or_skip(optimizer, overflow=False)
+        theirs.grad = torch.ones(3)
+        other.step()
+        torch.testing.assert_close(ours.cpu(), theirs)
+        optimizer.load_state_dict(other.state_dict())
 
 
 @needs_device

@@ -196,6 +196,7 @@ def test_memory_figures() -> None:
 def test_formats_are_plain_by_default() -> None:
     x = torch.ones(5, 7, device="npu")
     assert (torch_npu.get_npu_format(x), torch_npu.get_storage_size(x)) == (2, 35)
+    assert torch_npu.get_storage_size(x[1:]) == 35  # of the memory, as where this is real
     assert torch_npu.npu_format_cast(x, 29) is x
     assert torch_npu.get_npu_format(torch.ones(1, 2, 3, 4, device="npu")) == 0
 

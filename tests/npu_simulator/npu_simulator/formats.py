@@ -56,9 +56,7 @@ def get_npu_format(tensor: Tensor) -> int:
 def get_storage_size(tensor: Tensor) -> int:
     """Elements in the memory of ``tensor``, padding included. A view has the memory of what it is a view of."""
     _check_npu(tensor, "get_storage_size")
-    if int(_C.storage_format(tensor)) in _PRIVATE:
-        return tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.numel()
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
 def npu_format_cast(tensor: Tensor, acl_format: int | Tensor) -> Tensor:
