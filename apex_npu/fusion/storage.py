@@ -145,7 +145,9 @@ def storage_view(src: Tensor, offset: int, size: Sequence[int], stride: Sequence
     _check_range(offset, need_numel, src)
     part = src.detach().as_strided((need_numel,), (1,), src.storage_offset() + offset)
     if src.device.type in ("cpu", "cuda"):
-        part = torch.utils.dlpack.from_dlpack(part)  # a storage of its own size over the same memory
+        # A storage of its own size over the same memory. On an NPU there is no way to one: a slice of a storage would
+        # lack the description of its format.
+        part = torch.utils.dlpack.from_dlpack(part)
     setattr(part.untyped_storage(), _SLOT_MARK, True)
     return part.as_strided(size, stride, part.storage_offset())
 
