@@ -42,6 +42,10 @@ logger = logging.getLogger("apex_npu")
 
 ParamGroup = dict[str, Any]
 
+# How many steps a state has seen, of a rule whose state dict has no `step`. A device may have skipped all of them, and
+# then the next one is still the first.
+_COUNT = "applied_steps"
+
 
 class FusedOptimizer(Optimizer):
     """Steps flat buffers instead of tensors; in all else a ``torch.optim.Optimizer``.
@@ -65,8 +69,7 @@ class FusedOptimizer(Optimizer):
     """
 
     is_npu_fused_optimizer = True
-    # True where state_dict() shows a `step` per parameter, as torch.optim's optimizer of the same rule does. (Where the
-    # device counts all rules with state show one.)
+    # True where state_dict() shows a `step` per parameter, as torch.optim's optimizer of the same rule does.
     has_step_state: ClassVar[bool] = True
     # States that only some hyper-parameters call for: a state dict may have them or lack them.
     optional_states: ClassVar[tuple[str, ...]] = ()
@@ -522,7 +525,7 @@ class FusedOptimizer(Optimizer):
             count: Any = entry.get("step", group.get("step", 0) if entry else 0)
             return float(count)
         has_state = any(entry.get(name) is not None for name in self.state_names(group))
-        return float(entry.get("step", 1.0)) if has_state else 0.0
+        return float(entry.get(_COUNT, 1.0)) if has_state else 0.0
 
     def _join(self, group: ParamGroup, fused: FusedGroup, index: int) -> None:
         """A slot is about to step: from now on its state is visible."""
@@ -540,11 +543,12 @@ class FusedOptimizer(Optimizer):
             name: sharded_like(fused.state_view(name, index, scalar=name in self.scalar_states), param)
             for name in self.state_names(group)
         }
-        # A device may have skipped all steps so far, and state does not tell by itself that it is still the first.
-        if self.has_step_state or (views and fused.step_view(index).device.type != "cpu"):
-            views = {"step": fused.step_view(index), **views}
-        if views:
-            self.state[param].update(views)
+        entry = self.state[param] if views or self.has_step_state else {}
+        if self.has_step_state:
+            entry["step"] = fused.step_view(index)
+        elif views and (_COUNT in entry or fused.step_view(index).device.type != "cpu"):
+            entry[_COUNT] = fused.step_view(index)
+        entry.update(views)
 
     def _remember_state(self) -> None:
         self._joined = False
@@ -552,7 +556,7 @@ class FusedOptimizer(Optimizer):
             (entry, name, value)
             for group, _, _, param in self._slots()
             if (entry := self.state.get(param))
-            for name in ("step", *self.state_names(group))
+            for name in ("step", _COUNT, *self.state_names(group))
             if (value := entry.get(name)) is not None
         )
         self._shown.remember(self.state, shown)

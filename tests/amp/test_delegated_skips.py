@@ -68,8 +68,7 @@ def everything(model, optimizer):
     # A host that has skipped all steps so far shows no state; the device has made it, and left it at its first value.
     shown = [(name, value) for entry in entries for name, value in sorted(entry.items())]
     # A device counts SGD's steps, too.
-    counts = optimizer.has_step_state
-    values = [value for name, value in shown if isinstance(value, torch.Tensor) and (counts or name != "step")]
+    values = [value for name, value in shown if isinstance(value, torch.Tensor) and name != "applied_steps"]
     tensors += [value for value in values if value.any()]
     return [t.detach().cpu().double() for t in tensors], amp.state_dict(), amp.last_step(optimizer)
 
