@@ -19,11 +19,11 @@ class HostCopy:
 
     def __init__(self, number: Tensor) -> None:
         """Start the copy of ``number``, one element: behind the work that is there now, on the current stream."""
-        self._number = number
         self._arrival: Any = None
         module = None if number.device.type == "cpu" else torch.get_device_module(number.device)
         if module is None or not hasattr(module, "Event") or not hasattr(module, "current_stream"):
-            return  # read where it is, when it is asked for
+            self._number = number.clone()  # read there, when it is asked for
+            return
         # Memory that a device can write to at any time; torch keeps it for as long as the copy takes.
         self._number = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
         self._arrival = module.Event()

@@ -1,0 +1,40 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``HostCopy``: a number that goes to the host by itself."""
+
+import pytest
+import torch
+from devices import DEVICE
+
+from apex_npu.backends import HostCopy
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_what_is_read_is_what_the_number_was_then(value):
+    number = torch.full((1,), value, device=DEVICE)
+    copy = HostCopy(number)
+    number.fill_(1.0 - value)
+    assert bool(copy) is bool(value)
+    assert bool(copy) is bool(value)  # again
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="has no module of its own")
+def test_a_device_without_events_is_asked_when_the_host_is(monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda device: object())
+    number = torch.ones(1, device=DEVICE)
+    copy = HostCopy(number)
+    number.zero_()
+    assert bool(copy)
+
+
+@pytest.mark.skipif(DEVICE.type != "npu", reason="the simulated device counts")
+def test_nobody_waits_before_it_is_read_and_nobody_twice():
+    import npu_simulator
+
+    number = torch.ones(1, device=DEVICE)
+    with npu_simulator.count() as n:
+        copy = HostCopy(number)
+    assert (n.launches, n.d2h, n.syncs) == (0, 1, 0)
+    with npu_simulator.count() as n:
+        bool(copy), bool(copy)
+    assert (n.launches, n.d2h, n.syncs) == (0, 0, 1)
