@@ -98,7 +98,8 @@ types: setup-dev
 	@$(PY) -m mypy
 
 # On the simulated NPU, where it is installed, the tests that take their device from the environment.
-ON_NPU := tests/amp tests/distributed tests/fp16_utils tests/normalization tests/scripts tests/parallel/test_larc.py tests/fusion/test_host_copy.py \
+ON_NPU := tests/amp tests/distributed tests/fp16_utils tests/normalization tests/scripts \
+    tests/parallel/test_larc.py tests/fusion/test_host_copy.py \
     $(addprefix tests/optimizers/test_,capture.py fused_optimizers.py random_programs.py unusual_use.py novograd.py failures.py)
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
 
