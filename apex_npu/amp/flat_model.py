@@ -57,11 +57,7 @@ class FlatModel:
     def copy_masters(self, skipped: Tensor | None = None) -> None:
         """Round every master into its model parameter; see ``copy_masters_to_model``."""
         for group, twin in self.twins:
-            if group.has_copied_to(twin):
-                pass
-            elif skipped is not None:
+            if not group.has_copied_to(twin):
                 write_unless(skipped, twin.flat, group.param_flat)
-            else:
-                twin.flat.copy_(group.param_flat)
             increment_versions(twin.params)
         copy_masters_to_model(self.loose, skipped)

@@ -70,9 +70,11 @@ def copy_masters_to_model(pairs: list[MasterPair], skipped: Tensor | None = None
         torch._foreach_copy_([p.model_param for p in pairs], [p.master_param for p in pairs])
 
 
-def write_unless(skipped: Tensor, target: Tensor, source: Tensor) -> None:
-    """Round ``source`` into ``target``, but where ``skipped``, one number on a device, is not 0."""
-    target.copy_(torch.where(skipped.to(target.device).reshape(()) != 0, target, source))
+def write_unless(skipped: Tensor | None, target: Tensor, source: Tensor) -> None:
+    """Round ``source`` into ``target``, but where ``skipped``, one number on a device, is there and not 0."""
+    if skipped is not None:
+        source = torch.where(skipped.to(target.device).reshape(()) != 0, target, source)
+    target.copy_(source)
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -54,13 +54,7 @@ class FusedAdagrad(FusedOptimizer):
         capturable: bool = False,
     ) -> None:
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "adagrad_w_mode": adagrad_w_mode}
-        super().__init__(
-            params,
-            defaults,
-            fuse_grad_scaler=None,
-            capturable=capturable,
-            set_grad_none=set_grad_none,
-        )
+        super().__init__(params, defaults, fuse_grad_scaler=None, capturable=capturable, set_grad_none=set_grad_none)
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""

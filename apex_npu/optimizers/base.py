@@ -24,27 +24,17 @@ from apex_npu.fusion import (
     drop_grads,
     increment_versions,
     is_sharded,
-    local_part_as,
-    sharded_like,
 )
 from apex_npu.fusion.grad_slots import LOOSE, PRESENT, LooseFor
 from apex_npu.optimizers.capture import check_gradients, check_groups, refusal
-from apex_npu.optimizers.checks import (
-    check_bool,
-    check_params,
-    naming,
-)
+from apex_npu.optimizers.checks import check_bool, check_params, naming
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
-from apex_npu.optimizers.shown_state import ShownState
+from apex_npu.optimizers.shown_state import ShownState, StateSlot
 from apex_npu.optimizers.state_dicts import check_state_dict, indexed_params
 
 logger = logging.getLogger("apex_npu")
 
 ParamGroup = dict[str, Any]
-
-# How many steps a state has seen, of a rule whose state dict has no `step`. A device may have skipped all of them, and
-# then the next one is still the first.
-_COUNT = "applied_steps"
 
 
 class FusedOptimizer(Optimizer):
@@ -204,8 +194,7 @@ class FusedOptimizer(Optimizer):
             for run, _ in runs[updated:]:
                 run.take_back()
             raise
-        if self._joined:
-            self._remember_state()
+        self._shown.remember_joined(self, self._slots())
         return loss
 
     def _of_scaler(self, name: str) -> Tensor | None:
@@ -277,7 +266,12 @@ class FusedOptimizer(Optimizer):
         if PRESENT not in states and LOOSE not in states:
             return []
         counts = self.has_step_state or bool(self.state_names(group))
-        return fused.advance(states, lambda index: self._join(group, fused, index), addend=counted if counts else 0.0)
+
+        def join(index: int) -> None:
+            part = fused.params[index]
+            self._shown.join(self, StateSlot(group, fused, index, next(iter(self._owners_of([part])), part)))
+
+        return fused.advance(states, join, addend=counted if counts else 0.0)
 
     @disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -447,7 +441,6 @@ class FusedOptimizer(Optimizer):
 
     def _forget_fusion(self) -> None:
         self._fused: list[FusedParamGroup] = []
-        self._joined = False
         self._shown = ShownState()
 
     def _fuse(self, *, for_step: bool = True) -> None:
@@ -467,7 +460,7 @@ class FusedOptimizer(Optimizer):
                     break
                 changed = True
         if changed or (for_step and not self._shown.is_in(self.state)):
-            self._adopt_state()
+            self._shown.adopt(self, self._slots())
 
     def _follow(self, index: int, group: ParamGroup) -> bool:
         names = self.state_names(group)
@@ -484,82 +477,17 @@ class FusedOptimizer(Optimizer):
             print(f"Combined param has been destroyed and will be recombined afterwards: {message}.", flush=True)
         logger.info("%s; fusing again", message)
 
-    def _adopt_state(self) -> None:
-        """Copy ``state``, whoever put it there, into the buffers, and leave views of them in its place."""
-        for group, fused, index, param in self._slots():
-            if not self.has_step_state and not self.state_names(group):
-                continue  # a state that is switched on again is as old as it was
-            entry = self.state.get(param, {})
-            count = self._count_of(entry, group)
-            fused.set_step(index, count)
-            if not count:
-                continue
-            for name in self.state_names(group):
-                value = entry.get(name)
-                view = fused.state_view(name, index, scalar=name in self.scalar_states)
-                if value is None:
-                    view.fill_(self.initial_state(name, group))
-                else:
-                    value = local_part_as(value, param)
-                    if value is not view:
-                        view.copy_(value)
-            self._show_state(group, fused, index)
-        self._remember_state()
-
-    def _slots(self) -> Iterator[tuple[ParamGroup, FusedGroup, int, Tensor]]:
+    def _slots(self) -> Iterator[StateSlot]:
         for group, record in zip(self.param_groups, self._fused, strict=True):
             for fused in record.groups:
                 for index, part in enumerate(fused.params):
-                    yield group, fused, index, record.owner_of(part)
+                    yield StateSlot(group, fused, index, record.owner_of(part))
 
     def _owners_of(self, parts: list[Tensor]) -> list[Tensor]:
         """The sharded parameters that any of ``parts`` are parts of."""
         return [
             record.owners[id(p)] for record in self._fused if record.owners for p in parts if id(p) in record.owners
         ]
-
-    def _count_of(self, entry: dict[str, Any], group: ParamGroup) -> float:
-        """Steps that the state ``entry`` stands for; a rule without a count only tells the first from later ones."""
-        if self.has_step_state:
-            # NVIDIA's optimizers keep one count for the whole group.
-            count: Any = entry.get("step", group.get("step", 0) if entry else 0)
-            return float(count)
-        has_state = any(entry.get(name) is not None for name in self.state_names(group))
-        return float(entry.get(_COUNT, 1.0)) if has_state else 0.0
-
-    def _join(self, group: ParamGroup, fused: FusedGroup, index: int) -> None:
-        """A slot is about to step: from now on its state is visible."""
-        if fused.is_new(index):
-            for name in self.state_names(group):
-                view = fused.state_view(name, index, scalar=name in self.scalar_states)
-                view.fill_(self.initial_state(name, group))
-        self._show_state(group, fused, index)
-        self._joined = True
-
-    def _show_state(self, group: ParamGroup, fused: FusedGroup, index: int) -> None:
-        """Let the parameter's entry of ``state`` show the buffers' views, beside whatever else a user put there."""
-        param = next(iter(self._owners_of([fused.params[index]])), fused.params[index])
-        views = {
-            name: sharded_like(fused.state_view(name, index, scalar=name in self.scalar_states), param)
-            for name in self.state_names(group)
-        }
-        entry = self.state[param] if views or self.has_step_state else {}
-        if self.has_step_state:
-            entry["step"] = fused.step_view(index)
-        elif views and (_COUNT in entry or fused.step_view(index).device.type != "cpu"):
-            entry[_COUNT] = fused.step_view(index)
-        entry.update(views)
-
-    def _remember_state(self) -> None:
-        self._joined = False
-        shown = (
-            (entry, name, value)
-            for group, _, _, param in self._slots()
-            if (entry := self.state.get(param))
-            for name in ("step", _COUNT, *self.state_names(group))
-            if (value := entry.get(name)) is not None
-        )
-        self._shown.remember(self.state, shown)
 
 
 @functools.lru_cache(maxsize=64)

@@ -78,13 +78,7 @@ class FusedAdam(FusedOptimizer):
             "adam_w_mode": adam_w_mode,
             "master_weights": master_weights,
         }
-        super().__init__(
-            params,
-            defaults,
-            fuse_grad_scaler=None,
-            capturable=capturable,
-            set_grad_none=set_grad_none,
-        )
+        super().__init__(params, defaults, fuse_grad_scaler=None, capturable=capturable, set_grad_none=set_grad_none)
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -214,12 +208,7 @@ class FusedSGD(NpuFusedSGD):
         }
         # Not NpuFusedSGD's own, whose arguments are others.
         FusedOptimizer.__init__(
-            self,
-            params,
-            defaults,
-            fuse_grad_scaler=None,
-            capturable=capturable,
-            set_grad_none=set_grad_none,
+            self, params, defaults, fuse_grad_scaler=None, capturable=capturable, set_grad_none=set_grad_none
         )
 
     def validate(self, group: ParamGroup) -> None:
@@ -297,13 +286,7 @@ class FusedLAMB(FusedOptimizer):
             "adam_w_mode": adam_w_mode,
             "use_nvlamb": use_nvlamb,
         }
-        super().__init__(
-            params,
-            defaults,
-            fuse_grad_scaler=None,
-            capturable=capturable,
-            set_grad_none=set_grad_none,
-        )
+        super().__init__(params, defaults, fuse_grad_scaler=None, capturable=capturable, set_grad_none=set_grad_none)
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""

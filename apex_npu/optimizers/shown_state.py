@@ -1,34 +1,140 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``ShownState``: what an optimizer's ``state`` was when last seen, to notice what a user has replaced in it."""
+"""``ShownState``: an optimizer's ``state`` as views of its buffers, and what a user has put there instead."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-from apex_npu.fusion import are_same, hold_values
+from apex_npu.fusion import FusedGroup, are_same, hold_values, local_part_as, sharded_like
+
+# How many steps a state has seen, of a rule whose state dict has no `step`. A device may have skipped all of them, and
+# then the next one is still the first.
+_COUNT = "applied_steps"
+
+
+class Rule(Protocol):
+    """What is asked of an optimizer here; see ``FusedOptimizer``."""
+
+    state: Any
+    has_step_state: ClassVar[bool]
+    scalar_states: ClassVar[tuple[str, ...]]
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The states that the rule keeps for ``group``."""
+        ...
+
+    def initial_state(self, name: str, group: dict[str, Any]) -> float:
+        """What their elements are before a parameter's first step."""
+        ...
+
+
+class StateSlot(NamedTuple):
+    """Where the state of one parameter lies.
+
+    Attributes:
+        group: The parameter group.
+        fused: The buffers.
+        position: Which of their slots.
+        param: Whose entry of ``state`` it is: what lies in the slot, or the sharded parameter of which that is a part.
+    """
+
+    group: dict[str, Any]
+    fused: FusedGroup
+    position: int
+    param: Tensor
 
 
 class ShownState:
-    """The dicts in a ``state``, and the views of buffers that have been put into them."""
+    """What has been put into a ``state``: its dicts, and the views of buffers in them."""
 
     def __init__(self) -> None:
         """Of an empty one."""
         self._entries: list[dict[str, Any]] = []
         # Columns (dict, name, view), since all are compared on every step, in one call.
         self._views: tuple[list[dict[str, Any]], list[str], list[Tensor]] = ([], [], [])
-
-    def remember(
-        self, state: Mapping[Any, dict[str, Any]], shown: Iterable[tuple[dict[str, Any], str, Tensor]]
-    ) -> None:
-        """``state`` as it is now; ``shown``: dict, name and view of each that is in it."""
-        self._entries = list(state.values())
-        rows = list(shown)
-        self._views = ([entry for entry, _, _ in rows], [name for _, name, _ in rows], [view for _, _, view in rows])
+        # State has been shown that is not remembered yet.
+        self._joined = False
 
     def is_in(self, state: Mapping[Any, dict[str, Any]]) -> bool:
         """True while ``state`` consists of the very dicts and views that were there when last seen."""
         return are_same(list(state.values()), self._entries) and hold_values(*self._views)
+
+    def adopt(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
+        """Copy ``state``, whoever put it there, into the buffers, and leave views of them in its place."""
+        slots = list(slots)
+        for slot in slots:
+            names = rule.state_names(slot.group)
+            if not rule.has_step_state and not names:
+                continue  # a state that is switched on again is as old as it was
+            entry = rule.state.get(slot.param, {})
+            count = _count_of(rule, slot.group, entry)
+            slot.fused.set_step(slot.position, count)
+            if not count:
+                continue
+            for name in names:
+                value = entry.get(name)
+                view = _view(rule, slot, name)
+                if value is None:
+                    view.fill_(rule.initial_state(name, slot.group))
+                else:
+                    value = local_part_as(value, slot.param)
+                    if value is not view:
+                        view.copy_(value)
+            _show(rule, slot)
+        self._remember(rule, slots)
+
+    def join(self, rule: Rule, slot: StateSlot) -> None:
+        """A slot is about to step: from now on its state is visible."""
+        if slot.fused.is_new(slot.position):
+            for name in rule.state_names(slot.group):
+                _view(rule, slot, name).fill_(rule.initial_state(name, slot.group))
+        _show(rule, slot)
+        self._joined = True
+
+    def remember_joined(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
+        """Behind a step: what has joined in it, of all ``slots``, is what is to be seen from now on."""
+        if self._joined:
+            self._remember(rule, slots)
+
+    def _remember(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
+        self._joined = False
+        self._entries = list(rule.state.values())
+        rows = [
+            (entry, name, value)
+            for slot in slots
+            if (entry := rule.state.get(slot.param))
+            for name in ("step", _COUNT, *rule.state_names(slot.group))
+            if (value := entry.get(name)) is not None
+        ]
+        self._views = ([entry for entry, _, _ in rows], [name for _, name, _ in rows], [view for _, _, view in rows])
+
+
+def _view(rule: Rule, slot: StateSlot, name: str) -> Tensor:
+    return slot.fused.state_view(name, slot.position, scalar=name in rule.scalar_states)
+
+
+def _count_of(rule: Rule, group: dict[str, Any], entry: dict[str, Any]) -> float:
+    """Steps that the state ``entry`` stands for; a rule without a count only tells the first from later ones."""
+    if rule.has_step_state:
+        # NVIDIA's optimizers keep one count for the whole group.
+        count: Any = entry.get("step", group.get("step", 0) if entry else 0)
+        return float(count)
+    has_state = any(entry.get(name) is not None for name in rule.state_names(group))
+    return float(entry.get(_COUNT, 1.0)) if has_state else 0.0
+
+
+def _show(rule: Rule, slot: StateSlot) -> None:
+    """Let the parameter's entry of ``state`` show the buffers' views, beside whatever else a user put there."""
+    views = {name: sharded_like(_view(rule, slot, name), slot.param) for name in rule.state_names(slot.group)}
+    if not views and not rule.has_step_state:
+        return
+    entry, count = rule.state[slot.param], slot.fused.step_view(slot.position)
+    if rule.has_step_state:
+        entry["step"] = count
+    elif _COUNT in entry or count.device.type != "cpu":
+        entry[_COUNT] = count
+    entry.update(views)
