@@ -1,16 +1,75 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The device that tests run on: the CPU, or what ``APEX_NPU_TEST_DEVICE`` says ("npu" is simulated where none is)."""
+"""The device that tests run on, what simulates it, and what it does not do.
 
+``APEX_NPU_TEST_DEVICE`` names the device; the default is the CPU. An "npu" is simulated where there is none: by the
+vendor's own torch_npu on a CANN in host memory (``tests/host_cann``) where that is installed, else by a stand-in
+(``tests/npu_simulator``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
 import os
+from types import ModuleType
+from typing import Any
 
+import pytest
 import torch
 
 _NAME = os.environ.get("APEX_NPU_TEST_DEVICE", "cpu")
 
-if _NAME.startswith("npu"):
-    import npu_simulator
 
-    npu_simulator.install()  # torch knows no device of that name before
+def is_installed(package: str) -> bool:
+    """True where ``package`` can be imported; the folder of that name beside this file is not it."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def _simulator() -> ModuleType | None:
+    for package in ("host_cann", "npu_simulator"):
+        if is_installed(package):
+            return importlib.import_module(package)
+    return None
+
+
+# The package that simulates the NPU, with count(), fail_after() and live_storages(); None on hardware and elsewhere.
+SIMULATOR: Any = _simulator() if _NAME.startswith("npu") else None
+if SIMULATOR is not None:
+    SIMULATOR.install()  # torch knows no device of that name before
+# True where torch_npu is the vendor's, which is so on hardware, too.
+VENDOR = _NAME.startswith("npu") and (SIMULATOR is None or SIMULATOR.__name__ == "host_cann")
+# Arguments of the interpreter that let a script find the device.
+START_SCRIPT = ["-m", SIMULATOR.__name__] if SIMULATOR is not None else []
+
+# What the environment of a process says for a chip that saturates, where that is not a setting of the simulator.
+SATURATING = {"HOST_CANN_SOC": "Ascend910ProA"} if VENDOR else {}
 
 DEVICE = torch.device(_NAME)
+
+# What torch_npu and CANN do not do, by the names that `needs` takes.
+_VENDOR_LACKS = {
+    "channels_last": 'torch_npu takes no memory_format but "contiguous_format or preserve_format"',
+    "float64": "CANN's operators for optimizers take float32, float16 and bfloat16",
+    "same_kernels": "torch_npu computes with a tensor by another kernel than with a number: the last bit differs",
+    "packed_rnn": "torch_npu pads packed sequences, and cannot unpack those of RNN and GRU",
+    "functorch_linear": 'torch_npu\'s linear has "Cannot access storage of TensorWrapper" under torch.func',
+    "mixed_matmul": "CANN multiplies matrices of two dtypes, where torch's CPU and CUDA kernels raise",
+    "synchronous_errors": "an operator's error is reported when the host waits for the device",
+    "configurable_chip": "whether the chip saturates is a property of the process: HOST_CANN_SOC=Ascend910ProA",
+    "stand_in_counts": "tests/vendor/test_counts.py has the counts of torch_npu's operators",
+}
+
+
+def needs(*features: str) -> pytest.MarkDecorator:
+    """Skip a test, or a case, that needs what the vendor's torch_npu does not do."""
+    lacking = [_VENDOR_LACKS[feature] for feature in features]
+    return pytest.mark.skipif(VENDOR, reason="; ".join(lacking))
+
+
+def needs_counts(*features: str) -> pytest.MarkDecorator:
+    """Skip a test that counts launches where nothing counts them, or where ``features`` are lacking."""
+    lacking = [_VENDOR_LACKS[feature] for feature in features] if VENDOR else []
+    reason = "; ".join(lacking) or "launches are counted on a simulated NPU"
+    return pytest.mark.skipif(SIMULATOR is None or bool(lacking), reason=reason)

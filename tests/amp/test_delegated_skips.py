@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, SIMULATOR, needs_counts
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -179,14 +179,12 @@ def test_random_programs_do_what_they_do_where_the_host_decides(seed):
 
 
 def counted(call):
-    import npu_simulator
-
-    with npu_simulator.count() as n:
+    with SIMULATOR.count() as n:
         call()
     return n
 
 
-@pytest.mark.skipif(DEVICE.type != "npu", reason="the simulated device counts")
+@needs_counts()
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("fuse_unscale", [False, True])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
@@ -220,7 +218,7 @@ def test_nothing_waits_but_the_next_block_for_a_number_that_is_on_its_way(level,
     assert amp.last_step(optimizer).skipped_steps == 1
 
 
-@pytest.mark.skipif(DEVICE.type != "npu", reason="the simulated device counts")
+@needs_counts()
 def test_clipping_answers_the_question_without_another_look():
     def launches(clip):
         model, optimizer = make(fuse_unscale=True)

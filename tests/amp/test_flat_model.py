@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, SIMULATOR, needs_counts
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -57,17 +57,14 @@ def test_parameters_keep_identity_and_values(level):
     assert all(begin <= p.data_ptr() < end for p in model.parameters() if p.dtype == LEVELS[level])
 
 
+@needs_counts()
 def test_one_copy_for_all_parameters():
-    if DEVICE.type != "npu":
-        pytest.skip("launches are counted on the simulated NPU")
-    import npu_simulator
-
     def launches(count):
         model, optimizer = make(model=nn.Sequential(*[nn.Linear(4, 4) for _ in range(count)]))
         for _ in range(2):
             with amp.scale_loss(model(torch.ones(2, 4, device=DEVICE)).sum(), optimizer) as scaled_loss:
                 scaled_loss.backward()
-            with npu_simulator.count() as counted:
+            with SIMULATOR.count() as counted:
                 optimizer.step()
             optimizer.zero_grad()
         amp.shutdown()

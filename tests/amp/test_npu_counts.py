@@ -10,12 +10,12 @@ from collections.abc import Callable
 import old_patch
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, SIMULATOR, needs_counts
 from torch import nn
 
 from apex_npu import amp, optimizers
 
-pytestmark = pytest.mark.skipif(DEVICE.type != "npu", reason="launches are counted on the simulated NPU")
+pytestmark = needs_counts("stand_in_counts")
 
 # rule, class, options; launches of an update, whatever the number of tensors: NOW, GOAL. The goals are what the old
 # patch needs, where that does not depend on the number of tensors.
@@ -50,17 +50,13 @@ PARTS = [
 
 @pytest.fixture(autouse=True)
 def _as_it_was():
-    import npu_simulator
-
-    npu_simulator.configure()
+    SIMULATOR.configure()
     yield
-    npu_simulator.configure()
+    SIMULATOR.configure()
 
 
 def counted(call: Callable[[], object]):
-    import npu_simulator
-
-    with npu_simulator.count() as n:
+    with SIMULATOR.count() as n:
         call()
     return n
 
@@ -124,11 +120,9 @@ def parts_of_a_step(
 
 @pytest.mark.parametrize(("part", "level", "fuse_unscale", "now"), [row[:4] for row in PARTS])
 def test_part_of_a_step(part, level, fuse_unscale, now):
-    import npu_simulator
-
     # One launch more where gradients have to be gathered, and those of O2 always have to be.
     gathered = part == "unscale and check" and level == "O2"
-    npu_simulator.configure(fused_foreach=True)
+    SIMULATOR.configure(fused_foreach=True)
     launches = [
         parts_of_a_step(tensors, level, fuse_unscale, set_to_none=False)[part].launches - gathered
         for tensors in (3, 60)
@@ -149,11 +143,9 @@ def test_one_wait_for_the_device(level, fuse_unscale, set_to_none):
 @pytest.mark.parametrize("fuse_unscale", [False, True])
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_gathering_takes_one_launch_for_each_tensor_or_one_in_all(level, fuse_unscale):
-    import npu_simulator
-
     def launches(tensors):
         return parts_of_a_step(tensors, level, fuse_unscale)["unscale and check"].launches
 
     assert launches(60) - launches(3) == 57
-    npu_simulator.configure(fused_foreach=True)
+    SIMULATOR.configure(fused_foreach=True)
     assert launches(60) == launches(3)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import assert_averages, assert_equal_on_all, backward, data, local_grads, loss_on, main, mlp, start
-from devices import DEVICE
+from devices import DEVICE, SIMULATOR, VENDOR
 from torch import nn
 from torch.distributed.algorithms import Join
 
@@ -176,10 +176,9 @@ def overflow_group():
 
 def saturating_devices():
     """The flag is of one device alone, and all that their gradients show is a large number."""
-    import npu_simulator
-
     rank = dist.get_rank()
-    npu_simulator.configure(saturate="fp16")
+    if not VENDOR:  # whose chip saturates by what the process was started with
+        SIMULATOR.configure(saturate="fp16")
     model, optimizer = start(mlp(), level="O2", dynamic_init_scale=2.0**8)
     for step in range(3):
         x = data(step, 0, rank)

@@ -5,10 +5,9 @@
 Run in several processes; the arguments are names of functions here.
 """
 
-import npu_simulator
 import torch
 from common import main
-from devices import DEVICE
+from devices import DEVICE, SIMULATOR
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -28,7 +27,7 @@ class Scaled(nn.Module):
 
 
 def launched(call):
-    with npu_simulator.count() as counted:
+    with SIMULATOR.count() as counted:
         call()
     return counted.launches, counted.syncs
 
@@ -80,7 +79,7 @@ def independent_of_the_number_of_parameters():
 
 def fused_lists():
     """Where the device takes whole lists in one launch, gathering is one, too."""
-    npu_simulator.configure(fused_foreach=True)
+    SIMULATOR.configure(fused_foreach=True)
     for level in ("O0", "O2"):
         few, many = (beside_the_model(count, level, "dynamic") for count in (8, 72))
         assert few == many

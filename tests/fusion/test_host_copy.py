@@ -4,7 +4,7 @@
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, SIMULATOR, needs_counts
 
 from apex_npu.backends import HostCopy
 
@@ -27,14 +27,12 @@ def test_a_device_without_events_is_asked_when_the_host_is(monkeypatch):
     assert bool(copy)
 
 
-@pytest.mark.skipif(DEVICE.type != "npu", reason="the simulated device counts")
+@needs_counts()
 def test_nobody_waits_before_it_is_read_and_nobody_twice():
-    import npu_simulator
-
     number = torch.ones(1, device=DEVICE)
-    with npu_simulator.count() as n:
+    with SIMULATOR.count() as n:
         copy = HostCopy(number)
     assert (n.launches, n.d2h, n.syncs) == (0, 1, 0)
-    with npu_simulator.count() as n:
+    with SIMULATOR.count() as n:
         bool(copy), bool(copy)
     assert (n.launches, n.d2h, n.syncs) == (0, 0, 1)

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from captures import Capture
-from devices import DEVICE
+from devices import DEVICE, SIMULATOR, needs_counts
 from lockstep import assert_equal_params
 from optimizer_specs import SPECS
 from torch import nn
@@ -216,17 +216,16 @@ def test_a_grad_scaler_skips_steps_without_the_host(spec):
     pair.check()
 
 
-@needs_device
+@needs_counts()
 @pytest.mark.parametrize("spec", CAPTURABLE, ids=str)
 def test_no_step_waits_for_the_device(spec):
-    npu_simulator = pytest.importorskip("npu_simulator")
     pair = Pair(spec, spec.variants[0])
     pair.step(0)
     give(pair.ours, 1)
     pair.optimizer._step_supports_amp_scaling = True
     pair.optimizer.grad_scale = torch.ones(1, device=DEVICE)
     pair.optimizer.found_inf = torch.zeros(1, device=DEVICE)
-    with npu_simulator.count() as n:
+    with SIMULATOR.count() as n:
         pair.optimizer.step()
     assert n.syncs == n.d2h == n.h2d == 0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 Done = subprocess.CompletedProcess[str]
-BORROWED = ("torch", "numpy", "setuptools", "pip", "packaging", "npu_simulator")
+BORROWED = ("torch", "numpy", "setuptools", "pip", "packaging", "npu_simulator", "host_cann")
 
 
 class Environment:

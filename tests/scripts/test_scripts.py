@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from devices import DEVICE
+from devices import START_SCRIPT
 from pipeline import synthetic
 from pipeline.environments import ROOT, Environment, run
 from pipeline.lifecycle import build
@@ -24,8 +24,6 @@ SCRIPTS = sorted(path.stem for path in HERE.glob("*.py") if not path.stem.starts
 # What float16 may stray from float32, as a part of the first loss. The GAN's two models chase each other; the learning
 # rate of bert's warm-up goes on while steps are skipped.
 TOLERANCE = dict.fromkeys(SCRIPTS, 0.02) | {"gan": 0.1, "bert": 0.1}
-# The tools that start a script on the simulated NPU, or as it is.
-START = ["-m", "npu_simulator"] if DEVICE.type == "npu" else []
 
 
 def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
@@ -35,7 +33,7 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
 
 def reference(name: str) -> list[float]:
     # On the same device: dropout draws from its generator.
-    command = [sys.executable, *START, HERE / f"{name}.py"]
+    command = [sys.executable, *START_SCRIPT, HERE / f"{name}.py"]
     return losses(run(*command, cwd=HERE, PYTHONPATH=str(HERE / "plain_apex")))
 
 
@@ -59,15 +57,7 @@ def test_there_are_ten():
 )
 def test_through_run(name):
     script = HERE / f"{name}.py"
-    if DEVICE.type == "npu":
-        # The simulator takes a script: the one line that `python -m apex_npu run` is.
-        program = (
-            "import sys, npu_simulator; npu_simulator.install(); from apex_npu.__main__ import main; "
-            "sys.argv[0] = 'apex_npu'; sys.exit(main(sys.argv[1:]))"
-        )
-        command = [sys.executable, "-W", "ignore", "-c", program, "run", script]
-    else:
-        command = [sys.executable, "-W", "ignore", "-m", "apex_npu", "run", script]
+    command = [sys.executable, "-W", "ignore", *START_SCRIPT, "-m", "apex_npu", "run", script]
     agree(name, losses(run(*command, cwd=HERE, PYTHONPATH=str(ROOT))))
 
 
@@ -86,4 +76,4 @@ def installed(tmp_path_factory) -> Environment:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_through_the_wheel(name, installed):
-    agree(name, losses(installed.run("-W", "ignore", *START, HERE / f"{name}.py")))
+    agree(name, losses(installed.run("-W", "ignore", *START_SCRIPT, HERE / f"{name}.py")))

@@ -16,6 +16,7 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import io
+import os
 import re
 import sys
 import time
@@ -157,9 +158,9 @@ def main() -> int:
     if not folders:
         parser.error(f"{options.apex} has no {FOLDERS[0]}: name a checkout of Apex from before June 2025")
     if options.device == "npu":
-        import npu_simulator
-
-        npu_simulator.install()
+        os.environ["APEX_NPU_TEST_DEVICE"] = "npu"
+        sys.path.append(str(Path(__file__).parents[1]))
+        import devices  # noqa: F401 -- it installs what simulates an NPU
     torch.set_num_threads(1)
     if options.installed:
         import apex
