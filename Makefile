@@ -11,25 +11,33 @@ VENV ?= .venv
 TORCH_DEFAULT := torch==2.13.0
 # The one that a torch of this version for cuda would bring.
 TRITON_DEFAULT := triton==3.7.1
+# The vendor's torch_npu, and the torch that it is built for, in an environment of their own.
+TORCH_NPU_DEFAULT := torch_npu==2.13.0
+TORCH_NPU_SPEC ?= $(TORCH_NPU_DEFAULT)
 TORCH_SPEC ?=
-export PYTHON VENV TORCH_SPEC TORCH_DEFAULT TRITON_DEFAULT
+export PYTHON VENV TORCH_SPEC TORCH_DEFAULT TRITON_DEFAULT TORCH_NPU_SPEC
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PIP_ROOT_USER_ACTION := ignore
 export PYTHONUTF8 := 1
 
+VENV_NPU := .venv-npu
+PY_NPU := $(VENV_NPU)/bin/python
 PY := $(if $(filter system,$(VENV)),"$(PYTHON)","$(VENV)/bin/python")
 CHECKED := apex_npu benchmarks examples tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ddp test test-all bench bench-quick bench-deps upstream patch-check dev lint types clean setup-demo setup-dev pytest-quick pytest-all sanitize
+.PHONY: help demo demo-ddp test test-all test-rest test-torch-npu test-torch-npu-quick bench bench-quick bench-deps upstream patch-check dev lint types clean setup-demo setup-dev setup-torch-npu pytest-quick pytest-slow sanitize
 
 help: ## this list
 	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
 	@echo 'make demo-ddp   the same network on two processes, averaged by amp and by torch (SIMULATED_NPU=1: on hccl)'
 	@echo 'make test       lint, types, import contracts and the quick tests (under 10 minutes on 2 cores)'
-	@echo 'make test-all   the same, with the tests marked slow'
+	@echo 'make test-all   the same, then those of test-rest'
+	@echo 'make test-rest  the tests marked slow, and test-torch-npu-quick'
+	@echo "make test-torch-npu  all npu tests on the vendor's torch_npu, three times, without an NPU (over an hour)"
+	@echo 'make test-torch-npu-quick  the quick ones of amp, optimizers and data parallel training, once'
 	@echo 'make bench      all benchmarks on every device that is here: benchmarks/results, plots, tables (MINUTES=15 each)'
 	@echo 'make bench-quick  each goal for speed on the CPU, met or not (under 2 minutes on 2 cores)'
 	@echo 'make bench-deps other implementations of the optimizers, for benchmarks and tests that compare with them'
@@ -57,7 +65,9 @@ demo-ddp: $(if $(SIMULATED_NPU),setup-dev,setup-demo) ## two processes on this m
 
 test: lint types pytest-quick
 
-test-all: bench-deps lint types pytest-all
+test-all: test test-rest
+
+test-rest: bench-deps pytest-slow test-torch-npu-quick
 
 bench-deps: setup-dev ## other people's optimizers, to compare with (benchmarks, tests/optimizers/test_rivals.py)
 	@$(PY) -m pip install -qq --no-deps adamp==0.3.0 timm==1.0.22 pytorch_optimizer==4.1.0
@@ -107,19 +117,37 @@ HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.fi
 WORKERS ?= $(shell nproc 2> /dev/null || echo 2)
 PYTEST = $(PY) -m pytest -q -n $(WORKERS)
 
-# quick or all, and what that leaves out
-define run_tests
-	@echo '==> $(1) tests'
-	@$(PYTEST) $(2) --ignore tests/simulator
-	@if $(HAS_SIMULATOR); then echo '==> $(1) tests of the simulated NPU'; $(PYTEST) --disable-warnings $(2) tests/simulator; fi
-	@if $(HAS_SIMULATOR); then echo '==> $(1) tests on the simulated NPU'; APEX_NPU_TEST_DEVICE=npu $(PYTEST) $(2) $(ON_NPU); fi
-endef
-
 pytest-quick: setup-dev
-	$(call run_tests,quick,-m 'not slow')
+	@echo '==> quick tests'
+	@$(PYTEST) -m 'not slow' --ignore tests/simulator
+	@if $(HAS_SIMULATOR); then echo '==> tests of the simulated NPU'; $(PYTEST) --disable-warnings tests/simulator; fi
+	@if $(HAS_SIMULATOR); then echo '==> quick tests on the simulated NPU'; \
+	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m 'not slow' $(ON_NPU); fi
 
-pytest-all: setup-dev
-	$(call run_tests,all)
+pytest-slow: setup-dev
+	@echo '==> slow tests'
+	@$(PYTEST) -m slow --ignore tests/simulator
+	@if $(HAS_SIMULATOR); then echo '==> slow tests on the simulated NPU'; \
+	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m slow $(ON_NPU); fi
+
+# The vendor's torch_npu, with CANN's libraries replaced by ones that compute in host memory (tests/host_cann).
+HAS_TORCH_NPU = [ -f '$(VENV_NPU)/.apex_npu/torch_npu' ]
+RUN_ON_TORCH_NPU = '$(PY_NPU)' tests/vendor/run.py --workers $(WORKERS)
+QUICK_ON_TORCH_NPU := tests/vendor tests/amp tests/distributed $(filter tests/optimizers/%,$(ON_NPU))
+# Ascend910ProA has neither inf nor NaN in float16; the file lists the dtypes that CANN documents for each operator.
+ON_SATURATING_CHIP := HOST_CANN_SOC=Ascend910ProA
+WITH_DOCUMENTED_DTYPES := HOST_CANN_DTYPES=tests/host_cann/host_cann/dtypes.txt
+
+test-torch-npu-quick: setup-torch-npu
+	@if $(HAS_TORCH_NPU); then echo "==> quick tests on the vendor's torch_npu"; \
+	    $(RUN_ON_TORCH_NPU) $(QUICK_ON_TORCH_NPU) -- -m 'not slow'; fi
+
+test-torch-npu: setup-torch-npu
+	@if $(HAS_TORCH_NPU); then echo "==> all tests on the vendor's torch_npu"; $(RUN_ON_TORCH_NPU) tests/vendor $(ON_NPU); fi
+	@if $(HAS_TORCH_NPU); then echo '==> on a chip that saturates'; \
+	    $(ON_SATURATING_CHIP) $(RUN_ON_TORCH_NPU) tests/amp tests/distributed -- -m 'not slow'; fi
+	@if $(HAS_TORCH_NPU); then echo '==> with the data types that CANN documents'; \
+	    $(WITH_DOCUMENTED_DTYPES) $(RUN_ON_TORCH_NPU) $(ON_NPU) -- -m 'not slow'; fi
 
 # A second build in a folder of its own. torch's libraries know nothing of sanitizers, hence the preloading; Python leaks
 # at exit by design.
@@ -147,6 +175,10 @@ setup-demo:
 
 setup-dev:
 	@SIMULATOR=1 bash -c "$$SETUP" setup -r requirements-dev.txt
+
+# It borrows the extension of setup-dev, which is built for the same torch.
+setup-torch-npu: setup-dev
+	@VENV='$(VENV_NPU)' TORCH_SPEC= TORCH_NPU=1 bash -c "$$SETUP" setup -r requirements-dev.txt
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The set-up, a bash script ($$ is make's way to write $). Its arguments are what pip is to install beside torch.
@@ -263,6 +295,22 @@ build() {
     finish build "$$wanted"
 }
 
+# torch_npu without what it asks for, which would replace this torch.
+install_torch_npu() {
+    local wanted="$$TORCH_NPU_SPEC beside torch $$torch in $$PWD"
+    if done_for torch_npu "$$wanted"; then return; fi
+    say "installing $$TORCH_NPU_SPEC, the vendor's (50 MB)"
+    begin
+    rm -f "$$notes/torch_npu"
+    if ! pip --no-deps "$$TORCH_NPU_SPEC"; then
+        rm -f "$$notes/running"
+        say "there is no $$TORCH_NPU_SPEC for this machine and $$("$$py" --version): its tests are skipped"
+        return 0
+    fi
+    printf '%s\n' "$$PWD" "$$PWD/tests/host_cann" > "$$("$$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/apex_npu.pth"
+    finish torch_npu "$$wanted"
+}
+
 check_python
 if [ "$$VENV" = system ]; then use_system; else make_venv; fi
 install_torch
@@ -281,6 +329,7 @@ build_simulator() {
     finish simulator "$$wanted"
 }
 install_packages "$$@"
+if [ "$${TORCH_NPU:-}" = 1 ]; then install_torch_npu; exit; fi
 install_triton
 build
 build_simulator
