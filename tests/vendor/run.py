@@ -1,0 +1,130 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Runs test files on the vendor's torch_npu, a process for each: an error of the device's is asynchronous, and spoils
+whatever the same process computes afterwards.
+
+    python tests/vendor/run.py [--workers N] [--log FOLDER] FILE_OR_FOLDER... [-- PYTEST_OPTION...]
+
+Prints a line for each file, the output of those that fail, the reasons of what was skipped, and the operators that
+torch_npu has looked for in vain. Exit status 1 where a test has failed, or an operator is missing that it cannot do
+without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed")
+# They take longest, so they go first: the last worker is then not left alone with one of them.
+LONGEST_FIRST = ("test_fused_optimizers", "test_delegated_skips", "test_data_parallel", "test_random_programs")
+# What torch_npu asks for and does without where it is missing, as it does on versions of CANN that lack it.
+OPTIONAL = re.compile(r"PTAGetExecCache|HugeMem|UnInit|Hccl\w*Config\w*|aclsys\w+|aclnnSilentCheck\w*")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one file has come to."""
+
+    file: Path
+    counts: Counter[str]
+    skips: Counter[str]
+    seconds: float
+    output: str
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.counts["failed"] + self.counts["error"])
+
+
+def test_files(paths: list[Path]) -> list[Path]:
+    """The test files that ``paths`` name or contain, those that take longest first."""
+    found = [file for path in paths for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])]
+    return sorted(dict.fromkeys(found), key=lambda file: file.stem not in LONGEST_FIRST)
+
+
+def run(file: Path, options: list[str], not_found: Path) -> Result:
+    """Run the tests of ``file`` in a process of their own."""
+    begun = time.monotonic()
+    environment = {
+        "APEX_NPU_TEST_DEVICE": "npu",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch would import torch_npu before there is anything to run it on
+        "HOST_CANN_NOT_FOUND": str(not_found),
+        "HOST_CANN_QUIET": "1",
+        **os.environ,
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *options, str(file)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    counts = Counter({name: int(n) for n, name in re.findall(r"(\d+) (\w+?)s?\b", _last_line(done.stdout))})
+    if done.returncode not in (0, 1, 5) or (done.returncode == 1 and not counts["failed"] + counts["error"]):
+        counts["error"] += 1  # it was ended, or could not be collected
+    return Result(file, counts, Counter(dict(_skips(done.stdout))), time.monotonic() - begun, done.stdout)
+
+
+def _last_line(output: str) -> str:
+    return next((line for line in reversed(output.splitlines()) if re.search(r" in [\d.]+s", line)), "")
+
+
+def _skips(output: str) -> Iterator[tuple[str, int]]:
+    found: Counter[str] = Counter()
+    for number, reason in re.findall(r"^SKIPPED \[(\d+)\] \S+: (.*)$", output, flags=re.MULTILINE):
+        found[reason] += int(number)
+    yield from found.items()
+
+
+def missing_operators(not_found: Path) -> list[str]:
+    """Names that torch_npu has looked for, has not found, and cannot do without."""
+    names = set(not_found.read_text(encoding="utf-8").split()) if not_found.exists() else set()
+    return sorted(name for name in names if not OPTIONAL.search(name))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", type=Path, nargs="+", metavar="FILE_OR_FOLDER")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="files that run at a time (default 2)")
+    parser.add_argument("--log", type=Path, metavar="FOLDER", help="keeps the output of every file")
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    arguments, options = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
+    files = test_files(arguments.paths)
+    if arguments.log:
+        arguments.log.mkdir(parents=True, exist_ok=True)
+    counts: Counter[str] = Counter()
+    skips: Counter[str] = Counter()
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.workers) as pool:
+        not_found = Path(folder) / "not_found"
+        for result in pool.map(lambda file: run(file, options, not_found), files):
+            said = ", ".join(f"{result.counts[name]} {name}" for name in OUTCOMES if result.counts[name])
+            print(f"{result.file}: {said or 'nothing to run'} ({result.seconds:.0f} s)", flush=True)
+            if result.failed:
+                print(result.output, flush=True)
+            if arguments.log:
+                (arguments.log / f"{result.file.parent.name}.{result.file.stem}.log").write_text(result.output)
+            counts += result.counts
+            skips += result.skips
+        missing = missing_operators(not_found)
+    for reason, number in skips.most_common():
+        print(f"skipped {number}: {reason}")
+    if missing:
+        print(f"operators that torch_npu has not found: {', '.join(missing)}")
+    print(f"{time.monotonic() - begun:.0f} s")
+    failed = counts["failed"] + counts["error"]
+    print(f"{counts['passed']} passed, {failed} failed, {counts['skipped']} skipped")
+    return 1 if failed or missing or not counts["passed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
