@@ -1,0 +1,49 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tests of the vendor's torch_npu on the host CANN: skipped where the wheel, or what builds the libraries, is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import host_cann
+import pytest
+import torch
+
+HOST_CANN = Path(host_cann.__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def npu() -> torch.device:
+    """The first device, installed by the first test that wants it."""
+    reason = host_cann.unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    host_cann.install()
+    return torch.device("npu:0")
+
+
+Script = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run_script(npu: torch.device, tmp_path: Path) -> Script:
+    """Runs Python code in a process of its own, after ``import host_cann, torch`` and with its arguments as environment."""
+
+    def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        script = tmp_path / "script.py"
+        script.write_text(code)
+        paths = os.pathsep.join([str(HOST_CANN), os.environ.get("PYTHONPATH", "")])
+        return subprocess.run(
+            [sys.executable, *(arguments or ("-m", "host_cann")), str(script)],
+            env={**os.environ, "PYTHONPATH": paths, "HOST_CANN_QUIET": "1", **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    return run

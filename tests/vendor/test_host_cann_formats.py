@@ -1,0 +1,97 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Private formats and saturation on the host CANN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+FRACTAL_NZ = 29
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (20, 24), (3, 5), (2, 17, 33)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_tiles_and_back(npu: torch.device, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    import torch_npu
+
+    x = torch.arange(torch.Size(sizes).numel()).reshape(sizes).to(dtype)
+    tiled = torch_npu.npu_format_cast(x.npu(), FRACTAL_NZ)
+    assert torch_npu.get_npu_format(tiled) == FRACTAL_NZ
+    assert torch_npu.get_storage_size(tiled) % 256 == 0
+    assert torch.equal(tiled.cpu(), x)
+    assert torch.equal(torch_npu.npu_format_cast(tiled, 2).cpu(), x)
+
+
+def tiled_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    import torch_npu
+
+    return torch_npu.npu_format_cast(a.npu(), FRACTAL_NZ), torch_npu.npu_format_cast(b.npu(), FRACTAL_NZ)
+
+
+def test_operators_on_tiles(npu: torch.device) -> None:
+    a, b = torch.randn(20, 24), torch.randn(20, 24)
+    x, y = tiled_pair(a, b)
+    for actual, expected in (
+        (x + y, a + b),
+        (torch.add(x, y, alpha=0.5), a + 0.5 * b),
+        (x * y, a * b),
+        (x - y, a - b),
+        (torch.zeros_like(x), torch.zeros_like(a)),
+        (torch.ones_like(x), torch.ones_like(a)),
+        (x.mm(y.t()), a.mm(b.t())),
+        (x.relu(), a.relu()),
+    ):
+        torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_linear_layer_with_a_weight_in_tiles(npu: torch.device) -> None:
+    import torch_npu
+
+    layer, x = torch.nn.Linear(24, 20), torch.randn(4, 24)
+    expected = layer(x)
+    expected.sum().backward()
+    moved = torch.nn.Linear(24, 20).npu()
+    with torch.no_grad():
+        moved.weight.data = torch_npu.npu_format_cast(layer.weight.detach().npu(), FRACTAL_NZ)
+        moved.bias.copy_(layer.bias)
+    actual = moved(x.npu())
+    actual.sum().backward()
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5)
+    assert moved.weight.grad is not None
+    torch.testing.assert_close(moved.weight.grad.cpu(), layer.weight.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_chip_that_saturates(run_script: Any) -> None:
+    code = """
+import host_cann, torch, torch_npu
+assert host_cann.saturates() and not torch_npu.npu.utils.is_support_inf_nan()
+torch_npu.npu.clear_npu_overflow_flag()
+x = torch.full((4,), 300.0, dtype=torch.float16, device="npu")
+assert (x * 2).tolist() == [600.0] * 4
+assert not torch_npu.npu.get_npu_overflow_flag()
+assert (x * x).tolist() == [65504.0] * 4, (x * x).tolist()
+assert torch_npu.npu.get_npu_overflow_flag()
+torch_npu.npu.clear_npu_overflow_flag()
+assert not torch_npu.npu.get_npu_overflow_flag()
+assert (x.float() * x.float()).tolist() == [90000.0] * 4
+weight = torch.randn(4, 3, 3, 3)
+image = torch.randn(1, 3, 6, 6)
+out = torch.nn.functional.conv2d(image.npu(), weight.npu())
+torch.testing.assert_close(out.cpu(), torch.nn.functional.conv2d(image, weight), rtol=1e-3, atol=1e-3)
+print("saturated")
+"""
+    done = run_script(code, HOST_CANN_SOC="Ascend910ProA", TASK_QUEUE_ENABLE="0")
+    assert done.returncode == 0, done.stderr
+    assert "saturated" in done.stdout
+
+
+def test_a_chip_that_does_not(npu: torch.device) -> None:
+    import host_cann
+
+    assert not host_cann.saturates()
+    x = torch.full((4,), 300.0, dtype=torch.float16, device=npu)
+    assert (x * x).isinf().all()

@@ -1,0 +1,254 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Operators of the host CANN, by way of the vendor's torch_npu, against the CPU's: values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import host_cann
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+# Half precision: sums of products in another order, or in float32 in between, round differently.
+TOLERANCES = {
+    torch.float32: {"rtol": 2e-5, "atol": 2e-6},
+    torch.float16: {"rtol": 4e-3, "atol": 4e-3},
+    torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2},
+}
+
+
+def normal(*sizes: int) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+
+
+def positive(*sizes: int) -> Tensor:
+    return normal(*sizes).abs() + 0.5
+
+
+def whole(*sizes: int, below: int = 4) -> Tensor:
+    return torch.randint(below, sizes, generator=torch.Generator().manual_seed(1))
+
+
+def outputs(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    return [tensor for part in result for tensor in outputs(part)]
+
+
+def run(function: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
+    """What the function returns, and the gradients of its inputs, where it has any."""
+    results = outputs(function(*inputs))
+    wanted = [x for x in inputs if x.requires_grad]
+    ends = [y for y in results if y.requires_grad]
+    if wanted and ends:
+        # Not of a plain sum, whose gradient is 1 everywhere: of one weighted by position.
+        weights = [torch.arange(1, y.numel() + 1).to(y).reshape(y.shape) / y.numel() for y in ends]
+        results = [*results, *torch.autograd.grad(ends, wanted, weights)]
+    return results
+
+
+def check(function: Callable[..., Any], inputs: tuple[Tensor, ...], dtype: torch.dtype = torch.float32) -> None:
+    cast = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+    on_cpu = run(function, [x.clone().requires_grad_(x.is_floating_point()) for x in cast])
+    on_npu = run(function, [x.npu().requires_grad_(x.is_floating_point()) for x in cast])
+    assert len(on_cpu) == len(on_npu)
+    for expected, actual in zip(on_cpu, on_npu, strict=True):
+        assert actual.device.type == "npu"
+        torch.testing.assert_close(actual.cpu(), expected, **TOLERANCES[dtype], check_stride=False)
+
+
+UNARY = """abs neg sqrt:positive rsqrt:positive exp expm1 log:positive log1p:positive log2:positive log10:positive
+sin cos tanh sigmoid relu reciprocal:positive square floor ceil round trunc sign erf atan sinh cosh
+isfinite isnan logical_not""".split()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", UNARY)
+def test_unary(npu: torch.device, name: str, dtype: torch.dtype) -> None:
+    name, _, kind = name.partition(":")
+    check(getattr(torch, name), ((positive if kind else normal)(3, 5),), dtype)
+
+
+BINARY = "add sub mul div maximum minimum eq ne lt le gt ge atan2 fmod remainder".split()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", BINARY)
+def test_binary(npu: torch.device, name: str, dtype: torch.dtype) -> None:
+    check(getattr(torch, name), (normal(3, 5), positive(3, 5)), dtype)
+    check(getattr(torch, name), (normal(3, 5), positive(5)), dtype)
+
+
+NETWORK: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "addcmul": (lambda x, a, b: torch.addcmul(x, a, b, value=0.5), (normal(3, 4), normal(3, 4), normal(4))),
+    "addcdiv": (lambda x, a, b: torch.addcdiv(x, a, b, value=0.5), (normal(3, 4), normal(3, 4), positive(3, 4))),
+    "lerp": (lambda a, b: torch.lerp(a, b, 0.3), (normal(3, 4), normal(3, 5)[:, :4])),
+    "where": (lambda a, b: torch.where(a > b, a, b), (normal(3, 4), normal(4, 4)[:3])),
+    "clamp": (lambda x: x.clamp(-0.5, 0.5), (normal(4, 5),)),
+    "sum": (lambda x: (x.sum(), x.sum(1), x.sum((0, 2), keepdim=True)), (normal(2, 3, 4),)),
+    "mean": (lambda x: (x.mean(), x.mean(-1)), (normal(2, 3, 4),)),
+    "var": (lambda x: (x.var(1), x.std(0, unbiased=False)), (normal(4, 5),)),
+    "amax": (lambda x: (x.amax(1), x.amin(0)), (normal(4, 5),)),
+    "max": (lambda x: tuple(x.max(1)), (normal(4, 5),)),
+    "norm": (lambda x: (x.norm(), torch.linalg.vector_norm(x, 1, dim=1)), (normal(4, 5),)),
+    "cumsum": (lambda x: x.cumsum(1), (normal(3, 4),)),
+    "sort": (lambda x: tuple(x.sort(dim=1, descending=True)), (normal(3, 7),)),
+    "topk": (lambda x: tuple(x.topk(3)), (normal(3, 7),)),
+    "argmax": (lambda x: x.argmax(1), (normal(3, 7),)),
+    "cat": (lambda a, b: torch.cat((a, b), 1), (normal(2, 3), normal(2, 4))),
+    "stack": (lambda a, b: torch.stack((a, b), 1), (normal(2, 3), normal(3, 3)[:2])),
+    "split": (lambda x: x.split([1, 3], 1), (normal(3, 4),)),
+    "flip": (lambda x: x.flip(0), (normal(3, 4),)),
+    "roll": (lambda x: x.roll(1, 0), (normal(3, 4),)),
+    "tril": (lambda x: (x.tril(), x.triu(1)), (normal(4, 4),)),
+    "pad": (lambda x: F.pad(x, (1, 2)), (normal(3, 4),)),
+    "transposed": (lambda x: x.t() + 1, (normal(3, 4),)),
+    "matmul": (torch.matmul, (normal(3, 4), normal(4, 5))),
+    "bmm": (torch.bmm, (normal(2, 3, 4), normal(2, 4, 5))),
+    "addmm": (lambda x, a, b: torch.addmm(x, a, b, beta=0.5, alpha=2), (normal(3, 5), normal(3, 4), normal(4, 5))),
+    "linear": (F.linear, (normal(3, 4), normal(5, 4), normal(5))),
+    "einsum": (lambda a, b: torch.einsum("ij,kj->ik", a, b), (normal(3, 4), normal(5, 4))),
+    "conv2d": (lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1), (normal(2, 3, 6, 6), normal(4, 3, 3, 3), normal(4))),
+    "conv_transpose2d": (lambda x, w: F.conv_transpose2d(x, w, stride=2), (normal(1, 3, 4, 4), normal(3, 2, 3, 3))),
+    "conv1d": (F.conv1d, (normal(2, 3, 8), normal(4, 3, 3))),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), (normal(4, 6), normal(6), normal(6))),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), (normal(2, 4, 3, 3), normal(4), normal(4))),
+    "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), (normal(4, 3, 2, 2), normal(3), normal(3))),
+    "softmax": (lambda x: F.softmax(x, -1), (normal(3, 5),)),
+    "log_softmax": (lambda x: F.log_softmax(x, 0), (normal(3, 5),)),
+    "cross_entropy": (lambda x, y: F.cross_entropy(x, y), (normal(6, 4), whole(6))),
+    "nll_loss": (lambda x, y: F.nll_loss(F.log_softmax(x, 1), y, ignore_index=1), (normal(6, 4), whole(6))),
+    "mse_loss": (F.mse_loss, (normal(3, 4), positive(3, 4))),
+    "l1_loss": (F.l1_loss, (normal(3, 4), positive(3, 4))),
+    "smooth_l1_loss": (F.smooth_l1_loss, (normal(3, 4), positive(3, 4))),
+    "bce": (lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()), (normal(3, 4), positive(3, 4))),
+    "bce_with_logits": (lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()), (normal(3, 4), positive(3, 4))),
+    "kl_div": (lambda x, y: F.kl_div(x, y, reduction="batchmean"), (normal(3, 4), positive(3, 4))),
+    "gelu": (lambda x: (F.gelu(x), F.gelu(x, approximate="tanh")), (normal(3, 4),)),
+    "silu": (F.silu, (normal(3, 4),)),
+    "elu": (F.elu, (normal(3, 4),)),
+    "leaky_relu": (lambda x: F.leaky_relu(x, 0.2), (normal(3, 4),)),
+    "softplus": (F.softplus, (normal(3, 4),)),
+    "hardswish": (F.hardswish, (normal(3, 4),)),
+    "mish": (F.mish, (normal(3, 4),)),
+    "glu": (F.glu, (normal(3, 4),)),
+    "prelu": (F.prelu, (normal(2, 3, 4), normal(3))),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 2), (normal(2, 3, 6, 6),)),
+    "avg_pool2d": (lambda x: F.avg_pool2d(x, 3, 2, 1), (normal(2, 3, 6, 6),)),
+    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (2, 2)), (normal(2, 3, 6, 6),)),
+    "interpolate": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), (normal(1, 2, 3, 3),)),
+    "embedding": (lambda w, i: F.embedding(i, w), (normal(5, 3), whole(2, 4))),
+    "gather": (lambda x, i: x.gather(1, i), (normal(3, 4), whole(3, 2))),
+    "index": (lambda x, i: (x[i], x[:, i]), (normal(5, 5), whole(3))),
+    "index_select": (lambda x, i: x.index_select(1, i), (normal(3, 5), whole(2))),
+    "index_add": (lambda x, i, y: x.index_add(0, i, y), (normal(5, 3), torch.tensor([3, 0]), normal(2, 3))),
+    "scatter_add": (lambda x, i, y: x.scatter_add(1, i, y), (normal(3, 5), whole(3, 2), normal(3, 2))),
+    "masked_fill": (lambda x: x.masked_fill(x > 0, -1.0), (normal(3, 4),)),
+    "masked_select": (lambda x: x.masked_select(x > 0), (normal(3, 4),)),
+    "embedding_bag_sum": (lambda w, i: F.embedding_bag(i, w, mode="sum"), (normal(5, 3), whole(2, 4))),
+    "embedding_bag_mean": (lambda w, i: F.embedding_bag(i, w, mode="mean"), (normal(5, 3), whole(2, 4))),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", NETWORK)
+def test_network(npu: torch.device, name: str, dtype: torch.dtype) -> None:
+    function, inputs = NETWORK[name]
+    check(function, inputs, dtype)
+
+
+def test_sizes_that_values_tell(npu: torch.device) -> None:
+    x = whole(4, 5, below=3)
+    torch.testing.assert_close(x.npu().nonzero().cpu(), x.nonzero())
+    for actual, expected in zip(
+        x.npu().unique(return_inverse=True, return_counts=True),
+        x.unique(return_inverse=True, return_counts=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual.cpu(), expected)
+
+
+LISTS: dict[str, Callable[[list[Tensor], list[Tensor]], Any]] = {
+    "add": lambda x, y: torch._foreach_add(x, y, alpha=0.5),
+    "mul": torch._foreach_mul,
+    "div": torch._foreach_div,
+    "add_number": lambda x, y: torch._foreach_add(x, 1.5),
+    "mul_numbers": lambda x, y: torch._foreach_mul(x, [2.0, 3.0, 4.0]),
+    "sqrt": lambda x, y: torch._foreach_sqrt(y),
+    "lerp": lambda x, y: torch._foreach_lerp(x, y, 0.25),
+    "addcmul": lambda x, y: torch._foreach_addcmul(x, x, y, value=0.5),
+    "addcdiv": lambda x, y: torch._foreach_addcdiv(x, x, y, value=0.5),
+    "norm": lambda x, y: torch._foreach_norm(x),
+    "maximum": torch._foreach_maximum,
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists(npu: torch.device, name: str) -> None:
+    x, y = [normal(3, 4), normal(5), normal(2, 2)], [positive(3, 4), positive(5), positive(2, 2)]
+    expected = LISTS[name](x, y)
+    actual = LISTS[name]([t.npu() for t in x], [t.npu() for t in y])
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.cpu(), e, **TOLERANCES[torch.float32])
+
+
+def test_random_numbers(npu: torch.device) -> None:
+    torch.npu.manual_seed(3)
+    first = torch.randn(10000, device=npu)
+    torch.npu.manual_seed(3)
+    assert torch.equal(torch.randn(10000, device=npu), first)
+    assert not torch.equal(torch.randn(10000, device=npu), first)
+    assert abs(first.mean().item()) < 0.05
+    assert abs(first.std().item() - 1) < 0.05
+    dropped = F.dropout(torch.ones(10000, device=npu), 0.25)
+    assert set(dropped.unique().tolist()) == {0.0, pytest.approx(4 / 3)}
+    assert abs((dropped == 0).float().mean().item() - 0.25) < 0.03
+
+
+def test_npu_functions_that_published_scripts_call(npu: torch.device) -> None:
+    import torch_npu
+
+    x, w, b = normal(3, 4), normal(5, 4), normal(5)
+    torch.testing.assert_close(torch_npu.npu_linear(x.npu(), w.npu(), b.npu()).cpu(), F.linear(x, w, b))
+    a = normal(2, 3, 4)
+    bmm = torch_npu.npu_bmmV2(a.npu(), normal(2, 4, 5).npu(), [])
+    torch.testing.assert_close(bmm.cpu(), torch.bmm(a, normal(2, 4, 5)))
+    turned = torch_npu.npu_confusion_transpose(a.npu(), [0, 2, 1], [2, 12], transpose_first=True)
+    torch.testing.assert_close(turned.cpu(), a.permute(0, 2, 1).reshape(2, 12))
+    labels = F.one_hot(whole(6), 4).float()
+    logits = normal(6, 4)
+    loss = torch_npu.npu_softmax_cross_entropy_with_logits(logits.npu(), labels.npu())
+    torch.testing.assert_close(loss.cpu(), -(labels * logits.log_softmax(1)).sum(1))
+    # The vendor's formula, of its documentation.
+    c = x.abs()
+    expected = x * torch.exp(0.851 * (x - c)) / (1 + torch.exp(-1.702 * c))
+    torch.testing.assert_close(torch_npu.fast_gelu(x.npu()).cpu(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch_npu.npu_one_hot(whole(5).npu(), depth=4).cpu(), F.one_hot(whole(5), 4).float())
+    torch.testing.assert_close(F.one_hot(whole(5).npu(), 4).cpu(), F.one_hot(whole(5), 4))
+
+
+def test_an_operator_that_is_missing_fails_by_name(npu: torch.device) -> None:
+    with pytest.raises(RuntimeError, match="aclnnHeaviside|aclnn\\w+"):
+        torch.heaviside(normal(3).npu(), torch.zeros(3).npu())
+        torch.npu.synchronize()
+
+
+def test_dtypes_beyond_the_documentation_are_refused(run_script: Any) -> None:
+    code = """
+import torch
+assert torch.ones(3).npu().sqrt().tolist() == [1, 1, 1]
+x = torch.ones(3, dtype=torch.float64).npu()
+try:
+    torch._foreach_lerp_([x], [x], 0.5)
+    torch.npu.synchronize()
+except RuntimeError as error:
+    print("refused", error)
+"""
+    done = run_script(code, HOST_CANN_DTYPES="1", TASK_QUEUE_ENABLE="0")
+    assert done.returncode == 0, done.stderr
+    assert "refused" in done.stdout
