@@ -173,30 +173,38 @@ def _adam(
     if l2:
         grad = grad.add(param, alpha=l2)
     flips = maximize and not l2
-    # What the kernel multiplies with its beta and adds its own part of the gradient to.
-    float_beta1, float_beta2 = _as_float32(beta1), _as_float32(beta2)
     short1, short2 = _shortfall(beta1), _shortfall(beta2)
-    if short1:
-        exp_avg.add_(grad, alpha=(-short1 if flips else short1) / float_beta1)
-    if short2:
-        exp_avg_sq.addcmul_(grad, grad, value=short2 / float_beta2)
+    float_beta1, float_beta2 = _as_float32(beta1), _as_float32(beta2)
+
+    def add_shortfall(times: float) -> None:
+        # Divided by what the kernel is about to multiply it with.
+        if short1:
+            exp_avg.add_(grad, alpha=(-times if flips else times) * short1 / float_beta1)
+        if short2:
+            exp_avg_sq.addcmul_(grad, grad, value=times * short2 / float_beta2)
+
     # The kernel would take 1 − beta2^step in float32, which for the first steps has five digits: it is told that there
     # is nothing to correct, and gets a learning rate and an eps that amount to the same.
     bias_correction1 = 1 - (beta1 if short1 else float_beta1) ** step if bias_correction else 1.0
     root2 = (1 - (beta2 if short2 else float_beta2) ** step) ** 0.5 if bias_correction else 1.0
-    kernel(
-        param,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        max_exp_avg_sq,
-        lr=lr * root2 / bias_correction1,
-        beta1=float_beta1,
-        beta2=float_beta2,
-        eps=eps * root2,
-        weight_decay=weight_decay * bias_correction1 / root2 if decoupled else 0.0,
-        maximize=flips,
-    )
+    add_shortfall(1.0)
+    try:
+        kernel(
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            max_exp_avg_sq,
+            lr=lr * root2 / bias_correction1,
+            beta1=float_beta1,
+            beta2=float_beta2,
+            eps=eps * root2,
+            weight_decay=weight_decay * bias_correction1 / root2 if decoupled else 0.0,
+            maximize=flips,
+        )
+    except RuntimeError:
+        add_shortfall(-1.0)  # the next try adds it again
+        raise
 
 
 # AdamW without bias correction by each kernel: powers of 0, or a step so late that there is nothing left to correct.

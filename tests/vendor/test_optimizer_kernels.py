@@ -295,3 +295,18 @@ def test_a_decision_is_made_once(forgotten, monkeypatch):
     counted_step(NpuFusedAdam)
     counted_step(NpuFusedAdamW)
     assert trials == [DEVICE]
+
+
+def test_a_step_that_fails_leaves_the_moments_as_they_were():
+    params = make_params(DEVICE)
+    optimizer = NpuFusedAdamW(params, lr=0.01, amsgrad=True, betas=(0.999, 0.9999))
+    for seed in range(2):
+        set_grads(params, seed)
+        optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    host_cann.fail_after(0, "aclnnApplyAdamWV2", 161001)
+    with pytest.raises(RuntimeError, match="aclnnApplyAdamWV2"):
+        optimizer.step()
+    for index, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            torch.testing.assert_close(value, before[index][name], rtol=2e-7, atol=1e-9)
