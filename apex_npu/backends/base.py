@@ -25,6 +25,10 @@ class Backend(Protocol):
         """True where torch's sizes and strides do not describe the memory (Ascend's NZ, 5HD, ...)."""
         ...
 
+    def has_float64(self, device: device) -> bool:
+        """True where operators on ``device`` take float64. Allocates there, without a wait, when first asked."""
+        ...
+
     def is_capturing(self) -> bool:
         """True while the current stream records a graph instead of running. Never initializes the device."""
         ...

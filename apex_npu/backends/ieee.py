@@ -21,6 +21,9 @@ class IeeeBackend:
     def has_private_format(self, tensor: Tensor) -> bool:
         return False
 
+    def has_float64(self, device: device) -> bool:
+        return True
+
     def is_capturing(self) -> bool:
         return False
 

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, device
 
 # Undefined, NCHW, ND and NHWC: torch's own strides describe the memory. All others (NC1HWC0, FRACTAL_NZ, ...) tile it.
@@ -30,6 +32,9 @@ class NpuBackend:
     def has_private_format(self, tensor: Tensor) -> bool:
         return self._torch_npu().get_npu_format(tensor) not in _BASE_FORMATS
 
+    def has_float64(self, device: device) -> bool:
+        return _keeps_float64(device)
+
     def is_capturing(self) -> bool:
         # Not imported for it; and NPUGraph is younger than most of torch_npu.
         npu: Any = getattr(sys.modules.get("torch_npu"), "npu", None)
@@ -46,3 +51,9 @@ class NpuBackend:
     def overflow_flag(self, device: device) -> bool:
         with self._torch_npu().npu.device(device):
             return bool(self._torch_npu().npu.get_npu_overflow_flag())
+
+
+@functools.cache
+def _keeps_float64(device: device) -> bool:
+    """False where a tensor that is to become float64 becomes float32, by which torch_npu says what the device has."""
+    return torch.empty(0, dtype=torch.float32, device=device).to(torch.float64).dtype == torch.float64

@@ -18,6 +18,8 @@ from apex_npu.ops import reference
 
 # More than elsewhere: a call of these kernels costs more, and less of what it touches has to stay in the cache.
 _CHUNK_NUMEL = 1 << 18
+# At which betas to its power are far below a rounding error: nothing is left of torch's bias correction.
+LATE_STEP = 2.0**24
 
 
 def sgd_(
@@ -77,7 +79,7 @@ def adam_(
 ) -> None:
     """See ``apex_npu.ops.elementwise.adam_``."""
     # Without bias correction: torch has no such option, but steps so many that there is nothing left to correct.
-    steps = step if bias_correction else _endless(options["beta1"], options["beta2"])
+    steps = step if bias_correction else late_step(options["beta1"], options["beta2"])
     if steps is None or not _one_dtype(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq):
         reference.adam_(
             param,
@@ -117,10 +119,9 @@ def _one_dtype(*tensors: Tensor | None) -> bool:
     return len({t.dtype for t in tensors if t is not None}) == 1
 
 
-def _endless(beta1: float, beta2: float) -> float | None:
-    """A step count at which both betas to its power are far below a rounding error; None where there is none."""
-    steps = 2.0**24
-    return steps if max(beta1, beta2) ** steps < 1e-30 else None
+def late_step(*betas: float) -> float | None:
+    """``LATE_STEP``; None where one of ``betas`` is so near to 1 that even its power to that is not negligible."""
+    return LATE_STEP if max(betas) ** LATE_STEP < 1e-30 else None
 
 
 def _pieces(tensors: tuple[Tensor | None, ...], grad_scale: Tensor | None) -> Iterator[tuple[Any, ...]]:

@@ -1,14 +1,29 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fused kernels of Ascend's CANN, where this torch_npu has them: one launch for what the reference needs eight for.
+"""Fused kernels of Ascend's CANN, where this torch_npu has them: a few launches for what the reference needs many for.
 
-``npu_apply_adam_w`` (https://gitee.com/ascend/op-plugin) is AdamW's rule; without decay, Adam's. For AMSGrad it is not
-used: whether it keeps the maximum is not documented.
+For Adam there are two, both in https://gitee.com/ascend/op-plugin. ``npu_apply_adam_w`` is one launch, for tensors that
+are all of their storages: others it copies, there and back. ``aten::_fused_adamw_`` takes views and keeps AMSGrad's
+maximum, in two launches. Both are AdamW's rule; without decay, Adam's. ``aten::_fused_adam_`` is never called: it is
+registered for every chip, and computes on the CPU on most.
+
+CANN's kernels compute 1 − beta from a float32 beta, in float32. For 0.999 that is 1.3e-5 less than it should be, for
+0.9999 1.7e-4 more, and so are the first steps' ``exp_avg_sq``. What is short is therefore added to the moment before
+the kernel runs, in a launch of its own that moves 16 bytes for each element beside the kernel's 28 (the reference: 76).
+Then moments and steps are within float32's rounding of the exact rule, as the reference's are, and a checkpoint means
+the same here and in torch.optim. Moments that would be off by less than four units of the last place (beta 0.9 and
+0.95) are left to the kernel.
+
+A kernel is called once it has stepped a small tensor as the reference does, once in a process for each device; the
+reference takes over from one that does not, and the log says so.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,24 +31,60 @@ from torch import Tensor
 
 from apex_npu.ops import aten_fused, reference
 
+logger = logging.getLogger("apex_npu")
 
-@functools.cache
+# torch_npu's number of the 910B1: chips of the generations before have none of the optimizers that aten:: names.
+_OLDEST_CHIP = 220
+_TRIAL_NUMEL = 64
+
+
 def has_apply_adam_w() -> bool:
-    """True where torch_npu has brought its AdamW kernel."""
-    return hasattr(torch.ops.npu, "npu_apply_adam_w")
+    """True where torch_npu has brought its AdamW kernel: the overload that writes to a list of tensors."""
+    overload = getattr(getattr(torch.ops.npu, "npu_apply_adam_w", None), "out", None)
+    return overload is not None and overload._schema.arguments[-1].name == "out"
+
+
+def has_aten_kernel(name: str) -> bool:
+    """True where torch_npu has a kernel for ``aten::name``, one of torch's fused optimizers, and the chip may, too."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "PrivateUse1"):
+        return False
+    import torch_npu
+
+    return int(torch_npu.npu.utils.get_soc_version()) >= _OLDEST_CHIP
 
 
 @functools.cache
-def has_aten_kernel(name: str) -> bool:
-    """True where torch_npu has a kernel of its own for ``aten::name``, one of torch's fused optimizers."""
-    has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "PrivateUse1")
-    return has_kernel
+def works(kernel: str, device: torch.device) -> bool:
+    """True where ``kernel`` is there, and has stepped a small tensor on ``device`` as the reference does on the host.
+
+    It waits for the device, in the first call alone.
+    """
+    has_kernel, trial, expected = _KERNELS[kernel]
+    if not has_kernel():
+        logger.info("apex_npu: %s is not there for %s, plain torch takes over (more launches)", kernel, device)
+        return False
+    tried, right = ([torch.full((_TRIAL_NUMEL,), 0.5 + 0.1 * i) for i in range(4)] for _ in range(2))
+    tried = [t.to(device) for t in tried]
+    try:
+        trial(*tried)
+        found = torch.stack(tried).cpu()
+    except RuntimeError as error:
+        because = str(error)
+    else:
+        expected(*right)
+        if torch.allclose(found, torch.stack(right), rtol=1e-4, atol=1e-6):
+            return True
+        because = f"its trial step gave {found[:, 0].tolist()} instead of {torch.stack(right)[:, 0].tolist()}"
+    logger.warning("apex_npu: %s on %s: plain torch takes over (more launches): %s", kernel, device, because)
+    return False
 
 
-def sgd_(param: Tensor, *args: Any, **options: Any) -> None:
+def sgd_(param: Tensor, grad: Tensor, momentum_buffer: Tensor | None, *args: Any, **options: Any) -> None:
     """See ``apex_npu.ops.elementwise.sgd_``."""
-    module = aten_fused if has_aten_kernel("_fused_sgd_") else reference
-    module.sgd_(param, *args, **options)
+    # CANN's refuses to work without momentum.
+    fused = momentum_buffer is not None and options["momentum"] > 0 and _is_float32(param, grad, momentum_buffer)
+    module = aten_fused if fused and works("_fused_sgd_", param.device) else reference
+    module.sgd_(param, grad, momentum_buffer, *args, **options)
 
 
 def adam_(
@@ -43,27 +94,68 @@ def adam_(
     exp_avg_sq: Tensor,
     max_exp_avg_sq: Tensor | None,
     model_param: Tensor | None = None,
-    *,
-    decoupled: bool,
     **options: Any,
 ) -> None:
     """See ``apex_npu.ops.elementwise.adam_``."""
-    one_dtype = param.dtype == grad.dtype == exp_avg.dtype == torch.float32
-    if one_dtype and max_exp_avg_sq is None and has_apply_adam_w():
-        for p, g, m, v in reference.chunks((param, grad, exp_avg, exp_avg_sq)):
-            _apply_adam_w(p, g, m, v, decoupled=decoupled, **options)
-        if model_param is not None:
-            model_param.copy_(param)
+    operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq)
+    decays = options["weight_decay"] != 0 and not options["decoupled"]
+    copies_grad = decays or options.get("grad_scale") is not None
+    # All at once, unless there has to be another gradient: that may not grow with the model.
+    pieces = list(reference.chunks(operands, None if copies_grad else param.numel()))
+    kernel = _adam_kernel(*pieces[0], betas=(options["beta1"], options["beta2"])) if pieces else None
+    if kernel is None:
+        reference.adam_(*operands, model_param, **options)
         return
-    module = aten_fused if has_aten_kernel("_fused_adamw_" if decoupled else "_fused_adam_") else reference
-    module.adam_(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, model_param, decoupled=decoupled, **options)
+    for piece in pieces:
+        _adam(kernel, *piece, **options)
+    if model_param is not None:
+        model_param.copy_(param)
 
 
-def _apply_adam_w(
+def _adam_kernel(
     param: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None,
+    *,
+    betas: tuple[float, float],
+) -> Callable[..., None] | None:
+    """The kernel for such operands; None where there is none but the reference."""
+    if not _is_float32(param, grad, exp_avg):
+        return None
+    whole = max_exp_avg_sq is None and all(map(_is_whole, (param, grad, exp_avg, exp_avg_sq)))
+    if whole and works("npu_apply_adam_w", param.device):
+        return _apply_adam_w
+    has_late_step = aten_fused.late_step(*map(_as_float32, betas)) is not None
+    return _fused_adamw if has_late_step and works("_fused_adamw_", param.device) else None
+
+
+def _is_float32(*tensors: Tensor) -> bool:
+    return all(t.dtype == torch.float32 for t in tensors)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def _as_float32(number: float) -> float:
+    return ctypes.c_float(number).value
+
+
+def _shortfall(beta: float) -> float:
+    """What 1 − beta is more than what a kernel computes; 0 where that is less than four units of the last place."""
+    short = _as_float32(beta) - beta
+    return short if abs(short) > 2.0**-21 * (1 - beta) else 0.0
+
+
+def _adam(
+    kernel: Callable[..., None],
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None,
     *,
     lr: float,
     beta1: float,
@@ -80,25 +172,119 @@ def _apply_adam_w(
     grad = reference.in_dtype(grad, grad.dtype, maximize and bool(l2), grad_scale)
     if l2:
         grad = grad.add(param, alpha=l2)
-    # The kernel would take 1 − beta2^step in float32, which for the first steps has five digits: it is told that there
-    # is nothing to correct (powers of 0), and gets a learning rate and an eps that amount to the same.
-    bias_correction1, root2 = (1 - beta1**step, (1 - beta2**step) ** 0.5) if bias_correction else (1.0, 1.0)
-    step_size = lr * root2 / bias_correction1
-    decay = weight_decay * bias_correction1 / root2 if decoupled else 0.0
     flips = maximize and not l2
-    torch.ops.npu.npu_apply_adam_w(
-        0.0,
-        0.0,
-        step_size,
-        decay,
-        beta1,
-        beta2,
-        eps * root2,
-        grad,
-        None,
-        False,
-        flips,
-        var=param,
-        m=exp_avg,
-        v=exp_avg_sq,
+    short1, short2 = _shortfall(beta1), _shortfall(beta2)
+    float_beta1, float_beta2 = _as_float32(beta1), _as_float32(beta2)
+
+    def add_shortfall(times: float) -> None:
+        # Divided by what the kernel is about to multiply it with.
+        if short1:
+            exp_avg.add_(grad, alpha=(-times if flips else times) * short1 / float_beta1)
+        if short2:
+            exp_avg_sq.addcmul_(grad, grad, value=times * short2 / float_beta2)
+
+    # The kernel would take 1 − beta2^step in float32, which for the first steps has five digits: it is told that there
+    # is nothing to correct, and gets a learning rate and an eps that amount to the same.
+    bias_correction1 = 1 - (beta1 if short1 else float_beta1) ** step if bias_correction else 1.0
+    root2 = (1 - (beta2 if short2 else float_beta2) ** step) ** 0.5 if bias_correction else 1.0
+    add_shortfall(1.0)
+    try:
+        kernel(
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            max_exp_avg_sq,
+            lr=lr * root2 / bias_correction1,
+            beta1=float_beta1,
+            beta2=float_beta2,
+            eps=eps * root2,
+            weight_decay=weight_decay * bias_correction1 / root2 if decoupled else 0.0,
+            maximize=flips,
+        )
+    except RuntimeError:
+        add_shortfall(-1.0)  # the next try adds it again
+        raise
+
+
+# AdamW without bias correction by each kernel: powers of 0, or a step so late that there is nothing left to correct.
+
+
+def _apply_adam_w(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    _: Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+) -> None:
+    outputs = [param, exp_avg, exp_avg_sq]
+    numbers = (0.0, 0.0, lr, weight_decay, beta1, beta2, eps)
+    torch.ops.npu.npu_apply_adam_w.out(*numbers, grad, None, False, maximize, out=outputs)
+
+
+def _fused_adamw(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None = None,
+    *,
+    maximize: bool = False,
+    **options: Any,
+) -> None:
+    torch._fused_adamw_(
+        [param],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [] if max_exp_avg_sq is None else [max_exp_avg_sq],
+        [_late_step(param.device)],
+        amsgrad=max_exp_avg_sq is not None,
+        maximize=maximize,
+        **options,
     )
+
+
+@functools.cache
+def _late_step(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((), aten_fused.LATE_STEP, device=device)
+
+
+_ADAM: dict[str, Any] = {"lr": 0.5, "beta1": 0.5, "beta2": 0.75, "eps": 0.25, "weight_decay": 0.5}
+_SGD: dict[str, Any] = {
+    "lr": 0.5,
+    "momentum": 0.5,
+    "dampening": 0.25,
+    "weight_decay": 0.5,
+    "nesterov": True,
+    "maximize": False,
+    "step": 2,
+}
+
+
+def _reference_adamw(*operands: Tensor) -> None:
+    reference.adam_(*operands, None, **_ADAM, decoupled=True, maximize=False, step=1, bias_correction=False)
+
+
+# For each kernel: whether there is one, a trial on four tensors of one dtype, and what these are afterwards.
+_KERNELS: dict[str, tuple[Callable[[], bool], Callable[..., None], Callable[..., None]]] = {
+    "npu_apply_adam_w": (has_apply_adam_w, functools.partial(_apply_adam_w, **_ADAM), _reference_adamw),
+    "_fused_adamw_": (
+        lambda: has_aten_kernel("_fused_adamw_"),
+        functools.partial(_fused_adamw, **_ADAM),
+        _reference_adamw,
+    ),
+    "_fused_sgd_": (
+        lambda: has_aten_kernel("_fused_sgd_"),
+        lambda *operands: aten_fused.sgd_(*operands[:3], **_SGD),
+        lambda *operands: reference.sgd_(*operands[:3], **_SGD),
+    ),
+}

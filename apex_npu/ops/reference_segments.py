@@ -251,8 +251,10 @@ def adamp_(
         sums[:2].div_(torch.cat([grad_scale, grad_scale.square()]).unsqueeze(1))
     norms = sums[1:3].sqrt().add_(eps)
     cosine = sums[0].abs().div_(norms[0] * norms[1])
-    largest = torch.zeros_like(row_limit).scatter_reduce_(0, owner, cosine[:rows], "amax")
-    by_row, by_whole = largest < row_limit, cosine[whole:] < whole_limit
+    # Rows that are not below are counted: torch_npu finds the largest value by index on the CPU alone.
+    above = (cosine[:rows] < row_limit[owner]).logical_not_().to(row_limit.dtype)
+    by_row = (torch.zeros_like(row_limit).index_add_(0, owner, above) == 0) & (row_limit > 0)
+    by_whole = cosine[whole:] < whole_limit
     multiple = sums[3].div_(norms[1].square())  # of p, in u
     of_whole = multiple[whole:].masked_fill_(~by_whole, 0.0)
     multiple = torch.where(by_row[owner], multiple[:rows], of_whole[owner])

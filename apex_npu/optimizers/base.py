@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu._extension import disable_dynamo
@@ -137,11 +138,13 @@ class FusedOptimizer(Optimizer):
 
     @disable_dynamo
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **older: Any) -> Any:
         """Update all parameters that have a gradient.
 
         Args:
             closure: Computes the loss anew; called with gradients enabled, before the update.
+            older: ``grad_scaler`` alone: a GradScaler that hands over itself, as torch's once did and torch_npu's does.
+                It is not in the signature, by which torch's own decides what to hand over.
 
         Returns:
             What the closure returned, or None.
@@ -149,8 +152,10 @@ class FusedOptimizer(Optimizer):
         Raises:
             RuntimeError: A gradient is sparse, or of another dtype, or a CUDA graph is being captured that could not
                 replay this step; nothing has been updated then.
-            TypeError: A parameter has become one of a dtype that cannot be fused; likewise.
+            TypeError: A parameter has become one of a dtype that cannot be fused; likewise. Or there is an argument
+                that a step does not have.
         """
+        scaler = self._scaler_of(older) if older else None
         capturing = is_capturing()
         if capturing:
             self._check_capture()
@@ -158,7 +163,9 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        overflow = self._overflow()
+        if scaler is not None:
+            self._take_over(scaler)
+        overflow, grad_scale = self._overflow(), self._take_grad_scale()
         if overflow is True:
             return loss
         found_inf = overflow if isinstance(overflow, Tensor) else None
@@ -181,7 +188,7 @@ class FusedOptimizer(Optimizer):
         try:
             for group, fused, states in work:
                 runs += [(run, group) for run in self._advance(group, fused, states, counted)]
-            self._hand_scale_to(runs, found_inf)
+            self._hand_scale_to(runs, grad_scale, found_inf)
             self.before_updates(runs)
             for run, group in runs:
                 self.update(run, group)
@@ -196,6 +203,21 @@ class FusedOptimizer(Optimizer):
             raise
         self._shown.remember_joined(self, self._slots())
         return loss
+
+    def _scaler_of(self, older: dict[str, Any]) -> Any:
+        for name in older.keys() - {"grad_scaler"}:
+            raise TypeError(f"{type(self).__name__}.step() got an unexpected keyword argument {name!r}")
+        return older["grad_scaler"]
+
+    def _take_over(self, grad_scaler: Any) -> None:
+        """Have ``grad_scaler`` look for overflow where it has not, and take its flag and scale for this step."""
+        state = grad_scaler._per_optimizer_states[id(self)]
+        if state["stage"] is OptState.READY:
+            grad_scaler._check_inf_per_device(self)
+        scale = grad_scaler._get_scale_async()
+        flags = [flag.to(scale.device, non_blocking=True) for flag in state["found_inf_per_device"].values()]
+        self.found_inf_of_step = sum(flags[1:], start=flags[0]) if flags else None
+        self.grad_scale_of_step = None if state["stage"] is OptState.UNSCALED else scale
 
     def _of_scaler(self, name: str) -> Tensor | None:
         """What a GradScaler has handed over for this step."""
@@ -254,9 +276,9 @@ class FusedOptimizer(Optimizer):
         told, self.grad_scale_of_step = self.grad_scale_of_step, None
         return told if told is not None else self._of_scaler("grad_scale")
 
-    def _hand_scale_to(self, runs: list[tuple[Run, ParamGroup]], found_inf: Tensor | None) -> None:
+    @staticmethod
+    def _hand_scale_to(runs: list[tuple[Run, ParamGroup]], scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Have gradients divided in the same pass as the update, and overflow looked for."""
-        scale = self._take_grad_scale()
         for run, _ in runs:
             run.grad_scale = None if scale is None else scale.to(run.param.device, torch.float32).reshape(1)
             run.found_inf = found_inf

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from apex_npu.backends import for_device
 from apex_npu.fusion import is_partial, is_sharded, wraps_tensors
 from apex_npu.ops import FLOATS
 
@@ -129,7 +131,7 @@ def check_params(params: Sequence[Tensor], *, shards: bool = True, scaled: bool 
 
     Raises:
         TypeError: One has another dtype, is a subclass that has no memory of its own, or a DTensor that cannot be
-            stepped part by part.
+            stepped part by part; or it is float64 on an NPU.
         ValueError: One is listed twice.
     """
     for i, p in enumerate(params):
@@ -140,13 +142,36 @@ def check_params(params: Sequence[Tensor], *, shards: bool = True, scaled: bool 
                 f"parameter {i} of shape {tuple(p.shape)} is a {type(p.data).__name__}, which wraps tensors and has no "
                 "memory that could be fused. Use torch.optim's optimizer of the same rule for it"
             )
-        if p.dtype not in FLOATS and p.requires_grad:
-            raise TypeError(
-                f"parameter {i} of shape {tuple(p.shape)} is {p.dtype}; fused optimizers take float32, float16, "
-                "bfloat16 and float64. Use torch.optim for it"
-            )
+        if p.requires_grad:
+            check_dtype(f"parameter {i} of shape {tuple(p.shape)}", p)
     if len({id(p) for p in params}) != len(params):
         raise ValueError("a parameter is listed twice in one group; pass each parameter once")
+
+
+def can_be_stepped(tensor: Tensor) -> bool:
+    """True for the dtypes that fused optimizers take on the device of ``tensor``."""
+    if tensor.dtype == torch.float64:
+        return for_device(tensor.device).has_float64(tensor.device)
+    return tensor.dtype in FLOATS
+
+
+def check_dtype(which: str, tensor: Tensor) -> None:
+    """Require a dtype that fused optimizers take on the device of ``tensor``.
+
+    Raises:
+        TypeError: It has another; the message begins with ``which``.
+    """
+    if can_be_stepped(tensor):
+        return
+    if tensor.dtype in FLOATS:
+        raise TypeError(
+            f"{which} is {tensor.dtype} on {tensor.device}, whose operators take float32, float16 and bfloat16; "
+            "convert the model first (model.float()), or train it on a CPU"
+        )
+    raise TypeError(
+        f"{which} is {tensor.dtype}; fused optimizers take float32, float16, bfloat16 and float64. "
+        "Use torch.optim for it"
+    )
 
 
 def _check_shard(which: str, param: Tensor, *, shards: bool, scaled: bool) -> None:

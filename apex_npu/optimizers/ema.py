@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from apex_npu.fusion import FlatBuffer, plan
 from apex_npu.ops import wide_dtype
-from apex_npu.optimizers.checks import check_unit_interval
+from apex_npu.optimizers.checks import check_dtype, check_unit_interval
 
 
 class FusedEMA:
@@ -33,6 +33,7 @@ class FusedEMA:
 
     Raises:
         ValueError: ``decay`` is out of range.
+        TypeError: A tensor is float64 on an NPU.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
@@ -42,6 +43,9 @@ class FusedEMA:
         self._averages: dict[str, Tensor] = {}
         by_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         tensors = self._tensors()
+        for name, t in tensors.items():
+            if t.dtype == torch.float64:
+                check_dtype(f"FusedEMA: {name}", t)
         for name, t in tensors.items():
             by_kind.setdefault((t.device, wide_dtype(t.dtype)), []).append(name)
         for (device, dtype), names in by_kind.items():

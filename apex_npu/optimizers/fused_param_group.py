@@ -9,8 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from apex_npu.fusion import FusedGroup, are_same, fuse, is_sharded, is_slot, local_grad, local_part, step_in_place
-from apex_npu.ops import FLOATS
-from apex_npu.optimizers.checks import check_params
+from apex_npu.optimizers.checks import can_be_stepped, check_params
 
 
 class FusedParamGroup:
@@ -75,7 +74,7 @@ class FusedParamGroup:
         if outdated:
             self._take_apart(outdated)
             changed = True
-        if any(self.owner_of(p).requires_grad and p.dtype not in FLOATS for p in self._unfused):
+        if any(self.owner_of(p).requires_grad and not can_be_stepped(p) for p in self._unfused):
             check_params(params)  # says which
         ready = self._ready()
         if ready:
@@ -103,7 +102,7 @@ class FusedParamGroup:
         )
 
     def _ready(self) -> list[Tensor]:
-        return [p for p in self._unfused if self._takes_part(self.owner_of(p)) and p.dtype in FLOATS]
+        return [p for p in self._unfused if self._takes_part(self.owner_of(p)) and can_be_stepped(p)]
 
     @staticmethod
     def _takes_part(param: Tensor) -> bool:

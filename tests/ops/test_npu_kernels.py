@@ -2,52 +2,56 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Which kernel an NPU gets, with stand-ins for those that torch_npu may bring; they have its signatures."""
 
+import logging
+
 import pytest
 import torch
 
 from apex_npu.ops import aten_fused, npu, reference
 
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "maximize": False, "step": 3}
+SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
 
 
 @pytest.fixture(autouse=True)
-def forget_capabilities():
-    npu.has_apply_adam_w.cache_clear()
-    npu.has_aten_kernel.cache_clear()
+def forget_decisions():
+    npu.works.cache_clear()
     yield
-    npu.has_apply_adam_w.cache_clear()
-    npu.has_aten_kernel.cache_clear()
+    npu.works.cache_clear()
 
 
 @pytest.fixture
 def apply_adam_w():
-    """torch_npu.npu_apply_adam_w, from its documented formula; yields the calls."""
+    """torch_npu.npu_apply_adam_w, from its documented formula, in CANN's float32; yields the calls."""
     if hasattr(torch.ops.npu, "npu_apply_adam_w"):
         pytest.skip("torch_npu is here")
     calls = []
 
     def kernel(
         beta1_power, beta2_power, lr, weight_decay, beta1, beta2, epsilon, grad, max_grad_norm, amsgrad, maximize,
-        *, var, m, v,
+        *, out,
     ):  # fmt: skip
+        var, m, v = out
         calls.append(var.numel())
         assert max_grad_norm is None
         assert not amsgrad
+        beta1, beta2 = torch.tensor([beta1, beta2], dtype=torch.float32)
         g = -grad if maximize else grad
         var.mul_(1 - lr * weight_decay)
-        m.mul_(beta1).add_(g, alpha=1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        m.mul_(beta1).add_(g * (1 - beta1))
+        v.mul_(beta2).add_(g * g * (1 - beta2))
         denom = (v / (1 - beta2_power * beta2)).sqrt_().add_(epsilon)
-        var.addcdiv_(m, denom, value=-lr / (1 - beta1_power * beta1))
+        var.sub_(lr / (1 - beta1_power * beta1) * m / denom)
         return var, m, v
 
     library = torch.library.Library("npu", "FRAGMENT")
-    library.define(
-        "npu_apply_adam_w.out(Scalar beta1_power, Scalar beta2_power, Scalar lr, Scalar weight_decay, Scalar beta1, "
-        "Scalar beta2, Scalar epsilon, Tensor grad, Tensor? max_grad_norm, bool? amsgrad, bool? maximize, *, "
-        "Tensor(a!) var, Tensor(b!) m, Tensor(c!) v) -> (Tensor(a!), Tensor(b!), Tensor(c!))"
-    )
+    numbers = "Scalar beta1_power, Scalar beta2_power, Scalar lr, Scalar weight_decay, Scalar beta1, Scalar beta2, "
+    others = "Scalar epsilon, Tensor grad, Tensor? max_grad_norm, bool? amsgrad, bool? maximize"
+    library.define(f"npu_apply_adam_w({numbers}{others}) -> (Tensor, Tensor, Tensor)")
+    library.define(f"npu_apply_adam_w.out({numbers}{others}, *, Tensor[] out) -> (Tensor, Tensor, Tensor)")
     library.impl("npu_apply_adam_w.out", kernel, "CompositeExplicitAutograd")
+    assert npu.works("npu_apply_adam_w", torch.device("cpu"))  # the trial
+    calls.clear()
     yield calls
     library._destroy()
     vars(torch.ops.npu).pop("npu_apply_adam_w", None)
@@ -59,14 +63,20 @@ def operands(dtype=torch.float32, count=4):
     return [param.to(dtype), grad.to(dtype), *(s.abs() for s in states)]
 
 
+def only(kernel, monkeypatch):
+    monkeypatch.setattr(npu, "has_apply_adam_w", lambda: False)
+    monkeypatch.setattr(npu, "has_aten_kernel", lambda name: name == kernel)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.99), (0.9, 0.999), (0.9, 0.9999)])
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("maximize", [True, False])
 @pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("scaled", [True, False])
-def test_adam_in_one_call_of_the_fused_kernel(apply_adam_w, decoupled, maximize, bias_correction, scaled):
+def test_adam_in_one_call_of_the_fused_kernel(apply_adam_w, decoupled, maximize, bias_correction, scaled, betas):
     options = {
         **ADAM, "decoupled": decoupled, "maximize": maximize, "bias_correction": bias_correction,
-        "grad_scale": torch.tensor([8.0]) if scaled else None,
+        "grad_scale": torch.tensor([8.0]) if scaled else None, "beta1": betas[0], "beta2": betas[1],
     }  # fmt: skip
     ours, theirs = operands(), operands()
     models = [torch.zeros(1_001, dtype=torch.float16) for _ in range(2)]
@@ -80,25 +90,78 @@ def test_adam_in_one_call_of_the_fused_kernel(apply_adam_w, decoupled, maximize,
 
 def test_what_the_fused_kernel_does_not_take(apply_adam_w, monkeypatch):
     taken = []
+    monkeypatch.setattr(npu, "has_aten_kernel", lambda name: False)
     monkeypatch.setattr(reference, "adam_", lambda *args, **options: taken.append(args[0].dtype))
     *args, v_max = operands(count=5)
     npu.adam_(*args, v_max, decoupled=True, **ADAM)
     npu.adam_(*operands(torch.bfloat16), None, decoupled=True, **ADAM)
-    assert taken == [torch.float32, torch.bfloat16]
+    npu.adam_(*operands(torch.float64), None, decoupled=True, **ADAM)
+    npu.adam_(*(t[1:] for t in operands()), None, decoupled=True, **ADAM)  # views would be copied
+    assert taken == [torch.float32, torch.bfloat16, torch.float64, torch.float32]
     assert apply_adam_w == []
+
+
+@pytest.mark.parametrize("amsgrad", [True, False])
+@pytest.mark.parametrize("maximize", [True, False])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_by_torchs_fused_adamw(decoupled, maximize, amsgrad, monkeypatch):
+    only("_fused_adamw_", monkeypatch)
+    options = {**ADAM, "decoupled": decoupled, "maximize": maximize, "beta2": 0.5}  # 1 − beta2 is right in float32
+    ours, theirs = ([t[1:] for t in operands(count=5 if amsgrad else 4)] for _ in range(2))
+    with monkeypatch.context() as patch:
+        npu.works("_fused_adamw_", torch.device("cpu"))  # the trial asks the reference
+        patch.setattr(reference, "adam_", None)
+        npu.adam_(*ours, *([] if amsgrad else [None]), **options)
+    reference.adam_(*theirs, *([] if amsgrad else [None]), **options)
+    # A unit of the last place of 2 to 4, from which an update may leave little.
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=2.5e-7)
 
 
 @pytest.mark.parametrize("kernel", ["_fused_adamw_", "_fused_adam_", "_fused_sgd_", None])
 def test_torchs_fused_optimizers_where_the_device_has_them(kernel, monkeypatch):
+    only(kernel, monkeypatch)
+    for name in npu._KERNELS:
+        npu.works(name, torch.device("cpu"))  # trials ask the references
     taken = []
-    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: name == f"aten::{kernel}")
-    for module in (aten_fused, reference):
-        for name in ("adam_", "sgd_"):
-            call = (module.__name__.rpartition(".")[2], name)
-            monkeypatch.setattr(module, name, lambda *args, _call=call, **options: taken.append(_call))
+    for module, name in ((npu, "_fused_adamw"), (aten_fused, "sgd_"), (reference, "adam_"), (reference, "sgd_")):
+        call = (module.__name__.rpartition(".")[2], name)
+        monkeypatch.setattr(module, name, lambda *args, _call=call, **options: taken.append(_call))
     npu.adam_(*operands(), None, decoupled=True, **ADAM)
     npu.adam_(*operands(), None, decoupled=False, **ADAM)
-    npu.sgd_(*operands(count=3), lr=0.1)
-    expected = ["_fused_adamw_", "_fused_adam_", "_fused_sgd_"]
-    assert [module for module, _ in taken] == ["aten_fused" if name == kernel else "reference" for name in expected]
-    assert [name for _, name in taken] == ["adam_", "adam_", "sgd_"]
+    npu.sgd_(*operands(count=3), **SGD, step=2)
+    adam = ("npu", "_fused_adamw") if kernel == "_fused_adamw_" else ("reference", "adam_")
+    assert taken == [adam, adam, ("aten_fused" if kernel == "_fused_sgd_" else "reference", "sgd_")]
+
+
+def test_sgd_without_momentum_is_the_references(monkeypatch):
+    only("_fused_sgd_", monkeypatch)
+    monkeypatch.setattr(aten_fused, "sgd_", None)
+    param, grad = operands(count=2)
+    expected = param - 0.1 * grad
+    npu.sgd_(param, grad, None, **{**SGD, "momentum": 0.0}, step=1)
+    torch.testing.assert_close(param, expected)
+
+
+@pytest.mark.parametrize("failure", ["raises", "computes something else", "is not there"])
+def test_the_reference_takes_over(failure, monkeypatch, caplog):
+    only(None if failure == "is not there" else "_fused_sgd_", monkeypatch)
+
+    def kernel(param, *args, **options):
+        if failure == "raises":
+            raise RuntimeError("aclnnFusedSgd is not in libopapi.so")
+        param.zero_()
+
+    monkeypatch.setattr(aten_fused, "sgd_", kernel)
+    ours, theirs = operands(count=3), operands(count=3)
+    with caplog.at_level(logging.INFO, "apex_npu"):
+        for step in (1, 2):
+            npu.sgd_(*ours, **SGD, step=step)
+            reference.sgd_(*theirs, **SGD, step=step)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 1
+    assert "_fused_sgd_" in said[0]
+    assert "plain torch takes over" in said[0]
+    assert {"raises": "not in libopapi.so", "computes something else": "its trial step gave"}.get(failure, "") in said[
+        0
+    ]
