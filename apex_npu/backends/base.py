@@ -25,6 +25,10 @@ class Backend(Protocol):
         """True where torch's sizes and strides do not describe the memory (Ascend's NZ, 5HD, ...)."""
         ...
 
+    def in_base_format(self, tensor: Tensor) -> Tensor:
+        """``tensor``, or where its format is private a copy that torch's sizes and strides describe."""
+        ...
+
     def is_capturing(self) -> bool:
         """True while the current stream records a graph instead of running. Never initializes the device."""
         ...

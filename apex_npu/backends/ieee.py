@@ -21,6 +21,9 @@ class IeeeBackend:
     def has_private_format(self, tensor: Tensor) -> bool:
         return False
 
+    def in_base_format(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def is_capturing(self) -> bool:
         return False
 
