@@ -29,6 +29,10 @@ class Backend(Protocol):
         """True where operators on ``device`` take float64. Allocates there, without a wait, when first asked."""
         ...
 
+    def in_base_format(self, tensor: Tensor) -> Tensor:
+        """``tensor``, or where its format is private a copy that torch's sizes and strides describe."""
+        ...
+
     def is_capturing(self) -> bool:
         """True while the current stream records a graph instead of running. Never initializes the device."""
         ...

@@ -24,6 +24,9 @@ class IeeeBackend:
     def has_float64(self, device: device) -> bool:
         return True
 
+    def in_base_format(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def is_capturing(self) -> bool:
         return False
 

@@ -13,6 +13,7 @@ from torch import Tensor, device
 
 # Undefined, NCHW, ND and NHWC: torch's own strides describe the memory. All others (NC1HWC0, FRACTAL_NZ, ...) tile it.
 _BASE_FORMATS = frozenset({-1, 0, 1, 2})
+_NCHW, _ND = 0, 2
 
 
 class NpuBackend:
@@ -34,6 +35,12 @@ class NpuBackend:
 
     def has_float64(self, device: device) -> bool:
         return _keeps_float64(device)
+
+    def in_base_format(self, tensor: Tensor) -> Tensor:
+        if not self.has_private_format(tensor):
+            return tensor
+        based: Tensor = self._torch_npu().npu_format_cast(tensor, _NCHW if tensor.dim() == 4 else _ND)
+        return based
 
     def is_capturing(self) -> bool:
         # Not imported for it; and NPUGraph is younger than most of torch_npu.

@@ -152,6 +152,31 @@ class FlatBuffer:
         self.flat.narrow(0, slot.offset_numel, slot.numel).copy_(whole)
 
 
+def leave_private_formats(params: Sequence[Tensor]) -> None:
+    """Bring what has a private format of an NPU to the format that torch's sizes and strides describe.
+
+    Gradients come in that one, and what is stepped together has to have each element in the same place. Other views of
+    such tensors, which do not follow to memory in another format, are named in the log.
+    """
+    by_storage: dict[int, list[Tensor]] = {}
+    for p in params:
+        if for_device(p.device).has_private_format(p):
+            by_storage.setdefault(p.untyped_storage()._cdata, []).append(p)
+    looked_at = sum(map(has_unnamed_aliases, by_storage.values()))
+    for sharing in by_storage.values():
+        based = for_device(sharing[0].device).in_base_format(sharing[0].detach())
+        for p in sharing:
+            p.data = based.as_strided(p.size(), p.stride(), p.storage_offset())
+    if by_storage:
+        logger.info("%d tensor(s) have left their private formats to be fused", len(by_storage))
+    if looked_at:
+        logger.warning(
+            "%d of them have other views, which keep the old memory: take views of parameters behind the first step, "
+            "or set p.data = torch_npu.npu_format_cast(p.data, 2) before",
+            looked_at,
+        )
+
+
 def may_move(sharing: list[Tensor]) -> bool:
     """True where the one storage of ``sharing`` is theirs alone, and all who look at it would follow."""
     if not owns_storage(sharing) or not owns_memory(sharing[0]) or len({p.dtype for p in sharing}) > 1:

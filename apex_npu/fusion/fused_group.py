@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from apex_npu.fusion.flat_buffer import FlatBuffer, may_move
+from apex_npu.fusion.flat_buffer import FlatBuffer, leave_private_formats, may_move
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.grad_slots import ABSENT, FOREIGN, LOOSE, PRESENT
 from apex_npu.fusion.layout import Layout, Slot
@@ -148,11 +148,13 @@ class FusedGroup:
     def twin(self, tensors: Sequence[Tensor | None]) -> Twin | None:
         """Move ``tensors``, one or None for each parameter, into a buffer of their own that is laid out like this one.
 
-        Only those move that are shaped and strided like their parameter, own their storage, and share a dtype.
+        Only those move that are shaped and strided like their parameter, own their storage, and share a dtype. Private
+        formats are left first.
 
         Returns:
             The buffer, or None where nothing can move.
         """
+        leave_private_formats([t for t in tensors if t is not None])
         movable = [
             (i, t)
             for i, (t, p) in enumerate(zip(tensors, self.params, strict=True))

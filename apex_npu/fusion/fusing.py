@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex_npu.fusion.flat_buffer import FlatBuffer, may_move, plan
+from apex_npu.fusion.flat_buffer import FlatBuffer, leave_private_formats, may_move, plan
 from apex_npu.fusion.fused_group import FusedGroup
 from apex_npu.fusion.layout import extent_numel, is_dense, overlapping
 from apex_npu.fusion.storage import follows_aliases
@@ -27,6 +27,8 @@ def fuse(params: Sequence[Tensor], *, capturable: bool = False) -> list[FusedGro
     A parameter that is a view of another owner's buffer, or overlaps another one (tied through ``.data``), does not
     move: it gets a group of its own, over the memory it lies in.
 
+    What has a private format of an NPU leaves it, see ``leave_private_formats``.
+
     Args:
         params: What to fuse.
         capturable: Steps are counted on the device, unless that is the CPU, so that a captured graph counts them.
@@ -41,6 +43,7 @@ def fuse(params: Sequence[Tensor], *, capturable: bool = False) -> list[FusedGro
                 f"parameter {i} of size {tuple(p.size())} and stride {p.stride()} does not fill its memory without gap "
                 "or overlap, so it cannot be fused; make it dense first: p.data = p.data.contiguous()"
             )
+    leave_private_formats(params)
     movable, in_place = _sort_out(params)
     plans = [(members, plan(members)) for members in movable]
     buffers = [FlatBuffer(p.layout.total_numel, p.dtype, p.device) for _, p in plans]

@@ -8,6 +8,7 @@ there only the tensors that are named follow, not their other aliases: ``move_st
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -22,7 +23,7 @@ from apex_npu._extension import extension
 from apex_npu.fusion.layout import extent_numel
 
 # What pure torch writes on storages that are part of a fused buffer: ``untyped_storage()`` gives one object for all
-# aliases, which lives as long as their memory.
+# aliases, which lives as long as their memory. It is True, or the buffer, where that has another storage.
 _SLOT_MARK = "_apex_npu_slot"
 
 
@@ -144,12 +145,33 @@ def storage_view(src: Tensor, offset: int, size: Sequence[int], stride: Sequence
     need_numel = extent_numel(size, stride)
     _check_range(offset, need_numel, src)
     part = src.detach().as_strided((need_numel,), (1,), src.storage_offset() + offset)
+    mark: bool | Tensor = True
     if src.device.type in ("cpu", "cuda"):
         # A storage of its own size over the same memory. On an NPU there is no way to one: a slice of a storage would
         # lack the description of its format.
         part = torch.utils.dlpack.from_dlpack(part)
-    setattr(part.untyped_storage(), _SLOT_MARK, True)
+        mark = src.detach()
+        _pass_record_stream_on()
+    setattr(part.untyped_storage(), _SLOT_MARK, mark)
     return part.as_strided(size, stride, part.storage_offset())
+
+
+@functools.cache
+def _pass_record_stream_on() -> torch.library.Library | None:
+    """Have ``record_stream`` of a slot be one of its buffer, too: an allocator knows its memory by its own pointer."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::record_stream", "BackendSelect"):
+        return None  # the extension's
+
+    def record_stream(keys: torch._C.DispatchKeySet, tensor: Tensor, stream: torch.Stream) -> None:
+        behind = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+        torch.ops.aten.record_stream.default.redispatch(keys & behind, tensor, stream)
+        buffer = getattr(tensor.untyped_storage(), _SLOT_MARK, None)
+        if isinstance(buffer, Tensor):
+            buffer.record_stream(stream)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("record_stream", record_stream, "BackendSelect", with_keyset=True)
+    return library
 
 
 def is_slot(tensor: Tensor) -> bool:

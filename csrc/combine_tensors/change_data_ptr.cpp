@@ -4,9 +4,12 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/record_stream_ops.h>
 #include <c10/core/Storage.h>
 #include <c10/core/impl/COW.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+#include <torch/library.h>
 
 #include <memory>
 #include <utility>
@@ -35,6 +38,23 @@ SlotContext* slot_context_of(const c10::DataPtr& data_ptr) {
   return static_cast<SlotContext*>(data_ptr.get_context());
 }
 
+// The pointer that the allocator gave for the memory that data_ptr is in: the only one that it knows the memory by.
+const c10::DataPtr& allocation_of(const c10::DataPtr& data_ptr) {
+  const SlotContext* context = slot_context_of(data_ptr);
+  return context == nullptr ? data_ptr : *context->memory;
+}
+
+// Freed memory goes to whoever allocates next on the stream that it was allocated on, nearly always the default one;
+// of other streams that use it the allocator has to be told. Fusing on another one is such a use of the memory that
+// parameters leave, and makes memory that the default one will use: a user knows of neither.
+void record_fusing(const c10::DataPtr& allocation, bool is_new) {
+  const c10::Device device = allocation.device();
+  if (!device.is_cuda() && !device.is_privateuseone()) return;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  const c10::Stream fusing = guard.getStream(device), usual = guard.getDefaultStream(device);
+  if (fusing != usual) guard.recordDataPtrOnStream(allocation, is_new ? usual : fusing);
+}
+
 // Turns sole ownership into joint ownership, once per source; the address stays.
 SharedMemory share_memory_of(const at::Tensor& src) {
   c10::StorageImpl* storage = src.storage().unsafeGetStorageImpl();
@@ -42,6 +62,7 @@ SharedMemory share_memory_of(const at::Tensor& src) {
   if (const SlotContext* context = slot_context_of(storage->data_ptr())) return context->memory;
   auto memory = std::make_shared<c10::DataPtr>();
   *memory = storage->set_data_ptr(point_at(start, memory, src.device()));
+  record_fusing(*memory, true);
   return memory;
 }
 
@@ -118,6 +139,7 @@ void change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t offse
   const SharedMemory memory = share_memory_of(src);
   c10::StorageImpl* storage = dst.storage().unsafeGetStorageImpl();
   c10::DataPtr previous = storage->set_data_ptr(point_at(start_of(src, offset_numel), memory, dst.device()));
+  record_fusing(allocation_of(previous), false);
   if (keep_previous) slot_context_of(storage->data_ptr())->previous = std::move(previous);
 }
 
@@ -161,5 +183,21 @@ at::Tensor storage_view(const at::Tensor& src, int64_t offset_numel, at::IntArra
 bool is_slot(const at::Tensor& t) {
   return t.defined() && t.has_storage() && slot_context_of(t.storage().data_ptr()) != nullptr;
 }
+
+namespace {
+
+// Tensor.record_stream: allocators pass silently over memory whose pointer is not of their making, as a slot's is not.
+void record_stream(c10::DispatchKeySet keys, at::Tensor& self, c10::Stream stream) {
+  at::_ops::record_stream::redispatch(
+      keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect), self, stream);
+  if (!is_slot(self)) return;
+  const c10::impl::VirtualGuardImpl guard(self.device().type());
+  guard.recordDataPtrOnStream(allocation_of(self.storage().data_ptr()), stream);
+}
+
+}  // namespace
+
+// In front of every device's kernel, whenever that is registered.
+TORCH_LIBRARY_IMPL(aten, BackendSelect, m) { m.impl("record_stream", TORCH_FN(record_stream)); }
 
 }  // namespace apex_npu

@@ -294,3 +294,22 @@ def test_slot_table_does_not_mind_what_is_no_place():
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
         assert table.broken(params) == []
     assert storage.slot_table([]).broken([]) == []
+
+
+@pytest.mark.skipif(storage.extension is not None, reason="the extension asks the device, and a CPU has no streams")
+def test_record_stream_of_a_slot_is_one_of_its_buffer_too():
+    recorded = []
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("record_stream", lambda tensor, stream: recorded.append(tensor.data_ptr()), "CPU")
+    buffer, other = torch.arange(64.0), torch.zeros(3)
+    slot = storage_view(buffer, 10, (2, 3), (3, 1))
+    inner = storage_view(slot.view(-1), 2, (2,), (1,))
+    stream = torch.Stream(stream_id=0, device_index=0, device_type=0)
+    for tensor in (other, slot, slot.t(), inner):
+        tensor.record_stream(stream)
+    with torch.inference_mode():
+        slot.record_stream(stream)
+    begin = buffer.data_ptr()
+    of_slot = [begin + 40, begin]
+    assert recorded == [other.data_ptr(), *of_slot, *of_slot, begin + 48, *of_slot, *of_slot]
+    library._destroy()
