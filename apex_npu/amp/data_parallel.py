@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from apex_npu._extension import disable_dynamo
 from apex_npu.amp.gradients import GradUnit
 from apex_npu.amp.ranks import RanksDifferError, failing_together
+from apex_npu.backends import numbers_on
 from apex_npu.fusion import FlatGrads, GradReducer, RankProgress, ReduceOptions, are_same
 from apex_npu.fusion.grad_reducer import FindFlat, Report
 
@@ -271,11 +272,8 @@ def agree_on_overflow(found_inf: bool, scale: float, group: Any, device: torch.d
     Raises:
         RanksDifferError: Another process is about to raise, or has another loss scale.
     """
-    said = torch.tensor(
-        [float(found_inf), scale, -scale, dist.get_rank(group) + 1.0 if failed else 0.0],
-        dtype=torch.float32,
-        device=device,
-    )
+    failed_rank = dist.get_rank(group) + 1.0 if failed else 0.0
+    said = numbers_on([float(found_inf), scale, -scale, failed_rank], torch.float32, device)
     dist.all_reduce(said, op=dist.ReduceOp.MAX, group=group)
     found, largest, smallest, failed_rank = said.tolist()
     if failed:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.amp.delivered_grads import DeliveredGrads
-from apex_npu.backends import for_device
+from apex_npu.backends import for_device, number_on
 from apex_npu.fusion import (
     FlatGrads,
     GradReducer,
@@ -26,8 +26,8 @@ from apex_npu.fusion import (
     overlapping,
     wraps_tensors,
 )
-from apex_npu.fusion.grad_slots import ABSENT, LooseFor
-from apex_npu.ops import gathers_in_one_pass, takes_grads, unscale_grads
+from apex_npu.fusion.grad_slots import ABSENT, PRESENT, LooseFor
+from apex_npu.ops import gathers_in_one_pass, joins_lists, takes_grads, unscale_grads
 
 
 class GradUnit:
@@ -84,21 +84,19 @@ class GradUnit:
             grad.zero_()
 
     @torch.no_grad()
-    def scale_params_(self, factor: float) -> None:
-        """Multiply the gradients of ``params``, masters' included, by ``factor``."""
-        if factor == 1.0:
+    def scale_params_(self, factor: float, found_inf: Tensor | None = None) -> None:
+        """Multiply the gradients of ``params``, masters' included, by ``factor``; ``found_inf`` as of ``unscale_``."""
+        if factor == 1.0 and found_inf is None:
             return
         if self.flat is not None:
-            self.flat.unscale_(factor, None)
-            return
-        grads = _writable(self.params)
-        if grads:
-            torch._foreach_mul_(grads, factor)
+            self.flat.unscale_(factor, found_inf)
+        else:
+            unscale_grads(_writable(self.params), factor, found_inf)
 
     @torch.no_grad()
     def clip_params_(self, coefficient: Tensor) -> None:
         """Multiply the gradients of ``params`` by ``coefficient``, one number on any device."""
-        coefficient = coefficient.reshape(()).to(self.device)
+        coefficient = number_on(coefficient.reshape(()), self.device)
         self.stop_sharing()
         # One by one: a buffer's padding must stay 0, which times a coefficient that is nan it would not.
         for grad in _writable(self.params):
@@ -160,6 +158,9 @@ class GradUnit:
         if self.flat is not None and self._widen_all(self.flat):
             unscale_grads([self.flat.flat], inv_scale, found_inf)
             return
+        if self.flat is not None and self._join_all(self.flat):
+            self.flat.unscale_(inv_scale, found_inf)
+            return
         if self.flat is not None:
             self.flat.gather()
         fresh = [i for i in self._masters if self.sources[i].grad is not None]
@@ -218,6 +219,17 @@ class GradUnit:
         flat.flat.copy_(part)
         for param, view in zip(self.params, flat.views, strict=True):
             param.grad = view
+        self._delivered.note()
+        return True
+
+    def _join_all(self, flat: FlatGrads) -> bool:
+        """Where no master has a gradient yet, and a list is joined in one launch, bring all over by that."""
+        if not joins_lists(self.device):
+            return False
+        states = flat.states()
+        if any(states[i] != ABSENT for i in self._masters):
+            return False
+        flat.take(self.sources, slots=[i for i, state in enumerate(states) if state != PRESENT])
         self._delivered.note()
         return True
 
@@ -307,6 +319,14 @@ def look_for_overflow(units: Sequence[GradUnit]) -> list[Tensor]:
     flags = _flags(units)
     for unit in units:
         unit.check(flags[unit.device])
+    return list(flags.values())
+
+
+def scale_and_look(units: Sequence[GradUnit], factor: float) -> list[Tensor]:
+    """``look_for_overflow``, while what is looked at is multiplied by ``factor``."""
+    flags = _flags(units)
+    for unit in units:
+        unit.scale_params_(factor, flags[unit.device])
     return list(flags.values())
 
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.gradients import GradUnit
+from apex_npu.amp.gradients import GradUnit, scale_and_look
 from apex_npu.amp.open_check import OpenCheck
 from apex_npu.amp.optimizer_record import OptimizerRecord, inner_optimizer, record_of
 from apex_npu.amp.session import current
+from apex_npu.backends import number_on
 from apex_npu.fusion import FlatGrads, clip_coefficient, total_grad_norm
+from apex_npu.ops import divides_in_update
 
 
 class HoldsGradients(Protocol):
@@ -61,6 +63,23 @@ def check_unshared(optimizers: Sequence[Optimizer]) -> None:
                 )
 
 
+def divide_before_step(optimizer: Optimizer, record: OptimizerRecord) -> None:
+    """Where the step would divide held gradients by launches of its own, have it done with the look for overflow."""
+    check = record.open_check
+    if check is None or record.clip_coefficient is not None or record.held_scale == 1.0:
+        return
+    units = record.units(optimizer)
+    if any(divides_in_update(unit.device) for unit in units):
+        return
+
+    def look() -> list[Tensor]:
+        flags = scale_and_look(units, 1.0 / record.held_scale)
+        record.held_scale = 1.0
+        return flags
+
+    record.close_check(look=look)
+
+
 def hand_over_scale(optimizer: Optimizer, record: OptimizerRecord) -> None:
     """Have held gradients divided by their scale: in the step itself, where the optimizer can."""
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
@@ -74,11 +93,14 @@ def hand_over_scale(optimizer: Optimizer, record: OptimizerRecord) -> None:
     if not record.holds:
         return
     coefficient = record.clip_coefficient
+    if coefficient is None and not divides_in_update(first.device):
+        settle(record, record.units(optimizer))
+        return
     there = first.device if coefficient is None else coefficient.device
     scale = torch.full((1,), record.held_scale, dtype=torch.float32, device=there)
     if coefficient is not None:
         scale /= coefficient
-    optimizer.grad_scale_of_step = scale.to(first.device)  # type: ignore[attr-defined]
+    optimizer.grad_scale_of_step = number_on(scale, first.device)  # type: ignore[attr-defined]
 
 
 def finish_hand_over(optimizer: Optimizer) -> None:
@@ -139,7 +161,7 @@ def clip_at_step(
         norm = norm / record.held_scale
     before = record.clip_coefficient
     if before is not None and norm_type != 0:
-        norm = norm * before.to(norm.device).squeeze()
+        norm = norm * number_on(before, norm.device).squeeze()
     coefficient = clip_coefficient(norm, max_norm, norm_type, error_if_nonfinite).float().reshape(1)
-    record.clip_coefficient = coefficient if before is None else coefficient * before.to(coefficient.device)
-    return norm.to(device)
+    record.clip_coefficient = coefficient if before is None else coefficient * number_on(before, coefficient.device)
+    return number_on(norm, device)

@@ -83,11 +83,12 @@ class OpenCheck:
         call()
 
     @disable_dynamo
-    def close(self, norm: Tensor | None = None) -> None:
+    def close(self, norm: Tensor | None = None, look: Callable[[], Sequence[Tensor]] | None = None) -> None:
         """Have it decided; later calls do nothing.
 
         Args:
             norm: Of all these gradients, and inf or nan where one of them is; None: nobody has taken it.
+            look: Another way to read every gradient, if that has yet to be done.
         """
         with self._lock:
             decide = self._decide
@@ -98,8 +99,9 @@ class OpenCheck:
             elif norm is not None and math.isfinite(norm):
                 found_inf = False
             else:  # a norm can overflow where no gradient has
-                assert self._look is not None
-                flags = self._look()
+                look = look or self._look
+                assert look is not None
+                flags = look()
                 found_inf = any_raised(flags)
                 if self.masks:
                     self.flag = flags[0]  # for a step that has begun already, in another thread

@@ -24,7 +24,14 @@ from apex_npu.amp.capture import check_step
 from apex_npu.amp.data_parallel import LocalGrads
 from apex_npu.amp.delegated_skips import check_to_delegate, hand_over_flag, report_later, report_step, say_skipped
 from apex_npu.amp.gradients import GradUnit
-from apex_npu.amp.held_gradients import clip_at_step, clip_held, finish_hand_over, hand_over_scale, settle
+from apex_npu.amp.held_gradients import (
+    clip_at_step,
+    clip_held,
+    divide_before_step,
+    finish_hand_over,
+    hand_over_scale,
+    settle,
+)
 from apex_npu.amp.legacy.stash import LegacyOptimizerNames
 from apex_npu.amp.master_params import make_masters
 from apex_npu.amp.optimizer_record import OptimizerRecord, record_of, tell_masters
@@ -62,6 +69,8 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             with torch.enable_grad():
                 loss = closure()
         check = check_to_delegate(self, record)
+        if check is None:
+            divide_before_step(self, record)
         if check is None and record.skip:
             _skip_step(self, record)
             return loss

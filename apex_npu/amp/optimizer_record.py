@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -101,11 +101,11 @@ class OptimizerRecord:
         self.close_check()
         return self.verdict is not None and self.verdict.skip
 
-    def close_check(self, norm: Tensor | None = None) -> None:
+    def close_check(self, norm: Tensor | None = None, look: Callable[[], Sequence[Tensor]] | None = None) -> None:
         """Have decided what the last block has left open; see ``OpenCheck.close``."""
         check = self.open_check
         if check is not None:
-            check.close(norm)
+            check.close(norm, look)
             self.open_check = None
 
     @property

@@ -3,7 +3,7 @@
 """Devices behind one small protocol."""
 
 from apex_npu.backends.base import Backend
-from apex_npu.backends.host_copy import HostCopy
+from apex_npu.backends.host_copy import HostCopy, number_on, numbers_on
 from apex_npu.backends.registry import for_device, is_capturing
 
-__all__ = ["Backend", "HostCopy", "for_device", "is_capturing"]
+__all__ = ["Backend", "HostCopy", "for_device", "is_capturing", "number_on", "numbers_on"]

@@ -1,9 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A number of a device that goes to the host by itself, for whoever asks later."""
+"""Numbers between the host and a device, without a wait: an ordinary copy of one waits for all work given so far."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ class HostCopy:
     def __init__(self, number: Tensor) -> None:
         """Start the copy of ``number``, one element: behind the work that is there now, on the current stream."""
         self._arrival: Any = None
-        module = None if number.device.type == "cpu" else torch.get_device_module(number.device)
-        if module is None or not hasattr(module, "Event") or not hasattr(module, "current_stream"):
+        module = _module_with_events(number.device)
+        if module is None:
             self._number = number.clone()  # read there, when it is asked for
             return
         # Memory that a device can write to at any time; torch keeps it for as long as the copy takes.
@@ -35,3 +36,22 @@ class HostCopy:
             self._arrival.synchronize()
             self._arrival = None
         return bool(self._number)
+
+
+def number_on(number: Tensor, device: torch.device) -> Tensor:
+    """``number``, one element, on ``device``: from the host it is not copied but written there."""
+    if number.device.type != "cpu" or device.type == "cpu":
+        return number.to(device)
+    return torch.full(number.size(), number.item(), dtype=number.dtype, device=device)
+
+
+def numbers_on(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``numbers`` of the host, 1-D, on ``device``: copied from memory that the device reads by itself."""
+    pinned = _module_with_events(device) is not None
+    return torch.tensor(numbers, dtype=dtype, pin_memory=pinned).to(device, non_blocking=pinned)
+
+
+def _module_with_events(device: torch.device) -> Any:
+    """The module of an accelerator in torch, None where that has no events, by which memory is known to have been read."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    return module if hasattr(module, "Event") and hasattr(module, "current_stream") else None

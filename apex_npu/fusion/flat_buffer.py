@@ -21,6 +21,7 @@ from apex_npu.fusion.storage import (
     owns_memory,
     storage_view,
 )
+from apex_npu.ops import join_, joins_lists
 
 logger = logging.getLogger("apex_npu")
 
@@ -139,17 +140,24 @@ class FlatBuffer:
         with torch.no_grad():
             # A private format cannot be read as a flat row: such values go out before the move and back in after it.
             tiled = [(t, t.clone()) for t in tensors if copy_values and backend.has_private_format(t)]
-            for slot, sharing in zip(layout.slots, members, strict=True):
-                if copy_values and not backend.has_private_format(sharing[0]):
-                    self._copy_storage(sharing[0], slot)
+            if copy_values:
+                plain = [i for i, sharing in enumerate(members) if not backend.has_private_format(sharing[0])]
+                self._copy_storages([members[i][0] for i in plain], [layout.slots[i] for i in plain])
             for slot, sharing in zip(layout.slots, members, strict=True):
                 move_storage(sharing, self.flat, slot.offset_numel)
             for t, value in tiled:
                 t.data.copy_(value)  # .data: the value is what it was, so autograd need not take note
 
-    def _copy_storage(self, tensor: Tensor, slot: Slot) -> None:
-        whole = tensor.detach().as_strided((slot.numel,), (1,), 0)
-        self.flat.narrow(0, slot.offset_numel, slot.numel).copy_(whole)
+    def _copy_storages(self, tensors: Sequence[Tensor], slots: Sequence[Slot]) -> None:
+        storages = [t.detach().as_strided((slot.numel,), (1,), 0) for t, slot in zip(tensors, slots, strict=True)]
+        if storages and joins_lists(self.flat.device):
+            begins = [slot.offset_numel for slot in slots]
+            ends = [slot.offset_numel + slot.numel for slot in slots]
+            gaps = [b - e for b, e in zip([*begins[1:], ends[-1]], ends, strict=True)]
+            join_(self.flat[begins[0] : ends[-1]], storages, gaps, self.flat.new_zeros(max(gaps)))
+            return
+        for storage, slot in zip(storages, slots, strict=True):
+            self.flat.narrow(0, slot.offset_numel, slot.numel).copy_(storage)
 
 
 def leave_private_formats(params: Sequence[Tensor]) -> None:

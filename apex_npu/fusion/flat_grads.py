@@ -9,7 +9,7 @@ copied may be left where it is; ``grad_slots.py`` has the states that this makes
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -22,10 +22,21 @@ from apex_npu.fusion.flat_buffer import FlatBuffer, plan
 from apex_npu.fusion.grad_slots import ABSENT, FOREIGN, LOOSE, PRESENT, GradSlots, LooseFor, dispatches_in_python
 from apex_npu.fusion.many_tensors import are_same, increment_versions
 from apex_npu.fusion.storage import SlotTable, slot_table
-from apex_npu.ops import LOW_PRECISION, gather_, gathers_in_one_pass, take_grads_, takes_grads, unscale_grads
+from apex_npu.ops import (
+    LOW_PRECISION,
+    gather_,
+    gathers_in_one_pass,
+    join_,
+    joins_lists,
+    take_grads_,
+    takes_grads,
+    unscale_grads,
+)
 
 # Gathered at once in pure torch: what has been copied is still in the cache when it is looked at.
 _BATCH_NUMEL = 1 << 16
+# Of an NPU's copies of lists, how many tensors are one launch: joining is worth it where neighbours are as many on average.
+_JOINED_COUNT = 48
 _GRAD, _DTYPE, _LAYOUT = attrgetter("grad"), attrgetter("dtype"), attrgetter("layout")
 
 
@@ -50,6 +61,7 @@ class FlatGrads:
         self._view_table: SlotTable | None = None
         self._padding: Tensor | None = None
         self._batched: tuple[list[int], list[range]] = ([], [])
+        self._zeros: dict[torch.dtype, Tensor] = {}
         self._table = slot_table(self.params)
 
     @classmethod
@@ -185,7 +197,7 @@ class FlatGrads:
         else:
             foreign = _places_of(FOREIGN, states, first)
             params, slots_of_them = ([tensors[i] for i in foreign] for tensors in (self.params, views))
-            gather_(slots_of_them, self._readable(foreign, list(map(_GRAD, params)), self.params))
+            self._copy_in(foreign, slots_of_them, self._readable(foreign, list(map(_GRAD, params)), self.params))
             _set_grads(params, slots_of_them)
         return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
 
@@ -283,17 +295,54 @@ class FlatGrads:
         """What ``take_grads_`` does, for some neighbours at a time."""
         given = list(map(_GRAD, sources))
         there = [i for i in indices if given[i] is not None]
+        slots_of_them = [views[i] for i in there]
         grads = self._readable(there, [given[i] for i in there], sources)
-        done = 0
-        for batch in self._batches(there):
-            gather_(views[batch.start : batch.stop], grads[done : done + len(batch)])
-            unscale_grads([self.span(batch)], inv_scale, found_inf)
-            done += len(batch)
-        _set_grads([self.params[i] for i in there], [views[i] for i in there])
+        if joins_lists(self.device):
+            self._copy_in(there, slots_of_them, grads)
+            unscale_grads(list(map(self.span, self._batches(there))), inv_scale, found_inf)
+        else:
+            for batch, begin, end in _numbered(self._batches(there)):
+                gather_(slots_of_them[begin:end], grads[begin:end])
+                unscale_grads([self.span(batch)], inv_scale, found_inf)
+        _set_grads([self.params[i] for i in there], slots_of_them)
+
+    def _copy_in(self, indices: list[int], views: list[Tensor], grads: list[Tensor]) -> None:
+        """Copy ``grads`` into the slots ``indices``, which have these ``views``."""
+        batches = self._batches(indices) if joins_lists(self.device) else []
+        if not batches or len(batches) * _JOINED_COUNT > len(indices) + _JOINED_COUNT:
+            gather_(views, grads)
+            return
+        rows = self._rows(indices, grads)
+        for batch, begin, end in _numbered(batches):
+            offsets = self.offsets[batch.start : batch.stop]
+            ends = [offset + row.numel() for offset, row in zip(offsets, rows[begin:end], strict=True)]
+            gaps = [b - e for b, e in zip([*offsets[1:], ends[-1]], ends, strict=True)]
+            join_(self.flat[offsets[0] : ends[-1]], rows[begin:end], gaps, self._zeros_of(rows[begin].dtype, max(gaps)))
+
+    def _rows(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
+        """``grads``, 1-D, with the elements in the order that those of the slots ``indices`` have in memory."""
+        shapes = [self._shapes[i] for i in indices]
+        in_order = [
+            a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous())
+            for a, b in zip(grads, shapes, strict=True)
+        ]
+        if not all(in_order):
+            grads = [
+                grad if alike else torch.empty_like(shape, device=grad.device).copy_(grad)
+                for grad, shape, alike in zip(grads, shapes, in_order, strict=True)
+            ]
+        return [grad.detach().as_strided((grad.numel(),), (1,)) for grad in grads]
+
+    def _zeros_of(self, dtype: torch.dtype, numel: int) -> Tensor:
+        zeros = self._zeros.get(dtype)
+        if zeros is None or zeros.numel() < numel:
+            zeros = self._zeros[dtype] = torch.zeros(numel, dtype=dtype, device=self.device)
+        return zeros
 
     def _batches(self, indices: list[int]) -> list[range]:
         """Neighbours among ``indices``, so many as are worth a call."""
         if self._batched[0] != indices:
+            most = self._total_numel if joins_lists(self.device) else _BATCH_NUMEL
             found = []
             begin = 0
             for k in range(1, len(indices) + 1):
@@ -301,7 +350,7 @@ class FlatGrads:
                 if (
                     k == len(indices)
                     or indices[k] != indices[k - 1] + 1
-                    or self.offsets[indices[k]] - self.offsets[first] >= _BATCH_NUMEL
+                    or self.offsets[indices[k]] - self.offsets[first] >= most
                 ):
                     found.append(range(first, indices[k - 1] + 1))
                     begin = k
@@ -405,6 +454,14 @@ class FlatGrads:
 def _set_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
+
+
+def _numbered(batches: Sequence[range]) -> Iterator[tuple[range, int, int]]:
+    """Each with the first and the last but one of its places in a list of all of their members."""
+    end = 0
+    for batch in batches:
+        begin, end = end, end + len(batch)
+        yield batch, begin, end
 
 
 def _places_of(state: int, states: bytes, first: int = 0) -> list[int]:

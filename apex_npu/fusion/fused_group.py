@@ -65,6 +65,9 @@ class FusedGroup:
         self.grads = FlatGrads(self.params, self._offsets, param_flat.numel())
         self._states: dict[str, FlatBuffer] = {}
         self._state_views: dict[str, list[Tensor]] = {}
+        # What a state's buffer was filled with, if not with zeros, and the slots that may hold something else by now.
+        self._initial: dict[str, float] = {}
+        self._used = bytearray(len(self.params))
         self._scratch: dict[str, FlatBuffer] = {}
         self._twin: weakref.ref[Twin] | None = None
         self._copied: weakref.ref[Twin] | None = None
@@ -121,11 +124,20 @@ class FusedGroup:
 
     def state_view(self, name: str, index: int, *, scalar: bool = False) -> Tensor:
         """State ``name`` of one parameter: shaped like it, or 0-dim for a state of one number."""
-        if scalar:
-            self.scalar_flat(name)
-        else:
-            self.state_flat(name)
+        self._state(name, scalar)
         return self._state_views[name][index]
+
+    def reset_state(self, name: str, index: int, initial: float, *, scalar: bool = False) -> None:
+        """Have state ``name`` of one parameter be ``initial``; nothing is launched where it is that already."""
+        if name not in self._states and initial:
+            self._state(name, scalar).fill_(initial)
+            self._initial[name] = initial
+        view = self.state_view(name, index, scalar=scalar)
+        if self._used[index] or initial != self._initial.get(name, 0.0):
+            view.fill_(initial)
+
+    def _state(self, name: str, scalar: bool) -> Tensor:
+        return self.scalar_flat(name) if scalar else self.state_flat(name)
 
     def step_view(self, index: int) -> Tensor:
         """The step count of one parameter: float32, 0-dim."""
@@ -134,6 +146,7 @@ class FusedGroup:
     def set_step(self, index: int, step: float) -> None:
         """Set the step count of one parameter."""
         self._steps.set(index, step)
+        self._used[index] |= step != 0
         self._runs_states = None
 
     def add_to_steps(self, first: int, last: int, addend: float | Tensor) -> None:
@@ -256,6 +269,7 @@ class FusedGroup:
         for run in self._runs:
             for index in range(run.first, run.last + 1):
                 on_join(index)
+                self._used[index] = 1
         self._runs_states = states
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from apex_npu.backends import numbers_on
 from apex_npu.fusion.buckets import (
     MAX_BUCKET_NBYTES,
     MIN_BUCKET_NBYTES,
@@ -307,7 +308,7 @@ class GradReducer:
                 used[bucket.members[slot - bucket.slots.start]] = 0.0
         device = self.tensors[0].device
         said = [scale, -scale, float(self._rank + 1 if failed else 0)]
-        ledger = torch.tensor(used + said, dtype=torch.float32, device=device)
+        ledger = numbers_on(used + said, torch.float32, device)
         with self._breaking(len(self._buckets)):
             ledger_work = dist.all_reduce(ledger, op=dist.ReduceOp.MAX, group=self.options.group, async_op=True)
         for number, bucket in enumerate(self._buckets):
@@ -364,7 +365,7 @@ class GradReducer:
         place = {index: n for n, index in enumerate(self._arrivals.order)}  # of the last time that it came
         never = [i for i in reversed(range(len(self.tensors))) if i not in place]
         order = [*sorted(place, key=place.__getitem__), *never]
-        shared = torch.tensor(order, dtype=torch.int64, device=self.tensors[0].device)
+        shared = numbers_on(order, torch.int64, self.tensors[0].device)
         dist.broadcast(shared, dist.get_global_rank(self.options.group, 0), group=self.options.group)
         arrival = [0] * len(order)
         for n, index in enumerate(shared.tolist()):

@@ -6,9 +6,12 @@ import apex_npu.ops.schemas  # noqa: F401 -- defines the ops that everything els
 from apex_npu.ops.cuda import masks_writes
 from apex_npu.ops.elementwise import adadelta_, adagrad_, adam_, rmsprop_, sgd_
 from apex_npu.ops.gather import (
+    divides_in_update,
     gather_,
     gathers_in_one_pass,
     is_placed,
+    join_,
+    joins_lists,
     multiply_,
     take_grads_,
     takes_grads,
@@ -27,9 +30,12 @@ __all__ = [
     "adam_",
     "adamp_",
     "chunks",
+    "divides_in_update",
     "gather_",
     "gathers_in_one_pass",
     "is_placed",
+    "join_",
+    "joins_lists",
     "lamb_",
     "masks_writes",
     "multiply_",

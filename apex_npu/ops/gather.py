@@ -70,6 +70,29 @@ def gather_(
     unscale_grads(slots, inv_scale, found_inf)
 
 
+def joins_lists(device: torch.device) -> bool:
+    """True where a long list is brought into one tensor by ``join_``, rather than by a launch for every few of them."""
+    return device.type == "npu"
+
+
+@torch.no_grad()
+def join_(out: Tensor, tensors: Sequence[Tensor], gaps: Sequence[int], zeros: Tensor) -> None:
+    """Write ``tensors``, one after the other with zeros between them, in one launch however many there are.
+
+    Args:
+        out: 1-D, as long as all of that; of any floating dtype.
+        tensors: 1-D, and none of them in the memory of ``out``.
+        gaps: For each how many zeros follow it; for the last there need be none.
+        zeros: 1-D, as many as the largest gap at least. They have the dtype of the tensors, unless these differ:
+            a list of one dtype is converted as a whole.
+    """
+    pads = {gap: zeros[:gap] for gap in set(gaps)}
+    pieces: list[Tensor] = [zeros] * (2 * len(tensors))
+    pieces[0::2] = tensors
+    pieces[1::2] = map(pads.__getitem__, gaps)
+    torch.cat(pieces, out=out)
+
+
 def takes_grads(slot: Tensor) -> bool:
     """True where gradients had better be gathered, multiplied and looked at in one go, by whatever means there are."""
     return slot.device.type == "cpu" and slot.dtype in FLOATS
@@ -106,6 +129,11 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
     else:
         torch._foreach_mul_(grads, inv_scale)
+
+
+def divides_in_update(device: torch.device) -> bool:
+    """True where an update with a ``grad_scale`` needs no more launches, or passes over memory, than one without."""
+    return device.type != "npu"
 
 
 def is_placed(grads: Tensor) -> bool:

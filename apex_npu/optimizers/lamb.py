@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from apex_npu.backends import number_on
 from apex_npu.fusion import Run
 from apex_npu.ops import lamb_, norm, wide_dtype
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
@@ -137,7 +138,7 @@ def times(grad_scale: Tensor | None, divisor: Tensor | None, like: Tensor) -> Te
     """What gradients have to be divided by, where ``divisor`` comes on top of their scale: on ``like``.device."""
     if divisor is None:
         return grad_scale
-    divisor = divisor.to(like.device).reshape(1)
+    divisor = number_on(divisor, like.device).reshape(1)
     return divisor if grad_scale is None else grad_scale * divisor
 
 

@@ -77,13 +77,12 @@ class ShownState:
                 continue
             for name in names:
                 value = entry.get(name)
-                view = _view(rule, slot, name)
                 if value is None:
-                    view.fill_(rule.initial_state(name, slot.group))
-                else:
-                    value = local_part_as(value, slot.param)
-                    if value is not view:
-                        view.copy_(value)
+                    _reset(rule, slot, name)
+                    continue
+                view, value = _view(rule, slot, name), local_part_as(value, slot.param)
+                if value is not view:
+                    view.copy_(value)
             _show(rule, slot)
         self._remember(rule, slots)
 
@@ -91,7 +90,7 @@ class ShownState:
         """A slot is about to step: from now on its state is visible."""
         if slot.fused.is_new(slot.position):
             for name in rule.state_names(slot.group):
-                _view(rule, slot, name).fill_(rule.initial_state(name, slot.group))
+                _reset(rule, slot, name)
         _show(rule, slot)
         self._joined = True
 
@@ -115,6 +114,11 @@ class ShownState:
 
 def _view(rule: Rule, slot: StateSlot, name: str) -> Tensor:
     return slot.fused.state_view(name, slot.position, scalar=name in rule.scalar_states)
+
+
+def _reset(rule: Rule, slot: StateSlot, name: str) -> None:
+    scalar, initial = name in rule.scalar_states, rule.initial_state(name, slot.group)
+    slot.fused.reset_state(name, slot.position, initial, scalar=scalar)
 
 
 def _count_of(rule: Rule, group: dict[str, Any], entry: dict[str, Any]) -> float:

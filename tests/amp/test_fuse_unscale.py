@@ -143,8 +143,10 @@ def test_what_grad_holds_before_and_after_step(level):
         torch.testing.assert_close(p.grad, grad * 2.0**7, rtol=1e-6, atol=0)
     optimizer.step()
     if level != "O2":  # there the masters' are dropped
+        # An NPU divides them with the look for overflow, since its update could not.
+        scale = 1.0 if DEVICE.type == "npu" else 2.0**7
         for p, grad in zip(amp.master_params(optimizer), expected, strict=True):
-            torch.testing.assert_close(p.grad, grad * 2.0**7, rtol=1e-6, atol=0)
+            torch.testing.assert_close(p.grad, grad * scale, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])
