@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -21,15 +22,17 @@ def spacing(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def assert_equal_params(
-    ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float = 1e-6, *, floor: float = 0.0
+    ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float = 1e-6, *, floor: float | Sequence[float] = 0.0
 ) -> None:
-    """``ours`` are ``theirs`` to within ``tolerance``, relative to a tensor's largest element, or to ``floor``.
+    """``ours`` are ``theirs`` to within ``tolerance``, relative to a tensor's largest element, or to ``floor``,
+    one number or one for each tensor, where that is larger.
 
     In float16 and bfloat16 the two were rounded from float32 values that are so close. Where those lie on both sides of
     a tie between two neighbours they part by one unit in the last place. That must be seldom: an implementation that
     rounds twice, or cuts off, is wrong in many elements.
     """
-    for i, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+    floors = repeat(floor, len(ours)) if isinstance(floor, float) else floor
+    for i, (p, q, least) in enumerate(zip(ours, theirs, floors, strict=True)):
         assert p.shape == q.shape
         assert p.dtype == q.dtype
         a, b = p.detach().cpu().double(), q.detach().cpu().double()
@@ -39,7 +42,7 @@ def assert_equal_params(
         if not b.numel():
             continue
         difference = (a - b).abs()
-        scale = max(b.abs().max().item(), floor)
+        scale = max(b.abs().max().item(), least)
         allowed = torch.tensor(tolerance * scale)
         if p.dtype in LOW_PRECISION and tolerance:
             allowed = allowed + spacing(torch.maximum(a.abs(), b.abs()), p.dtype)

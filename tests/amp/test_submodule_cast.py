@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from devices import DEVICE
+from processes import HANG_TIMEOUT
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -163,13 +164,13 @@ def test_another_thread_is_another_call():
 
     def wait(*_):
         inside.set()
-        done.wait(10)
+        done.wait()
 
     model.decoder.register_forward_hook(wait)
     thread = threading.Thread(target=model, args=(x(3, 4),))
     thread.start()
-    assert inside.wait(10)
     try:
+        assert inside.wait(HANG_TIMEOUT)
         assert model.encoder(x(3, 4)).dtype == torch.float16
     finally:
         done.set()

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from devices import DEVICE
+from processes import HANG_TIMEOUT
 from torch import nn
 
 from apex_npu import amp
@@ -85,7 +86,7 @@ def main(checks):
     if DEVICE.type == "npu":
         torch.npu.set_device(0)
     backend = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl"
-    timeout = timedelta(seconds=float(os.environ.get("TIMEOUT", "60")))
+    timeout = timedelta(seconds=HANG_TIMEOUT)
     store = dist.FileStore(os.environ["STORE"], world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     use_small_buckets()

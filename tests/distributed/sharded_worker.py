@@ -80,11 +80,23 @@ def accumulate(model, step):
         loss_on(data(step, micro, dist.get_rank()))(model).backward()
 
 
-def train(model, optimizer, steps):
-    for step in steps:
-        accumulate(model, step)
+def grads_of(model):
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def train(model, optimizer, steps, given=None):
+    """On the model's own gradients, or on those ``given`` for each step; returns them."""
+    used = []
+    for i, step in enumerate(steps):
+        if given is None:
+            accumulate(model, step)
+        else:
+            for p, grad in zip(model.parameters(), given[i], strict=True):
+                p.grad = grad
+        used.append(grads_of(model))
         optimizer.step()
         optimizer.zero_grad(set_to_none=bool(step % 2))
+    return used
 
 
 def whole(tensor):
@@ -104,8 +116,8 @@ def same_as_torch():
             accumulate(model, step)
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             # The same gradients for both: those of twin would carry on what the two have rounded in other ways.
-            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-                q.grad = None if p.grad is None else p.grad.clone()
+            for q, grad in zip(twin.parameters(), grads_of(model), strict=True):
+                q.grad = grad
             optimizer.step()
             other.step()
             optimizer.zero_grad(set_to_none=bool(step % 2))
@@ -146,9 +158,9 @@ def checkpoints():
         state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
         dcp.save(state, checkpoint_id=folder[0])
         full = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-        train(model, optimizer, range(3, 6))
-        # Into ours and into torch's, which both go on alike.
-        for kind, tolerance in ((ours, {"rtol": 0.0, "atol": 0.0}), (theirs, {})):
+        grads = train(model, optimizer, range(3, 6))
+        # Into ours and into torch's, which both go on alike: ours to the bit, torch's on the same gradients.
+        for kind, given, tolerance in ((ours, None, {"rtol": 0.0, "atol": 0.0}), (theirs, grads, {})):
             twin = all_used()
             other = kind(twin.parameters(), **{**options, "lr": 0.5})
             state = {"model": get_model_state_dict(twin), "optim": get_optimizer_state_dict(twin, other)}
@@ -157,7 +169,7 @@ def checkpoints():
             dcp.load(state, checkpoint_id=folder[0], planner=planner)
             set_model_state_dict(twin, state["model"])
             set_optimizer_state_dict(twin, other, state["optim"])
-            train(twin, other, range(3, 6))
+            train(twin, other, range(3, 6), given)
             assert_same(twin, model, **tolerance)
         # What was saved whole is cut again.
         twin = all_used()

@@ -36,7 +36,7 @@ def torchrun(folder, fatal_step):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=processes.HANG_TIMEOUT,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from processes import HANG_TIMEOUT
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -29,7 +30,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_TIMEOUT,
         check=False,
     )
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import DEVICE
+from processes import HANG_TIMEOUT
 from torch import nn
 
 from apex_npu.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
@@ -36,7 +37,12 @@ def test_in_two_processes(checks):
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [*command, str(WORKER), *checks], env=environment, capture_output=True, text=True, timeout=100, check=False
+        [*command, str(WORKER), *checks],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_TIMEOUT,
+        check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
 
