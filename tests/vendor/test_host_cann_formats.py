@@ -21,10 +21,9 @@ def _private_formats(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     request.getfixturevalue("npu")
-    before = torch.npu.config.allow_internal_format
     torch.npu.config.allow_internal_format = True
     yield
-    torch.npu.config.allow_internal_format = before
+    torch.npu.config.allow_internal_format = False
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (20, 24), (3, 5), (2, 17, 33)], ids=str)
