@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where the host CANN's libraries are built, once, and what is said where they cannot be. No compiler, no wheel needed."""
+"""Where the host CANN's libraries are built, once, and what is said where they cannot be; no compiler is needed."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ def test_the_default_is_the_users_cache(packages: Path, monkeypatch: pytest.Monk
     assert build._cache() == Path.home() / ".cache/host_cann"
 
 
-def test_other_versions_are_built_beside(
-    packages: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_versions_are_built_beside(packages: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     first = build.build()
     monkeypatch.setattr(build.importlib.metadata, "version", lambda name: "2.0")
     assert build.build() != first
@@ -77,9 +75,7 @@ def test_two_at_once_build_once(packages: Path, builds: list[Path]) -> None:
     assert len(builds) == 1
 
 
-def test_a_build_that_fails_leaves_nothing(
-    packages: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_that_fails_leaves_nothing(packages: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def libraries(self: build._Builder) -> Path:
         self.out.mkdir()
         raise BuildError("out of disk")
@@ -94,13 +90,13 @@ def test_a_build_that_fails_leaves_nothing(
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(BuildError, match="no no-such-compiler on PATH.*install g\\+\\+"):
+    with pytest.raises(BuildError, match=r"no no-such-compiler on PATH.*install g\+\+"):
         build._compiler()
 
 
 def test_no_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BuildError, match="torch_npu is not installed.*pip install --no-deps torch_npu"):
+    with pytest.raises(BuildError, match=r"torch_npu is not installed.*pip install --no-deps torch_npu"):
         build._package("torch_npu")
 
 

@@ -66,6 +66,11 @@ def test_cuda_means_npu_with_transfer(run_script: Any) -> None:
     assert "[1.0, 1.0]" in done.stdout
 
 
+def test_modules_run(run_script: Any) -> None:
+    done = run_script('{"read": "by a module"}', "-m", "host_cann", "-m", "json.tool", "--compact")
+    assert done.stdout.strip() == '{"read":"by a module"}', done.stderr
+
+
 def test_a_script_is_told_what_is_missing(run_script: Any) -> None:
     code = """
 import torch, torch_npu

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,18 @@ import torch
 from torch import Tensor
 
 FRACTAL_NZ = 29
+
+
+@pytest.fixture(autouse=True)
+def _private_formats(request: pytest.FixtureRequest) -> Iterator[None]:
+    """torch_npu makes no tensors in private formats unless it is asked to."""
+    if "npu" not in request.fixturenames:
+        yield
+        return
+    request.getfixturevalue("npu")
+    torch.npu.config.allow_internal_format = True
+    yield
+    torch.npu.config.allow_internal_format = False
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (20, 24), (3, 5), (2, 17, 33)], ids=str)

@@ -47,10 +47,7 @@ def test_who_asks_in_a_loop_waits(npu: torch.device) -> None:
     done = torch.npu.Event()
     torch.ones(10, device=npu)
     done.record()
-    for _ in range(10):
-        if done.query():
-            return
-    pytest.fail("the event was never complete")
+    assert any(done.query() for _ in range(10))
 
 
 def test_graphs(npu: torch.device) -> None:
@@ -74,8 +71,7 @@ def test_an_operator_fails_at_once(npu: torch.device, when: str) -> None:
     host_cann.fail_after(1, "aclnnMul", when=when)
     y = x * 2
     with pytest.raises(RuntimeError):
-        x * 3
-        torch.npu.synchronize()
+        x.mul(3)
     assert y.tolist() == [2, 2, 2]
     assert (x * 4).tolist() == [4, 4, 4]
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m host_cann [--transfer] script.py args...`` or ``... -m module args...``: runs a script that wants an NPU."""
+"""``python -m host_cann [--transfer] script.py args...``, or ``-m module args...``: runs a script that wants an NPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m host_cann", description="Run a script on the vendor's torch_npu, without an NPU."
     )
-    parser.add_argument("--transfer", action="store_true", help='let "cuda" in the script mean npu, as transfer_to_npu does')
+    parser.add_argument(
+        "--transfer", action="store_true", help='let "cuda" in the script mean npu, as transfer_to_npu does'
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", help="the script, a .py file, or with -m a module")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="what the script gets in sys.argv")
@@ -47,8 +49,10 @@ def _run(script: str, args: list[str], is_module: bool) -> None:
 
 def _report_missing() -> None:
     missing = host_cann.missing_operators()
-    for kind, what in (("called", "operators that failed because they are not implemented"),
-                       ("sought", "operators that torch_npu looked for in vain, and may have replaced by older ones")):
+    for kind, what in (
+        ("called", "operators that failed because they are not implemented"),
+        ("sought", "operators that torch_npu looked for in vain, and may have replaced by older ones"),
+    ):
         if missing[kind]:
             print(f"host_cann: {what}: {', '.join(missing[kind])}", file=sys.stderr)
 

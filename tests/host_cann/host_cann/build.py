@@ -42,8 +42,8 @@ class BuildError(RuntimeError):
 def build() -> Path:
     """The folder with the libraries; compiles them where this has not been done for these sources and versions.
 
-    Builds are kept in ``$HOST_CANN_BUILD``, or ``host_cann`` in the user's cache. Another process that builds the same is
-    waited for; a build that is broken off leaves nothing that a later one would take for finished.
+    Builds are kept in ``$HOST_CANN_BUILD``, or ``host_cann`` in the user's cache. Another process that builds the same
+    is waited for; a build that is broken off leaves nothing that a later one would take for finished.
     """
     torch, torch_npu, compiler = _package("torch"), _package("torch_npu"), _compiler()
     root = _cache()
@@ -90,8 +90,8 @@ def _package(name: str) -> Path:
     folder = Path(spec.submodule_search_locations[0])
     if name == "torch_npu" and not (folder / "include/third_party/acl/inc").is_dir():
         raise BuildError(
-            f"host_cann: torch_npu in {folder} has no include/third_party/acl, as the vendor's wheel has (a stand-in of "
-            f"that name?); {_HOW_TO_INSTALL[name]}"
+            f"host_cann: torch_npu in {folder} has no include/third_party/acl, as the vendor's wheel has (is it a "
+            f"stand-in of that name?); {_HOW_TO_INSTALL[name]}"
         )
     return folder
 
@@ -132,7 +132,12 @@ class _Builder:
         self.torch = torch
         self.torch_npu = torch_npu
         self.out = work / "libraries"
-        self.compiler = [*compiler, *COMPILE_ARGS, f"-I{torch_npu}/include/third_party/acl/inc", f"-I{torch_npu}/include"]
+        self.compiler = [
+            *compiler,
+            *COMPILE_ARGS,
+            f"-I{torch_npu}/include/third_party/acl/inc",
+            f"-I{torch_npu}/include",
+        ]
         self.with_torch = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
 
     def libraries(self) -> Path:

@@ -18,6 +18,7 @@ _KERNEL_TIMEOUT = 507014  # ACL_ERROR_RT_AICORE_TIMEOUT
 
 _PHASES = {"call": 0, "launch": 1, "run": 2}
 _HANG = 3
+_ALWAYS = 2**62
 
 
 class Count:
@@ -86,12 +87,13 @@ def count() -> Iterator[Count]:
 
 
 def _synchronize() -> int:
-    """Wait for all devices; returns how many waits that were."""
+    """Wait for all devices that are in use; returns how many waits that were."""
     import torch
 
-    for device in range(torch.npu.device_count()):
+    used = [device for device in range(torch.npu.device_count()) if runtime().host_cann_is_used(device)]
+    for device in used:
         torch.npu.synchronize(device)
-    return torch.npu.device_count()
+    return len(used)
 
 
 def fail_after(n: int, prefix: str = "aclnn", code: int = _KERNEL_ERROR, when: str = "call") -> None:
@@ -102,16 +104,18 @@ def fail_after(n: int, prefix: str = "aclnn", code: int = _KERNEL_ERROR, when: s
         prefix: how the name begins: ``"aclnnAdd"`` (and ``aclnnAddmm``), ``"aclop ApplyAdamW"``, ``"HcclAllReduce"``,
             ``"aclrtMalloc"``, ``"aclrtMemcpyAsync"``.
         code: the error that CANN's interface returns.
-        when: ``"call"``: at once, before anything is done; an operator when it is planned. ``"launch"``: an operator when
-            it is given to its stream. ``"run"``: when the stream comes to it; the call has succeeded then, what follows on
-            the stream is not done, and the host is told where it next waits.
+        when: ``"call"``: at once, before anything is done; an operator when it is planned. ``"launch"``: an operator
+            when it is given to its stream. ``"run"``: when the stream comes to it; the call has succeeded then, what
+            follows on the stream is not done, and the host is told where it next waits.
 
     ``n < 0`` takes back what was asked for.
     """
     if when not in _PHASES:
         raise ValueError(f"host_cann.fail_after: when={when!r} is none of {', '.join(map(repr, _PHASES))}")
     if when != "call" and not prefix.startswith(("acln", "aclop", "Hccl")):
-        raise ValueError(f"host_cann.fail_after: {prefix!r} is no operator or collective, which alone have when={when!r}")
+        raise ValueError(
+            f"host_cann.fail_after: {prefix!r} is no operator or collective, which alone have when={when!r}"
+        )
     _ask(prefix, n, code, _PHASES[when])
 
 
@@ -123,17 +127,28 @@ def hang_after(n: int, prefix: str = "aclnn", seconds: float = 1.0, code: int = 
     _ask(prefix, n, code, _HANG, seconds)
 
 
-def out_of_memory_after(n: int) -> None:
-    """Let an allocation of device memory fail, once, after ``n`` that succeed.
+@contextmanager
+def out_of_memory_after(n: int) -> Iterator[None]:
+    """Inside, allocations of device memory fail after ``n`` that succeed.
 
-    torch_npu allocates blocks and divides them itself, so most tensors allocate nothing. It tries again once it has
-    given its unused blocks back: with some, nobody notices. `memory_limit` is an error that stays.
+    torch_npu allocates large blocks, which it keeps and divides, so most tensors allocate nothing: what it does not use
+    it gives back before the block begins.
     """
-    _ask("aclrtMalloc", n, _OUT_OF_MEMORY, _PHASES["call"])
+    import torch
+
+    torch.npu.empty_cache()
+    _ask("aclrtMalloc", n, _OUT_OF_MEMORY, _PHASES["call"], times=_ALWAYS)
+    try:
+        yield
+    finally:
+        fail_after(-1)
 
 
-def _ask(prefix: str, n: int, code: int, phase: int, seconds: float = 0.0) -> None:
-    runtime().host_cann_fail(prefix.encode(), ctypes.c_long(n), code if n >= 0 else 0, phase, ctypes.c_double(seconds))
+def _ask(prefix: str, n: int, code: int, phase: int, seconds: float = 0.0, times: int = 1) -> None:
+    times = times if n >= 0 else 0
+    runtime().host_cann_fail(
+        prefix.encode(), ctypes.c_long(n), code, phase, ctypes.c_double(seconds), ctypes.c_long(times)
+    )
 
 
 class Memory(NamedTuple):
@@ -193,8 +208,9 @@ def missing_operators() -> dict[str, list[str]]:
     """Operators of CANN that this process asked for and that are not implemented here.
 
     Returns:
-        ``"called"``: what has failed for it. ``"sought"``: aclnn operators that torch_npu has looked up in vain. For some of
-        these it has another way, an older operator or the host; where it has none, it raises an error with the name.
+        ``"called"``: what has failed for it. ``"sought"``: aclnn operators that torch_npu has looked up in vain. For
+        some of these it has another way, an older operator or the host; where it has none, it raises an error with the
+        name.
     """
     found: dict[str, list[str]] = {"called": [], "sought": []}
     for line in _lines("host_cann_missing"):

@@ -17,8 +17,8 @@ _libraries: dict[str, ctypes.CDLL] = {}
 def install(folder: str | os.PathLike[str] | None = None) -> None:
     """Register the device npu, by importing the vendor's torch_npu on libraries that compute in host memory.
 
-    The libraries are built where they are not there yet, which takes about 2 minutes and g++. Calling this a second time
-    does nothing.
+    The libraries are built where they are not there yet, which takes about 2 minutes and g++. Calling this a second
+    time does nothing.
 
     Args:
         folder: where builds are kept; default: ``$HOST_CANN_BUILD``, or ``host_cann`` in the user's cache.
@@ -31,9 +31,9 @@ def install(folder: str | os.PathLike[str] | None = None) -> None:
         return
     if "torch_npu" in sys.modules:
         raise RuntimeError(
-            "host_cann.install: torch_npu has been imported already, and looks for its libraries only then. Call install() "
-            "before `import torch_npu`; where `import torch` has done it, import host_cann before torch, or set "
-            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment"
+            "host_cann.install: torch_npu has been imported already, and looks for its libraries only then. Call "
+            "install() before `import torch_npu`; where `import torch` has done it, import host_cann before torch, or "
+            "set TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment"
         )
     if folder is not None:
         os.environ["HOST_CANN_BUILD"] = os.fspath(folder)  # for processes that this one starts, too

@@ -65,6 +65,7 @@ aclError execute(const char* type, int inputs, const aclTensorDesc* const in_des
     bytes += out[i]->bytes;
   }
   if (attr) operands->attributes = *attr;
+  if (const int code = injected(name, Phase::kLaunch)) return code;
   count_launch(name, dtypes, bytes);
   // Numbers that are in the host's memory may be gone when the work is done.
   auto hosts = std::make_shared<std::vector<std::vector<char>>>();
@@ -74,7 +75,6 @@ aclError execute(const char* type, int inputs, const aclTensorDesc* const in_des
     hosts->emplace_back(data, data + in[i]->bytes);
     operands->in[i].data = hosts->back().data();
   }
-  if (const int code = injected(name, Phase::kLaunch)) return code;
   Work work = [operands, hosts, kernel, name] {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     try {

@@ -6,6 +6,7 @@
 
 #include "acl_op.h"
 #include "formats.h"
+#include "masks.h"
 #include "recurrent.h"
 
 namespace host_cann {
@@ -99,6 +100,52 @@ void conv2d_grad_input(const Operands& o) { conv2d_grad(o, at::empty(o.out.at(0)
 // x, sizes of the filter, dy -> d filter
 void conv2d_grad_filter(const Operands& o) {
   conv2d_grad(o, o.read(0), at::empty(o.out.at(0).sizes), o.read(2), false);
+}
+
+// ---- what torch_npu has functions of its own for ----
+
+void confusion_transpose(const Operands& o) {
+  using List = std::vector<int64_t>;
+  const List order = o.attribute("perm", List()), sizes = o.attribute("shape", List());
+  const at::Tensor x = o.read(0);
+  o.write(0, o.attribute("transpose_first", false) ? x.permute(order).reshape(sizes) : x.reshape(sizes).permute(order));
+}
+// logits, labels -> loss of each row, gradient of it
+void softmax_cross_entropy(const Operands& o) {
+  const at::Tensor logits = o.read(0).to(at::kFloat), labels = o.read(1).to(at::kFloat);
+  o.write(0, -(labels * at::log_softmax(logits, 1)).sum(1));
+  o.write(1, at::softmax(logits, 1) - labels);
+}
+void one_hot(const Operands& o, int64_t classes, const at::Tensor& on, const at::Tensor& off) {
+  TORCH_CHECK(o.attribute("axis", int64_t(-1)) == -1, "one-hot along another dimension than a last one");
+  const at::Tensor hot = o.read(0).to(at::kLong).unsqueeze(-1) == at::arange(classes);
+  o.write(0, at::where(hot, on.reshape({}), off.reshape({})));
+}
+void one_hot_d(const Operands& o) { one_hot(o, o.attribute("depth", int64_t(0)), o.read(1), o.read(2)); }
+void one_hot_v1(const Operands& o) { one_hot(o, o.read(1).item<int64_t>(), o.read(2), o.read(3)); }
+
+std::vector<int64_t> sizes_from(const at::Tensor& numbers) {
+  const at::Tensor sizes = numbers.to(at::kLong).contiguous();
+  return {sizes.const_data_ptr<int64_t>(), sizes.const_data_ptr<int64_t>() + sizes.numel()};
+}
+// sizes, probability to keep -> a byte an element
+void draw_bytes(const Operands& o) {
+  const auto seed = o.attribute("seed", int64_t(0)), second = o.attribute("seed2", int64_t(0));
+  o.write(0, drawn(sizes_from(o.read(0)), o.number(1), seed, second).reshape(o.out.at(0).sizes));
+}
+// sizes, probability to keep, seed, second seed, offset -> a bit an element
+void draw_bits(const Operands& o) {
+  const auto seed = o.read(2).item<int64_t>(), offset = o.has(4) ? o.read(4).flatten()[-1].item<int64_t>() : 0;
+  o.write(0, packed(drawn(sizes_from(o.read(0)), o.number(1), seed, offset), o.out.at(0).numel()));
+}
+// x, mask, probability to keep
+void drop_by_bytes(const Operands& o) {
+  const at::Tensor x = o.read(0);
+  o.write(0, dropped(x, o.read(1).flatten().narrow(0, 0, x.numel()).reshape(x.sizes()).to(at::kBool), o.number(2)));
+}
+void drop_by_bits(const Operands& o) {
+  const at::Tensor x = o.read(0);
+  o.write(0, dropped(x, unpacked(o.read(1), x.sizes()), o.number(2)));
 }
 
 // ---- norms, in two halves: what is summed or compared, and the root of that; infinity is INT_MAX there ----
@@ -249,10 +296,14 @@ const std::map<std::string, OlderKernel>& kernels() {
       {"BatchMatMul", mat_mul},
       {"BatchMatMulV2", mat_mul},
       {"Cast", copy},
+      {"ConfusionTransposeD", confusion_transpose},
       {"Conv2D", conv2d},
       {"Conv2DBackpropFilter", conv2d_grad_filter},
       {"Conv2DBackpropInput", conv2d_grad_input},
       {"Div", binary<at::div>},
+      {"DropOutDoMask", drop_by_bits},
+      {"DropOutDoMaskV3", drop_by_bytes},
+      {"DropOutGenMaskV3", draw_bytes},
       {"DynamicGRUV2", dynamic_gru_v2},
       {"DynamicGRUV2Grad", dynamic_gru_v2_grad},
       {"DynamicRNN", dynamic_rnn},
@@ -276,12 +327,16 @@ const std::map<std::string, OlderKernel>& kernels() {
       {"NPUGetFloatStatusV2", get_float_status_v2},
       {"Neg", unary<at::neg>},
       {"NonZero", non_zero},
+      {"OneHot", one_hot_v1},
+      {"OneHotD", one_hot_d},
       {"OnesLike", ones_like},
       {"RealDiv", binary<at::div>},
       {"Relu", unary<at::relu>},
       {"Sigmoid", unary<at::sigmoid>},
+      {"SoftmaxCrossEntropyWithLogits", softmax_cross_entropy},
       {"Sqrt", unary<at::sqrt>},
       {"Square", unary<at::square>},
+      {"StatelessDropOutGenMask", draw_bits},
       {"Sub", sub},
       {"Tanh", unary<at::tanh>},
       {"TensorMove", copy},

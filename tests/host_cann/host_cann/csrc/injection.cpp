@@ -16,8 +16,8 @@ struct Injection {
   std::mutex lock;
   std::string prefix;
   Phase phase = Phase::kCall;
-  long passes = 0;
-  int code = 0;  // 0: nothing is asked for
+  long passes = 0, times = 0;  // how many calls succeed first, and how many fail then
+  int code = 0;
   double seconds = 0;
 };
 
@@ -26,14 +26,13 @@ Injection& injection() {
   return *made;
 }
 
-// Counts the call; the code once it is the one that fails, and then it is over.
+// Counts the call; the code where it is one that fails.
 int take(const std::string& name, Phase phase) {
   Injection& i = injection();
   std::lock_guard<std::mutex> guard(i.lock);
-  if (i.code == 0 || i.phase != phase || name.compare(0, i.prefix.size(), i.prefix) != 0 || i.passes-- > 0) return 0;
-  const int code = i.code;
-  i.code = 0;
-  return code;
+  if (i.times == 0 || i.phase != phase || name.compare(0, i.prefix.size(), i.prefix) != 0 || i.passes-- > 0) return 0;
+  --i.times;
+  return i.code;
 }
 
 }  // namespace
@@ -59,8 +58,8 @@ std::function<void()> or_injected(const std::string& name, std::function<void()>
 
 }  // namespace host_cann
 
-// The call whose name begins with `prefix` fails with `code` in `phase`, after `passes` that do not. Code 0: none does.
-extern "C" void host_cann_fail(const char* prefix, long passes, int code, int phase, double seconds) {
+// Calls whose names begin with `prefix` fail with `code` in `phase`: `times` of them, after `passes` that do not.
+extern "C" void host_cann_fail(const char* prefix, long passes, int code, int phase, double seconds, long times) {
   using namespace host_cann;
   Injection& i = injection();
   std::lock_guard<std::mutex> guard(i.lock);
@@ -69,4 +68,5 @@ extern "C" void host_cann_fail(const char* prefix, long passes, int code, int ph
   i.code = code;
   i.phase = static_cast<Phase>(phase);
   i.seconds = seconds;
+  i.times = times;
 }

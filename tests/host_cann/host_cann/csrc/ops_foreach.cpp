@@ -23,6 +23,13 @@ FOREACH(Sign, sign);
 FOREACH(Log1p, log1p);
 FOREACH(Log2, log2);
 FOREACH(Log10, log10);
+FOREACH(Acos, acos);
+FOREACH(Asin, asin);
+FOREACH(Atan, atan);
+FOREACH(Cosh, cosh);
+FOREACH(Erfc, erfc);
+FOREACH(Sinh, sinh);
+FOREACH(Tan, tan);
 OP(aclnnForeachCopy, (InList x, OutList out), for (size_t i = 0; i < x.size(); ++i) out.set(i, x[i]));
 OP(aclnnForeachZeroInplace, (OutList x), for (size_t i = 0; i < x.size(); ++i) x.set(i, at::zeros_like(x[i])));
 

@@ -7,6 +7,23 @@ using namespace host_cann;
 OP(aclnnEmbedding, (In weight, In indices, Out out), out = at::embedding(weight(), indices().to(at::kLong)));
 OP(aclnnEmbeddingDenseBackward, (In grad, In indices, uint64_t count, uint64_t padding, bool scale, Out out),
    out = at::embedding_dense_backward(grad(), indices().to(at::kLong), count, static_cast<int64_t>(padding), scale));
+OP(aclnnEmbeddingBag,
+   (In weight, In indices, In offsets, bool scale, int64_t mode, bool sparse, In per_sample, bool include_last,
+    int64_t padding, Out out, Out offset2bag, Out bag_size, Out max_indices),
+   {
+     auto [bags, bag_of, sizes, largest] = at::_embedding_bag(weight(), indices(), offsets(), scale, mode, sparse,
+                                                              per_sample.maybe(), include_last, padding);
+     out = bags;
+     // Of sums and means torch_npu wants more of what it does not use than the CPU gives.
+     const auto padded = [](const at::Tensor& part, const Out& to) {
+       at::Tensor whole = at::zeros_like(to());
+       if (part.numel() <= whole.numel()) whole.flatten().narrow(0, 0, part.numel()).copy_(part.flatten());
+       return whole;
+     };
+     offset2bag = padded(bag_of, offset2bag);
+     bag_size = padded(sizes, bag_size);
+     max_indices = mode == 2 ? largest : padded(largest, max_indices);
+   });
 OP(aclnnGather, (In self, int64_t dim, In index, Out out), out = at::gather(self(), dim, index()));
 OP(aclnnGatherV3, (In self, int64_t dim, In index, int64_t, int64_t, Out out),
    out = at::index_select(self(), dim, index()).reshape(out().sizes()));

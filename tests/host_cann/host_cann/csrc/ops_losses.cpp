@@ -81,3 +81,8 @@ OP(aclnnBinaryCrossEntropyWithLogitsBackward, (In grad, In self, In target, In w
   if (weight.p) g = g * weight();
   out = r == 1 ? g / self().numel() : g;
 });
+OP(aclnnKlDivTargetBackward, (In grad, In self, In target, int64_t r, bool log, Out out), {
+  const at::Tensor x = self(), t = target();
+  const at::Tensor g = grad() * (log ? t.exp() * (t - x + 1) : at::where(t > 0, t.log() + 1 - x, at::zeros_like(t)));
+  out = r == 1 ? g / t.numel() : g;
+});

@@ -102,9 +102,3 @@ OP(aclnnBatchNormElemtBackward,
          (factor * (g - by_channel(sum_dy(), x) / n - xmu * by_channel(invstd() * invstd() * sum_dy_xmu(), x) / n))
              .to(grad().scalar_type());
    });
-OP(aclnnRmsNorm, (In x, In gamma, double eps, Out y, Out rstd), {
-  const at::Tensor wide = x().to(at::kFloat);
-  const at::Tensor r = (wide.pow(2).mean(-1, true) + eps).rsqrt();
-  y = (wide * r * gamma().to(at::kFloat)).to(x().scalar_type());
-  rstd = r.reshape(rstd().sizes());
-});

@@ -24,7 +24,7 @@ OP(aclnnMaxPool2dWithIndicesBackward,
    (In grad, In self, In indices, Ints k, Ints s, Ints p, Ints d, bool ceil, Out out),
    out = at::max_pool2d_with_indices_backward(grad(), self(), k(), s(), p(), d(), ceil, indices().to(at::kLong)));
 
-// The mask is in a layout of its own; nobody but the gradient reads it, which finds the places again.
+// The mask is in a layout of its own, for the gradient alone, which finds the places again.
 OP(aclnnMaxPool2dWithMask, (In self, Ints k, Ints s, Ints p, Ints d, bool ceil, Out out, Out),
    out = std::get<0>(at::max_pool2d_with_indices(self(), k(), s(), p(), d(), ceil)));
 OP(aclnnMaxPool2dWithMaskBackward, (In grad, In self, In, Ints k, Ints s, Ints p, Ints d, bool ceil, Out out),

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Random numbers and dropout.
 #include "aclnn.h"
+#include "masks.h"
 
 using namespace host_cann;
 OP(aclnnInplaceNormal, (Out self, float mean, float sd, int64_t seed, int64_t offset),
@@ -29,32 +30,39 @@ OP(aclnnNormalTensorFloat, (In mean, float sd, int64_t seed, int64_t offset, Out
 OP(aclnnNormalTensorTensor, (In mean, In sd, int64_t seed, int64_t offset, Out out),
    out = at::normal(mean(), sd(), generator(seed, offset)));
 
-// A mask is one bit an element, 128 to a row.
-static at::Tensor packed(const at::Tensor& bits, int64_t bytes) {
+namespace host_cann {
+
+at::Tensor packed(const at::Tensor& bits, int64_t bytes) {
   at::Tensor out = at::zeros({bytes}, at::kByte);
   const bool* in = bits.const_data_ptr<bool>();
-  auto* p = out.data_ptr<uint8_t>();
-  for (int64_t i = 0; i < bits.numel(); ++i) p[i / 8] |= uint8_t(in[i]) << (i % 8);
+  auto* to = out.data_ptr<uint8_t>();
+  for (int64_t i = 0; i < bits.numel(); ++i) to[i / 8] |= uint8_t(in[i]) << (i % 8);
   return out;
 }
-static at::Tensor unpacked(const at::Tensor& mask, at::IntArrayRef sizes) {
+at::Tensor unpacked(const at::Tensor& mask, at::IntArrayRef sizes) {
   at::Tensor out = at::empty(sizes, at::kBool);
-  const auto* p = mask.const_data_ptr<uint8_t>();
+  const auto* from = mask.const_data_ptr<uint8_t>();
   bool* to = out.data_ptr<bool>();
-  for (int64_t i = 0; i < out.numel(); ++i) to[i] = p[i / 8] >> (i % 8) & 1;
+  for (int64_t i = 0; i < out.numel(); ++i) to[i] = from[i / 8] >> (i % 8) & 1;
   return out;
 }
-static at::Tensor drawn(at::IntArrayRef shape, double p, int64_t seed, int64_t offset) {
-  return at::empty(shape, at::kFloat).bernoulli_(1 - p, generator(seed, offset)).to(at::kBool);
+at::Tensor drawn(at::IntArrayRef sizes, double keep, int64_t seed, int64_t offset) {
+  return at::empty(sizes, at::kFloat).bernoulli_(keep, generator(seed, offset)).to(at::kBool);
 }
-OP(aclnnDropoutGenMask, (Ints shape, double p, int64_t seed, int64_t offset, Out out),
-   out = packed(drawn(shape(), p, seed, offset), out().numel()));
-OP(aclnnDropoutGenMaskV2, (Ints shape, double p, int64_t seed, int64_t offset, Type, Out out),
-   out = packed(drawn(shape(), p, seed, offset), out().numel()));
+at::Tensor dropped(const at::Tensor& x, const at::Tensor& kept, double keep) {
+  return at::where(kept, x / keep, at::zeros({}, x.options()));
+}
+
+}  // namespace host_cann
+
+OP(aclnnDropoutGenMask, (Ints sizes, double p, int64_t seed, int64_t offset, Out out),
+   out = packed(drawn(sizes(), 1 - p, seed, offset), out().numel()));
+OP(aclnnDropoutGenMaskV2, (Ints sizes, double p, int64_t seed, int64_t offset, Type, Out out),
+   out = packed(drawn(sizes(), 1 - p, seed, offset), out().numel()));
 OP(aclnnDropoutDoMask, (In self, In mask, double p, Out out),
-   out = at::where(unpacked(mask(), self().sizes()), self() / (1 - p), at::zeros({}, self().options())));
+   out = dropped(self(), unpacked(mask(), self().sizes()), 1 - p));
 OP(aclnnDropoutV3, (In self, In, double p, int64_t seed, int64_t offset, Out out, Out mask), {
-  const at::Tensor kept = drawn(self().sizes(), p, seed, offset);
+  const at::Tensor kept = drawn(self().sizes(), 1 - p, seed, offset);
   mask = packed(kept, mask().numel());
-  out = at::where(kept, self() / (1 - p), at::zeros({}, self().options()));
+  out = dropped(self(), kept, 1 - p);
 });

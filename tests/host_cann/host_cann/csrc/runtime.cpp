@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // aclrt*: devices, contexts, memory, copies, streams, events, graphs. What torch_npu links against and is not here
 // becomes a stub that fails with its own name when the libraries are built.
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -17,6 +18,9 @@ using namespace host_cann;
 namespace {
 
 thread_local int this_device = -1;
+std::atomic<uint64_t> used_devices{0};  // a bit for each that a thread has set
+
+bool is_used(int device) { return used_devices >> device & 1; }
 
 Stream* as_stream(aclrtStream s) { return stream_of(s); }
 Event* as_event(aclrtEvent e) { return static_cast<Event*>(e); }
@@ -82,6 +86,7 @@ aclError aclrtSetDevice(int32_t device) {
     return fail(ACL_ERROR_RT_INVALID_DEVICEID, "no device " + std::to_string(device));
   }
   this_device = device;
+  used_devices |= uint64_t(1) << device;
   return 0;
 }
 aclError aclrtResetDevice(int32_t) { return 0; }
@@ -99,8 +104,8 @@ aclError aclrtSetCurrentContext(aclrtContext context) {
   this_device = static_cast<int>(reinterpret_cast<uintptr_t>(context)) - 1;
   return 0;
 }
-aclError aclrtGetPrimaryCtxState(int32_t, uint32_t*, int32_t* active) {
-  *active = 1;
+aclError aclrtGetPrimaryCtxState(int32_t device, uint32_t*, int32_t* active) {
+  *active = is_used(device);
   return 0;
 }
 aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo, int64_t* value) {
@@ -335,6 +340,9 @@ int32_t MsprofReportAdditionalInfo(uint32_t, const void*, uint32_t) { return 0; 
 int32_t MsprofRegisterCallback(uint32_t, void*) { return 0; }
 uint64_t MsprofGetHashId(const char*, size_t) { return 0; }
 uint64_t MsprofSysCycleTime() { return 0; }
+
+// For tests, by way of ctypes.
+int host_cann_is_used(int device) { return is_used(device); }
 
 size_t aclDataTypeSize(aclDataType type) {
   switch (type) {
