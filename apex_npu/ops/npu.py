@@ -63,8 +63,10 @@ def works(kernel: str, device: torch.device) -> bool:
     if not has_kernel():
         logger.info("apex_npu: %s is not there for %s, plain torch takes over (more launches)", kernel, device)
         return False
-    tried, right = ([torch.full((_TRIAL_NUMEL,), 0.5 + 0.1 * i) for i in range(4)] for _ in range(2))
-    tried = [t.to(device) for t in tried]
+    tried, right = (
+        [torch.full((_TRIAL_NUMEL,), 0.5 + 0.1 * i, dtype=torch.float32, device=there) for i in range(4)]
+        for there in (device, torch.device("cpu"))
+    )
     try:
         trial(*tried)
         found = torch.stack(tried).cpu()
@@ -255,7 +257,7 @@ def _fused_adamw(
 @functools.cache
 def _late_step(device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.full((), aten_fused.LATE_STEP, device=device)
+        return torch.full((), aten_fused.LATE_STEP, dtype=torch.float32, device=device)
 
 
 _ADAM: dict[str, Any] = {"lr": 0.5, "beta1": 0.5, "beta2": 0.75, "eps": 0.25, "weight_decay": 0.5}

@@ -297,6 +297,21 @@ def test_a_decision_is_made_once(forgotten, monkeypatch):
     assert trials == [DEVICE]
 
 
+def test_defaults_of_the_script_do_not_matter(forgotten):
+    params = make_params(DEVICE)
+    set_grads(params, 0)
+    optimizer = NpuFusedAdamW(params, lr=0.01, amsgrad=True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("npu"):
+            optimizer.step()
+            assert npu.works("npu_apply_adam_w", DEVICE)
+            assert npu.works("_fused_adamw_", DEVICE)
+            assert npu.works("_fused_sgd_", DEVICE)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_step_that_fails_leaves_the_moments_as_they_were():
     params = make_params(DEVICE)
     optimizer = NpuFusedAdamW(params, lr=0.01, amsgrad=True, betas=(0.999, 0.9999))
