@@ -186,9 +186,12 @@ def _adam(
             exp_avg_sq.addcmul_(grad, grad, value=times * short2 / float_beta2)
 
     # The kernel would take 1 − beta2^step in float32, which for the first steps has five digits: it is told that there
-    # is nothing to correct, and gets a learning rate and an eps that amount to the same.
-    bias_correction1 = 1 - (beta1 if short1 else float_beta1) ** step if bias_correction else 1.0
-    root2 = (1 - (beta2 if short2 else float_beta2) ** step) ** 0.5 if bias_correction else 1.0
+    # is nothing to correct, and gets a learning rate and an eps that amount to the same, with the betas by which the
+    # moments have come about.
+    bias1, bias2 = 1 - (beta1 if short1 else float_beta1) ** step, 1 - (beta2 if short2 else float_beta2) ** step
+    if not bias_correction:
+        bias1, bias2 = bias1 / (1 - beta1**step), bias2 / (1 - beta2**step)
+    root2 = bias2**0.5
     add_shortfall(1.0)
     try:
         kernel(
@@ -197,11 +200,11 @@ def _adam(
             exp_avg,
             exp_avg_sq,
             max_exp_avg_sq,
-            lr=lr * root2 / bias_correction1,
+            lr=lr * root2 / bias1,
             beta1=float_beta1,
             beta2=float_beta2,
             eps=eps * root2,
-            weight_decay=weight_decay * bias_correction1 / root2 if decoupled else 0.0,
+            weight_decay=weight_decay * bias1 / root2 if decoupled else 0.0,
             maximize=flips,
         )
     except RuntimeError:
