@@ -63,8 +63,10 @@ def works(kernel: str, device: torch.device) -> bool:
     if not has_kernel():
         logger.info("apex_npu: %s is not there for %s, plain torch takes over (more launches)", kernel, device)
         return False
-    tried, right = ([torch.full((_TRIAL_NUMEL,), 0.5 + 0.1 * i) for i in range(4)] for _ in range(2))
-    tried = [t.to(device) for t in tried]
+    tried, right = (
+        [torch.full((_TRIAL_NUMEL,), 0.5 + 0.1 * i, dtype=torch.float32, device=there) for i in range(4)]
+        for there in (device, torch.device("cpu"))
+    )
     try:
         trial(*tried)
         found = torch.stack(tried).cpu()
@@ -184,9 +186,12 @@ def _adam(
             exp_avg_sq.addcmul_(grad, grad, value=times * short2 / float_beta2)
 
     # The kernel would take 1 − beta2^step in float32, which for the first steps has five digits: it is told that there
-    # is nothing to correct, and gets a learning rate and an eps that amount to the same.
-    bias_correction1 = 1 - (beta1 if short1 else float_beta1) ** step if bias_correction else 1.0
-    root2 = (1 - (beta2 if short2 else float_beta2) ** step) ** 0.5 if bias_correction else 1.0
+    # is nothing to correct, and gets a learning rate and an eps that amount to the same, with the betas by which the
+    # moments have come about.
+    bias1, bias2 = 1 - (beta1 if short1 else float_beta1) ** step, 1 - (beta2 if short2 else float_beta2) ** step
+    if not bias_correction:
+        bias1, bias2 = bias1 / (1 - beta1**step), bias2 / (1 - beta2**step)
+    root2 = bias2**0.5
     add_shortfall(1.0)
     try:
         kernel(
@@ -195,11 +200,11 @@ def _adam(
             exp_avg,
             exp_avg_sq,
             max_exp_avg_sq,
-            lr=lr * root2 / bias_correction1,
+            lr=lr * root2 / bias1,
             beta1=float_beta1,
             beta2=float_beta2,
             eps=eps * root2,
-            weight_decay=weight_decay * bias_correction1 / root2 if decoupled else 0.0,
+            weight_decay=weight_decay * bias1 / root2 if decoupled else 0.0,
             maximize=flips,
         )
     except RuntimeError:
@@ -255,7 +260,7 @@ def _fused_adamw(
 @functools.cache
 def _late_step(device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.full((), aten_fused.LATE_STEP, device=device)
+        return torch.full((), aten_fused.LATE_STEP, dtype=torch.float32, device=device)
 
 
 _ADAM: dict[str, Any] = {"lr": 0.5, "beta1": 0.5, "beta2": 0.75, "eps": 0.25, "weight_decay": 0.5}
