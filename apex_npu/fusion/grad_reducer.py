@@ -319,7 +319,9 @@ class GradReducer:
             ledger_work.wait()
         report = None
         if read or failed or 0.0 in used or self.everybody_reads:
-            heard = ledger.tolist()
+            # Where collectives are asynchronous, it is here that they say that they have failed.
+            with self._breaking(len(self._buckets)):
+                heard = ledger.tolist()
             self._show_others(heard)
             largest, smallest, failed_rank = heard[len(self.tensors) :]
             report = Report(largest, -smallest, int(failed_rank) - 1 if failed_rank else None)
@@ -366,9 +368,11 @@ class GradReducer:
         never = [i for i in reversed(range(len(self.tensors))) if i not in place]
         order = [*sorted(place, key=place.__getitem__), *never]
         shared = numbers_on(order, torch.int64, self.tensors[0].device)
-        dist.broadcast(shared, dist.get_global_rank(self.options.group, 0), group=self.options.group)
+        with self._breaking(len(self._buckets)):
+            dist.broadcast(shared, dist.get_global_rank(self.options.group, 0), group=self.options.group)
+            heard = shared.tolist()
         arrival = [0] * len(order)
-        for n, index in enumerate(shared.tolist()):
+        for n, index in enumerate(heard):
             arrival[index] = n
         self._expected = [max(1, count) for count in self._arrivals.counts]
         self._recorded = True

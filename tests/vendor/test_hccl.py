@@ -1,0 +1,66 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Several processes over the vendor's ProcessGroupHCCL, whose errors come asynchronously and after a timeout."""
+
+import functools
+import importlib.metadata
+import json
+import os
+import re
+from pathlib import Path
+
+import processes
+import pytest
+
+host_cann = pytest.importorskip("host_cann")
+try:
+    importlib.metadata.version("torch_npu")
+except importlib.metadata.PackageNotFoundError:
+    pytest.skip("the vendor's torch_npu is not installed", allow_module_level=True)
+
+WORKER = Path(__file__).with_name("hccl_worker.py")
+# Half precision rounds what one process computes in one piece, and several in parts.
+TOLERANCE = {"rel": 4e-3, "abs": 1e-4}
+PATHS = os.pathsep.join(map(str, (processes.ROOT, processes.ROOT / "tests", Path(host_cann.__file__).parents[1])))
+ENVIRONMENT = {"PYTHONPATH": PATHS, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "HOST_CANN_HCCL_TIMEOUT": "60"}
+
+
+def train(level, engine, count):
+    said = processes.run(WORKER, "train", level, engine, processes=count, timeout=400, **ENVIRONMENT)
+    return [json.loads(next(line for line in text.splitlines() if line.startswith("{"))) for text in said]
+
+
+@functools.cache
+def train_alone(level):
+    return train(level, "alone", 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("level", "engine", "count"),
+    [("O1", "combine_ddp", 2), ("O2", "combine_ddp", 2), ("O1", "ddp", 2), ("O2", "ddp", 2), ("O2", "combine_ddp", 4)],
+)
+def test_processes_train_as_one_that_sees_the_whole_batch(level, engine, count):
+    alone = train_alone(level)
+    ranks = train(level, engine, count)
+    assert [rank["applied"] for rank in ranks] == [alone["applied"]] * count
+    assert alone["applied"].count(False) == 1
+    assert len({rank["hash"] for rank in ranks}) == 1
+    means = [sum(losses) / count for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    finite = alone["applied"]
+    assert [mean for mean, known in zip(means, finite, strict=True) if known] == pytest.approx(
+        [loss for loss, known in zip(alone["losses"], finite, strict=True) if known], **TOLERANCE
+    )
+    assert alone["losses"][-1] < 0.7 * alone["losses"][0]
+
+
+def test_a_process_that_is_lost_is_an_error_that_says_how_far_each_got(tmp_path):
+    environment = {**ENVIRONMENT, "HOST_CANN_HCCL_TIMEOUT": "5"}
+    started = processes.start(WORKER, ("killed",), 2, tmp_path / "store", **environment)
+    try:
+        status, output = processes.finish(started[:1], timeout=200)[0]
+    finally:
+        processes.finish_by_force(started[1:])
+    assert status == 0, output
+    assert "noticed: rank 0 could not average its gradients with the other processes" in output
+    assert "failed in reduction 4" in output
+    assert re.search(r"rank 0 had completed 3 and failed in .*; rank 1 had completed \d and begun a backward", output)
