@@ -31,9 +31,9 @@ def known_fault(reason, raises=AssertionError):
     return pytest.mark.xfail(strict=True, raises=raises, reason=reason)
 
 
-def levels_where(right, wrong, reason):
+def levels_where(right, wrong, reason, raises=AssertionError):
     """Both, of which ``wrong`` fail today."""
-    return levels([*right, *(pytest.param(level, marks=known_fault(reason)) for level in wrong)])
+    return levels([*right, *(pytest.param(level, marks=known_fault(reason, raises)) for level in wrong)])
 
 
 class Weights(nn.Module):
@@ -98,4 +98,5 @@ def right_or_refused(act, check, tensors=()):
     else:
         return check(result)
     assert len(refusal.split()) > 5, f"says neither what nor how: {refusal}"
-    assert all(torch.equal(t.detach(), b) for t, b in zip(tensors, before, strict=True))
+    # What initialize has cast by then keeps its values: those of these tests are exact in every dtype.
+    assert all(torch.equal(t.detach().float(), b.float()) for t, b in zip(tensors, before, strict=True))
