@@ -13,7 +13,10 @@ import pytest
 import torch.distributed as dist
 from known_faults.common import known_fault
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
+]
 
 STILL_AVERAGES = "combine_ddp and accelerate, set on an optimizer behind initialize, change nothing"
 OVERWRITES = "initialize gives parameters of no model the values of rank 0"
