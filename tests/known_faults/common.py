@@ -87,8 +87,11 @@ def assert_values(tensors, *expected, **tolerance):
         torch.testing.assert_close(found, want, **{"rtol": 0.0, "atol": 0.0, **tolerance})
 
 
-def right_or_refused(act, check, tensors=()):
-    """``act()`` does what ``check`` of its result asserts, or is refused before any of ``tensors`` has changed."""
+def right_or_refused(act, check, tensors=(), naming=""):
+    """``act()`` does what ``check`` of its result asserts, or is refused before any of ``tensors`` has changed.
+
+    The refusal names ``naming``.
+    """
     tensors = list(tensors)
     before = [t.detach().clone() for t in tensors]
     try:
@@ -98,5 +101,6 @@ def right_or_refused(act, check, tensors=()):
     else:
         return check(result)
     assert len(refusal.split()) > 5, f"says neither what nor how: {refusal}"
+    assert naming in refusal
     # What initialize has cast by then keeps its values: those of these tests are exact in every dtype.
     assert all(torch.equal(t.detach().float(), b.float()) for t, b in zip(tensors, before, strict=True))

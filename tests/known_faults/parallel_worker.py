@@ -5,6 +5,7 @@
 A check does all that the processes do together first, and asserts then, so that a failure leaves none waiting.
 """
 
+import copy
 import json
 import os
 import sys
@@ -27,6 +28,7 @@ from known_faults.common import (
 from torch import nn
 
 from apex_npu import amp
+from apex_npu.parallel import convert_syncbn_model
 
 DDP = nn.parallel.DistributedDataParallel
 CHECKS = {}
@@ -161,6 +163,23 @@ def no_sync_with_delay_unscale(level, kind):
 @check(*[(level, kind) for level in ("O1", *WITH_MASTERS) for kind in ("torch", "fused", "fuse_unscale")])
 def no_sync(level, kind):
     accumulate(level, kind, delay=False)
+
+
+# ------------------------------------------------------------------------------------------------- batch norms
+
+
+@check()
+def batch_norms_are_synchronised():
+    rank = dist.get_rank()
+    whole = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(2)) * 3 + 1
+    plain = nn.BatchNorm1d(3)
+    norm = convert_syncbn_model(copy.deepcopy(plain)).to(DEVICE)
+    expected = plain(whole.flatten(0, 1)).view_as(whole)[rank]
+    found = norm(whole[rank].to(DEVICE))
+    found.square().sum().backward()
+    torch.testing.assert_close(found.cpu(), expected)
+    torch.testing.assert_close(norm.running_mean.cpu(), plain.running_mean)
+    torch.testing.assert_close(norm.running_var.cpu(), plain.running_var)
 
 
 def main(names):
