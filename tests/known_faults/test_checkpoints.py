@@ -1,0 +1,125 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``load_state_dict`` gives masters the values that the model gets, however it gets them.
+
+What is saved is right on any device.
+"""
+
+import torch
+from devices import DEVICE
+from known_faults.common import (
+    CASTING,
+    LEVELS,
+    WITH_MASTERS,
+    Weights,
+    assert_values,
+    levels,
+    levels_where,
+    start,
+    train_step,
+)
+from torch import nn
+
+from apex_npu import amp
+
+WITHOUT_MASTERS = ("O0", *CASTING)
+PRE_HOOK = "masters are filled before a hook that was registered later changes the values"
+ZERO_DIM = "a master is filled only where shapes are equal, but torch loads shape [1] into a parameter without dims"
+BY_ITSELF = "masters are filled from entries under the parameters' names, which a class that loads by itself has not"
+ELSEWHERE = "state_dict() compares masters with a model that has been moved to another device"
+
+
+class Single(nn.Module):
+    """One parameter of any shape, with gradient 1."""
+
+    def __init__(self, shape=(3,)):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape, device=DEVICE))
+
+    def forward(self, x):
+        return (self.weight * x.reshape(-1)[0]).sum()
+
+
+class LoadsByItself(Single):
+    """Saved under another name, as a logarithm."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "log2"] = self.weight.detach().float().log2()
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        with torch.no_grad():
+            self.weight.copy_(state_dict[prefix + "log2"].exp2())
+
+
+def load_and_train(model, state, level, prepare=lambda model: None):
+    """One step of 1 from what was loaded."""
+    model, optimizer = start(model, level=level)
+    prepare(model)
+    model.load_state_dict(state)
+    train_step(model, optimizer, (1.0, 1.0, 1.0))
+    return model, optimizer
+
+
+def double_on_load(model):
+    def double(module, state_dict, prefix, *_):
+        state_dict[prefix + "weight"] = state_dict[prefix + "weight"] * 2
+
+    model.register_load_state_dict_pre_hook(double)
+
+
+@levels_where(WITHOUT_MASTERS, WITH_MASTERS, PRE_HOOK)
+def test_a_hook_registered_behind_initialize_that_changes_the_values(level):
+    model, optimizer = load_and_train(Single(), {"weight": torch.full((3,), 4.0)}, level, double_on_load)
+    assert_values(model.parameters(), 7.0)
+    assert_values(amp.master_params(optimizer), 7.0)
+
+
+@levels(LEVELS)
+def test_a_hook_registered_before_initialize_that_changes_the_values(level):
+    model = Single()
+    double_on_load(model)
+    model, optimizer = load_and_train(model, {"weight": torch.full((3,), 4.0)}, level)
+    assert_values(amp.master_params(optimizer), 7.0)
+
+
+@levels_where(WITHOUT_MASTERS, WITH_MASTERS, ZERO_DIM)
+def test_a_parameter_without_dims_is_loaded_from_one_element(level):
+    _, optimizer = load_and_train(Single(()), {"weight": torch.full((1,), 5.0)}, level)
+    assert_values(amp.master_params(optimizer), 4.0)
+
+
+@levels(LEVELS)
+def test_a_parameter_without_dims_is_loaded_from_its_like(level):
+    _, optimizer = load_and_train(Single(()), {"weight": torch.tensor(5.0)}, level)
+    assert_values(amp.master_params(optimizer), 4.0)
+
+
+@levels_where(WITHOUT_MASTERS, WITH_MASTERS, BY_ITSELF)
+def test_a_class_that_loads_by_itself(level):
+    _, optimizer = load_and_train(LoadsByItself(), {"log2": torch.full((3,), 3.0)}, level)
+    assert_values(amp.master_params(optimizer), 7.0)
+
+
+@levels_where(WITHOUT_MASTERS, WITH_MASTERS, BY_ITSELF)
+def test_a_class_that_loads_by_itself_in_the_middle_of_a_training(level):
+    model, optimizer = start(LoadsByItself(), level=level)
+    train_step(model, optimizer, (1.0, 1.0, 1.0))
+    model.load_state_dict({"log2": torch.full((3,), 3.0)})
+    train_step(model, optimizer, (1.0, 1.0, 1.0))
+    assert_values(amp.master_params(optimizer), 7.0)
+
+
+@levels_where(
+    LEVELS if DEVICE.type == "cpu" else WITHOUT_MASTERS,
+    () if DEVICE.type == "cpu" else WITH_MASTERS,
+    ELSEWHERE,
+    RuntimeError,
+)
+def test_the_state_of_a_model_that_is_moved_to_the_host_is_saved(level, tmp_path):
+    exact = 1.0 + 5 * 2.0**-20
+    model, optimizer = start(Weights(exact), level=level, lr=2.0**-20)
+    train_step(model, optimizer, (1.0, 1.0, 1.0))
+    torch.save(model.cpu().state_dict(), tmp_path / "model.pt")
+    saved = torch.load(tmp_path / "model.pt")
+    assert {t.device.type for t in saved.values()} == {"cpu"}
+    assert_values(saved.values(), exact - 2.0**-20)

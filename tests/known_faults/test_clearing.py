@@ -1,0 +1,182 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients that ``model.zero_grad()``, or ``p.grad = None``, has dropped are stepped no more, whatever follows."""
+
+import contextlib
+
+import pytest
+import torch
+from known_faults.common import (
+    CASTING,
+    LEVELS,
+    WITH_MASTERS,
+    Weights,
+    assert_values,
+    backward,
+    kinds,
+    known_fault,
+    levels,
+    levels_where,
+    start,
+    vector,
+)
+
+from apex_npu import amp
+
+STEPPED = "step() takes what the masters hold, though the model's gradients are gone"
+LEFT_OVER = "a parameter that the last block does not reach is stepped with a gradient that was dropped before it"
+AFTER_EXCEPTION = "behind a block that an exception has ended masters do not follow what is dropped from the model"
+OLD_SKIP = "the skip of gradients that are gone stays, since an exception has ended the block between"
+WITHOUT_MASTERS = ("O0", *CASTING)
+ALL_KINDS = ("torch", "combine_grad", "fused", "fuse_unscale")
+
+
+def by_the_model(model):
+    model.zero_grad()
+
+
+def by_hand(model):
+    for p in model.parameters():
+        p.grad = None
+
+
+def to_zeros(model):
+    model.zero_grad(set_to_none=False)
+
+
+clears = pytest.mark.parametrize("clear", [by_the_model, by_hand], ids=lambda clear: clear.__name__)
+
+
+def ready(kind, level, **options):
+    model, optimizer = start(Weights(10.0, 10.0), kind=kind, level=level, **options)
+    return model, optimizer, vector(1.0, 1.0, 1.0)
+
+
+def step_behind_clearing(clear, kind, level):
+    model, optimizer, x = ready(kind, level)
+    backward(model(x), optimizer)
+    clear(model)
+    optimizer.step()
+    assert_values(model.parameters(), 10.0, 10.0)
+
+
+@known_fault(STEPPED)
+@kinds(ALL_KINDS)
+@levels(WITH_MASTERS)
+@clears
+def test_a_step_behind_clearing_does_nothing(clear, level, kind):
+    step_behind_clearing(clear, kind, level)
+
+
+@kinds(ALL_KINDS)
+@levels(WITHOUT_MASTERS)
+@clears
+def test_a_step_behind_clearing_does_nothing_without_masters(clear, level, kind):
+    step_behind_clearing(clear, kind, level)
+
+
+@known_fault(STEPPED)
+@kinds(ALL_KINDS)
+@levels(WITH_MASTERS)
+def test_a_step_behind_zeroing_moves_nothing(level, kind):
+    step_behind_clearing(to_zeros, kind, level)
+
+
+def one_parameter_cleared(kind, level):
+    model, optimizer, x = ready(kind, level)
+    backward(model(x), optimizer)
+    model.w[1].grad = None
+    optimizer.step()
+    assert_values(model.parameters(), 9.0, 10.0)
+
+
+@known_fault(STEPPED)
+@kinds(ALL_KINDS)
+@levels(WITH_MASTERS)
+def test_a_parameter_whose_gradient_alone_is_dropped_is_not_stepped(level, kind):
+    one_parameter_cleared(kind, level)
+
+
+@kinds(ALL_KINDS)
+@levels(WITHOUT_MASTERS)
+def test_a_parameter_whose_gradient_alone_is_dropped_is_not_stepped_without_masters(level, kind):
+    one_parameter_cleared(kind, level)
+
+
+@kinds(ALL_KINDS)
+@levels(LEVELS)
+@clears
+def test_a_parameter_that_an_earlier_block_alone_has_reached_is_not_stepped(clear, level, kind):
+    model, optimizer, x = ready(kind, level)
+    backward(model(x), optimizer)
+    clear(model)
+    backward(model(x, only=(0,)), optimizer)
+    optimizer.step()
+    assert_values(model.parameters(), 9.0, 10.0)
+
+
+@kinds(ALL_KINDS)
+@levels_where(WITHOUT_MASTERS, WITH_MASTERS, LEFT_OVER)
+def test_a_gradient_dropped_within_an_accumulation_counts_no_more(level, kind):
+    model, optimizer, x = ready(kind, level)
+    backward(model(x), optimizer)
+    backward(model(x, only=(0,)), optimizer)
+    by_the_model(model)
+    backward(model(x, only=(0,)), optimizer)
+    optimizer.step()
+    assert_values(model.parameters(), 9.0, 10.0)
+
+
+def interrupted(model, optimizer, x, inside):
+    with contextlib.suppress(ZeroDivisionError), amp.scale_loss(model(x), optimizer) as scaled_loss:
+        if inside:
+            scaled_loss.backward()
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["before backward", "behind backward"])
+@kinds(ALL_KINDS)
+@levels_where(WITHOUT_MASTERS, WITH_MASTERS, AFTER_EXCEPTION)
+def test_behind_a_block_that_an_exception_ended_a_step_does_nothing(level, kind, inside):
+    model, optimizer, x = ready(kind, level)
+    backward(model(x), optimizer)
+    interrupted(model, optimizer, x, inside)
+    by_the_model(model)
+    optimizer.step()
+    assert_values(model.parameters(), 10.0, 10.0)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["before backward", "behind backward"])
+@kinds(ALL_KINDS)
+@levels_where(WITHOUT_MASTERS, WITH_MASTERS, AFTER_EXCEPTION)
+def test_behind_a_block_that_an_exception_ended_the_next_one_alone_is_stepped(level, kind, inside):
+    model, optimizer, x = ready(kind, level)
+    backward(model(x), optimizer)
+    interrupted(model, optimizer, x, inside)
+    by_the_model(model)
+    backward(model(x, only=(0,)), optimizer)
+    optimizer.step()
+    assert_values(model.parameters(), 9.0, 10.0)
+
+
+def skipped(level, kind, *, between):
+    model, optimizer, x = ready(kind, level, loss_scale="dynamic", dynamic_init_scale=16.0)
+    backward(model(x * torch.inf), optimizer)
+    if between:
+        interrupted(model, optimizer, x, inside=False)
+    by_the_model(model)
+    backward(model(x), optimizer)
+    optimizer.step()
+    assert_values(model.parameters(), 9.0, 9.0)
+
+
+@kinds(ALL_KINDS)
+@levels(LEVELS)
+def test_a_skip_goes_with_the_gradients_that_are_dropped(level, kind):
+    skipped(level, kind, between=False)
+
+
+@kinds(ALL_KINDS)
+@levels_where(WITHOUT_MASTERS, WITH_MASTERS, OLD_SKIP)
+def test_a_skip_goes_with_the_gradients_that_are_dropped_behind_an_exception(level, kind):
+    skipped(level, kind, between=True)

@@ -1,0 +1,157 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ctrl-C in a first step, then the loop again: what is interrupted leaves the old state or the new one.
+
+Each test interrupts a first step at every place of some files, one after the other, and takes three more steps.
+"""
+
+import functools
+
+import pytest
+import torch
+from devices import DEVICE
+from known_faults.common import WITH_MASTERS, Weights, known_fault, levels, start, train_step, values
+from known_faults.interrupting import Interrupt
+
+from apex_npu import amp, optimizers
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # interrupts in generators' close()
+    pytest.mark.filterwarnings("ignore:.*none of its parameters has a gradient:RuntimeWarning"),
+]
+
+FORGOTTEN = "parameters are noted as listed before what is unfused is known, so that their group is never made"
+TWICE = "a group is kept before its parameters are taken off the unfused, so that a second one steps them as well"
+HALF_MADE = "a buffer is kept before its views are made, and every later step fails on an internal check"
+RUNNING = "a forward is noted as running before the block that takes the note back, and inputs are cast no more"
+NESTED = "a block is noted as open before what takes the note back, and every later one is taken for nested"
+OFF = "casts are switched off before the block that switches them on again"
+
+DTYPES = {"O0": torch.float32, "O1": torch.float16, "O4": torch.bfloat16, "O2": torch.float16, "O5": torch.bfloat16}
+FIRST, STEPS = 10.0, 3
+OLD_OR_NEW = (FIRST - STEPS, FIRST - STEPS - 1)
+
+
+class Net(Weights):
+    """Notes what comes in, and what a product in its forward comes out as."""
+
+    def forward(self, x):
+        one = torch.ones(1, 1, dtype=x.dtype, device=DEVICE)
+        self.dtypes = x.dtype, torch.mm(one, one).dtype
+        return super().forward(x)
+
+
+def bare(net):
+    optimizer = optimizers.NpuFusedSGD([{"params": [w]} for w in net.w], lr=1.0)
+
+    def step():
+        net(torch.ones(3, device=DEVICE)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return optimizer, step
+
+
+def under_amp(net, level, kind):
+    _, optimizer = start(net, [{"params": [w]} for w in net.w], kind, level)
+    return optimizer, lambda: train_step(net, optimizer, (1.0, 1.0, 1.0))
+
+
+def outcome(level, kind, n, files):
+    """Where it was interrupted, and what came of it: values of both groups and dtypes, or an exception."""
+    net = Net(FIRST, FIRST)
+    optimizer, step = bare(net) if level == "bare" else under_amp(net, level, kind)
+    try:
+        with Interrupt(n, *files) as interrupt:
+            step()
+        optimizer.zero_grad()
+        net.zero_grad()
+        for _ in range(STEPS):
+            step()
+        return interrupt.at, [v[0].item() for v in values(net.w)], net.dtypes
+    except Exception as error:
+        return interrupt.at, error, None
+    finally:
+        amp.shutdown()
+        torch.set_autocast_enabled(DEVICE.type, False)
+        torch.set_grad_enabled(True)
+
+
+@functools.cache
+def outcomes(level, kind, *files):
+    found = []
+    while not found or found[-1][0] is not None:
+        found.append(outcome(level, kind, len(found) + 1, files))
+    assert len(found) > 2, "there was nothing to interrupt"
+    return found
+
+
+def bad(level, kind, *files, what):
+    return [(at, result) for at, result, _ in outcomes(level, kind, *files) if what(result)]
+
+
+def has_others(found, *right):
+    return isinstance(found, list) and not set(found) <= set(right)
+
+
+# -------------------------------------------------------------------------------------------------- groups and buffers
+
+by_group = pytest.mark.parametrize("level", ["bare", "O2"])
+GROUPS = ("fused", "fused_param_group.py")
+
+
+@known_fault(FORGOTTEN)
+@by_group
+def test_every_group_is_trained(level):
+    assert not bad(level, *GROUPS, what=lambda found: isinstance(found, list) and FIRST in found)
+
+
+@known_fault(TWICE)
+@by_group
+def test_no_group_is_trained_twice(level):
+    assert not bad(level, *GROUPS, what=lambda found: has_others(found, FIRST, *OLD_OR_NEW))
+
+
+@known_fault(HALF_MADE)
+@levels(("O1", "O2"))
+def test_later_steps_find_whole_buffers(level):
+    assert not bad(level, "combine_grad", "flat_buffer.py", what=lambda found: isinstance(found, Exception))
+
+
+# --------------------------------------------------------------------------------------------------- blocks and casts
+
+
+@known_fault(NESTED)
+@levels(("O1", *WITH_MASTERS))
+def test_later_blocks_open(level):
+    assert not bad(level, "torch", "scale_loss.py", what=lambda found: isinstance(found, Exception))
+
+
+@levels(("O1", *WITH_MASTERS))
+def test_old_or_new_values_behind_an_interrupted_block(level):
+    right = (FIRST - STEPS, FIRST - STEPS - 1)
+    assert not bad(
+        level, "torch", "scale_loss.py", what=lambda found: isinstance(found, list) and set(found) - set(right)
+    )
+
+
+def wrong_dtypes(level, *files):
+    inputs = torch.float32 if level in ("O1", "O4") else DTYPES[level]
+    return [(at, dtypes) for at, _, dtypes in outcomes(level, "torch", *files) if dtypes != (inputs, DTYPES[level])]
+
+
+@known_fault(RUNNING)
+@levels(WITH_MASTERS)
+def test_inputs_are_cast(level):
+    assert not wrong_dtypes(level, "forward_cast.py")
+
+
+@known_fault(OFF)
+@levels(("O1", "O4"))
+def test_functions_are_cast(level):
+    assert not wrong_dtypes(level, "casting.py")
+
+
+@levels(("O1", "O4"))
+def test_functions_are_cast_behind_an_interrupted_forward(level):
+    assert not wrong_dtypes(level, "forward_cast.py")

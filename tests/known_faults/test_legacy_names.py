@@ -1,0 +1,134 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Names of Apex's that public scripts use, under the name ``apex``: each does what Apex's does."""
+
+import collections.abc
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from devices import DEVICE
+from known_faults.common import (
+    Weights,
+    assert_values,
+    initialize,
+    known_fault,
+    levels,
+    levels_where,
+    start,
+    vector,
+)
+from torch import nn
+
+import apex_npu
+from apex_npu import amp, optimizers
+
+ROOT = Path(__file__).parents[2]
+NO_MODULE = "there is no module of this name"
+NO_NAME = "the module has no such name"
+
+
+@pytest.fixture(autouse=True)
+def _as_apex():
+    apex_npu.install_as_apex()
+    yield
+    apex_npu.uninstall_apex()
+
+
+def named(module, name):
+    return getattr(importlib.import_module(module), name)
+
+
+@known_fault(NO_MODULE, ModuleNotFoundError)
+def test_flatten_and_unflatten():
+    tensors = [torch.arange(6.0, device=DEVICE).view(2, 3), torch.tensor([7.0, 8.0], device=DEVICE)]
+    flat = named("apex_C", "flatten")(tensors)
+    assert flat.tolist() == [0, 1, 2, 3, 4, 5, 7, 8]
+    for found, expected in zip(named("apex_C", "unflatten")(flat, tensors), tensors, strict=True):
+        assert torch.equal(found, expected)
+
+
+@known_fault(NO_NAME, AttributeError)
+@pytest.mark.parametrize("memory_efficient", [None, False, True])
+def test_the_function_of_the_fused_layer_norm(memory_efficient):
+    function = named("apex.normalization.fused_layer_norm", "FusedLayerNormAffineFunction")
+    x, weight, bias = (torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((3, 4), (4,), (4,)))
+    options = () if memory_efficient is None else (memory_efficient,)
+    found = function.apply(x, weight, bias, (4,), 1e-5, *options)
+    expected = nn.functional.layer_norm(x, (4,), weight, bias, 1e-5)
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(
+        *(torch.autograd.grad(y.square().sum(), (x, weight, bias)) for y in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@known_fault(NO_NAME, AttributeError)
+def test_the_containers_of_amp_state():
+    assert named("apex.amp._amp_state", "container_abcs").Mapping is collections.abc.Mapping
+
+
+@known_fault(NO_NAME, AttributeError)
+@pytest.mark.parametrize("bad", [False, True])
+def test_scaling_with_a_look_for_overflow(bad):
+    scale_check_overflow = named("apex.amp.scaler", "scale_check_overflow_python")
+    grad = vector(64.0, 128.0, torch.inf if bad else 32.0).half()
+    master = vector(0.0, 0.0, 0.0)
+    assert scale_check_overflow(grad, master, 1 / 64, True) is bad
+    assert master.tolist() == ([0.0, 0.0, 0.0] if bad else [1.0, 2.0, 0.5])
+
+
+@known_fault(NO_MODULE)
+def test_a_launcher_of_several_processes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys\nopen({str(tmp_path)!r} + '/' + '-'.join(sys.argv[1:]), 'w')\n")
+    name = "apex.parallel.multiproc"
+    run = f"import apex_npu, runpy; apex_npu.install_as_apex(); runpy.run_module({name!r}, None, '__main__')"
+    command = [sys.executable, "-c", run, str(script), "--world-size", "2"]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.glob("--*")} == {f"--world-size-2---rank-{rank}" for rank in range(2)}
+
+
+# ---------------------------------------------------------------------------------------------------------- partial FC
+
+
+def addresses(level, *, together):
+    """Where the backbone's parameter lies, over steps at each of which the classes' parameter is another one."""
+    model = Weights(10.0, 20.0)
+    if together:
+        model, first = start(model, [{"params": [w]} for w in model.w], level=level)
+        chosen = [first]
+    else:
+        chosen = [optimizers.NpuFusedSGD([w], lr=1.0) for w in model.w]
+        model, chosen = initialize(model, chosen, level)
+    found = []
+    for _ in range(4):
+        sampled = nn.Parameter(torch.full((3,), 20.0, device=DEVICE))
+        chosen[-1].param_groups[-1]["params"][0] = sampled
+        loss = model(vector(1.0, 1.0, 1.0), only=(0,)) + sampled.sum()
+        with amp.scale_loss(loss, chosen) as scaled_loss:
+            scaled_loss.backward()
+        for optimizer in chosen:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_values([sampled], 19.0)
+        found.append((model.w[0].data_ptr(), next(iter(amp.master_params(chosen[0]))).data_ptr()))
+    assert_values([model.w[0]], 6.0)
+    return found
+
+
+@levels(("O0", "O1", "O2", "O5"))
+def test_parameters_of_another_optimizer_stay_where_they_are(level):
+    assert len(set(addresses(level, together=False))) == 1
+
+
+@levels_where(("O0", "O1"), ("O2", "O5"), "the model's flat buffer is made anew at each step")
+def test_parameters_of_another_group_stay_where_they_are(level):
+    assert len(set(addresses(level, together=True))) == 1

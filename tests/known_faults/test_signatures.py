@@ -1,0 +1,217 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What callers may pass, and what they get back: methods of a script's own optimizer, arguments that torch knows."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from devices import DEVICE
+from known_faults.common import (
+    LEVELS,
+    WITH_MASTERS,
+    Weights,
+    X,
+    assert_values,
+    backward,
+    initialize,
+    known_fault,
+    levels,
+    levels_where,
+    right_or_refused,
+    start,
+    train_step,
+    vector,
+)
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from apex_npu import amp, optimizers
+from apex_npu._extension import extension
+
+ARGUMENTS = "amp's method takes the arguments that torch's has, and no others"
+RESULT = "amp's method returns what the closure returned, and not what the optimizer's own returns"
+STALE = "parameters move to a buffer, and an array of numpy's over one stays on the memory that it had"
+
+
+class Own(torch.optim.SGD):
+    def step(self, closure=None, factor=1.0):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad, alpha=factor)
+        return "stepped"
+
+    def zero_grad(self, set_to_none=True, reason=None):
+        super().zero_grad(set_to_none)
+        self.reason = reason
+        return "cleared"
+
+
+def own(level):
+    model = Weights(10.0)
+    model, optimizer = initialize(model, Own(model.parameters(), lr=1.0), level)
+    backward(model(vector(*X)), optimizer)
+    return model, optimizer
+
+
+@known_fault(ARGUMENTS, TypeError)
+@levels(LEVELS)
+@pytest.mark.parametrize("positional", [False, True])
+def test_arguments_of_a_step_of_ones_own(positional, level):
+    model, optimizer = own(level)
+    optimizer.step(None, 2.0) if positional else optimizer.step(factor=2.0)
+    assert_values(model.parameters(), 10.0 - 2.0 * torch.tensor(X))
+
+
+@known_fault(RESULT)
+@levels(LEVELS)
+def test_the_result_of_a_step_of_ones_own(level):
+    _, optimizer = own(level)
+    assert optimizer.step() == "stepped"
+
+
+@known_fault(ARGUMENTS, TypeError)
+@levels(LEVELS)
+def test_arguments_of_a_zero_grad_of_ones_own(level):
+    _, optimizer = own(level)
+    optimizer.zero_grad(reason="epoch")
+    assert optimizer.reason == "epoch"
+
+
+@known_fault(RESULT)
+@levels(LEVELS)
+def test_the_result_of_a_zero_grad_of_ones_own(level):
+    _, optimizer = own(level)
+    assert optimizer.zero_grad() == "cleared"
+
+
+@levels(LEVELS)
+def test_a_step_of_ones_own_steps(level):
+    model, optimizer = own(level)
+    optimizer.step()
+    assert_values(model.parameters(), 10.0 - torch.tensor(X))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="arrays lie in the host's memory")
+@pytest.mark.xfail(extension is not None, reason=STALE, raises=AssertionError, strict=True)
+def test_an_array_over_a_parameter_follows_it_or_something_is_said():
+    param = nn.Parameter(torch.full((3,), 10.0))
+    array = param.detach().numpy()
+    optimizer = optimizers.NpuFusedSGD([param], lr=1.0)
+    param.sum().backward()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert said or array.tolist() == param.tolist()
+
+
+@levels_where(("O0", "O1", "O4"), WITH_MASTERS, "a bare KeyError says nothing of checkpoint_view", KeyError)
+def test_states_are_named_by_the_model_or_the_error_names_the_view(level):
+    model, optimizer = start(Weights(10.0), level=level, momentum=0.5)
+    train_step(model, optimizer)
+
+    def check(found):
+        assert_values([found[1]["state"]["w.0"]["momentum_buffer"]], torch.tensor(X))
+
+    right_or_refused(lambda: get_state_dict(model, optimizer), check, naming="checkpoint_view")
+
+
+def parameter():
+    return nn.Parameter(torch.ones(3, device=DEVICE))
+
+
+ALL = {name: cls for name, cls in vars(optimizers).items() if isinstance(cls, type) and name != "FusedOptimizer"}
+FUSED = {name: cls for name, cls in ALL.items() if issubclass(cls, optimizers.FusedOptimizer)}
+WITHOUT = {"FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=known_fault("the base class promises it, and this one has no such argument", TypeError))
+        if n in WITHOUT
+        else n
+        for n in FUSED
+    ],
+)
+def test_every_fused_optimizer_takes_fuse_grad_scaler(name):
+    param = parameter()
+    optimizer = FUSED[name]([param], lr=0.1, fuse_grad_scaler=True)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=64.0)
+    other = parameter()
+    plain = FUSED[name]([other], lr=0.1)
+    scaler.scale((param * vector(*X)).sum()).backward()
+    scaler.step(optimizer)
+    (other * vector(*X)).sum().backward()
+    plain.step()
+    torch.testing.assert_close(param, other)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(value, marks=known_fault("only what is negative or not finite is refused", pytest.fail.Exception))
+        for value in (1.5, torch.tensor(1.5))
+    ]
+    + [-1, math.nan],
+    ids=str,
+)
+def test_a_step_that_is_no_count_is_refused(count):
+    param = parameter()
+    optimizer = optimizers.NpuFusedAdam([param])
+    param.sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][0]["step"] = count
+    with pytest.raises(ValueError, match="count"):
+        optimizer.load_state_dict(state)
+
+
+@known_fault("the groups lack lr_decay and what else torch's have", KeyError)
+def test_the_state_of_fused_adagrad_goes_on_in_torchs():
+    ours, theirs = parameter(), parameter()
+    first = optimizers.FusedAdagrad([ours], lr=0.1, eps=1e-10)
+    reference = torch.optim.Adagrad([theirs], lr=0.1, eps=1e-10)
+    for param, optimizer in ((ours, first), (theirs, reference)):
+        (param * vector(*X)).sum().backward()
+        optimizer.step()
+    second = torch.optim.Adagrad([ours], lr=0.1, eps=1e-10)
+    second.load_state_dict(first.state_dict())
+    second.step()
+    reference.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+@known_fault("a learning rate is asked for, where torch.optim.SGD has a default", TypeError)
+def test_the_default_learning_rate_of_sgd_is_torchs():
+    assert optimizers.NpuFusedSGD([parameter()]).defaults["lr"] == torch.optim.SGD([parameter()]).defaults["lr"]
+
+
+@known_fault("each beta is looked at by itself", pytest.fail.Exception)
+@pytest.mark.parametrize("cls", [optimizers.NpuFusedAdam, optimizers.NpuFusedAdamW])
+def test_betas_of_a_float_and_a_tensor_are_refused_as_in_torch(cls):
+    with pytest.raises(ValueError, match="betas"):
+        cls([parameter()], betas=(0.9, torch.tensor(0.999)))
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+@known_fault("O0 is refused as a level that casts, though nothing would be cast", RuntimeError)
+def test_o0_beside_fully_shard():
+    dist.init_process_group(
+        "gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl", store=dist.HashStore(), rank=0, world_size=1
+    )
+    try:
+        model = nn.Linear(3, 1, bias=False).to(DEVICE)
+        before = model.weight.detach().clone()
+        fully_shard(model, mesh=init_device_mesh(DEVICE.type, (1,)))
+        model, optimizer = initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), "O0")
+        backward(model(vector(*X)).sum(), optimizer)
+        optimizer.step()
+        torch.testing.assert_close(model.weight.full_tensor(), before - vector(*X))
+    finally:
+        amp.shutdown()
+        dist.destroy_process_group()
