@@ -72,8 +72,8 @@ def test_a_flag_that_one_device_has_raised_skips_the_step_on_all():
 
 
 @pytest.mark.skipif(DEVICE.type != "npu", reason="launches are counted on the simulated npu")
-def test_launches_do_not_grow_with_the_number_of_parameters_but_for_one_to_gather_each():
-    run("launches", "independent_of_the_number_of_parameters", "fused_lists")
+def test_launches_do_not_grow_with_the_number_of_parameters():
+    run("launches", "independent_of_the_number_of_parameters")
 
 
 @pytest.mark.parametrize(("fault", "patience"), [("killed", 60), pytest.param("stalled", 8, marks=pytest.mark.slow)])
