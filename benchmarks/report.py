@@ -98,12 +98,24 @@ def counts(table: Table) -> str:
     return _origin(table) + _markdown(("", "workload", "variant", "launches", "MB", "waits"), lines)
 
 
+def vendor_counts(table: Table) -> str:
+    """What host_cann has counted, of each variant a column."""
+    names = list(dict.fromkeys(row["variant"] for row in table))
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in table:
+        cell = f"{int(row['launches']):,} / {int(row['syncs']):,} / {int(row['bytes']) / 1e6:,.1f}"
+        found.setdefault((row["rule"], row["workload"], row["comparison"]), {})[row["variant"]] = cell
+    lines = [(*key, *(cells.get(name, "") for name in names)) for key, cells in found.items()]
+    return _origin(table) + _markdown(("rule", "tensors", "launches / waits / MB of", *names), lines)
+
+
 # Marker in README.md → csv, and how it is shown.
 TABLES: dict[str, tuple[str, Callable[[Table], str]]] = {
     "goals on cpu": ("goals_cpu.csv", goals),
     "steps on cpu": ("cpu.csv", steps),
     "whole steps on cpu": ("cpu.csv", whole),
     "counts on npu": ("npu.csv", counts),
+    "counts on the vendor's torch_npu": ("npu_counts.csv", vendor_counts),
     "goals on cuda": ("goals_cuda.csv", goals),
     "steps on cuda": ("cuda.csv", steps),
 }

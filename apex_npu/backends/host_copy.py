@@ -52,6 +52,6 @@ def numbers_on(numbers: Sequence[float], dtype: torch.dtype, device: torch.devic
 
 
 def _module_with_events(device: torch.device) -> Any:
-    """The module of an accelerator in torch, None where that has no events, by which memory is known to have been read."""
+    """The module of an accelerator in torch; None where it has no events, which tell when memory has been read."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
     return module if hasattr(module, "Event") and hasattr(module, "current_stream") else None

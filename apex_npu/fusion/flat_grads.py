@@ -35,7 +35,7 @@ from apex_npu.ops import (
 
 # Gathered at once in pure torch: what has been copied is still in the cache when it is looked at.
 _BATCH_NUMEL = 1 << 16
-# Of an NPU's copies of lists, how many tensors are one launch: joining is worth it where neighbours are as many on average.
+# So many tensors an NPU copies in one launch: joining pays where there are as many neighbours on average.
 _JOINED_COUNT = 48
 _GRAD, _DTYPE, _LAYOUT = attrgetter("grad"), attrgetter("dtype"), attrgetter("layout")
 
@@ -126,10 +126,20 @@ class FlatGrads:
     def _find(self, slots: range | None, loose_for: LooseFor, loose_numel: int | None = None) -> bytes:
         if loose_numel is None:
             loose_numel = grad_slots.WRITTEN_NUMEL if loose_for == LooseFor.WRITING else grad_slots.LOOSE_NUMEL
+        if loose_for == LooseFor.LISTING:
+            return self._find_listed(slots)
         states = self._look(slots, loose_for, loose_numel)
         # The extension has seen in the same pass whether they lie where they did.
         lost = extension is None and PRESENT in states and self._replace_lost_views()
         return self._look(slots, loose_for, loose_numel) if lost else states
+
+    def _find_listed(self, slots: range | None) -> bytes:
+        states = self._find(slots, LooseFor.NOTHING)
+        foreign = _places_of(FOREIGN, states, 0 if slots is None else slots.start)
+        grads = map(_GRAD, map(self.params.__getitem__, foreign))
+        if all(map(grad_slots.fits, grads, map(self._shapes.__getitem__, foreign))):
+            return states.replace(bytes([FOREIGN]), bytes([LOOSE]))
+        return states
 
     def _look(self, slots: range | None, loose_for: LooseFor, loose_numel: int) -> bytes:
         params, views, first = self.params, self._views or self.params, 0
@@ -377,6 +387,11 @@ class FlatGrads:
     def reads_in_place(self) -> bool:
         """True where kernels read gradients where they lie, all in one call."""
         return extension is not None and self.device.type == "cpu"
+
+    @property
+    def reads_lists(self) -> bool:
+        """True where a LOOSE gradient is one of those that a rule takes as a list."""
+        return joins_lists(self.device)
 
     def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
         """The gradients of consecutive ``slots``, where one is LOOSE at least and none FOREIGN, for ``ops`` to read.

@@ -143,6 +143,11 @@ class FusedGroup:
         """The step count of one parameter: float32, 0-dim."""
         return self._steps.view(index)
 
+    def state_views(self, name: str) -> list[Tensor]:
+        """State ``name`` of all parameters."""
+        self.state_flat(name)
+        return self._state_views[name]
+
     def set_step(self, index: int, step: float) -> None:
         """Set the step count of one parameter."""
         self._steps.set(index, step)
@@ -261,7 +266,7 @@ class FusedGroup:
         labels = self._steps.labels()
         keys: list[Hashable] = [None if state == ABSENT else key for key, state in zip(labels, states, strict=True)]
         for i, state in enumerate(states):
-            if state == LOOSE and not self.grads.reads_in_place:
+            if state == LOOSE and not self.grads.reads_in_place and not self.grads.reads_lists:
                 keys[i] = (i,)  # alone
         self._runs = [
             Run(self, first, last, loose=LOOSE in states[first : last + 1]) for first, last in _equal_neighbours(keys)

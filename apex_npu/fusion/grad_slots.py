@@ -38,6 +38,7 @@ class LooseFor(IntEnum):
     READING = 1
     STEPPING = 2  # but not the very tensor that has been stepped before: what stays had better lie in its slot
     WRITING = 3  # those of the slot's dtype that share their memory with nobody
+    LISTING = 4  # by a rule that takes lists: all of them, on any device, if each has its slot's dtype and layout
 
 
 class GradSlots(Protocol):
@@ -115,7 +116,7 @@ class _PythonGradSlots:
         )
         if loose_for != LooseFor.NOTHING and params[0].device.type == "cpu":
             for i, numel in enumerate(self._numels[first : first + len(grads)]):
-                if numel >= loose_numel and states[i] == FOREIGN and _fits(grads[i], self._shapes[first + i]):
+                if numel >= loose_numel and states[i] == FOREIGN and fits(grads[i], self._shapes[first + i]):
                     states[i] = LOOSE if loose_for != LooseFor.WRITING or _is_alone(grads[i]) else FOREIGN
         return bytes(states)
 
@@ -133,7 +134,7 @@ class _PythonGradSlots:
         pass
 
 
-def _fits(grad: Tensor, shape: Tensor) -> bool:
+def fits(grad: Tensor, shape: Tensor) -> bool:
     """True where a gradient has its slot's dtype and layout, and memory of its own."""
     return (
         grad.layout == torch.strided

@@ -105,12 +105,28 @@ class Run:
         return self.scratch("param").copy_(self.param)
 
     @property
+    def is_listed(self) -> bool:
+        """A gradient is outside of its slot, for a rule that takes lists: ``params``, ``grads``, ``states``."""
+        return self._loose and self._group.grads.reads_lists
+
+    @property
+    def grads(self) -> list[Tensor]:
+        """The gradients of ``params``, wherever they are."""
+        return [p.grad for p in self.params if p.grad is not None]
+
+    def states(self, name: str) -> list[Tensor]:
+        """State ``name`` of each of ``params``."""
+        return self._group.state_views(name)[self.first : self.last + 1]
+
+    @property
     def scaled_grad(self) -> Tensor:
         """The gradients as they lie in their buffer, or where autograd left them; for ops alone, and not to be written.
 
         It may have no memory: only ops with a ``grad_scale``, and ``norm``, know how to read it.
         """
-        if self._loose:  # asked for anew: a reference would keep its memory
+        if self.is_listed:
+            self._group.grads.gather(self._range)
+        elif self._loose:  # asked for anew: a reference would keep its memory
             return self._group.grads.operand(self._range, self._end - self._begin, stepped=True)
         return self._slice("grad", "", lambda _: self._group.grads.flat)
 

@@ -17,6 +17,7 @@ from apex_npu.ops.gather import (
     takes_grads,
     unscale_grads,
 )
+from apex_npu.ops.lists import sgd_list_, takes_sgd_lists
 from apex_npu.ops.reference import FLOATS, LOW_PRECISION, chunks, wide_dtype
 from apex_npu.ops.segmented import adamp_, lamb_, norm, segment_add_, segment_dot
 from apex_npu.ops.segments import Segments
@@ -44,8 +45,10 @@ __all__ = [
     "segment_add_",
     "segment_dot",
     "sgd_",
+    "sgd_list_",
     "take_grads_",
     "takes_grads",
+    "takes_sgd_lists",
     "unscale_grads",
     "wide_dtype",
 ]

@@ -128,6 +128,10 @@ class FusedOptimizer(Optimizer):
         """
         raise NotImplementedError(f"{type(self).__name__} must define update(run, group)")
 
+    def takes_lists(self, group: ParamGroup, fused: FusedGroup) -> bool:
+        """True where ``update`` looks at ``run.is_listed``, and for ``fused`` a list saves the gathering."""
+        return False
+
     def learning_rate(self, run: Run, group: ParamGroup) -> float | Tensor:
         """``group["lr"]``: a tensor where that is one, and the device can read it by itself."""
         lr: float | Tensor = group["lr"]
@@ -176,9 +180,8 @@ class FusedOptimizer(Optimizer):
             self._check_captured_gradients()
         # A gradient may look at a parameter, which is about to be written: it is copied, unless it surely does not.
         in_slots = all(fused.in_slots for fused in self.fused_groups())
-        loose_for = LooseFor.STEPPING if in_slots else LooseFor.WRITING
         work = [
-            (group, fused, fused.grads.gather(loose_for=loose_for))
+            (group, fused, fused.grads.gather(loose_for=self._loose_for(group, fused, in_slots)))
             for group, record in zip(self.param_groups, self._fused, strict=True)
             for fused in record.groups
         ]
@@ -218,6 +221,11 @@ class FusedOptimizer(Optimizer):
         flags = [flag.to(scale.device, non_blocking=True) for flag in state["found_inf_per_device"].values()]
         self.found_inf_of_step = sum(flags[1:], start=flags[0]) if flags else None
         self.grad_scale_of_step = None if state["stage"] is OptState.UNSCALED else scale
+
+    def _loose_for(self, group: ParamGroup, fused: FusedGroup, in_slots: bool) -> LooseFor:
+        if not in_slots:
+            return LooseFor.WRITING
+        return LooseFor.LISTING if self.takes_lists(group, fused) else LooseFor.STEPPING
 
     def _of_scaler(self, name: str) -> Tensor | None:
         """What a GradScaler has handed over for this step."""

@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from apex_npu.fusion import Run
-from apex_npu.ops import sgd_
+from apex_npu.fusion import FusedGroup, Run
+from apex_npu.ops import sgd_, sgd_list_, takes_sgd_lists
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import as_number, check_bool, check_non_negative
 
@@ -92,8 +92,28 @@ class NpuFusedSGD(FusedOptimizer):
         """A momentum buffer, if there is momentum."""
         return ("momentum_buffer",) if group["momentum"] else ()
 
+    def takes_lists(self, group: ParamGroup, fused: FusedGroup) -> bool:
+        """With momentum, on an NPU."""
+        if not takes_sgd_lists(fused.param_flat.device, fused.param_flat.dtype) or self.capturable:
+            return False
+        return bool(group["momentum"] > 0 and not group.get("wd_after_momentum", False))
+
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""
+        if run.is_listed and run.grad_scale is None and run.found_inf is None:
+            sgd_list_(
+                run.params,
+                run.grads,
+                run.states("momentum_buffer"),
+                lr=float(group["lr"]),
+                momentum=group["momentum"],
+                dampening=group["dampening"],
+                weight_decay=group["weight_decay"],
+                nesterov=group["nesterov"],
+                maximize=group["maximize"],
+                step=int(run.step),
+            )
+            return
         sgd_(
             run.param,
             run.scaled_grad,

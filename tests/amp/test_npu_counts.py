@@ -142,10 +142,10 @@ def test_one_wait_for_the_device(level, fuse_unscale, set_to_none):
 
 @pytest.mark.parametrize("fuse_unscale", [False, True])
 @pytest.mark.parametrize("level", ["O0", "O2"])
-def test_gathering_takes_one_launch_for_each_tensor_or_one_in_all(level, fuse_unscale):
+def test_gathering_takes_one_launch(level, fuse_unscale):
     def launches(tensors):
         return parts_of_a_step(tensors, level, fuse_unscale)["unscale and check"].launches
 
-    assert launches(60) - launches(3) == 57
-    SIMULATOR.configure(fused_foreach=True)
-    assert launches(60) == launches(3)
+    # A float32 model's gradients are held where they are, until clipping or the step gathers them.
+    expected = 1 if fuse_unscale else 4
+    assert launches(60) == launches(3) == expected

@@ -17,6 +17,7 @@ from devices import DEVICE
 from torch import nn
 
 from apex_npu import amp, optimizers
+from apex_npu.amp import held_gradients
 from apex_npu.amp.open_check import OpenCheck
 
 LEVELS = ["O0", "O2"]
@@ -294,8 +295,13 @@ def test_gradients_that_a_script_repairs_are_stepped():
 def test_a_plain_step_reads_gradients_for_overflow_once(monkeypatch):
     scale_loss = sys.modules["apex_npu.amp.scale_loss"]  # the module; the package has a function of that name
     looks = []
-    real = scale_loss.look_for_overflow
-    monkeypatch.setattr(scale_loss, "look_for_overflow", lambda units: looks.append(1) or real(units))
+
+    def count(module, name):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: looks.append(1) or real(*args))
+
+    count(scale_loss, "look_for_overflow")
+    count(held_gradients, "scale_and_look")  # where they are divided in the same pass
     model, optimizer = make()
     for clip in (True, False):
         backward(model, optimizer)

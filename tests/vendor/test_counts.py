@@ -1,0 +1,124 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Launches, waits and bytes of ours on the vendor's torch_npu: exact, and no more than the best of the others takes.
+
+The others are torch_npu's own fused optimizers with its GradScaler, and torch.optim's foreach and fused ones with
+torch's. ``benchmarks/npu_counts.py`` has what they do.
+"""
+
+import functools
+import importlib.metadata
+
+import pytest
+import torch
+
+host_cann = pytest.importorskip("host_cann")
+try:
+    importlib.metadata.version("torch_npu")
+except importlib.metadata.PackageNotFoundError:
+    pytest.skip("the vendor's torch_npu is not installed", allow_module_level=True)
+host_cann.install()
+
+import npu_counts  # noqa: E402
+
+from apex_npu import amp  # noqa: E402
+
+# Launches, and waits, of a bare step and of whole iterations at O1 and O2, whatever the number of tensors.
+OURS = {
+    "SGD": ((1, 0), (8, 1), (9, 1)),
+    "Adam": ((3, 0), (9, 1), (10, 1)),
+    "AdamW": ((3, 0), (9, 1), (10, 1)),
+    "LAMB": ((20, 0), (26, 1), (27, 1)),
+    "RMSprop": ((6, 0), (12, 1), (13, 1)),
+}
+EVERY = [(rule, comparison) for rule in OURS for comparison in npu_counts.COMPARISONS]
+
+
+@pytest.fixture(autouse=True)
+def _without_amp():
+    yield
+    amp.shutdown()
+
+
+@functools.cache
+def counted(rule, workload, comparison, name):
+    return npu_counts.count(npu_counts.make(rule, npu_counts.LISTS[workload](), comparison, name))
+
+
+def rivals(rule, workload, comparison):
+    if "iteration" in comparison:
+        comparison = npu_counts.COMPARISONS[1]  # they have one kind
+    return {name: counted(rule, workload, comparison, name) for name in npu_counts.variant_names(rule)[1:]}
+
+
+@pytest.mark.parametrize("workload", npu_counts.LISTS)
+@pytest.mark.parametrize(("rule", "comparison"), EVERY)
+def test_launches_and_waits_are_these_for_any_list(rule, comparison, workload):
+    n = counted(rule, workload, comparison, "apex_npu")
+    assert (n.launches, n.syncs) == OURS[rule][npu_counts.COMPARISONS.index(comparison)], dict(n.by_op)
+
+
+@pytest.mark.parametrize("workload", ["small50", "thin_resnet50"])
+@pytest.mark.parametrize(("rule", "comparison"), EVERY)
+def test_nobody_takes_fewer(rule, comparison, workload):
+    ours = counted(rule, workload, comparison, "apex_npu")
+    others = rivals(rule, workload, comparison)
+    # torch's fused Adam computes on the host: it waits eight times for each tensor.
+    assert ours.launches <= min(n.launches for name, n in others.items() if (rule, name) != ("Adam", "torch fused"))
+    # Its fused AdamW does not wait because on an NPU it does not heed the flag of a GradScaler.
+    assert ours.syncs <= min(n.syncs for name, n in others.items() if (rule, name) != ("AdamW", "torch fused"))
+
+
+@pytest.mark.parametrize("comparison", npu_counts.COMPARISONS)
+@pytest.mark.parametrize("rule", ["SGD", "Adam", "AdamW"])
+def test_bytes_are_no_more_than_the_vendors(rule, comparison):
+    ours = counted(rule, "thin_resnet50", comparison, "apex_npu")
+    assert ours.bytes <= rivals(rule, "thin_resnet50", comparison)["torch_npu NpuFused"].bytes
+
+
+def test_sgd_reads_gradients_where_they_are():
+    ours, fused = (counted("SGD", "thin_resnet50", "step", name) for name in ("apex_npu", "torch fused"))
+    assert ours.bytes == fused.bytes
+
+
+@pytest.mark.parametrize("rule", OURS)
+@pytest.mark.parametrize("comparison", npu_counts.COMPARISONS[1:])
+def test_fuse_unscale_costs_nothing_where_nothing_is_clipped(rule, comparison):
+    shapes = npu_counts.LISTS["small50"]()
+    fused = npu_counts.count(npu_counts.make(rule, shapes, comparison, "apex_npu", fuse_unscale=True))
+    plain = counted(rule, "small50", comparison, "apex_npu")
+    assert (fused.launches, fused.syncs, fused.bytes) == (plain.launches, plain.syncs, plain.bytes)
+
+
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+def test_clipping_waits_once(fuse_unscale):
+    variant = npu_counts.make("Adam", npu_counts.small50(), "O2 iteration", "apex_npu", fuse_unscale=fuse_unscale)
+    (optimizer,) = amp.session.current().adopted
+    backward = variant.backward
+    clipped = variant._replace(backward=lambda: (backward(), optimizer.clip_optimizer_grad_norm_fused(1e-3)))
+    assert npu_counts.count(clipped).syncs == 1
+
+
+def test_a_first_step_takes_as_many_launches_for_any_list():
+    launches = []
+    for workload in ("small50", "thin_resnet50"):
+        variant = npu_counts.make("Adam", npu_counts.LISTS[workload](), "step", "apex_npu")
+        variant.trained.prepare()
+        variant.backward()
+        with host_cann.count() as n:
+            variant.step()
+        launches.append(n.launches)
+    assert launches[0] == launches[1] < 20
+
+
+def test_joined_gradients_take_no_memory_but_their_buffers():
+    variant = npu_counts.make("RMSprop", npu_counts.LISTS["thin_resnet50"](), "step", "apex_npu")
+    npu_counts.count(variant)
+    variant.trained.prepare()
+    variant.backward()
+    flats = variant.step.__closure__[0].cell_contents.flat_grads()
+    before = torch.npu.memory_allocated()
+    torch.npu.reset_peak_memory_stats()
+    for flat in flats:
+        flat.gather()
+    assert torch.npu.max_memory_allocated() == before
