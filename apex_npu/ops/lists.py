@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -14,14 +12,14 @@ from apex_npu.ops import npu
 
 def takes_sgd_lists(device: torch.device, dtype: torch.dtype) -> bool:
     """True where ``sgd_list_`` steps parameters of ``dtype`` in one launch, however many there are."""
-    return device.type == "npu" and dtype == torch.float32 and npu.has_aten_kernel("_fused_sgd_")
+    return device.type == "npu" and dtype == torch.float32 and npu.works("_fused_sgd_", device)
 
 
 @torch.no_grad()
 def sgd_list_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
+    params: list[Tensor],
+    grads: list[Tensor],
+    momentum_buffers: list[Tensor],
     *,
     lr: float,
     momentum: float,
