@@ -42,6 +42,11 @@ aclTensor tensor_of(const aclTensorDesc& desc, const aclDataBuffer& buffer) {
   return t;
 }
 
+// Device memory that an operand takes has to be that of one block; a number may be in the host's memory.
+bool is_there(const aclDataBuffer& buffer) {
+  return host_cann::device_of(buffer.data) < 0 || inside_one_block(buffer.data, buffer.bytes);
+}
+
 aclError execute(const char* type, int inputs, const aclTensorDesc* const in_desc[], const aclDataBuffer* const in[],
                  int outputs, const aclTensorDesc* const out_desc[], aclDataBuffer* const out[], const aclopAttr* attr,
                  aclrtStream stream) {
@@ -55,6 +60,11 @@ aclError execute(const char* type, int inputs, const aclTensorDesc* const in_des
   auto operands = std::make_shared<OlderOperands>();
   std::string dtypes;
   size_t bytes = 0;
+  for (int i = 0; i < inputs + outputs; ++i) {
+    if (is_there(*(i < inputs ? in[i] : out[i - inputs]))) continue;
+    return fail(ACL_ERROR_INVALID_PARAM,
+                name + ": an operand reaches over the end of its memory, or into memory that is free");
+  }
   for (int i = 0; i < inputs; ++i) {
     operands->in.push_back(tensor_of(*in_desc[i], *in[i]));
     dtypes += (i ? " " : "") + std::string(short_name(in_desc[i]->type));
@@ -70,7 +80,7 @@ aclError execute(const char* type, int inputs, const aclTensorDesc* const in_des
   // Numbers that are in the host's memory may be gone when the work is done.
   auto hosts = std::make_shared<std::vector<std::vector<char>>>();
   for (int i = 0; i < inputs; ++i) {
-    if (device_of(in[i]->data) >= 0 || in[i]->data == nullptr) continue;
+    if (host_cann::device_of(in[i]->data) >= 0 || in[i]->data == nullptr) continue;
     const char* data = static_cast<const char*>(in[i]->data);
     hosts->emplace_back(data, data + in[i]->bytes);
     operands->in[i].data = hosts->back().data();

@@ -2,12 +2,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "formats.h"
 
+#include <atomic>
+
 #include "report.h"
 
 namespace host_cann {
 namespace {
 
-bool overflowed = false;
+std::atomic<bool> overflowed{false};  // any stream's work may raise it
 
 // [..., H, W] as FRACTAL_NZ: [..., W/16, H/16, 16, 16], padded with zeros.
 at::Tensor tiles_over(void* data, const aclTensor& of) {

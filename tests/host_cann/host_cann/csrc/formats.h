@@ -12,7 +12,7 @@ namespace host_cann {
 bool is_tiled(aclFormat format);
 at::Tensor from_tiles(void* data, const aclTensor& of);  // a dense copy
 void to_tiles(void* data, const aclTensor& of, const at::Tensor& value);
-// On chips that have neither inf nor NaN: clamped, and the device's flag raised. Elsewhere `value` itself.
+// On chips that have neither inf nor NaN: clamped, and the flag of the process raised. Elsewhere `value` itself.
 at::Tensor saturated(at::Tensor value);
 bool overflow_flag();
 void clear_overflow_flag();
