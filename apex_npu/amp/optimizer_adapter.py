@@ -85,12 +85,15 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
                 super().step()
         finally:
             finish_hand_over(self)
-        record.copy_masters(self, None if check is None else check.flag)
-        _drop_master_grads(record)
-        if check is not None:
-            report_later(record, check)
-        else:
-            _end_step(record)
+        try:
+            record.copy_masters(self, None if check is None else check.flag)
+        finally:
+            # Where that has failed, another step() finds no gradients, and does nothing but copy again.
+            _drop_master_grads(record)
+            if check is not None:
+                report_later(record, check)
+            else:
+                _end_step(record)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]

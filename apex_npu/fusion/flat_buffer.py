@@ -94,6 +94,10 @@ def owns_storage(tensors: Sequence[Tensor]) -> bool:
     return backend.storage_numel(tensors[0]) <= sum(extent for _, extent in ranges)
 
 
+class NoRoomError(torch.OutOfMemoryError):
+    """There is no memory for a buffer; nothing has moved, and nothing has been written."""
+
+
 class FlatBuffer:
     """Owns one flat tensor and hands out views with storages of their own.
 
@@ -111,7 +115,7 @@ class FlatBuffer:
         try:
             self.flat = torch.zeros(numel, dtype=dtype, device=device)
         except RuntimeError as error:
-            raise torch.OutOfMemoryError(
+            raise NoRoomError(
                 f"a fused buffer of {numel} x {dtype} needs {mib(nbytes)} on {device}, which is not free; nothing has "
                 f"been moved. Free memory, or use the unfused optimizer or combine_grad=False. ({error})"
             ) from error

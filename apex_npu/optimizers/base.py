@@ -26,6 +26,7 @@ from apex_npu.fusion import (
     increment_versions,
     is_sharded,
 )
+from apex_npu.fusion.flat_buffer import NoRoomError
 from apex_npu.fusion.grad_slots import LOOSE, PRESENT, LooseFor
 from apex_npu.optimizers.capture import check_gradients, check_groups, refusal
 from apex_npu.optimizers.checks import check_bool, check_params, naming
@@ -123,6 +124,8 @@ class FusedOptimizer(Optimizer):
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule to ``run``: flat ``param``, ``grad``, ``state(name)``, and ``step``, counted from 1.
 
+        What it needs of ``run`` is asked for, and what it finds wrong is raised, before anything is written.
+
         ``run.grad`` is never to be written. Ops that take a ``grad_scale`` and a ``model_param`` get
         ``run.scaled_grad``, ``run.grad_scale`` and ``run.model_param()`` instead, and save a pass or two.
         """
@@ -155,7 +158,9 @@ class FusedOptimizer(Optimizer):
 
         Raises:
             RuntimeError: A gradient is sparse, or of another dtype, or a CUDA graph is being captured that could not
-                replay this step; nothing has been updated then.
+                replay this step; nothing has been updated then. Or a device has failed, or run out of memory, in the
+                middle of an update: the message says that this step cannot be repeated.
+            torch.OutOfMemoryError: There is no memory for state; nothing has been updated then.
             TypeError: A parameter has become one of a dtype that cannot be fused; likewise. Or there is an argument
                 that a step does not have.
         """
@@ -186,13 +191,14 @@ class FusedOptimizer(Optimizer):
             for fused in record.groups
         ]
         runs: list[tuple[Run, ParamGroup]] = []
-        updated = 0
+        updated, writing = 0, False
         counted = 1.0 if found_inf is None else (found_inf == 0).to(torch.float32)
         try:
             for group, fused, states in work:
                 runs += [(run, group) for run in self._advance(group, fused, states, counted)]
             self._hand_scale_to(runs, grad_scale, found_inf)
             self.before_updates(runs)
+            writing = True
             for run, group in runs:
                 self.update(run, group)
                 updated += 1
@@ -200,9 +206,15 @@ class FusedOptimizer(Optimizer):
                 # changed between forward and backward.
                 increment_versions(run.params)
                 increment_versions(self._owners_of(run.params))
-        except BaseException:
-            for run, _ in runs[updated:]:
-                run.take_back()
+        except BaseException as error:
+            # Python handles an interrupt when a kernel has returned: the run that it ends has been stepped.
+            interrupted = writing and not isinstance(error, Exception)
+            try:
+                for run, _ in runs[updated + interrupted :]:
+                    run.take_back()
+            finally:
+                if writing and _may_have_written(error, updated):
+                    raise self._torn(error) from error
             raise
         self._shown.remember_joined(self, self._slots())
         return loss
@@ -226,6 +238,13 @@ class FusedOptimizer(Optimizer):
         if not in_slots:
             return LooseFor.WRITING
         return LooseFor.LISTING if self.takes_lists(group, fused) else LooseFor.STEPPING
+
+    def _torn(self, error: BaseException) -> RuntimeError:
+        return RuntimeError(
+            f"{type(self).__name__}.step() has failed while it updated parameters: some may have been stepped, or "
+            "their state, and others not, so this step cannot be repeated. Load the model and the optimizer from a "
+            f"checkpoint before the next one. ({type(error).__name__}: {error})"
+        )
 
     def _of_scaler(self, name: str) -> Tensor | None:
         """What a GradScaler has handed over for this step."""
@@ -518,6 +537,15 @@ class FusedOptimizer(Optimizer):
         return [
             record.owners[id(p)] for record in self._fused if record.owners for p in parts if id(p) in record.owners
         ]
+
+
+def _may_have_written(error: BaseException, updated: int) -> bool:
+    """Whether ``error``, after ``updated`` runs, may have ended the update of a run that was being written.
+
+    What is wrong with hyper-parameters or operands is said, by other types, before; and so is a lack of buffers.
+    """
+    before_writing = updated == 0 and isinstance(error, NoRoomError)
+    return isinstance(error, (RuntimeError, MemoryError)) and not before_writing
 
 
 @functools.lru_cache(maxsize=64)

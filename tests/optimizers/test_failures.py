@@ -9,8 +9,8 @@ from lockstep import assert_equal_params, assert_equal_states
 from optimizer_specs import SPECS
 from torch import nn
 
-from apex_npu.fusion import flat_buffer
-from apex_npu.optimizers import NpuFusedAdam
+from apex_npu.fusion import FusedGroup, flat_buffer
+from apex_npu.optimizers import NpuFusedAdam, NpuFusedLamb
 
 
 def make_params(dtype=torch.float32):
@@ -98,3 +98,39 @@ def test_a_parameter_that_becomes_complex_is_refused():
     params[2].grad = None
     optimizer.step()
     assert not torch.equal(params[0], before)
+
+
+def test_an_update_that_fails_half_way_says_that_it_cannot_be_repeated(monkeypatch):
+    params = make_params()
+    optimizer = NpuFusedAdam(params, lr=0.1)
+    set_grads(params, 0)
+
+    def lost(run, group):
+        run.state("exp_avg").add_(1.0)
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(optimizer, "update", lost)
+    said = r"NpuFusedAdam.step\(\) has failed .* cannot be repeated. Load .* \(RuntimeError: the device is lost\)"
+    with pytest.raises(RuntimeError, match=said):
+        optimizer.step()
+
+
+def test_memory_that_runs_out_behind_a_group_that_has_been_stepped_cannot_be_made_up_for(monkeypatch):
+    params = make_params()
+    optimizer = NpuFusedLamb([{"params": params[:2]}, {"params": params[2:]}], lr=0.1)
+    set_grads(params, 0)
+    make, made = FusedGroup.scratch_flat, []
+
+    def scarce(group, name):
+        made.append(group)
+        if made[0] is not group:
+            raise flat_buffer.NoRoomError("not enough memory")
+        return make(group, name)
+
+    monkeypatch.setattr(FusedGroup, "scratch_flat", scarce)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(RuntimeError, match="cannot be repeated"):
+        optimizer.step()
+    assert not torch.equal(params[0], before[0])
+    assert torch.equal(params[2], before[2])
+    assert [float(optimizer.state[p]["step"]) for p in params[:2]] == [1, 1]
