@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 TARGETS = "targets have to be int64 there, and an npu takes int32"
 BIAS = "a bias has to be of the input's dtype there, and an npu takes float32 beside float16"
 NOT_FOR_CHILDREN = "children that torch.multiprocessing spawns do not know the simulated device"
-NO_SOURCE = "what stands for torch's factories behind transfer_to_npu has no source that can be scripted"
+NO_SOURCE = "what stands for torch's factories after transfer_to_npu has no source that can be scripted"
 MISSING = "the simulated device has no such name"
 
 SCRIPT = """
@@ -84,7 +84,7 @@ print(torch.jit.script(count)(torch.ones(3).npu()).tolist())
 
 @pytest.mark.slow
 @known_fault(NO_SOURCE)
-def test_functions_are_scripted_behind_transfer_to_npu(tmp_path):
+def test_functions_are_scripted_after_transfer_to_npu(tmp_path):
     assert "[1.0, 2.0, 3.0]" in run(tmp_path, SCRIPTED, "-m", "npu_simulator")
 
 
