@@ -122,7 +122,7 @@ def shards_of_unequal_length_run(level):
 
 
 @check(*[(level, kind) for level in ("O1", *WITH_MASTERS) for kind in ("torch", "fused")])
-def ddp_behind_initialize(level, kind):
+def ddp_after_initialize(level, kind):
     model, optimizer = start(Weights(10.0), kind=kind, level=level)
     train(model, optimizer, DDP(model))
     assert_equal(model, 8.0)

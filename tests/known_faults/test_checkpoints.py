@@ -68,7 +68,7 @@ def double_on_load(model):
 
 
 @levels_where(WITHOUT_MASTERS, WITH_MASTERS, PRE_HOOK)
-def test_a_hook_registered_behind_initialize_that_changes_the_values(level):
+def test_a_hook_registered_after_initialize_that_changes_the_values(level):
     model, optimizer = load_and_train(Single(), {"weight": torch.full((3,), 4.0)}, level, double_on_load)
     assert_values(model.parameters(), 7.0)
     assert_values(amp.master_params(optimizer), 7.0)

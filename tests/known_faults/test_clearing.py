@@ -25,7 +25,7 @@ from apex_npu import amp
 
 STEPPED = "step() takes what the masters hold, though the model's gradients are gone"
 LEFT_OVER = "a parameter that the last block does not reach is stepped with a gradient that was dropped before it"
-AFTER_EXCEPTION = "behind a block that an exception has ended masters do not follow what is dropped from the model"
+AFTER_EXCEPTION = "after a block that an exception has ended masters do not follow what is dropped from the model"
 OLD_SKIP = "the skip of gradients that are gone stays, since an exception has ended the block between"
 WITHOUT_MASTERS = ("O0", *CASTING)
 ALL_KINDS = ("torch", "combine_grad", "fused", "fuse_unscale")
@@ -52,7 +52,7 @@ def ready(kind, level, **options):
     return model, optimizer, vector(1.0, 1.0, 1.0)
 
 
-def step_behind_clearing(clear, kind, level):
+def step_after_clearing(clear, kind, level):
     model, optimizer, x = ready(kind, level)
     backward(model(x), optimizer)
     clear(model)
@@ -64,22 +64,22 @@ def step_behind_clearing(clear, kind, level):
 @kinds(ALL_KINDS)
 @levels(WITH_MASTERS)
 @clears
-def test_a_step_behind_clearing_does_nothing(clear, level, kind):
-    step_behind_clearing(clear, kind, level)
+def test_a_step_after_clearing_does_nothing(clear, level, kind):
+    step_after_clearing(clear, kind, level)
 
 
 @kinds(ALL_KINDS)
 @levels(WITHOUT_MASTERS)
 @clears
-def test_a_step_behind_clearing_does_nothing_without_masters(clear, level, kind):
-    step_behind_clearing(clear, kind, level)
+def test_a_step_after_clearing_does_nothing_without_masters(clear, level, kind):
+    step_after_clearing(clear, kind, level)
 
 
 @known_fault(STEPPED)
 @kinds(ALL_KINDS)
 @levels(WITH_MASTERS)
-def test_a_step_behind_zeroing_moves_nothing(level, kind):
-    step_behind_clearing(to_zeros, kind, level)
+def test_a_step_after_zeroing_moves_nothing(level, kind):
+    step_after_clearing(to_zeros, kind, level)
 
 
 def one_parameter_cleared(kind, level):
@@ -134,10 +134,10 @@ def interrupted(model, optimizer, x, inside):
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["before backward", "behind backward"])
+@pytest.mark.parametrize("inside", [False, True], ids=["before backward", "after backward"])
 @kinds(ALL_KINDS)
 @levels_where(WITHOUT_MASTERS, WITH_MASTERS, AFTER_EXCEPTION)
-def test_behind_a_block_that_an_exception_ended_a_step_does_nothing(level, kind, inside):
+def test_after_a_block_that_an_exception_ended_a_step_does_nothing(level, kind, inside):
     model, optimizer, x = ready(kind, level)
     backward(model(x), optimizer)
     interrupted(model, optimizer, x, inside)
@@ -146,10 +146,10 @@ def test_behind_a_block_that_an_exception_ended_a_step_does_nothing(level, kind,
     assert_values(model.parameters(), 10.0, 10.0)
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["before backward", "behind backward"])
+@pytest.mark.parametrize("inside", [False, True], ids=["before backward", "after backward"])
 @kinds(ALL_KINDS)
 @levels_where(WITHOUT_MASTERS, WITH_MASTERS, AFTER_EXCEPTION)
-def test_behind_a_block_that_an_exception_ended_the_next_one_alone_is_stepped(level, kind, inside):
+def test_after_a_block_that_an_exception_ended_the_next_one_alone_is_stepped(level, kind, inside):
     model, optimizer, x = ready(kind, level)
     backward(model(x), optimizer)
     interrupted(model, optimizer, x, inside)
@@ -178,5 +178,5 @@ def test_a_skip_goes_with_the_gradients_that_are_dropped(level, kind):
 
 @kinds(ALL_KINDS)
 @levels_where(WITHOUT_MASTERS, WITH_MASTERS, OLD_SKIP)
-def test_a_skip_goes_with_the_gradients_that_are_dropped_behind_an_exception(level, kind):
+def test_a_skip_goes_with_the_gradients_that_are_dropped_after_an_exception(level, kind):
     skipped(level, kind, between=True)

@@ -128,7 +128,7 @@ def test_later_blocks_open(level):
 
 
 @levels(("O1", *WITH_MASTERS))
-def test_old_or_new_values_behind_an_interrupted_block(level):
+def test_old_or_new_values_after_an_interrupted_block(level):
     right = (FIRST - STEPS, FIRST - STEPS - 1)
     assert not bad(
         level, "torch", "scale_loss.py", what=lambda found: isinstance(found, list) and set(found) - set(right)
@@ -153,5 +153,5 @@ def test_functions_are_cast(level):
 
 
 @levels(("O1", "O4"))
-def test_functions_are_cast_behind_an_interrupted_forward(level):
+def test_functions_are_cast_after_an_interrupted_forward(level):
     assert not wrong_dtypes(level, "forward_cast.py")

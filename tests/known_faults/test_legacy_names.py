@@ -100,7 +100,7 @@ def test_a_launcher_of_several_processes(tmp_path):
 
 
 def addresses(level, *, together):
-    """Where the backbone's parameter lies, over steps at each of which the classes' parameter is another one."""
+    """Addresses of the backbone's parameter over steps at each of which the classes' parameter is another one."""
     model = Weights(10.0, 20.0)
     if together:
         model, first = start(model, [{"params": [w]} for w in model.w], level=level)
@@ -129,6 +129,6 @@ def test_parameters_of_another_optimizer_stay_where_they_are(level):
     assert len(set(addresses(level, together=False))) == 1
 
 
-@levels_where(("O0", "O1"), ("O2", "O5"), "the model's flat buffer is made anew at each step")
+@levels_where(("O0", "O1"), ("O2", "O5"), "the model's flat buffer is made again at each step")
 def test_parameters_of_another_group_stay_where_they_are(level):
     assert len(set(addresses(level, together=True))) == 1

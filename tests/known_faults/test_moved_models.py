@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A model that ``.to()`` moves behind ``initialize`` is trained, or refused."""
+"""A model that ``.to()`` moves after ``initialize`` is trained, or refused."""
 
 import pytest
 from devices import DEVICE
@@ -36,16 +36,16 @@ def train_moved(level, kind):
 @known_fault(DROPPED)
 @kinds(("combine_grad", "fused", "fuse_unscale"))
 @levels(WITH_MASTERS)
-def test_a_model_with_masters_that_is_moved_behind_initialize(level, kind):
+def test_a_model_with_masters_that_is_moved_after_initialize(level, kind):
     train_moved(level, kind)
 
 
 @levels(WITH_MASTERS)
-def test_a_model_with_masters_and_torchs_optimizer_that_is_moved_behind_initialize(level):
+def test_a_model_with_masters_and_torchs_optimizer_that_is_moved_after_initialize(level):
     train_moved(level, "torch")
 
 
 @kinds(("torch", "combine_grad", "fused", "fuse_unscale"))
 @levels(("O0", *CASTING))
-def test_a_model_that_is_moved_behind_initialize(level, kind):
+def test_a_model_that_is_moved_after_initialize(level, kind):
     train_moved(level, kind)

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
 ]
 
-STILL_AVERAGES = "combine_ddp and accelerate, set on an optimizer behind initialize, change nothing"
+STILL_AVERAGES = "combine_ddp and accelerate, set on an optimizer after initialize, change nothing"
 OVERWRITES = "initialize gives parameters of no model the values of rank 0"
 REFUSES_SHARDS = "combine_ddp refuses parameters whose shapes differ, though their optimizer is taken out of it"
 UNNOTICED = "the level casts parameters inside of a DistributedDataParallel, which averages nothing from then on"
@@ -87,9 +87,9 @@ def test_shards_of_unequal_length_run(verdicts, name):
 
 @pytest.mark.parametrize(
     "name",
-    cases("ddp_behind_initialize", *(f"{level} {kind}" for level in ("O1", "O2", "O5") for kind in ("torch", "fused"))),
+    cases("ddp_after_initialize", *(f"{level} {kind}" for level in ("O1", "O2", "O5") for kind in ("torch", "fused"))),
 )
-def test_distributed_data_parallel_behind_initialize_averages(verdicts, name):
+def test_distributed_data_parallel_after_initialize_averages(verdicts, name):
     verify(verdicts, name)
 
 

@@ -21,7 +21,7 @@ from known_faults.common import (
 
 from apex_npu import amp, optimizers
 
-LOST = "masters are made anew for parameters that are grouped anew, and the state of the old ones is forgotten"
+LOST = "masters are made again for parameters that are grouped again, and the state of the old ones is forgotten"
 REFUSED = "a model that amp itself has cast is taken for one that was in half precision before"
 WITHOUT_MASTERS = ("O0", *CASTING)
 ONES = (1.0, 1.0, 1.0)
@@ -103,10 +103,10 @@ def test_a_model_is_initialized_again_with_another_optimizer(level, shutdown, cl
     assert_values(amp.master_params(optimizer), EXACT - 2 * 2.0**-20)
 
 
-@known_fault("behind shutdown() the rounded weights are shown")
+@known_fault("after shutdown() the rounded weights are shown")
 @both
 @levels(WITH_MASTERS)
-def test_behind_shutdown_a_model_shows_its_masters(level, cls):
+def test_after_shutdown_a_model_shows_its_masters(level, cls):
     model = Weights(EXACT)
     model, optimizer = initialize(model, cls(model.parameters(), lr=2.0**-20), level)
     train_step(model, optimizer, ONES)

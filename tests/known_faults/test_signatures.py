@@ -96,7 +96,7 @@ def test_a_step_of_ones_own_steps(level):
     assert_values(model.parameters(), 10.0 - torch.tensor(X))
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="arrays lie in the host's memory")
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="arrays are in the host's memory")
 @pytest.mark.xfail(extension is not None, reason=STALE, raises=AssertionError, strict=True)
 def test_an_array_over_a_parameter_follows_it_or_something_is_said():
     param = nn.Parameter(torch.full((3,), 10.0))

@@ -26,9 +26,9 @@ TORCHS_LINE = "the level of the stack is counted without the wrappers that torch
 OUR_LINE = "the level of the stack is counted from a function that the block's end calls"
 ONCE_IN_ALL = "what has been said of one optimizer is not said of another of its class"
 BAD_ADVICE = "a floor of 1 is advised where a scale below 1 is what trains"
-NEVER_SAID = "under a static scale nobody looks at gradients, and nothing is said when they overflow"
+NEVER_SAID = "under a static scale no one looks at gradients, and nothing is said when they overflow"
 NOISE = "buffers of a few bytes are announced with 0.0 MiB"
-LOST = "the lists are made anew at each look, and what is done to one is lost"
+LOST = "the lists are made again at each look, and what is done to one is lost"
 
 
 class Said:
