@@ -48,28 +48,41 @@ SATURATING = {"HOST_CANN_SOC": "Ascend910ProA"} if VENDOR else {}
 
 DEVICE = torch.device(_NAME)
 
+# False where a rule computes with a number on the device by another kernel than with one of the host, as torch_npu:
+# the last bit may differ.
+SAME_KERNELS = not VENDOR
+
 # What torch_npu and CANN do not do, by the names that `needs` takes.
 _VENDOR_LACKS = {
     "channels_last": 'torch_npu takes no memory_format but "contiguous_format or preserve_format"',
-    "float64": "CANN's operators for optimizers take float32, float16 and bfloat16",
-    "same_kernels": "torch_npu computes with a tensor by another kernel than with a number: the last bit differs",
+    "complex_norm": "torch_npu's norm of complex numbers is complex",
+    "configurable_chip": "whether a chip saturates is a property of the process: HOST_CANN_SOC=Ascend910ProA",
+    "float64": "torch_npu makes float32 of what is to become float64",
+    "functorch_linear": 'torch_npu\'s products raise "Cannot access storage of TensorWrapper" under torch.func.jacrev',
+    "lstm_projection": "torch_npu's LSTM has no projections",
+    "mixed_operands": "CANN promotes operands of two dtypes, where torch's CPU and CUDA kernels raise",
     "packed_rnn": "torch_npu pads packed sequences, and cannot unpack those of RNN and GRU",
-    "functorch_linear": 'torch_npu\'s linear has "Cannot access storage of TensorWrapper" under torch.func',
-    "mixed_matmul": "CANN multiplies matrices of two dtypes, where torch's CPU and CUDA kernels raise",
-    "synchronous_errors": "an operator's error is reported when the host waits for the device",
-    "configurable_chip": "whether the chip saturates is a property of the process: HOST_CANN_SOC=Ascend910ProA",
     "stand_in_counts": "tests/vendor/test_counts.py has the counts of torch_npu's operators",
 }
 
 
+def _why_not(features: tuple[str, ...]) -> str:
+    lacking = [_VENDOR_LACKS[feature] for feature in features]  # a name that is misspelt is an error everywhere
+    return "; ".join(lacking) if VENDOR else ""
+
+
 def needs(*features: str) -> pytest.MarkDecorator:
-    """Skip a test, or a case, that needs what the vendor's torch_npu does not do."""
-    lacking = [_VENDOR_LACKS[feature] for feature in features]
-    return pytest.mark.skipif(VENDOR, reason="; ".join(lacking))
+    """Skip a test, or a case of one, that needs what the vendor's torch_npu does not do."""
+    return pytest.mark.skipif(VENDOR, reason=_why_not(features) or "the vendor's torch_npu")
+
+
+def require(*features: str) -> None:
+    """The same from inside of a test."""
+    if reason := _why_not(features):
+        pytest.skip(reason)
 
 
 def needs_counts(*features: str) -> pytest.MarkDecorator:
     """Skip a test that counts launches where nothing counts them, or where ``features`` are lacking."""
-    lacking = [_VENDOR_LACKS[feature] for feature in features] if VENDOR else []
-    reason = "; ".join(lacking) or "launches are counted on a simulated NPU"
-    return pytest.mark.skipif(SIMULATOR is None or bool(lacking), reason=reason)
+    reason = _why_not(features) or ("" if SIMULATOR is not None else "launches are counted on a simulated NPU")
+    return pytest.mark.skipif(bool(reason), reason=reason)

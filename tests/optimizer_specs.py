@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import reference_optimizers as reference
 import torch
+from devices import needs
 
 from apex_npu import optimizers
 
@@ -302,7 +303,10 @@ MATRIX = [
         kwargs,
         dtype,
         id=f"{name}-{str(dtype).removeprefix('torch.')}",
-        marks=() if _is_quick(spec, kwargs, dtype) else pytest.mark.slow,
+        marks=[
+            *([needs("float64")] if dtype == torch.float64 else []),
+            *([] if _is_quick(spec, kwargs, dtype) else [pytest.mark.slow]),
+        ],
     )
     for dtype in DTYPES
     for (spec, kwargs), name in zip(CASES, CASE_IDS, strict=True)

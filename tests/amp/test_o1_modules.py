@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from devices import DEVICE
+from devices import DEVICE, needs
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_sequence
@@ -271,6 +271,7 @@ def test_embeddings_keep_their_tables_dtype() -> None:
     assert converted(nn.Embedding(5, 4))(indices).dtype == FLOAT
 
 
+@needs("channels_last")
 def test_channels_last_stays() -> None:
     layers = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.GELU(), nn.Conv2d(4, 4, 3)]
     model = converted(nn.Sequential(*layers)).to(memory_format=torch.channels_last)
@@ -346,6 +347,7 @@ def test_assigning_to_elements_takes_the_type_of_the_target(name: str, own: torc
 # -------------------------------------------------------------------------------------------------- other kinds of data
 
 
+@needs("complex_norm")
 def test_complex_numbers_are_left_alone() -> None:
     o1()
     c = torch.complex(torch.eye(3), torch.ones(3, 3)).to(DEVICE)
@@ -408,6 +410,7 @@ def test_func_grad_equals_backward() -> None:
         assert_near(value, torch.stack([torch.func.grad(loss)(params, row)[name] for row in x]))
 
 
+@needs("functorch_linear")
 def test_func_jacobians() -> None:
     o1()
     weight, x = rand(4, 4), rand(4)

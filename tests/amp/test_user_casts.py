@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from devices import DEVICE
+from devices import DEVICE, needs, require
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
@@ -82,6 +82,8 @@ GIVEN = {
 
 @pytest.mark.parametrize("case", GIVEN)
 def test_decorators_cast_and_switch_the_casts_off(o1: None, case: str) -> None:
+    if case == "promote, double":
+        require("float64")
     given, expected = GIVEN[case]
     decorate, _ = KINDS[case.partition(",")[0]]
     got, casts_on = decorate(dtypes)(*[ones(dtype) for dtype in given])
@@ -310,6 +312,7 @@ def test_promote_leaves_the_rest_to_the_lists_unless_preferred(
     assert torch.exp(ones(HALF)).dtype == exponential
 
 
+@needs("mixed_operands")
 def test_promote_serves_operators_that_refuse_mixed_types() -> None:
     amp.register_promote_function(torch, "lerp")
     with pytest.raises(RuntimeError, match="dtype"):

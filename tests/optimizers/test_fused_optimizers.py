@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, needs, require
 from lockstep import FLOAT64_TOLERANCE, LOW_PRECISION, assert_equal_params, assert_equal_states
 from optimizer_specs import DTYPES, MATRIX, SPECS
 from torch import nn
@@ -223,6 +223,7 @@ def test_parameters_moved_by_hand(pair, what):
         if what == "data":
             params[0].data = torch.full_like(params[0], 0.5)
         elif what == "to and back":
+            require("float64")
             for p in params:
                 p.data = (p.data.float() if p.dtype == torch.float64 else p.data.double()).to(p.dtype)
         else:
@@ -384,6 +385,7 @@ def test_low_precision_state_survives_saving():
     assert torch.equal(twin.state_dict()["state"][0]["exp_avg_sq"], saved["state"][0]["exp_avg_sq"])
 
 
+@needs("float64")
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_mixed_dtypes_in_one_group(spec):
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float16]
@@ -400,6 +402,7 @@ def test_mixed_dtypes_in_one_group(spec):
         assert all(v.dtype == (torch.float32 if k == "step" else wide) for k, v in optimizer.state[p].items())
 
 
+@needs("channels_last")
 @for_all
 def test_channels_last_and_transposed_parameters(pair):
     for params in pair.params:

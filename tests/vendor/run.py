@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,7 +106,8 @@ def main() -> int:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.workers) as pool:
         not_found = Path(folder) / "not_found"
-        for result in pool.map(lambda file: run(file, options, not_found), files):
+        for done in as_completed([pool.submit(run, file, options, not_found) for file in files]):
+            result = done.result()
             said = ", ".join(f"{result.counts[name]} {name}" for name in OUTCOMES if result.counts[name])
             print(f"{result.file}: {said or 'nothing to run'} ({result.seconds:.0f} s)", flush=True)
             if result.failed:
