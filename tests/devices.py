@@ -3,7 +3,7 @@
 """The device that tests run on, what simulates it, and what it does not do.
 
 ``APEX_NPU_TEST_DEVICE`` names the device; the default is the CPU. An "npu" is simulated where there is none: by the
-vendor's own torch_npu on a CANN in host memory (``tests/host_cann``) where that is installed, else by a stand-in
+vendor's own torch_npu on a CANN in host memory (``tests/host_cann``) where its wheel is installed, else by a stand-in
 (``tests/npu_simulator``).
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,10 +29,13 @@ def is_installed(package: str) -> bool:
 
 
 def _simulator() -> ModuleType | None:
-    for package in ("host_cann", "npu_simulator"):
-        if is_installed(package):
-            return importlib.import_module(package)
-    return None
+    if any(Path("/dev").glob("davinci[0-9]*")):
+        return None  # an NPU
+    if is_installed("host_cann"):
+        host_cann = importlib.import_module("host_cann")
+        if host_cann.unavailable() is None:
+            return host_cann
+    return importlib.import_module("npu_simulator")
 
 
 # The package that simulates the NPU, with count(), fail_after() and live_storages(); None on hardware and elsewhere.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from skipped_modules import skipped_module
 
 
 def _why_not() -> str | None:
@@ -32,16 +33,9 @@ def _why_not() -> str | None:
 _REASON = _why_not()
 
 
-class _SkippedModule(pytest.Module):
-    """A test module that is not imported, since it could not be."""
-
-    def collect(self) -> Any:
-        pytest.skip(_REASON or "", allow_module_level=True)
-
-
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module | None:
     if _REASON is not None and module_path.parent == Path(__file__).parent:
-        return _SkippedModule.from_parent(parent, path=module_path)
+        return skipped_module(module_path, parent, _REASON)
     return None
 
 

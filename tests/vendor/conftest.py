@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tests of the vendor's torch_npu on the host CANN: skipped where the wheel, or what builds its libraries, is not."""
+"""Tests of the vendor's torch_npu on the host CANN; elsewhere they are all skipped."""
 
 from __future__ import annotations
 
@@ -9,23 +9,31 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import host_cann
 import pytest
 import torch
+from devices import SIMULATOR
+from skipped_modules import skipped_module
 
 HOST_CANN = Path(host_cann.__file__).parents[1]
 
 
+_REASON = "needs APEX_NPU_TEST_DEVICE=npu and the vendor's torch_npu on a host CANN: make test-torch-npu-quick"
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module | None:
+    if SIMULATOR is not host_cann and module_path.parent == Path(__file__).parent:
+        return skipped_module(module_path, parent, _REASON)
+    return None
+
+
 @pytest.fixture(scope="session")
 def npu() -> torch.device:
-    """The first device, installed by the first test that wants it."""
-    reason = host_cann.unavailable()
-    if reason is not None:
-        pytest.skip(reason)
-    # An operator that fails then raises where it is called. With the task queue all later tests would compute nothing.
+    """The device, without torch_npu's task queue: there an operator raises where it is called."""
+    # With the queue, all later tests of the process would compute nothing. It is asked for when it is first used.
     os.environ.setdefault("TASK_QUEUE_ENABLE", "0")
-    host_cann.install()
     return torch.device("npu:0")
 
 

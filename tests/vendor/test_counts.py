@@ -7,21 +7,13 @@ torch's. ``benchmarks/npu_counts.py`` has what they do.
 """
 
 import functools
-import importlib.metadata
 
+import host_cann
+import npu_counts
 import pytest
 import torch
 
-host_cann = pytest.importorskip("host_cann")
-try:
-    importlib.metadata.version("torch_npu")
-except importlib.metadata.PackageNotFoundError:
-    pytest.skip("the vendor's torch_npu is not installed", allow_module_level=True)
-host_cann.install()
-
-import npu_counts  # noqa: E402
-
-from apex_npu import amp  # noqa: E402
+from apex_npu import amp
 
 # Launches, and waits, of a bare step and of whole iterations at O1 and O2, whatever the number of tensors.
 OURS = {

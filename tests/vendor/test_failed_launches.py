@@ -2,19 +2,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """After a launch that has failed, a step can be repeated as if nothing had happened, or says that it cannot."""
 
-import importlib.metadata
 import json
 import os
 from pathlib import Path
 
+import host_cann
 import processes
 import pytest
-
-host_cann = pytest.importorskip("host_cann")
-try:
-    importlib.metadata.version("torch_npu")
-except importlib.metadata.PackageNotFoundError:
-    pytest.skip("the vendor's torch_npu is not installed", allow_module_level=True)
 
 WORKER = Path(__file__).with_name("failed_launches_worker.py")
 PATHS = os.pathsep.join(map(str, (processes.ROOT, processes.ROOT / "tests", Path(host_cann.__file__).parents[1])))

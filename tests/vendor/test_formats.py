@@ -3,24 +3,15 @@
 """Weights in FRACTAL_NZ, whose elements lie in tiles, train like weights that lie in rows."""
 
 import copy
-import importlib.metadata
 import logging
 
 import pytest
 import torch
+import torch_npu
 from torch import nn
 
-host_cann = pytest.importorskip("host_cann")
-try:
-    importlib.metadata.version("torch_npu")
-except importlib.metadata.PackageNotFoundError:
-    pytest.skip("the vendor's torch_npu is not installed", allow_module_level=True)
-host_cann.install()
-
-import torch_npu  # noqa: E402
-
-from apex_npu import amp  # noqa: E402
-from apex_npu.optimizers import NpuFusedLamb, NpuFusedSGD  # noqa: E402
+from apex_npu import amp
+from apex_npu.optimizers import NpuFusedLamb, NpuFusedSGD
 
 FRACTAL_NZ = 29
 

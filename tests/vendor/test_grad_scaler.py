@@ -2,25 +2,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The vendor's GradScaler hands over itself to optimizers with ``fuse_grad_scaler=True``, as torch's once did."""
 
-import importlib.metadata
 import inspect
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch_npu
 
-host_cann = pytest.importorskip("host_cann")
-try:
-    importlib.metadata.version("torch_npu")
-except importlib.metadata.PackageNotFoundError:
-    pytest.skip("the vendor's torch_npu is not installed", allow_module_level=True)
-host_cann.install()
-
-import torch_npu  # noqa: E402
-
-from apex_npu import optimizers  # noqa: E402
-from apex_npu.optimizers import FusedAdam, NpuFusedAdamW, NpuFusedSGD  # noqa: E402
+from apex_npu import optimizers
+from apex_npu.optimizers import FusedAdam, NpuFusedAdamW, NpuFusedSGD
 
 DEVICE = torch.device("npu:0")
 INF = float("inf")

@@ -3,20 +3,14 @@
 """Several processes over the vendor's ProcessGroupHCCL, whose errors come asynchronously and after a timeout."""
 
 import functools
-import importlib.metadata
 import json
 import os
 import re
 from pathlib import Path
 
+import host_cann
 import processes
 import pytest
-
-host_cann = pytest.importorskip("host_cann")
-try:
-    importlib.metadata.version("torch_npu")
-except importlib.metadata.PackageNotFoundError:
-    pytest.skip("the vendor's torch_npu is not installed", allow_module_level=True)
 
 WORKER = Path(__file__).with_name("hccl_worker.py")
 # Half precision rounds what one process computes in one piece, and several in parts.

@@ -3,22 +3,15 @@
 """CANN's fused optimizers as the vendor's torch_npu calls them: which are taken, what they cost, what they compute."""
 
 import copy
-import importlib.metadata
 import logging
 import os
 
+import host_cann
 import pytest
 import torch
 
-host_cann = pytest.importorskip("host_cann")
-try:
-    importlib.metadata.version("torch_npu")
-except importlib.metadata.PackageNotFoundError:
-    pytest.skip("the vendor's torch_npu is not installed", allow_module_level=True)
-host_cann.install()
-
-from apex_npu.ops import npu, reference  # noqa: E402
-from apex_npu.optimizers import (  # noqa: E402
+from apex_npu.ops import npu, reference
+from apex_npu.optimizers import (
     FusedAdam,
     NpuFusedAdam,
     NpuFusedAdamP,

@@ -2,20 +2,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """SGD steps gradients where they are, by CANN's kernel for lists: as torch.optim.SGD on the CPU, whatever they are."""
 
-import importlib.metadata
-
+import host_cann
 import pytest
 import torch
 from torch import nn
 
-host_cann = pytest.importorskip("host_cann")
-try:
-    importlib.metadata.version("torch_npu")
-except importlib.metadata.PackageNotFoundError:
-    pytest.skip("the vendor's torch_npu is not installed", allow_module_level=True)
-host_cann.install()
-
-from apex_npu.optimizers import NpuFusedSGD  # noqa: E402
+from apex_npu.optimizers import NpuFusedSGD
 
 SHAPES = [(3, 5), (), (7,), (0,), (4, 4), (1, 6), (2, 3, 4), (17,), (1,)] * 2
 OPTIONS = [

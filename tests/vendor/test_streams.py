@@ -6,22 +6,14 @@ On the host CANN work is done when something waits for it and no sooner, so what
 """
 
 import gc
-import importlib.metadata
 
 import pytest
 import torch
 from torch import nn
 
-host_cann = pytest.importorskip("host_cann")
-try:
-    importlib.metadata.version("torch_npu")
-except importlib.metadata.PackageNotFoundError:
-    pytest.skip("the vendor's torch_npu is not installed", allow_module_level=True)
-host_cann.install()
-
-from apex_npu.fusion import is_slot  # noqa: E402
-from apex_npu.fusion.storage import follows_aliases  # noqa: E402
-from apex_npu.optimizers import NpuFusedSGD  # noqa: E402
+from apex_npu.fusion import is_slot
+from apex_npu.fusion.storage import follows_aliases
+from apex_npu.optimizers import NpuFusedSGD
 
 NUMEL = 100_000
 
