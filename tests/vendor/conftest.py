@@ -17,12 +17,25 @@ import torch
 HOST_CANN = Path(host_cann.__file__).parents[1]
 
 
+NEEDS_NOTHING = {"test_host_cann_build.py"}  # neither the wheel nor a compiler
+
+
+class _Skipped(pytest.Module):
+    """A file of tests that are skipped together, so that the reason is printed once."""
+
+    def collect(self) -> list[pytest.Item]:
+        pytest.skip(str(host_cann.unavailable()))
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if module_path.name in NEEDS_NOTHING or host_cann.unavailable() is None:
+        return None
+    return _Skipped.from_parent(parent, path=module_path)
+
+
 @pytest.fixture(scope="session")
 def npu() -> torch.device:
     """The first device, installed by the first test that wants it."""
-    reason = host_cann.unavailable()
-    if reason is not None:
-        pytest.skip(reason)
     # An operator that fails then raises where it is called. With the task queue all later tests would compute nothing.
     os.environ.setdefault("TASK_QUEUE_ENABLE", "0")
     host_cann.install()
