@@ -7,6 +7,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+# torch imports the vendor's torch_npu by itself, before there is anything for it to run on: devices.py does it.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
 import pytest
 import torch
 from devices import DEVICE

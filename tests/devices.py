@@ -44,6 +44,8 @@ if SIMULATOR is not None:
     SIMULATOR.install()  # torch knows no device of that name before
 # True where torch_npu is the vendor's, which is so on hardware, too.
 VENDOR = _NAME.startswith("npu") and (SIMULATOR is None or SIMULATOR.__name__ == "host_cann")
+if VENDOR and SIMULATOR is None:
+    importlib.import_module("torch_npu")
 # Arguments of the interpreter that let a script find the device.
 START_SCRIPT = ["-m", SIMULATOR.__name__] if SIMULATOR is not None else []
 

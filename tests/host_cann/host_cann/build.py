@@ -118,7 +118,7 @@ def _digest(compiler: list[str]) -> str:
     version = subprocess.run([*compiler, "--version"], check=True, capture_output=True).stdout
     digest = hashlib.sha256(shlex.join(compiler).encode() + version)
     for package in ("torch", "torch_npu"):
-        digest.update(f"{package} {importlib.metadata.version(package)} {_package(package)}\0".encode())
+        digest.update(f"{package} {importlib.metadata.version(package)}\0".encode())
     for path in [*sorted(CSRC.iterdir()), Path(__file__)]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
