@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -19,9 +17,9 @@ def takes_sgd_lists(device: torch.device, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def sgd_list_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
+    params: list[Tensor],
+    grads: list[Tensor],
+    momentum_buffers: list[Tensor],
     *,
     lr: float,
     momentum: float,
