@@ -9,9 +9,10 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from apex_npu.amp.cast_lists import MODEL_FLOATS
 from apex_npu.amp.containers import cast_floating
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.submodule_cast import unwatch_submodules, watch_submodules
-from apex_npu.ops import LOW_PRECISION
+from apex_npu.backends import for_device
+from apex_npu.ops import LOW_PRECISION, joins_lists
 
 
 @dataclasses.dataclass(eq=False)
@@ -316,10 +318,10 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: boo
     """
     before: list[tuple[Tensor, Tensor]] = []
     try:
-        for module in model.modules():
-            if keep_batchnorm and isinstance(module, _BatchNorm) and module.affine:
-                continue
-            cast_own_parameters(module, dtype, before)
+        modules = [m for m in model.modules() if not (keep_batchnorm and isinstance(m, _BatchNorm) and m.affine)]
+        casts = _casts_of_lists([t for m in modules for t in _own_tensors(m)], dtype)
+        for module in modules:
+            cast_own_parameters(module, dtype, before, casts)
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
     except BaseException:
@@ -328,18 +330,49 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: boo
         raise
 
 
-def cast_own_parameters(module: nn.Module, dtype: torch.dtype, before: list[tuple[Tensor, Tensor]]) -> None:
-    """Cast those of ``module`` itself, not its children's; what they were is appended to ``before``."""
-    for tensor in chain(module._parameters.values(), module._buffers.values()):
-        if tensor is not None:
-            _cast_data(tensor, dtype, before)
+def cast_own_parameters(
+    module: nn.Module,
+    dtype: torch.dtype,
+    before: list[tuple[Tensor, Tensor]],
+    casts: Mapping[Tensor, Tensor] = MappingProxyType({}),
+) -> None:
+    """Cast those of ``module`` itself, not its children's; what they were is appended to ``before``.
+
+    ``casts`` may have been computed already.
+    """
+    for tensor in _own_tensors(module):
+        _cast_data(tensor, dtype, before, casts)
 
 
-def _cast_data(tensor: Tensor, dtype: torch.dtype, before: list[tuple[Tensor, Tensor]]) -> None:
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    return [t for t in chain(module._parameters.values(), module._buffers.values()) if t is not None]
+
+
+def _casts_of_lists(tensors: Iterable[Tensor], dtype: torch.dtype) -> dict[Tensor, Tensor]:
+    """For those of ``tensors`` that are better cast as a list what they are in ``dtype``; see ``ops.joins_lists``."""
+    listed: dict[torch.device, list[Tensor]] = {}
+    for tensor in dict.fromkeys(tensors):
+        changes = tensor.dtype in MODEL_FLOATS and tensor.dtype != dtype
+        if not changes or not joins_lists(tensor.device) or type(tensor.data) is not Tensor:
+            continue
+        if not for_device(tensor.device).has_private_format(tensor):
+            listed.setdefault(tensor.device, []).append(tensor)
+    casts: dict[Tensor, Tensor] = {}
+    for members in listed.values():
+        values = [tensor.data for tensor in members]
+        made = [torch.empty_like(value, dtype=dtype) for value in values]
+        torch._foreach_copy_(made, values)
+        casts.update(zip(members, made, strict=True))
+    return casts
+
+
+def _cast_data(
+    tensor: Tensor, dtype: torch.dtype, before: list[tuple[Tensor, Tensor]], casts: Mapping[Tensor, Tensor]
+) -> None:
     # .data, not a new Parameter: optimizers, tied weights and RNNs hold the object.
     for target in (tensor, tensor.grad if tensor.is_leaf else None):
         if target is not None and target.dtype in MODEL_FLOATS and target.dtype != dtype:
             data = target.data
-            cast = data.to(dtype)
+            cast = casts[target] if target in casts else data.to(dtype)
             before.append((target, data))
             target.data = cast

@@ -39,10 +39,9 @@ class HostCopy:
 
 
 def number_on(number: Tensor, device: torch.device) -> Tensor:
-    """``number``, one element, on ``device``: from the host it is not copied but written there."""
-    if number.device.type != "cpu" or device.type == "cpu":
-        return number.to(device)
-    return torch.full(number.size(), number.item(), dtype=number.dtype, device=device)
+    """``number``, one element, on ``device``: from the host it comes as ``numbers_on`` has them."""
+    pinned = number.device.type == "cpu" and _module_with_events(device) is not None
+    return (number.pin_memory() if pinned else number).to(device, non_blocking=pinned)
 
 
 def numbers_on(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -46,12 +46,14 @@ class FlatGrads:
     Attributes:
         params: Each has a slot, whether or not it ever gets a gradient.
         offsets: For each parameter, the elements before its slot's first.
+        reads_lists: Whether a LOOSE gradient is one of a list that a rule takes, see ``LooseFor.LISTING``.
     """
 
     def __init__(self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int) -> None:
         """Plan only; ``params`` share dtype and device."""
         self.params = list(params)
         self.offsets = list(offsets)
+        self.reads_lists = bool(self.params) and joins_lists(self.params[0].device)
         self._total_numel = total_numel
         self._largest_numel = max((p.numel() for p in self.params), default=0)
         self._buffer: FlatBuffer | None = None
@@ -387,11 +389,6 @@ class FlatGrads:
     def reads_in_place(self) -> bool:
         """True where kernels read gradients where they lie, all in one call."""
         return extension is not None and self.device.type == "cpu"
-
-    @property
-    def reads_lists(self) -> bool:
-        """True where a LOOSE gradient is one of those that a rule takes as a list."""
-        return joins_lists(self.device)
 
     def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
         """The gradients of consecutive ``slots``, where one is LOOSE at least and none FOREIGN, for ``ops`` to read.

@@ -29,6 +29,7 @@ class Run:
         param: 1-D, dtype of the parameters; padding between slots included.
         step: How many times these slots have been updated, this time included. A 0-dim tensor where the device counts.
         counted: What has been added to that for this step.
+        is_listed: Whether a gradient is outside of its slot, for a rule that takes ``grads`` and ``states(name)``.
         grad_scale: What gradients have yet to be divided by, one float32 number; None: they are as they should be.
         found_inf: Where not 0, nothing is to be written: one float32 number; None: gradients have not overflowed.
     """
@@ -43,6 +44,7 @@ class Run:
         if loose and first == last:
             self._end = self._begin + self.params[0].numel()  # its gradient has no padding
         self._loose = loose
+        self.is_listed = loose and group.grads.reads_lists
         self.step: int | Tensor = 0
         self.counted: float | Tensor = 0.0
         self.grad_scale: Tensor | None = None
@@ -103,11 +105,6 @@ class Run:
         if self.param.dtype == self._group.state_dtype:
             return self.param
         return self.scratch("param").copy_(self.param)
-
-    @property
-    def is_listed(self) -> bool:
-        """A gradient is outside of its slot, for a rule that takes lists: ``params``, ``grads``, ``states``."""
-        return self._loose and self._group.grads.reads_lists
 
     @property
     def grads(self) -> list[Tensor]:

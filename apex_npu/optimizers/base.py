@@ -237,7 +237,8 @@ class FusedOptimizer(Optimizer):
     def _loose_for(self, group: ParamGroup, fused: FusedGroup, in_slots: bool) -> LooseFor:
         if not in_slots:
             return LooseFor.WRITING
-        return LooseFor.LISTING if self.takes_lists(group, fused) else LooseFor.STEPPING
+        lists = fused.grads.reads_lists and self.takes_lists(group, fused)
+        return LooseFor.LISTING if lists else LooseFor.STEPPING
 
     def _torn(self, error: BaseException) -> RuntimeError:
         return RuntimeError(

@@ -103,6 +103,17 @@ def test_a_first_step_takes_as_many_launches_for_any_list():
     assert launches[0] == launches[1] < 20
 
 
+def test_initialize_casts_lists():
+    trained = npu_counts.Trained(npu_counts.thin_resnet50())
+    values = [p.detach().clone() for p in trained.params]
+    optimizer = npu_counts.optimizers.NpuFusedSGD(trained.params, lr=0.1)
+    with host_cann.count() as counted:
+        amp.initialize(trained.model, optimizer, opt_level="O2", verbosity=0)
+    assert (counted.launches, counted.syncs) == (4, 0)  # 161 tensors, 48 in a launch
+    for p, value in zip(trained.params, values, strict=True):
+        torch.testing.assert_close(p.detach(), value.half(), rtol=0, atol=0)
+
+
 def test_joined_gradients_take_no_memory_but_their_buffers():
     variant = npu_counts.make("RMSprop", npu_counts.LISTS["thin_resnet50"](), "step", "apex_npu")
     npu_counts.count(variant)
