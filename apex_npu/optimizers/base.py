@@ -174,7 +174,7 @@ class FusedOptimizer(Optimizer):
         # A gradient may look at a parameter, which is about to be written: it is copied, unless it surely does not.
         in_slots = all(fused.in_slots for fused in self.fused_groups())
         work = [
-            (group, fused, fused.grads.gather(loose_for=self._loose_for(group, fused, in_slots)))
+            (group, fused, self._gather(group, fused, in_slots))
             for group, record in zip(self.param_groups, self._fused, strict=True)
             for fused in record.groups
         ]
@@ -200,11 +200,11 @@ class FusedOptimizer(Optimizer):
         self._shown.remember_joined(self, self._slots())
         return loss
 
-    def _loose_for(self, group: ParamGroup, fused: FusedGroup, in_slots: bool) -> LooseFor:
-        if not in_slots:
-            return LooseFor.WRITING
-        lists = fused.grads.reads_lists and self.takes_lists(group, fused)
-        return LooseFor.LISTING if lists else LooseFor.STEPPING
+    def _gather(self, group: ParamGroup, fused: FusedGroup, in_slots: bool) -> bytes:
+        grads = fused.grads
+        if in_slots and grads.reads_lists and self.takes_lists(group, fused):
+            return grads.gather_unless_listed()
+        return grads.gather(loose_for=LooseFor.STEPPING if in_slots else LooseFor.WRITING)
 
     def _of_scaler(self, name: str) -> Tensor | None:
         """What a GradScaler has handed over for this step."""
