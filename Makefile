@@ -38,6 +38,7 @@ help: ## this list
 	@echo 'make test-rest  the tests marked slow, and test-torch-npu-quick'
 	@echo "make test-torch-npu  all npu tests on the vendor's torch_npu, three times, without an NPU (over an hour)"
 	@echo 'make test-torch-npu-quick  the quick ones of amp, optimizers and data parallel training, once'
+	@echo "make setup-torch-npu  the environment with the vendor's torch_npu, .venv-npu"
 	@echo 'make bench      all benchmarks on every device that is here: benchmarks/results, plots, tables (MINUTES=15 each)'
 	@echo 'make bench-quick  each goal for speed on the CPU, met or not (under 2 minutes on 2 cores)'
 	@echo 'make bench-deps other implementations of the optimizers, for benchmarks and tests that compare with them'
@@ -98,7 +99,7 @@ lint: setup-dev
 	@echo '==> lint'
 	@$(PY) -m ruff check $(CHECKED)
 	@$(PY) -m ruff format --check $(CHECKED)
-	@find csrc \( -name '*.cpp' -o -name '*.h' \) -exec $(PY) -c 'import clang_format; clang_format.clang_format()' \
+	@find csrc tests/host_cann/host_cann/csrc \( -name '*.cpp' -o -name '*.h' \) -exec $(PY) -c 'import clang_format; clang_format.clang_format()' \
 	    --dry-run -Werror {} +
 	@echo '==> import contracts'
 	@$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
@@ -108,7 +109,7 @@ types: setup-dev
 	@$(PY) -m mypy
 
 # On the simulated NPU, where it is installed, the tests that take their device from the environment.
-ON_NPU := tests/amp tests/distributed tests/fp16_utils tests/normalization tests/scripts \
+ON_NPU := tests/amp tests/known_faults tests/distributed tests/fp16_utils tests/normalization tests/scripts \
     tests/parallel/test_larc.py tests/fusion/test_host_copy.py \
     $(addprefix tests/optimizers/test_,capture.py fused_optimizers.py random_programs.py unusual_use.py novograd.py failures.py)
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
@@ -119,14 +120,14 @@ PYTEST = $(PY) -m pytest -q -n $(WORKERS)
 
 pytest-quick: setup-dev
 	@echo '==> quick tests'
-	@$(PYTEST) -m 'not slow' --ignore tests/simulator
+	@$(PYTEST) -m 'not slow' --ignore tests/simulator --ignore tests/vendor
 	@if $(HAS_SIMULATOR); then echo '==> tests of the simulated NPU'; $(PYTEST) --disable-warnings tests/simulator; fi
 	@if $(HAS_SIMULATOR); then echo '==> quick tests on the simulated NPU'; \
 	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m 'not slow' $(ON_NPU); fi
 
 pytest-slow: setup-dev
 	@echo '==> slow tests'
-	@$(PYTEST) -m slow --ignore tests/simulator
+	@$(PYTEST) -m slow --ignore tests/simulator --ignore tests/vendor
 	@if $(HAS_SIMULATOR); then echo '==> slow tests on the simulated NPU'; \
 	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m slow $(ON_NPU); fi
 

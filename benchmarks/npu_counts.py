@@ -4,7 +4,7 @@
 
     .venv-npu/bin/python benchmarks/npu_counts.py [--write] [--only PATTERN] [--operators]
 
-It needs the vendor's torch_npu, which ``make .venv-npu`` installs on x86-64 Linux, and no NPU: the package
+It needs the vendor's torch_npu, which ``make setup-torch-npu`` installs on x86-64 Linux, and no NPU: the package
 ``host_cann`` of tests/host_cann does in host memory what torch_npu asks of CANN. README.md says what is counted.
 """
 
@@ -78,9 +78,9 @@ def open_device() -> None:
         import torch_npu  # noqa: F401
     except ImportError as error:
         sys.exit(
-            f"{error}. What is counted is the vendor's torch_npu, whose wheel is for x86-64 Linux among others: run "
-            "`make .venv-npu` there, then .venv-npu/bin/python benchmarks/npu_counts.py. What the stand-in counts is "
-            "measured by python benchmarks/suite.py --device npu"
+            f"{error}. What is counted is the vendor's torch_npu, whose wheel is for x86-64 Linux among others: "
+            "`make setup-torch-npu` there, then .venv-npu/bin/python benchmarks/npu_counts.py. What the stand-in "
+            "counts is measured by python benchmarks/suite.py --device npu"
         )
 
 

@@ -46,7 +46,7 @@ class FlatGrads:
     Attributes:
         params: Each has a slot, whether or not it ever gets a gradient.
         offsets: For each parameter, the elements before its slot's first.
-        reads_lists: Whether a LOOSE gradient is one of a list that a rule takes, see ``LooseFor.LISTING``.
+        reads_lists: Whether a LOOSE gradient is one of a list that a rule takes, see ``gather_unless_listed``.
     """
 
     def __init__(self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int) -> None:
@@ -128,20 +128,10 @@ class FlatGrads:
     def _find(self, slots: range | None, loose_for: LooseFor, loose_numel: int | None = None) -> bytes:
         if loose_numel is None:
             loose_numel = grad_slots.WRITTEN_NUMEL if loose_for == LooseFor.WRITING else grad_slots.LOOSE_NUMEL
-        if loose_for == LooseFor.LISTING:
-            return self._find_listed(slots)
         states = self._look(slots, loose_for, loose_numel)
         # The extension has seen in the same pass whether they lie where they did.
         lost = extension is None and PRESENT in states and self._replace_lost_views()
         return self._look(slots, loose_for, loose_numel) if lost else states
-
-    def _find_listed(self, slots: range | None) -> bytes:
-        states = self._find(slots, LooseFor.NOTHING)
-        foreign = _places_of(FOREIGN, states, 0 if slots is None else slots.start)
-        grads = map(_GRAD, map(self.params.__getitem__, foreign))
-        if all(map(grad_slots.fits, grads, map(self._shapes.__getitem__, foreign))):
-            return states.replace(bytes([FOREIGN]), bytes([LOOSE]))
-        return states
 
     def _look(self, slots: range | None, loose_for: LooseFor, loose_numel: int) -> bytes:
         params, views, first = self.params, self._views or self.params, 0
@@ -198,6 +188,18 @@ class FlatGrads:
                 been copied then.
         """
         return self._gather(slots, self._find(slots, loose_for))
+
+    def gather_unless_listed(self) -> bytes:
+        """``gather``, but where a rule can take all gradients as a list, each is LOOSE that is outside of its slot.
+
+        Only where it ``reads_lists``. All must have their slot's dtype and layout for that.
+        """
+        states = self._find(None, LooseFor.NOTHING)
+        foreign = _places_of(FOREIGN, states)
+        grads = map(_GRAD, map(self.params.__getitem__, foreign))
+        if all(map(grad_slots.fits, grads, map(self._shapes.__getitem__, foreign))):
+            return states.replace(bytes([FOREIGN]), bytes([LOOSE]))
+        return self._gather(None, states)
 
     def _gather(self, slots: range | None, states: bytes) -> bytes:
         if FOREIGN not in states:

@@ -38,7 +38,6 @@ class LooseFor(IntEnum):
     READING = 1
     STEPPING = 2  # but not the very tensor that has been stepped before: what stays had better lie in its slot
     WRITING = 3  # those of the slot's dtype that share their memory with nobody
-    LISTING = 4  # by a rule that takes lists: all of them, on any device, if each has its slot's dtype and layout
 
 
 class GradSlots(Protocol):

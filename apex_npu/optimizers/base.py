@@ -186,7 +186,7 @@ class FusedOptimizer(Optimizer):
         # A gradient may look at a parameter, which is about to be written: it is copied, unless it surely does not.
         in_slots = all(fused.in_slots for fused in self.fused_groups())
         work = [
-            (group, fused, fused.grads.gather(loose_for=self._loose_for(group, fused, in_slots)))
+            (group, fused, self._gather(group, fused, in_slots))
             for group, record in zip(self.param_groups, self._fused, strict=True)
             for fused in record.groups
         ]
@@ -234,11 +234,11 @@ class FusedOptimizer(Optimizer):
         self.found_inf_of_step = sum(flags[1:], start=flags[0]) if flags else None
         self.grad_scale_of_step = None if state["stage"] is OptState.UNSCALED else scale
 
-    def _loose_for(self, group: ParamGroup, fused: FusedGroup, in_slots: bool) -> LooseFor:
-        if not in_slots:
-            return LooseFor.WRITING
-        lists = fused.grads.reads_lists and self.takes_lists(group, fused)
-        return LooseFor.LISTING if lists else LooseFor.STEPPING
+    def _gather(self, group: ParamGroup, fused: FusedGroup, in_slots: bool) -> bytes:
+        grads = fused.grads
+        if in_slots and grads.reads_lists and self.takes_lists(group, fused):
+            return grads.gather_unless_listed()
+        return grads.gather(loose_for=LooseFor.STEPPING if in_slots else LooseFor.WRITING)
 
     def _torn(self, error: BaseException) -> RuntimeError:
         return RuntimeError(
@@ -546,7 +546,8 @@ def _may_have_written(error: BaseException, updated: int) -> bool:
     What is wrong with hyper-parameters or operands is said, by other types, before; and so is a lack of buffers.
     """
     before_writing = updated == 0 and isinstance(error, NoRoomError)
-    return isinstance(error, (RuntimeError, MemoryError)) and not before_writing
+    failed = isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, NotImplementedError)
+    return failed and not before_writing
 
 
 @functools.lru_cache(maxsize=64)
