@@ -63,6 +63,7 @@ _VENDOR_LACKS = {
     "channels_last": 'torch_npu takes no memory_format but "contiguous_format or preserve_format"',
     "complex_norm": "torch_npu's norm of complex numbers is complex",
     "configurable_chip": "whether a chip saturates is a property of the process: HOST_CANN_SOC=Ascend910ProA",
+    "errors_at_the_call": "the host CANN finds that operands do not fit when it computes, after the call",
     "float64": "torch_npu makes float32 of what is to become float64",
     "functorch_linear": 'torch_npu\'s products raise "Cannot access storage of TensorWrapper" under torch.func.jacrev',
     "lstm_projection": "torch_npu's LSTM has no projections",

@@ -290,6 +290,11 @@ CASE_IDS = [f"{spec}-{'-'.join(f'{k}={v}' for k, v in kwargs.items()) or 'defaul
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
+def needs_dtype(dtype: torch.dtype) -> list[pytest.MarkDecorator]:
+    """The marks of a case on parameters of ``dtype``."""
+    return [needs("float64")] if dtype == torch.float64 else []
+
+
 def _is_quick(spec: OptimizerSpec, kwargs: dict[str, Any], dtype: torch.dtype) -> bool:
     """Every variant in float32, and one in one of the other dtypes by turns: what differs is shared by all."""
     by_turns = DTYPES[1 + SPECS.index(spec) % 3]
@@ -304,7 +309,7 @@ MATRIX = [
         dtype,
         id=f"{name}-{str(dtype).removeprefix('torch.')}",
         marks=[
-            *([needs("float64")] if dtype == torch.float64 else []),
+            *needs_dtype(dtype),
             *([] if _is_quick(spec, kwargs, dtype) else [pytest.mark.slow]),
         ],
     )

@@ -52,8 +52,8 @@ HALF_OPS = (
     "_native_multi_head_attention",
 )
 
-# Sequence RNNs on cpu only: accelerators cast them inside their own kernels, with the weights in one flat buffer.
-CPU_HALF_OPS = (
+# Not on cuda, where autocast has a kernel for cuDNN's, which casts the weights into one flat buffer.
+SEQUENCE_RNNS = (
     "lstm.input",
     "lstm.data",
     "gru.input",
@@ -224,8 +224,8 @@ def policies(device_type: str) -> dict[str, str]:
     table.update(dict.fromkeys((*FLOAT_OPS, *LINALG_FLOAT_OPS), "float"))
     table.update(dict.fromkeys(PROMOTE_OPS, "promote"))
     table.update(dict.fromkeys(MATCH_SELF_OPS, "match_self"))
-    if device_type == "cpu":
-        table.update(dict.fromkeys(CPU_HALF_OPS, "half"))
+    if device_type != "cuda":
+        table.update(dict.fromkeys(SEQUENCE_RNNS, "half"))
     return table
 
 

@@ -350,7 +350,7 @@ class FlatGrads:
     def _zeros_of(self, dtype: torch.dtype, numel: int) -> Tensor:
         zeros = self._zeros.get(dtype)
         if zeros is None or zeros.numel() < numel:
-            zeros = self._zeros[dtype] = torch.zeros(numel, dtype=dtype, device=self.device)
+            zeros = self._zeros[dtype] = FlatBuffer(numel, dtype, self.device).flat
         return zeros
 
     def _batches(self, indices: list[int]) -> list[range]:

@@ -253,12 +253,13 @@ def adamp_(
     cosine = sums[0].abs().div_(norms[0] * norms[1])
     # Rows that are not below are counted: torch_npu finds the largest value by index on the CPU alone.
     above = (cosine[:rows] < row_limit[owner]).logical_not_().to(row_limit.dtype)
-    by_row = (torch.zeros_like(row_limit).index_add_(0, owner, above) == 0) & (row_limit > 0)
+    by_row = torch.zeros_like(row_limit).index_add_(0, owner, above) == 0
     by_whole = cosine[whole:] < whole_limit
     multiple = sums[3].div_(norms[1].square())  # of p, in u
-    of_whole = multiple[whole:].masked_fill_(~by_whole, 0.0)
+    of_whole = torch.where(by_whole, multiple[whole:], 0.0)
     multiple = torch.where(by_row[owner], multiple[:rows], of_whole[owner])
-    ratio = torch.ones_like(row_limit).masked_fill_(by_row | by_whole, wd_ratio)[owner]
+    if weight_decay:
+        ratio = torch.ones_like(row_limit).masked_fill_(by_row | by_whole, wd_ratio)[owner]
     step_size = lr / bias_correction_of(beta1, step)
     for p_chunk, u, owned, model_chunk in chunks((param, direction, ids[: param.numel()], model_param)):
         p = p_chunk.to(exp_avg.dtype)

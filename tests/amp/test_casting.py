@@ -50,6 +50,8 @@ def positive(*shape: int, dtype: torch.dtype = FLOAT) -> Tensor:
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("kind", ["relu", "tanh", "GRU", "LSTM", "LSTM, projection"])
 def test_rnns_give_half(casts: CastHandle, kind: str, packed: bool, dtype: torch.dtype) -> None:
+    if "projection" in kind:
+        require("lstm_projection")
     if packed and "LSTM" not in kind:
         require("packed_rnn")
     rnn: Any = {
@@ -641,7 +643,8 @@ def test_what_the_overlay_adds_per_device() -> None:
         handle.undo()
     common = {"gelu", "std", "var", "addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_"}
     assert common <= added["cpu"] & added["cuda"] & added[private_use()]
-    assert "lstm.input" in added["cpu"] - added["cuda"] - added[private_use()]
+    # cuDNN's are cast by autocast for cuda; torch_npu has LSTMs and GRUs of its own, which its autocast does not know.
+    assert "lstm.input" in (added["cpu"] & added[private_use()]) - added["cuda"]
     if private_use() == "privateuseone":  # no such backend is loaded, hence nothing that its autocast does already
         assert {"mm", "exp", "softmax.int", "conv2d"} <= added["privateuseone"]
     assert not {"mm", "addmm", "linear", "mse_loss"} & (added["cpu"] | added["cuda"])

@@ -240,7 +240,7 @@ def test_scaled_dot_product_attention_gives_half(query: torch.dtype, mask: torch
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: nn.LSTM(4, 5, 2, bidirectional=True, proj_size=3),
+        pytest.param(lambda: nn.LSTM(4, 5, 2, bidirectional=True, proj_size=3), marks=needs("lstm_projection")),
         lambda: nn.GRU(4, 5, 2, bidirectional=True),
         lambda: nn.RNN(4, 5, 2, batch_first=True),
     ],

@@ -15,7 +15,7 @@ import pytest
 import torch
 from devices import DEVICE, needs, require
 from lockstep import FLOAT64_TOLERANCE, LOW_PRECISION, assert_equal_params, assert_equal_states
-from optimizer_specs import DTYPES, MATRIX, SPECS
+from optimizer_specs import DTYPES, MATRIX, SPECS, needs_dtype
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -787,7 +787,7 @@ def test_norms_of_long_parameters(cls):
     assert_equal_params(*ends, spec.tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(dtype, id=str(dtype), marks=needs_dtype(dtype)) for dtype in DTYPES])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_hyper_parameters_changed_in_mid_run(spec, dtype):
     """From one variant to the next, there and back: momentum, AMSGrad, decay and the like come and go."""

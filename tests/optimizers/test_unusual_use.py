@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, needs
 from lockstep import assert_equal_params
 from optimizer_specs import SPECS
 from torch import nn
@@ -257,6 +257,7 @@ def test_a_shallow_copy(lockstep):
     lockstep(scenario)
 
 
+@needs("channels_last")
 def test_a_module_changes_its_memory_format(lockstep):
     def scenario(make, _):
         torch.manual_seed(0)

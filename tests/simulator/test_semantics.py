@@ -164,8 +164,11 @@ def test_counts_of_launches_and_bytes() -> None:
     y.add_(1)  # outside
     assert n.launches == 4
     assert n.by_op == {"add.Tensor": 1, "add_.Tensor": 1, "copy_": 1, "mm": 1}
-    assert (n.d2h, n.syncs) == (0, 0)
-    assert "launches=4" in repr(n)
+    assert (n.d2h, n.syncs) == (0, 1)  # x, which is in ordinary memory
+    with npu_simulator.count() as n:
+        x.pin_memory().to("npu", non_blocking=True)
+    assert (n.h2d, n.syncs) == (1, 0)
+    assert "launches=0" in repr(n)
 
 
 def test_foreach_is_one_launch_per_tensor_unless_fused() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import host_cann
+import processes
 import pytest
 import torch
 from devices import SIMULATOR
@@ -58,7 +59,7 @@ def run_script(npu: torch.device, tmp_path: Path) -> Script:
             env={**os.environ, "PYTHONPATH": paths, "HOST_CANN_QUIET": "1", **environment},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=processes.HANG_TIMEOUT,
         )
 
     return run

@@ -18,7 +18,7 @@ FUSED = ("SGD", "Adam", "AdamW", "Lamb", "AdamP")
 def let_all_fail(level, *names, queue="1"):
     """For each launch of each optimizer's step: whether another try ended like an uninterrupted run, and the error."""
     environment = {"PYTHONPATH": PATHS, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TASK_QUEUE_ENABLE": queue}
-    (said,) = processes.run(WORKER, level, *names, processes=1, timeout=500, **environment)
+    (said,) = processes.run(WORKER, level, *names, processes=1, **environment)
     rows = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert {row["name"] for row in rows} == set(names)
     return rows

@@ -20,7 +20,7 @@ ENVIRONMENT = {"PYTHONPATH": PATHS, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "HOST_
 
 
 def train(level, engine, count):
-    said = processes.run(WORKER, "train", level, engine, processes=count, timeout=400, **ENVIRONMENT)
+    said = processes.run(WORKER, "train", level, engine, processes=count, **ENVIRONMENT)
     return [json.loads(next(line for line in text.splitlines() if line.startswith("{"))) for text in said]
 
 
@@ -51,7 +51,7 @@ def test_a_process_that_is_lost_is_an_error_that_says_how_far_each_got(tmp_path)
     environment = {**ENVIRONMENT, "HOST_CANN_HCCL_TIMEOUT": "5"}
     started = processes.start(WORKER, ("killed",), 2, tmp_path / "store", **environment)
     try:
-        status, output = processes.finish(started[:1], timeout=200)[0]
+        status, output = processes.finish(started[:1])[0]
     finally:
         processes.finish_by_force(started[1:])
     assert status == 0, output

@@ -96,9 +96,10 @@ OpInfo& op_info(const c10::OperatorHandle& op) {
 
 void count_sync() { counters.syncs.fetch_add(1, std::memory_order_relaxed); }
 void count_bytes(int64_t nbytes) { counters.bytes.fetch_add(nbytes, std::memory_order_relaxed); }
-void count_host_to_device(int64_t nbytes) {
+void count_host_to_device(int64_t nbytes, bool blocking) {
   counters.h2d.fetch_add(1, std::memory_order_relaxed);
   count_bytes(nbytes);
+  if (blocking) count_sync();
 }
 void count_device_to_host(int64_t nbytes, bool blocking) {
   counters.d2h.fetch_add(1, std::memory_order_relaxed);

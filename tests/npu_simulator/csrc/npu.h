@@ -94,7 +94,7 @@ struct Totals {
 };
 Totals totals();
 void count_sync();
-void count_host_to_device(int64_t nbytes);
+void count_host_to_device(int64_t nbytes, bool blocking);
 void count_device_to_host(int64_t nbytes, bool blocking);
 // Called before a kernel runs, so that a failing launch has changed nothing.
 void count_launch(const char* name, c10::Device device, int64_t launches = 1);

@@ -104,7 +104,7 @@ Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
     count_named_launch("copy_", dst.device());
     count_bytes(2 * nbytes);
   } else if (to_npu) {
-    count_host_to_device(nbytes);
+    count_host_to_device(nbytes, !non_blocking || !is_pinned(self.const_data_ptr()));
   } else {
     count_device_to_host(nbytes, !non_blocking || !is_pinned(dst.const_data_ptr()));
   }
