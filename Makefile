@@ -14,6 +14,7 @@ TRITON_DEFAULT := triton==3.7.1
 # The vendor's torch_npu, and the torch that it is built for, in an environment of their own.
 TORCH_NPU_DEFAULT := torch_npu==2.13.0
 TORCH_NPU_SPEC ?= $(TORCH_NPU_DEFAULT)
+TORCH_FOR_NPU ?= $(TORCH_DEFAULT)
 TORCH_SPEC ?=
 export PYTHON VENV TORCH_SPEC TORCH_DEFAULT TRITON_DEFAULT TORCH_NPU_SPEC
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -54,6 +55,7 @@ help: ## this list
 	@echo '          VENV=system                the interpreter that is there, no .venv; keeps the torch it has'
 	@echo '          PYTHON=python3.12          the interpreter to use (3.10 or newer)'
 	@echo '          APEX_NPU_NO_EXT=1          do not build the C++ extension'
+	@echo '          TORCH_NPU_SPEC=... TORCH_FOR_NPU=...   another torch_npu, and the torch that it is built for'
 	@echo '          WORKERS=4                  tests that run at a time (default: one a core)'
 
 demo: setup-demo ## trains, shows the result
@@ -135,9 +137,9 @@ pytest-slow: setup-dev
 HAS_TORCH_NPU = [ -f '$(VENV_NPU)/.apex_npu/torch_npu' ]
 RUN_ON_TORCH_NPU = '$(PY_NPU)' tests/vendor/run.py --workers $(WORKERS)
 QUICK_ON_TORCH_NPU := tests/vendor tests/amp tests/distributed $(filter tests/optimizers/%,$(ON_NPU))
-# Ascend910ProA has neither inf nor NaN in float16; the file lists the dtypes that CANN documents for each operator.
+# Ascend910ProA has neither inf nor NaN in float16.
 ON_SATURATING_CHIP := HOST_CANN_SOC=Ascend910ProA
-WITH_DOCUMENTED_DTYPES := HOST_CANN_DTYPES=tests/host_cann/host_cann/dtypes.txt
+WITH_DOCUMENTED_DTYPES := HOST_CANN_DTYPES=1
 
 test-torch-npu-quick: setup-torch-npu
 	@if $(HAS_TORCH_NPU); then echo "==> quick tests on the vendor's torch_npu"; \
@@ -167,7 +169,7 @@ sanitize: setup-dev
 	    -q -p no:xdist -o pythonpath=tests tests/ops tests/fusion
 
 clean:
-	rm -rf build dist apex_npu.egg-info tests/npu_simulator/build tests/npu_simulator/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf build dist apex_npu.egg-info tests/npu_simulator/build tests/npu_simulator/*.egg-info tests/host_cann/build tests/host_cann/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	rm -f apex_npu/_C*.so apex_npu/_C.torch_version
 	find apex_npu benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -179,7 +181,7 @@ setup-dev:
 
 # It borrows the extension of setup-dev, which is built for the same torch.
 setup-torch-npu: setup-dev
-	@VENV='$(VENV_NPU)' TORCH_SPEC= TORCH_NPU=1 bash -c "$$SETUP" setup -r requirements-dev.txt
+	@VENV='$(VENV_NPU)' TORCH_SPEC='$(TORCH_FOR_NPU)' TORCH_NPU=1 bash -c "$$SETUP" setup -r requirements-dev.txt
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The set-up, a bash script ($$ is make's way to write $). Its arguments are what pip is to install beside torch.
@@ -298,13 +300,18 @@ build() {
 
 # torch_npu without what it asks for, which would replace this torch.
 install_torch_npu() {
-    local wanted="$$TORCH_NPU_SPEC beside torch $$torch in $$PWD"
+    local said wanted="$$TORCH_NPU_SPEC beside torch $$torch in $$PWD"
     if done_for torch_npu "$$wanted"; then return; fi
     say "installing $$TORCH_NPU_SPEC, the vendor's (50 MB)"
     begin
     rm -f "$$notes/torch_npu"
-    if ! pip --no-deps "$$TORCH_NPU_SPEC"; then
+    if ! said="$$(pip --no-deps "$$TORCH_NPU_SPEC" 2>&1)"; then
         rm -f "$$notes/running"
+        case "$$said" in
+            *Retrying* | *"No space"*) stop "pip could not install '$$TORCH_NPU_SPEC': $$said" ;;
+            *"No matching distribution"*) ;;
+            *) stop "pip could not install '$$TORCH_NPU_SPEC': $$said" ;;
+        esac
         say "there is no $$TORCH_NPU_SPEC for this machine and $$("$$py" --version): its tests are skipped"
         return 0
     fi

@@ -20,8 +20,8 @@ import torch
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _BUILT_FOR = Path(__file__).with_name("_C.torch_version")
-# Of the functions in csrc/bindings.cpp.
-_API = 10
+# Of the functions in csrc/bindings.cpp, and of what the library registers with torch.
+_API = 11
 _WAY_OUT = "pure torch takes over (slower, same results); rebuild with `pip install --no-build-isolation apex_npu`"
 
 

@@ -31,10 +31,13 @@ def is_installed(package: str) -> bool:
 def _simulator() -> ModuleType | None:
     if any(Path("/dev").glob("davinci[0-9]*")):
         return None  # an NPU
-    if is_installed("host_cann"):
+    if is_installed("torch_npu") and is_installed("host_cann"):
         host_cann = importlib.import_module("host_cann")
-        if host_cann.unavailable() is None:
-            return host_cann
+        if reason := host_cann.unavailable():
+            raise pytest.UsageError(reason)
+        return host_cann
+    if not is_installed("npu_simulator"):
+        raise pytest.UsageError("there is no npu, and none is simulated: make setup-dev, or make setup-torch-npu")
     return importlib.import_module("npu_simulator")
 
 

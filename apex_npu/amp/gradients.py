@@ -322,8 +322,16 @@ def look_for_overflow(units: Sequence[GradUnit]) -> list[Tensor]:
     return list(flags.values())
 
 
+def gather_joined(units: Sequence[GradUnit]) -> None:
+    """Where gradients are gathered anyway, gather all: one that cannot be raises before any has been written."""
+    for unit in units:
+        if unit.flat is not None and joins_lists(unit.device):
+            unit.flat.gather()
+
+
 def scale_and_look(units: Sequence[GradUnit], factor: float) -> list[Tensor]:
     """``look_for_overflow``, while what is looked at is multiplied by ``factor``."""
+    gather_joined(units)
     flags = _flags(units)
     for unit in units:
         unit.scale_params_(factor, flags[unit.device])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.gradients import GradUnit, scale_and_look
+from apex_npu.amp.gradients import GradUnit, gather_joined, scale_and_look
 from apex_npu.amp.open_check import OpenCheck
 from apex_npu.amp.optimizer_record import OptimizerRecord, inner_optimizer, record_of
 from apex_npu.amp.session import current
@@ -112,6 +112,7 @@ def finish_hand_over(optimizer: Optimizer) -> None:
 
 def settle(record: HoldsGradients, units: list[GradUnit]) -> None:
     """Divide held gradients by their scale, and clip them, now rather than in the step."""
+    gather_joined(units)
     clip_held(record, units)
     for unit in units:
         unit.scale_params_(1.0 / record.held_scale)

@@ -87,8 +87,12 @@ class AmpOptimizerMixin(LegacyOptimizerNames):
             finish_hand_over(self)
         try:
             record.copy_masters(self, None if check is None else check.flag)
+        except BaseException:
+            # Another step() finds no gradients, and does nothing but copy again.
+            for group in self.param_groups:
+                drop_grads(group["params"])
+            raise
         finally:
-            # Where that has failed, another step() finds no gradients, and does nothing but copy again.
             _drop_master_grads(record)
             if check is not None:
                 report_later(record, check)

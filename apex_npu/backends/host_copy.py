@@ -47,7 +47,7 @@ def number_on(number: Tensor, device: torch.device) -> Tensor:
 def numbers_on(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """``numbers`` of the host, 1-D, on ``device``: copied from memory that the device reads by itself."""
     pinned = _module_with_events(device) is not None
-    return torch.tensor(numbers, dtype=dtype, pin_memory=pinned).to(device, non_blocking=pinned)
+    return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=pinned).to(device, non_blocking=pinned)
 
 
 def _module_with_events(device: torch.device) -> Any:

@@ -183,7 +183,7 @@ def leave_private_formats(params: Sequence[Tensor]) -> None:
         logger.info("%d tensor(s) have left their private formats to be fused", len(by_storage))
     if looked_at:
         logger.warning(
-            "%d of them have other views, which keep the old memory: take views of parameters behind the first step, "
+            "%d of them have other views, which keep the old memory: take views of parameters after the first step, "
             "or set p.data = torch_npu.npu_format_cast(p.data, 2) before",
             looked_at,
         )

@@ -471,7 +471,7 @@ def _set_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
 
 
 def _numbered(batches: Sequence[range]) -> Iterator[tuple[range, int, int]]:
-    """Each with the first and the last but one of its places in a list of all of their members."""
+    """Each, with where its members begin and end in a list of all members."""
     end = 0
     for batch in batches:
         begin, end = end, end + len(batch)

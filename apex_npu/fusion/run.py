@@ -123,7 +123,7 @@ class Run:
         """
         if self.is_listed:
             self._group.grads.gather(self._range)
-        elif self._loose:  # asked for anew: a reference would keep its memory
+        elif self._loose:  # asked for again: a reference would keep its memory
             return self._group.grads.operand(self._range, self._end - self._begin, stepped=True)
         return self._slice("grad", "", lambda _: self._group.grads.flat)
 

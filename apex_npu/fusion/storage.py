@@ -163,8 +163,8 @@ def _pass_record_stream_on() -> torch.library.Library | None:
         return None  # the extension's
 
     def record_stream(keys: torch._C.DispatchKeySet, tensor: Tensor, stream: torch.Stream) -> None:
-        behind = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-        torch.ops.aten.record_stream.default.redispatch(keys & behind, tensor, stream)
+        below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+        torch.ops.aten.record_stream.default.redispatch(keys & below, tensor, stream)
         buffer = getattr(tensor.untyped_storage(), _SLOT_MARK, None)
         if isinstance(buffer, Tensor):
             buffer.record_stream(stream)

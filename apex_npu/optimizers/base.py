@@ -124,7 +124,8 @@ class FusedOptimizer(Optimizer):
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule to ``run``: flat ``param``, ``grad``, ``state(name)``, and ``step``, counted from 1.
 
-        What it needs of ``run`` is asked for, and what it finds wrong is raised, before anything is written.
+        What it needs of ``run`` is asked for, and what it finds wrong is raised (as TypeError or ValueError), before
+        anything is written.
 
         ``run.grad`` is never to be written. Ops that take a ``grad_scale`` and a ``model_param`` get
         ``run.scaled_grad``, ``run.grad_scale`` and ``run.model_param()`` instead, and save a pass or two.
@@ -160,7 +161,8 @@ class FusedOptimizer(Optimizer):
             RuntimeError: A gradient is sparse, or of another dtype, or a CUDA graph is being captured that could not
                 replay this step; nothing has been updated then. Or a device has failed, or run out of memory, in the
                 middle of an update: the message says that this step cannot be repeated.
-            torch.OutOfMemoryError: There is no memory for state; nothing has been updated then.
+            torch.OutOfMemoryError: There is no memory for state, and nothing has been updated then; or there was none
+                in the middle of an update, and the message says so.
             TypeError: A parameter has become one of a dtype that cannot be fused; likewise. Or there is an argument
                 that a step does not have.
         """
@@ -191,15 +193,15 @@ class FusedOptimizer(Optimizer):
             for fused in record.groups
         ]
         runs: list[tuple[Run, ParamGroup]] = []
-        updated, writing = 0, False
+        begun = updated = 0
         counted = 1.0 if found_inf is None else (found_inf == 0).to(torch.float32)
         try:
             for group, fused, states in work:
                 runs += [(run, group) for run in self._advance(group, fused, states, counted)]
             self._hand_scale_to(runs, grad_scale, found_inf)
             self.before_updates(runs)
-            writing = True
             for run, group in runs:
+                begun += 1
                 self.update(run, group)
                 updated += 1
                 # Writes to the flat buffer are invisible to autograd: without this it could not notice that a parameter
@@ -207,14 +209,16 @@ class FusedOptimizer(Optimizer):
                 increment_versions(run.params)
                 increment_versions(self._owners_of(run.params))
         except BaseException as error:
-            # Python handles an interrupt when a kernel has returned: the run that it ends has been stepped.
-            interrupted = writing and not isinstance(error, Exception)
+            interrupted = begun > updated and not isinstance(error, Exception)
             try:
-                for run, _ in runs[updated + interrupted :]:
+                # Python handles an interrupt when a kernel has returned, most likely: that run has been stepped.
+                for run, _ in runs[begun if interrupted else updated :]:
                     run.take_back()
             finally:
-                if writing and _may_have_written(error, updated):
+                if begun and _may_have_written(error, updated):
                     raise self._torn(error) from error
+                if interrupted:
+                    logger.error("%s", self._torn(error))
             raise
         self._shown.remember_joined(self, self._slots())
         return loss
@@ -240,8 +244,10 @@ class FusedOptimizer(Optimizer):
             return grads.gather_unless_listed()
         return grads.gather(loose_for=LooseFor.STEPPING if in_slots else LooseFor.WRITING)
 
-    def _torn(self, error: BaseException) -> RuntimeError:
-        return RuntimeError(
+    def _torn(self, error: BaseException) -> Exception:
+        kinds = (torch.OutOfMemoryError, MemoryError)
+        kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+        return kind(
             f"{type(self).__name__}.step() has failed while it updated parameters: some may have been stepped, or "
             "their state, and others not, so this step cannot be repeated. Load the model and the optimizer from a "
             f"checkpoint before the next one. ({type(error).__name__}: {error})"

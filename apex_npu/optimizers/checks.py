@@ -142,7 +142,7 @@ def check_params(params: Sequence[Tensor], *, shards: bool = True, scaled: bool 
                 f"parameter {i} of shape {tuple(p.shape)} is a {type(p.data).__name__}, which wraps tensors and has no "
                 "memory that could be fused. Use torch.optim's optimizer of the same rule for it"
             )
-        if p.requires_grad:
+        if p.requires_grad and not can_be_stepped(p):
             check_dtype(f"parameter {i} of shape {tuple(p.shape)}", p)
     if len({id(p) for p in params}) != len(params):
         raise ValueError("a parameter is listed twice in one group; pass each parameter once")

@@ -44,7 +44,7 @@ const c10::DataPtr& allocation_of(const c10::DataPtr& data_ptr) {
   return context == nullptr ? data_ptr : *context->memory;
 }
 
-// Freed memory goes to whoever allocates next on the stream that it was allocated on, nearly always the default one;
+// Freed memory goes to the next allocation on the stream that it was allocated on, nearly always the default one;
 // of other streams that use it the allocator has to be told. Fusing on another one is such a use of the memory that
 // parameters leave, and makes memory that the default one will use: a user knows of neither.
 void record_fusing(const c10::DataPtr& allocation, bool is_new) {
@@ -138,8 +138,8 @@ void change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t offse
   if (src.is_meta()) return;  // nothing to point at
   const SharedMemory memory = share_memory_of(src);
   c10::StorageImpl* storage = dst.storage().unsafeGetStorageImpl();
+  record_fusing(allocation_of(storage->data_ptr()), false);
   c10::DataPtr previous = storage->set_data_ptr(point_at(start_of(src, offset_numel), memory, dst.device()));
-  record_fusing(allocation_of(previous), false);
   if (keep_previous) slot_context_of(storage->data_ptr())->previous = std::move(previous);
 }
 

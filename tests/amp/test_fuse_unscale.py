@@ -658,3 +658,22 @@ def test_torchs_clipping_at_a_loss_scale_of_1_clips_at_once(pending):
     optimizer.step()
     for p, old, grad in zip(amp.master_params(optimizer), before, clipped, strict=True):
         torch.testing.assert_close(p.detach(), old - 1e-2 * grad, rtol=1e-5, atol=1e-8)
+
+
+def test_a_gradient_that_cannot_be_gathered_leaves_the_others_as_they_are():
+    params = [nn.Parameter(torch.ones(4, device=DEVICE)) for _ in range(2)]
+    model = nn.Module()
+    model.params = nn.ParameterList(params)
+    optimizer = optimizers.NpuFusedSGD([{"params": [p]} for p in params], lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale=4.0, fuse_unscale=True, verbosity=0)
+    with amp.scale_loss(2 * params[0].sum() + 3 * params[1].sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    dense = params[1].grad
+    params[1].grad = dense.to_sparse()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="sparse gradient"):
+            optimizer.step()
+    params[1].grad = dense
+    optimizer.step()
+    for p, expected in zip(params, (0.8, 0.7), strict=True):
+        torch.testing.assert_close(p, torch.full_like(p, expected))

@@ -12,6 +12,7 @@ from devices import DEVICE
 from torch import nn
 
 from apex_npu import amp, optimizers
+from apex_npu.amp.optimizer_record import OptimizerRecord
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
@@ -274,3 +275,32 @@ def test_a_loss_without_grad_warns_once():
         warnings.simplefilter("error")
         with amp.scale_loss(loss, optimizer):
             pass
+
+
+def test_a_step_after_a_copy_that_failed_does_nothing_but_copy(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).to(DEVICE)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
+    copy_masters = OptimizerRecord.copy_masters
+
+    def failing(*args):
+        raise RuntimeError("the device is lost")
+
+    for step in range(2):
+        optimizer.zero_grad()
+        x = torch.randn(8, 4).to(DEVICE)
+        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if step:
+            monkeypatch.setattr(OptimizerRecord, "copy_masters", failing)
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                optimizer.step()
+            monkeypatch.setattr(OptimizerRecord, "copy_masters", copy_masters)
+            stepped = [p.detach().clone() for p in amp.master_params(optimizer)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # there are no gradients
+            optimizer.step()
+    for p, was, half in zip(amp.master_params(optimizer), stepped, model.parameters(), strict=True):
+        assert torch.equal(p, was)
+        assert torch.equal(p.to(half.dtype), half)

@@ -134,3 +134,36 @@ def test_memory_that_runs_out_behind_a_group_that_has_been_stepped_cannot_be_mad
     assert not torch.equal(params[0], before[0])
     assert torch.equal(params[2], before[2])
     assert [float(optimizer.state[p]["step"]) for p in params[:2]] == [1, 1]
+
+
+def test_an_update_without_memory_is_still_an_error_of_memory(monkeypatch):
+    params = make_params()
+    optimizer = NpuFusedAdam(params, lr=0.1)
+    set_grads(params, 0)
+
+    def scarce(run, group):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(optimizer, "update", scarce)
+    with pytest.raises(torch.OutOfMemoryError, match="cannot be repeated"):
+        optimizer.step()
+
+
+def test_an_interrupt_between_two_groups_counts_the_one_that_has_been_stepped(monkeypatch):
+    params = make_params()
+    optimizer = NpuFusedAdam([{"params": params[:2]}, {"params": params[2:]}], lr=0.1)
+    set_grads(params, 0)
+    update = optimizer.update
+
+    def interrupted(run, group):
+        update(run, group)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimizer, "update", interrupted)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    for i, (p, was) in enumerate(zip(params, before, strict=True)):
+        stepped = i < 2
+        assert torch.equal(p, was) is not stepped
+        assert int(optimizer.state[p].get("step", 0)) == stepped

@@ -25,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+import host_cann
+
 ROOT = Path(__file__).parents[2]
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed")
 # They take longest, so they go first: the last worker is then not left alone with one of them.
@@ -69,11 +71,11 @@ def run(file: Path, options: list[str], not_found: Path) -> Result:
     """Run the tests of ``file`` in a process of their own."""
     begun = time.monotonic()
     environment = {
+        "HOST_CANN_QUIET": "1",
+        **os.environ,
         "APEX_NPU_TEST_DEVICE": "npu",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch would import torch_npu before there is anything to run it on
         "HOST_CANN_NOT_FOUND": str(not_found),
-        "HOST_CANN_QUIET": "1",
-        **os.environ,
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *options, str(file)]
     done = subprocess.run(
@@ -102,6 +104,16 @@ def missing_operators(not_found: Path) -> list[str]:
     return sorted(names - HAVE_OLDER_FORMS)
 
 
+def report(result: Result, log: Path | None) -> None:
+    """Print a line, and what a file has said that failed; keep all of it in the folder ``log``."""
+    said = ", ".join(f"{result.counts[name]} {name}" for name in OUTCOMES if result.counts[name])
+    print(f"{result.file.relative_to(ROOT)}: {said or 'nothing to run'} ({result.seconds:.0f} s)", flush=True)
+    if result.failed:
+        print(result.output, flush=True)
+    if log:
+        (log / f"{result.file.parent.name}.{result.file.stem}.log").write_text(result.output)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", type=Path, nargs="+", metavar="FILE_OR_FOLDER")
@@ -109,7 +121,10 @@ def main() -> int:
     parser.add_argument("--log", type=Path, metavar="FOLDER", help="keeps the output of every file")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments, options = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
-    files = test_files(arguments.paths)
+    if reason := host_cann.unavailable():
+        print(f"tests on the vendor's torch_npu are skipped: {reason}")
+        return 0
+    files = test_files([path.resolve() for path in arguments.paths])
     if arguments.log:
         arguments.log.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
@@ -117,16 +132,15 @@ def main() -> int:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.workers) as pool:
         not_found = Path(folder) / "not_found"
-        for done in as_completed([pool.submit(run, file, options, not_found) for file in files]):
-            result = done.result()
-            said = ", ".join(f"{result.counts[name]} {name}" for name in OUTCOMES if result.counts[name])
-            print(f"{result.file}: {said or 'nothing to run'} ({result.seconds:.0f} s)", flush=True)
-            if result.failed:
-                print(result.output, flush=True)
-            if arguments.log:
-                (arguments.log / f"{result.file.parent.name}.{result.file.stem}.log").write_text(result.output)
-            counts += result.counts
-            skips += result.skips
+        submitted = [pool.submit(run, file, options, not_found) for file in files]
+        try:
+            for done in as_completed(submitted):
+                report(done.result(), arguments.log)
+                counts += done.result().counts
+                skips += done.result().skips
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            return 130
         missing = missing_operators(not_found)
     for reason, number in skips.most_common():
         print(f"skipped {number}: {reason}")
