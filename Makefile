@@ -111,7 +111,7 @@ types: setup-dev
 	@$(PY) -m mypy
 
 # On the simulated NPU, where it is installed, the tests that take their device from the environment.
-ON_NPU := tests/amp tests/known_faults tests/distributed tests/fp16_utils tests/normalization tests/scripts \
+ON_NPU := tests/amp tests/distributed tests/fp16_utils tests/normalization tests/scripts \
     tests/parallel/test_larc.py tests/fusion/test_host_copy.py \
     $(addprefix tests/optimizers/test_,capture.py fused_optimizers.py random_programs.py unusual_use.py novograd.py failures.py)
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
@@ -131,7 +131,7 @@ pytest-slow: setup-dev
 	@echo '==> slow tests'
 	@$(PYTEST) -m slow --ignore tests/simulator --ignore tests/vendor
 	@if $(HAS_SIMULATOR); then echo '==> slow tests on the simulated NPU'; \
-	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m slow $(ON_NPU); fi
+	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m slow $(ON_NPU) && APEX_NPU_TEST_DEVICE=npu $(PYTEST) tests/known_faults; fi
 
 # The vendor's torch_npu, with CANN's libraries replaced by ones that compute in host memory (tests/host_cann).
 HAS_TORCH_NPU = [ -f '$(VENV_NPU)/.apex_npu/torch_npu' ]
