@@ -231,7 +231,7 @@ NETWORK: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "index_of_nothing": (lambda x, i: (x[i], x[:, i], x[x > 100], x[:, :, i]), (normal(4, 5, 3), EMPTY)),
     "index_put_of_nothing": (write_nothing, (normal(4, 5), EMPTY)),
     "index_put_of_nothing_in_integers": (write_nothing, (whole(4, 5), EMPTY)),
-    "integer_on_the_host": (lambda x: torch.add(torch.tensor(2**24 + 1), x, alpha=3), (whole(3, 4),)),
+    "integer_on_the_host": (lambda x: torch.tensor(2**24 + 1, dtype=torch.int32) + x, (whole(3, 4).int(),)),
     "index_select": (lambda x, i: x.index_select(1, i), (normal(3, 5), whole(2))),
     "index_add": (lambda x, i, y: x.index_add(0, i, y), (normal(5, 3), torch.tensor([3, 0]), normal(2, 3))),
     "scatter_add": (lambda x, i, y: x.scatter_add(1, i, y), (normal(3, 5), whole(3, 2), normal(3, 2))),
