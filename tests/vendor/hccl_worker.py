@@ -11,11 +11,13 @@ import json
 import os
 import signal
 import sys
+from datetime import timedelta
 
 import host_cann
 
 host_cann.install()
 
+import processes  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
@@ -67,9 +69,19 @@ def train(level, engine):
 def killed():
     model, optimizer = start("O2", "combine_ddp")
     steps = []
+
+    def die(grad):
+        if len(steps) == OVERFLOWING_STEP:
+            STORE.set("rank 1 is lost", "")
+            os.kill(os.getpid(), signal.SIGKILL)
+
     if RANK == 1:
-        model[2].bias.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL) if len(steps) == 3 else None)
+        model[2].bias.register_hook(die)
     for step in range(OVERFLOWING_STEP + 1):
+        if RANK == 0 and step == OVERFLOWING_STEP:
+            # Only what waits for a process that is lost has a short limit: the other may be slow before.
+            STORE.wait(["rank 1 is lost"], timedelta(seconds=processes.HANG_TIMEOUT))
+            host_cann.set_collective_timeout(1)
         try:
             backward(model, optimizer, step)
         except RuntimeError as error:
@@ -82,7 +94,8 @@ def killed():
 
 if WORLD > 1:
     torch.npu.set_device(RANK % 2)
-    dist.init_process_group("hccl", store=dist.FileStore(os.environ["STORE"], WORLD), rank=RANK, world_size=WORLD)
+    STORE = dist.FileStore(os.environ["STORE"], WORLD)
+    dist.init_process_group("hccl", store=STORE, rank=RANK, world_size=WORLD)
 globals()[sys.argv[1]](*sys.argv[2:])
 sys.stdout.flush()
 os._exit(0)  # a group that has lost a process would wait for it

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Weights in FRACTAL_NZ, whose elements lie in tiles, train like weights that lie in rows."""
+"""Weights in FRACTAL_NZ, whose elements are stored in tiles, train like weights that are stored in rows."""
 
 import copy
 import logging

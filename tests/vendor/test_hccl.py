@@ -16,7 +16,11 @@ WORKER = Path(__file__).with_name("hccl_worker.py")
 # Half precision rounds what one process computes in one piece, and several in parts.
 TOLERANCE = {"rel": 4e-3, "abs": 1e-4}
 PATHS = os.pathsep.join(map(str, (processes.ROOT, processes.ROOT / "tests", Path(host_cann.__file__).parents[1])))
-ENVIRONMENT = {"PYTHONPATH": PATHS, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "HOST_CANN_HCCL_TIMEOUT": "60"}
+ENVIRONMENT = {
+    "PYTHONPATH": PATHS,
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    "HOST_CANN_HCCL_TIMEOUT": str(processes.HANG_TIMEOUT),
+}
 
 
 def train(level, engine, count):
@@ -48,8 +52,7 @@ def test_processes_train_as_one_that_sees_the_whole_batch(level, engine, count):
 
 
 def test_a_process_that_is_lost_is_an_error_that_says_how_far_each_got(tmp_path):
-    environment = {**ENVIRONMENT, "HOST_CANN_HCCL_TIMEOUT": "5"}
-    started = processes.start(WORKER, ("killed",), 2, tmp_path / "store", **environment)
+    started = processes.start(WORKER, ("killed",), 2, tmp_path / "store", **ENVIRONMENT)
     try:
         status, output = processes.finish(started[:1])[0]
     finally:

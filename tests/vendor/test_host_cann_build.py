@@ -4,14 +4,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
-from host_cann import BuildError, build
+from host_cann import BuildError, build, installation
 
 
 @pytest.fixture
@@ -88,6 +91,24 @@ def test_a_build_that_fails_leaves_nothing(packages: Path, builds: list[Path], m
     assert (build.build() / "libascendcl.so").is_file()
 
 
+def test_what_a_killed_build_leaves_is_removed(packages: Path, builds: list[Path]) -> None:
+    cache = packages / "cache"
+    mine = cache / f"building-{build._digest(build._compiler())}-killed"
+    others = cache / "building-0123456789abcdef-running"
+    for folder in (mine, others):
+        (folder / "libraries").mkdir(parents=True)
+    build.build()
+    assert not mine.exists()
+    assert others.exists()  # of other sources or versions, which another process may be building
+
+
+def test_a_cache_that_cannot_be_written(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (packages / "file").touch()
+    monkeypatch.setenv("HOST_CANN_BUILD", str(packages / "file/cache"))
+    with pytest.raises(BuildError, match=r"cannot be kept in .*file/cache .*HOST_CANN_BUILD"):
+        build.build()
+
+
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BuildError, match=r"no no-such-compiler on PATH.*install g\+\+"):
@@ -101,9 +122,49 @@ def test_no_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sources_are_packaged(tmp_path: Path) -> None:
-    package = Path(build.__file__).parent
-    assert list((package / "csrc").glob("ops_*.cpp"))
-    assert (package / "dtypes.txt").is_file()
+    project = Path(__file__).parents[1] / "host_cann"
+    copy = tmp_path / "host_cann"
+    shutil.copytree(project, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    code = f"from setuptools import build_meta; print(build_meta.build_wheel({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
+        packaged = {name for name in wheel.namelist() if name.startswith("host_cann/")}
+    package = copy / "host_cann"
+    assert packaged == {str(path.relative_to(copy)) for path in package.rglob("*") if path.is_file()}
+
+
+def test_a_file_of_dtypes_is_found_from_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOST_CANN_DTYPES", "some.txt")
+    installation._set_dtypes()
+    assert os.environ["HOST_CANN_DTYPES"] == str(tmp_path / "some.txt")
+    monkeypatch.setenv("HOST_CANN_DTYPES", "1")
+    installation._set_dtypes()
+    assert Path(os.environ["HOST_CANN_DTYPES"]).read_text().startswith("aclnn")
+
+
+def test_no_file_of_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOST_CANN_DTYPES", "nowhere.txt")
+    with pytest.raises(FileNotFoundError, match=r"HOST_CANN_DTYPES='nowhere.txt': there is no file .*set it to 1"):
+        installation._set_dtypes()
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_folder_of_builds_is_the_same_from_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_name: bool
+) -> None:
+    monkeypatch.setattr(installation, "_libraries", {})
+    monkeypatch.setattr(installation, "_load", lambda built: None)
+    monkeypatch.setattr(installation.build, "build", lambda: tmp_path)
+    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+    for name in ("ASCEND_HOME_PATH", "ASCEND_OPP_PATH", "ASCEND_GLOBAL_LOG_LEVEL"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("HOST_CANN_BUILD", "here")
+    monkeypatch.chdir(tmp_path)
+    installation.install("there" if by_name else None)
+    assert os.environ["HOST_CANN_BUILD"] == str(tmp_path / ("there" if by_name else "here"))
 
 
 def test_too_late(tmp_path: Path) -> None:

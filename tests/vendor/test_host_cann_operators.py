@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import host_cann
 import pytest
 import torch
 import torch.nn.functional as F
+from host_cann import installation
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -59,7 +61,8 @@ def check(function: Callable[..., Any], inputs: tuple[Tensor, ...], dtype: torch
     assert len(on_cpu) == len(on_npu)
     for expected, actual in zip(on_cpu, on_npu, strict=True):
         assert actual.device.type == "npu"
-        torch.testing.assert_close(actual.cpu(), expected, **TOLERANCES[dtype], check_stride=False)
+        tolerance = TOLERANCES[dtype] if expected.is_floating_point() else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(actual.cpu(), expected, **tolerance, check_stride=False)
 
 
 UNARY = [
@@ -128,6 +131,23 @@ def test_binary(npu: torch.device, name: str, dtype: torch.dtype) -> None:
     check(getattr(torch, name), (normal(3, 5), positive(5)), dtype)
 
 
+def gelu(x: Tensor) -> Tensor:
+    """As it is mostly called on the NPU, where torch_npu computes the formula of tanh whatever ``approximate`` is."""
+    return F.gelu(x, approximate="none" if x.device.type == "npu" else "tanh")
+
+
+def write_nothing(x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+    written = [x.clone() for _ in range(6)]
+    written[0][index] = 5
+    written[1][:, index] = 5
+    written[2][index] = x[:0]
+    written[3].index_put_((index,), torch.ones(1, dtype=x.dtype, device=x.device), accumulate=True)
+    written[4][x > 100] = 5
+    written[5][x > 100] = x[x > 100]
+    return tuple(written)
+
+
+EMPTY = torch.tensor([], dtype=torch.long)
 NETWORK: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "addcmul": (lambda x, a, b: torch.addcmul(x, a, b, value=0.5), (normal(3, 4), normal(3, 4), normal(4))),
     "addcdiv": (lambda x, a, b: torch.addcdiv(x, a, b, value=0.5), (normal(3, 4), normal(3, 4), positive(3, 4))),
@@ -182,7 +202,8 @@ NETWORK: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         (normal(3, 4), positive(3, 4)),
     ),
     "kl_div": (lambda x, y: F.kl_div(x, y, reduction="batchmean"), (normal(3, 4), positive(3, 4))),
-    "gelu": (F.gelu, (normal(3, 4),)),
+    "gelu": (gelu, (normal(3, 4),)),
+    "gelu_tanh": (lambda x: F.gelu(x, approximate="tanh"), (normal(3, 4),)),
     "silu": (F.silu, (normal(3, 4),)),
     "elu": (F.elu, (normal(3, 4),)),
     "leaky_relu": (lambda x: F.leaky_relu(x, 0.2), (normal(3, 4),)),
@@ -195,9 +216,22 @@ NETWORK: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "avg_pool2d": (lambda x: F.avg_pool2d(x, 3, 2, 1), (normal(2, 3, 6, 6),)),
     "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (2, 2)), (normal(2, 3, 6, 6),)),
     "interpolate": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), (normal(1, 2, 3, 3),)),
+    "interpolate_bilinear_1.7": (
+        lambda x: F.interpolate(x, scale_factor=1.7, mode="bilinear"),
+        (normal(1, 2, 7, 7),),
+    ),
+    "interpolate_bilinear_0.6": (
+        lambda x: F.interpolate(x, scale_factor=0.6, mode="bilinear"),
+        (normal(1, 2, 7, 7),),
+    ),
+    "interpolate_nearest_1.7": (lambda x: F.interpolate(x, scale_factor=1.7), (normal(1, 2, 7, 7),)),
     "embedding": (lambda w, i: F.embedding(i, w), (normal(5, 3), whole(2, 4))),
     "gather": (lambda x, i: x.gather(1, i), (normal(3, 4), whole(3, 2))),
     "index": (lambda x, i: (x[i], x[:, i]), (normal(5, 5), whole(3))),
+    "index_of_nothing": (lambda x, i: (x[i], x[:, i], x[x > 100], x[:, :, i]), (normal(4, 5, 3), EMPTY)),
+    "index_put_of_nothing": (write_nothing, (normal(4, 5), EMPTY)),
+    "index_put_of_nothing_in_integers": (write_nothing, (whole(4, 5), EMPTY)),
+    "integer_on_the_host": (lambda x: torch.tensor(2**24 + 1, dtype=torch.int32) + x, (whole(3, 4).int(),)),
     "index_select": (lambda x, i: x.index_select(1, i), (normal(3, 5), whole(2))),
     "index_add": (lambda x, i, y: x.index_add(0, i, y), (normal(5, 3), torch.tensor([3, 0]), normal(2, 3))),
     "scatter_add": (lambda x, i, y: x.scatter_add(1, i, y), (normal(3, 5), whole(3, 2), normal(3, 2))),
@@ -293,6 +327,14 @@ LISTS: dict[str, Callable[[list[Tensor], list[Tensor]], Any]] = {
     "addcdiv": lambda x, y: torch._foreach_addcdiv(x, x, y, value=0.5),
     "norm": lambda x, y: torch._foreach_norm(x),
     "maximum": torch._foreach_maximum,
+    "add_numbers": lambda x, y: torch._foreach_add(x, [2.0, 3.0, 4.0]),
+    "sub_number": lambda x, y: torch._foreach_sub(x, 1.5),
+    "div_numbers": lambda x, y: torch._foreach_div(x, [2.0, 3.0, 4.0]),
+    "pow_number": lambda x, y: torch._foreach_pow(y, 1.5),
+    "maximum_number": lambda x, y: torch._foreach_maximum(x, 0.25),
+    "minimum_numbers": lambda x, y: torch._foreach_minimum(x, [0.25, 0.5, -0.5]),
+    "addcmul_tensor": lambda x, y: torch._foreach_addcmul(x, x, y, torch.tensor([2.0, 3.0, 4.0])),
+    "addcdiv_tensor": lambda x, y: torch._foreach_addcdiv(x, x, y, torch.tensor([2.0, 3.0, 4.0])),
 }
 
 
@@ -303,6 +345,26 @@ def test_lists(npu: torch.device, name: str) -> None:
     actual = LISTS[name]([t.npu() for t in x], [t.npu() for t in y])
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.cpu(), e, **TOLERANCES[torch.float32])
+
+
+BEYOND_FLOAT = 2**24 + 1  # float32 does not have it
+LISTS_OF_INTEGERS: dict[str, Callable[[list[Tensor]], Any]] = {
+    "add_number": lambda x: torch._foreach_add(x, 1),
+    "add_numbers": lambda x: torch._foreach_add(x, [1, BEYOND_FLOAT]),
+    "sub_number": lambda x: torch._foreach_sub(x, BEYOND_FLOAT),
+    "mul_numbers": lambda x: torch._foreach_mul(x, [1, 3]),
+    "maximum_number": lambda x: torch._foreach_maximum(x, BEYOND_FLOAT),
+    "minimum_number": lambda x: torch._foreach_minimum(x, BEYOND_FLOAT),
+    "maximum_numbers": lambda x: torch._foreach_maximum(x, [1, BEYOND_FLOAT]),
+    "minimum_numbers": lambda x: torch._foreach_minimum(x, [BEYOND_FLOAT, 1]),
+}
+
+
+@pytest.mark.parametrize("name", LISTS_OF_INTEGERS)
+def test_lists_of_integers(npu: torch.device, name: str) -> None:
+    x = [torch.tensor([BEYOND_FLOAT, BEYOND_FLOAT + 2, -3], dtype=torch.int32), torch.tensor([7], dtype=torch.int32)]
+    for actual, expected in zip(LISTS_OF_INTEGERS[name]([t.npu() for t in x]), LISTS_OF_INTEGERS[name](x), strict=True):
+        assert actual.cpu().tolist() == expected.tolist()
 
 
 def test_random_numbers(npu: torch.device) -> None:
@@ -355,6 +417,20 @@ def test_an_operator_that_is_missing_fails_by_name(npu: torch.device) -> None:
     with pytest.raises(RuntimeError, match="StrideAdd"):
         torch_npu.npu_stride_add(normal(1, 32, 2, 2).npu(), normal(1, 32, 2, 2).npu(), 0, 0, 1)
     assert "aclop StrideAdd" in host_cann.missing_operators()["called"]
+
+
+def test_an_argument_of_another_kind_is_refused(npu: torch.device) -> None:
+    """As by a version of torch_npu whose operator has other parameters: here a number in place of a tensor."""
+    torch.ones(1, device=npu)
+    torch.npu.synchronize()
+    calls = installation.operators()
+    calls.aclCreateScalar.restype = ctypes.c_void_p
+    number = ctypes.c_void_p(calls.aclCreateScalar(ctypes.byref(ctypes.c_float(1)), 0))
+    size, plan = ctypes.c_uint64(), ctypes.c_void_p()
+    assert calls.aclnnAbsGetWorkspaceSize(number, None, ctypes.byref(size), ctypes.byref(plan)) == 0
+    assert calls.aclnnAbs(None, size, plan, None) == 0
+    with pytest.raises(RuntimeError, match="aclnnAbs: an argument is of another kind than the parameter"):
+        torch.npu.synchronize()
 
 
 def test_dtypes_beyond_the_documentation_are_refused(run_script: Any) -> None:

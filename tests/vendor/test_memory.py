@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Memory of the vendor's allocator: nothing is kept of what has been fused anew, loaded, moved or thrown away."""
+"""Memory of the vendor's allocator: nothing is kept of what has been fused again, loaded, moved or thrown away."""
 
 import copy
 import gc

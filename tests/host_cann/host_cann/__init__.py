@@ -23,6 +23,7 @@ from host_cann.control import (
     missing_operators,
     out_of_memory_after,
     saturates,
+    set_collective_timeout,
 )
 from host_cann.installation import install
 
@@ -40,5 +41,6 @@ __all__ = [
     "missing_operators",
     "out_of_memory_after",
     "saturates",
+    "set_collective_timeout",
     "unavailable",
 ]

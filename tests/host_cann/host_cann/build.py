@@ -15,7 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent / "csrc"
@@ -43,24 +45,45 @@ def build() -> Path:
     """The folder with the libraries; compiles them where this has not been done for these sources and versions.
 
     Builds are kept in ``$HOST_CANN_BUILD``, or ``host_cann`` in the user's cache. Another process that builds the same
-    is waited for; a build that is broken off leaves nothing that a later one would take for finished.
+    is waited for; a build that is broken off leaves nothing that a later one would take for finished. The next removes
+    what it has left.
+
+    Raises:
+        BuildError: something is missing, does not compile, or cannot be written.
     """
     torch, torch_npu, compiler = _package("torch"), _package("torch_npu"), _compiler()
     root = _cache()
     folder = root / _digest(compiler)
     if folder.is_dir():
         return folder
-    root.mkdir(parents=True, exist_ok=True)
-    with open(root / f"{folder.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(root, folder.name):
         if not folder.is_dir():
             _say(f"building the libraries in {folder} (about 2 minutes, once)")
             begun = time.monotonic()
-            with tempfile.TemporaryDirectory(dir=root, prefix="building-") as unfinished:
+            prefix = f"building-{folder.name}-"
+            for broken_off in root.glob(f"{prefix}*"):
+                shutil.rmtree(broken_off, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=root, prefix=prefix) as unfinished:
                 finished = _Builder(Path(unfinished), torch, torch_npu, compiler).libraries()
                 finished.rename(folder)
             _say(f"built in {time.monotonic() - begun:.0f} s")
     return folder
+
+
+@contextmanager
+def _locked(root: Path, name: str) -> Iterator[None]:
+    """Inside, no other process builds ``name``; the cache is made where there is none."""
+    with ExitStack() as stack:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(root / f"{name}.lock", "w"))
+        except OSError as error:
+            raise BuildError(
+                f"host_cann: builds cannot be kept in {root} ({error}); name a folder that can be written with "
+                "HOST_CANN_BUILD=..."
+            ) from error
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def unavailable() -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from host_cann.installation import runtime
+from host_cann.installation import operators, runtime
 
 _OUT_OF_MEMORY = 207001  # ACL_ERROR_RT_MEMORY_ALLOCATION
 _KERNEL_ERROR = 507015  # ACL_ERROR_RT_AICORE_EXCEPTION
@@ -149,6 +149,16 @@ def _ask(prefix: str, n: int, code: int, phase: int, seconds: float = 0.0, times
     runtime().host_cann_fail(
         prefix.encode(), ctypes.c_long(n), code, phase, ctypes.c_double(seconds), ctypes.c_long(times)
     )
+
+
+def set_collective_timeout(seconds: int) -> None:
+    """Let this process's collectives fail that wait for another rank for more than ``seconds``, from now on.
+
+    At first these are ``$HOST_CANN_HCCL_TIMEOUT``, or 300.
+    """
+    if seconds <= 0:
+        raise ValueError(f"host_cann.set_collective_timeout: seconds={seconds!r} is not positive")
+    operators().host_cann_set_collective_timeout(seconds)
 
 
 class Memory(NamedTuple):

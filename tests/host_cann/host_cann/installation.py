@@ -25,7 +25,9 @@ def install(folder: str | os.PathLike[str] | None = None) -> None:
 
     Raises:
         RuntimeError: torch_npu has been imported already, on other libraries or in vain.
-        BuildError: there is no compiler, no torch or no torch_npu; the message says how to get it.
+        BuildError: there is no compiler, no torch or no torch_npu; the message says how to get it. Or the folder for
+            builds cannot be written.
+        FileNotFoundError: ``HOST_CANN_DTYPES`` is neither ``1`` nor a file.
     """
     if _libraries:
         return
@@ -35,16 +37,31 @@ def install(folder: str | os.PathLike[str] | None = None) -> None:
             "install() before `import torch_npu`; where `import torch` has done it, import host_cann before torch, or "
             "set TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment"
         )
-    if folder is not None:
-        os.environ["HOST_CANN_BUILD"] = os.fspath(folder)  # for processes that this one starts, too
+    _set_dtypes()
+    folder = folder or os.environ.get("HOST_CANN_BUILD")
+    if folder:
+        # For processes that this one starts, too, wherever they run.
+        os.environ["HOST_CANN_BUILD"] = os.path.abspath(folder)
     built = build.build()
     os.environ["ASCEND_HOME_PATH"] = str(built)
     os.environ["ASCEND_OPP_PATH"] = str(built / "opp")
     # torch_npu then logs which operators it looks for in vain, which is how missing_operators() knows.
     os.environ.setdefault("ASCEND_GLOBAL_LOG_LEVEL", "2")
-    if os.environ.get("HOST_CANN_DTYPES") == "1":
-        os.environ["HOST_CANN_DTYPES"] = str(Path(__file__).with_name("dtypes.txt"))
     _load(built)
+
+
+def _set_dtypes() -> None:
+    """Let ``$HOST_CANN_DTYPES`` be the full path of a file, also for processes that this one starts elsewhere."""
+    chosen = os.environ.get("HOST_CANN_DTYPES")
+    if not chosen:
+        return
+    file = Path(__file__).with_name("dtypes.txt") if chosen == "1" else Path(chosen).absolute()
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"host_cann.install: HOST_CANN_DTYPES={chosen!r}: there is no file {file}; set it to 1, or to the path of "
+            "a file like dtypes.txt, or leave it unset for operators that take every dtype"
+        )
+    os.environ["HOST_CANN_DTYPES"] = str(file)
 
 
 def _load(built: Path) -> None:
@@ -60,6 +77,15 @@ def _load(built: Path) -> None:
 
 def runtime() -> ctypes.CDLL:
     """libascendcl.so, which counts, and fails on demand."""
+    return _library("libascendcl.so")
+
+
+def operators() -> ctypes.CDLL:
+    """libopapi.so, which has the operators and the collectives."""
+    return _library("libopapi.so")
+
+
+def _library(name: str) -> ctypes.CDLL:
     if not _libraries:
         raise RuntimeError("host_cann: there is no device yet; call host_cann.install() first")
-    return _libraries["libascendcl.so"]
+    return _libraries[name]

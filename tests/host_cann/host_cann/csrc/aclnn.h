@@ -73,64 +73,67 @@ void write_resized(aclTensor* to, const at::Tensor& value);
 
 // ---- what an operator's parameters are: each is the one pointer that CANN's interface has in its place ----
 
-struct In {
-  const aclTensor* p;
-  operator at::Tensor() const { return read(p); }
-  at::Tensor operator()() const { return read(p); }
-  std::optional<at::Tensor> maybe() const { return p ? std::optional<at::Tensor>(read(p)) : std::nullopt; }
+// torch_npu finds an operator by its name alone: an argument of another kind than the operator's parameter is an error.
+template <class Kind>
+struct Argument {
+  const Object* p;
+  const Kind* get() const {
+    const auto* found = dynamic_cast<const Kind*>(p);
+    TORCH_CHECK(found || !p, "an argument is of another kind than the parameter");
+    return found;
+  }
 };
-struct Out {
-  aclTensor* p;
-  operator at::Tensor() const { return read(p); }
-  at::Tensor operator()() const { return read(p); }
+struct In : Argument<aclTensor> {
+  operator at::Tensor() const { return read(get()); }
+  at::Tensor operator()() const { return read(get()); }
+  std::optional<at::Tensor> maybe() const { return p ? std::optional<at::Tensor>(read(get())) : std::nullopt; }
+};
+struct Out : Argument<aclTensor> {
+  operator at::Tensor() const { return read(get()); }
+  at::Tensor operator()() const { return read(get()); }
   const Out& operator=(const at::Tensor& value) const {
-    if (p) write(p, value);
+    if (p) write(get(), value);
     return *this;
   }
-  void write_resized(const at::Tensor& value) const { host_cann::write_resized(p, value); }
-  at::ScalarType dtype() const { return scalar_type(p->type); }
+  void write_resized(const at::Tensor& value) const { host_cann::write_resized(const_cast<aclTensor*>(get()), value); }
+  at::ScalarType dtype() const { return scalar_type(get()->type); }
 };
-struct Number {
-  const aclScalar* p;
-  at::Scalar operator()() const { return p ? p->value : at::Scalar(1); }
-  std::optional<at::Scalar> maybe() const { return p ? std::optional<at::Scalar>(p->value) : std::nullopt; }
+struct Number : Argument<aclScalar> {
+  at::Scalar operator()() const { return p ? get()->value : at::Scalar(1); }
+  std::optional<at::Scalar> maybe() const { return p ? std::optional<at::Scalar>(get()->value) : std::nullopt; }
 };
-struct Ints {
-  const aclIntArray* p;
-  at::IntArrayRef operator()() const { return p ? at::IntArrayRef(p->values) : at::IntArrayRef(); }
-  bool empty() const { return !p || p->values.empty(); }
+struct Ints : Argument<aclIntArray> {
+  at::IntArrayRef operator()() const { return p ? at::IntArrayRef(get()->values) : at::IntArrayRef(); }
+  bool empty() const { return (*this)().empty(); }
   at::OptionalIntArrayRef maybe() const {
-    return empty() ? at::OptionalIntArrayRef() : at::OptionalIntArrayRef(at::IntArrayRef(p->values));
+    return empty() ? at::OptionalIntArrayRef() : at::OptionalIntArrayRef((*this)());
   }
 };
-struct Bools {
-  const aclBoolArray* p;
+struct Bools : Argument<aclBoolArray> {
   template <size_t n>
   std::array<bool, n> get() const {
+    const auto& values = Argument::get()->values;
     std::array<bool, n> out;
-    for (size_t i = 0; i < n; ++i) out[i] = p->values.at(i);
+    for (size_t i = 0; i < n; ++i) out[i] = values.at(i);
     return out;
   }
 };
-struct InList {
-  const aclTensorList* p;
-  size_t size() const { return p ? p->items.size() : 0; }
-  at::Tensor operator[](size_t i) const { return read(p->items.at(i)); }
+struct InList : Argument<aclTensorList> {
+  size_t size() const { return p ? get()->items.size() : 0; }
+  at::Tensor operator[](size_t i) const { return read(get()->items.at(i)); }
   std::vector<at::Tensor> operator()() const {
     std::vector<at::Tensor> all;
     for (size_t i = 0; i < size(); ++i) all.push_back((*this)[i]);
     return all;
   }
 };
-struct OutList {
-  const aclTensorList* p;
-  size_t size() const { return p ? p->items.size() : 0; }
-  at::Tensor operator[](size_t i) const { return read(p->items.at(i)); }
-  void set(size_t i, const at::Tensor& value) const { write(p->items.at(i), value); }
+struct OutList : Argument<aclTensorList> {
+  size_t size() const { return p ? get()->items.size() : 0; }
+  at::Tensor operator[](size_t i) const { return read(get()->items.at(i)); }
+  void set(size_t i, const at::Tensor& value) const { write(get()->items.at(i), value); }
 };
-struct NumberList {
-  const aclScalarList* p;
-  at::Scalar operator[](size_t i) const { return p->items.at(i)->value; }
+struct NumberList : Argument<aclScalarList> {
+  at::Scalar operator[](size_t i) const { return get()->items.at(i)->value; }
 };
 using Type = aclDataType;
 using Text = const char*;

@@ -43,16 +43,21 @@ struct Comm {
   char* box(uint32_t from, uint32_t to) const { return boxes + (from * ranks + to) * kBox; }
 };
 
+// Seconds that a collective waits for another rank.
+std::atomic<int>& timeout() {
+  static std::atomic<int> seconds{getenv("HOST_CANN_HCCL_TIMEOUT") ? atoi(getenv("HOST_CANN_HCCL_TIMEOUT")) : 300};
+  return seconds;
+}
+
 template <class Condition>
 void wait_until(Condition condition) {
-  static const int seconds = getenv("HOST_CANN_HCCL_TIMEOUT") ? atoi(getenv("HOST_CANN_HCCL_TIMEOUT")) : 300;
   const auto begun = std::chrono::steady_clock::now();
   for (long tries = 0; !condition(); ++tries) {
     if (tries < 100)
       std::this_thread::yield();
     else
       std::this_thread::sleep_for(std::chrono::microseconds(50));
-    if (std::chrono::steady_clock::now() - begun > std::chrono::seconds(seconds)) {
+    if (std::chrono::steady_clock::now() - begun > std::chrono::seconds(timeout())) {
       throw std::runtime_error("a collective has waited for another rank too long");
     }
   }
@@ -326,4 +331,7 @@ HcclResult HcclRecv(void* recv, uint64_t count, HcclDataType type, uint32_t from
     }
   });
 }
+
+// For tests, by way of ctypes.
+void host_cann_set_collective_timeout(int seconds) { timeout() = seconds; }
 }

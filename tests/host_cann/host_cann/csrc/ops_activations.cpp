@@ -5,7 +5,8 @@
 #include "channels.h"
 
 using namespace host_cann;
-OP(aclnnGelu, (In self, Out out), out = at::gelu(self()));
+// The first versions have the tanh formula alone.
+OP(aclnnGelu, (In self, Out out), out = at::gelu(self(), "tanh"));
 OP(aclnnGeluV2, (In self, int64_t approximate, Out out), out = at::gelu(self, approximate ? "tanh" : "none"));
 OP(aclnnSelu, (In self, Out out), out = at::selu(self()));
 OP(aclnnLeakyRelu, (In self, Number slope, Out out), out = at::leaky_relu(self, slope()));
@@ -32,7 +33,7 @@ OP(aclnnThresholdBackward, (In grad, In self, Number threshold, Out out),
    out = at::threshold_backward(grad(), self(), threshold()));
 OP(aclnnSigmoidBackward, (In grad, In output, Out out), out = at::sigmoid_backward(grad(), output()));
 OP(aclnnTanhBackward, (In grad, In output, Out out), out = at::tanh_backward(grad(), output()));
-OP(aclnnGeluBackward, (In grad, In self, Out out), out = at::gelu_backward(grad(), self()));
+OP(aclnnGeluBackward, (In grad, In self, Out out), out = at::gelu_backward(grad(), self(), "tanh"));
 OP_WITH_TEXT(aclnnGeluBackwardV2, (In grad, In self, Text approximate, Out out), approximate,
              out = at::gelu_backward(grad(), self(), approximate));
 OP(aclnnSiluBackward, (In grad, In self, Out out), out = at::silu_backward(grad(), self()));

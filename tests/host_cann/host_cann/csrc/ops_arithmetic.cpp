@@ -1,6 +1,8 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 // Operators of two and three operands: arithmetic, comparisons, logic.
+#include <ATen/ScalarOps.h>
+
 #include "aclnn.h"
 
 using namespace host_cann;
@@ -20,9 +22,9 @@ using namespace host_cann;
 SUM(Add, add);
 SUM(Sub, sub);
 OP(aclnnAddV3, (Number self, In other, Number alpha, Out out),
-   out = at::add(at::scalar_tensor(self()), other(), alpha()));
+   out = at::add(at::scalar_to_tensor(self()), other(), alpha()));
 OP(aclnnInplaceAddV3, (Number self, In other, Number alpha, Out out),
-   out = at::add(at::scalar_tensor(self()), other(), alpha()));
+   out = at::add(at::scalar_to_tensor(self()), other(), alpha()));
 OP(aclnnRsubs, (In self, Number other, Number alpha, Out out), out = at::rsub(self(), other(), alpha()));
 OP(aclnnAddRelu, (In self, In other, Number alpha, Out out), out = at::relu(at::add(self(), other(), alpha())));
 BINARY_SCALAR(Mul, Muls, mul);

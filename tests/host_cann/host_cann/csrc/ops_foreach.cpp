@@ -34,23 +34,23 @@ OP(aclnnForeachCopy, (InList x, OutList out), for (size_t i = 0; i < x.size(); +
 OP(aclnnForeachZeroInplace, (OutList x), for (size_t i = 0; i < x.size(); ++i) x.set(i, at::zeros_like(x[i])));
 
 // By one number, as CANN's first version has it in a tensor and its second in a scalar; by a number each; by a list.
-#define BY_NUMBER(Name, fn)                                                                        \
-  OP(aclnnForeach##Name##Scalar, (InList x, In number, OutList out),                               \
-     for (size_t i = 0; i < x.size(); ++i) out.set(i, at::fn(x[i], number().reshape({}))));        \
-  OP(aclnnForeach##Name##ScalarV2, (InList x, Number number, OutList out),                         \
-     for (size_t i = 0; i < x.size(); ++i) out.set(i, at::fn(x[i], at::scalar_tensor(number())))); \
-  OP(aclnnForeach##Name##ScalarList, (InList x, NumberList numbers, OutList out),                  \
-     for (size_t i = 0; i < x.size(); ++i) out.set(i, at::fn(x[i], at::scalar_tensor(numbers[i]))))
+#define BY_NUMBER(Name, fn, fn_of_number)                                                   \
+  OP(aclnnForeach##Name##Scalar, (InList x, In number, OutList out),                        \
+     for (size_t i = 0; i < x.size(); ++i) out.set(i, at::fn(x[i], number().reshape({})))); \
+  OP(aclnnForeach##Name##ScalarV2, (InList x, Number number, OutList out),                  \
+     for (size_t i = 0; i < x.size(); ++i) out.set(i, at::fn_of_number(x[i], number())));   \
+  OP(aclnnForeach##Name##ScalarList, (InList x, NumberList numbers, OutList out),           \
+     for (size_t i = 0; i < x.size(); ++i) out.set(i, at::fn_of_number(x[i], numbers[i])))
 #define BY_LIST(Name, fn)                                         \
   OP(aclnnForeach##Name##List, (InList x, InList y, OutList out), \
      for (size_t i = 0; i < x.size(); ++i) out.set(i, at::fn(x[i], y[i])))
-BY_NUMBER(Add, add);
-BY_NUMBER(Sub, sub);
-BY_NUMBER(Mul, mul);
-BY_NUMBER(Div, div);
-BY_NUMBER(Pow, pow);
-BY_NUMBER(Maximum, maximum);
-BY_NUMBER(Minimum, minimum);
+BY_NUMBER(Add, add, add);
+BY_NUMBER(Sub, sub, sub);
+BY_NUMBER(Mul, mul, mul);
+BY_NUMBER(Div, div, div);
+BY_NUMBER(Pow, pow, pow);
+BY_NUMBER(Maximum, maximum, clamp_min);
+BY_NUMBER(Minimum, minimum, clamp_max);
 BY_LIST(Mul, mul);
 BY_LIST(Div, div);
 BY_LIST(Pow, pow);
@@ -75,13 +75,11 @@ OP(aclnnForeachLerpScalar, (InList x, InList y, Number w, OutList out),
   OP(aclnnForeach##Name##Scalar, (InList x, InList y, InList z, In v, OutList out),           \
      for (size_t i = 0; i < x.size(); ++i) out.set(i, at::fn(x[i], y[i], z[i], v().item()))); \
   OP(aclnnForeach##Name##ScalarV2, (InList x, InList y, InList z, Number v, OutList out),     \
-     for (size_t i = 0; i < x.size(); ++i) out.set(i, at::fn(x[i], y[i], z[i], v())))
+     for (size_t i = 0; i < x.size(); ++i) out.set(i, at::fn(x[i], y[i], z[i], v())));        \
+  OP(aclnnForeach##Name##ScalarList, (InList x, InList y, InList z, In v, OutList out),       \
+     for (size_t i = 0; i < x.size(); ++i) out.set(i, at::fn(x[i], y[i], z[i], v()[i].item())))
 FOREACH3(Addcmul, addcmul);
 FOREACH3(Addcdiv, addcdiv);
-OP(aclnnForeachAddcmulScalarList, (InList x, InList y, InList z, NumberList v, OutList out),
-   for (size_t i = 0; i < x.size(); ++i) out.set(i, at::addcmul(x[i], y[i], z[i], v[i])));
-OP(aclnnForeachAddcdivScalarList, (InList x, InList y, InList z, In v, OutList out),
-   for (size_t i = 0; i < x.size(); ++i) out.set(i, at::addcdiv(x[i], y[i], z[i], v()[i].item())));
 OP(aclnnForeachNorm, (InList x, Number p, OutList out),
    for (size_t i = 0; i < x.size(); ++i)
        out.set(i, at::linalg_vector_norm(x[i].to(at::kDouble), p()).reshape(out[i].sizes())));

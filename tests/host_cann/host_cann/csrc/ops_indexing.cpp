@@ -30,11 +30,10 @@ OP(aclnnGatherV3, (In self, int64_t dim, In index, int64_t, int64_t, Out out),
 OP(aclnnIndexSelect, (In self, int64_t dim, In index, Out out), out = at::index_select(self(), dim, index()));
 OP(aclnnTake, (In self, In index, Out out), out = at::take(self(), index()));
 
+// The indices of what is not empty: those without elements are colons.
 static c10::List<std::optional<at::Tensor>> positions(const InList& indices) {
   c10::List<std::optional<at::Tensor>> list;
-  for (size_t i = 0; i < indices.size(); ++i) {
-    const at::Tensor index = indices[i];
-    // torch_npu hands over an empty tensor where there is a colon.
+  for (const at::Tensor& index : indices()) {
     if (!index.defined() || index.numel() == 0)
       list.push_back(std::nullopt);
     else
@@ -42,9 +41,23 @@ static c10::List<std::optional<at::Tensor>> positions(const InList& indices) {
   }
   return list;
 }
-OP(aclnnIndex, (In self, InList indices, Out out), out = at::index(self(), positions(indices)));
-OP(aclnnIndexPutImpl, (Out self, InList indices, In values, bool accumulate, bool),
-   self = at::index_put(self(), positions(indices), values(), accumulate));
+// Whether an index is empty. torch_npu has a tensor of sizes {0} and of the dtype of `self` where there is a colon. If
+// that is a dtype of indices, too, an empty index is a colon where another index has elements.
+static bool select_nothing(const at::Tensor& self, const InList& indices) {
+  bool any_elements = false;
+  for (const at::Tensor& index : indices()) {
+    const bool may_be_colon = index.dim() == 1 && index.scalar_type() == self.scalar_type();
+    if (index.numel() == 0 && !may_be_colon) return true;
+    any_elements = any_elements || index.numel() > 0;
+  }
+  return !any_elements;
+}
+OP(aclnnIndex, (In self, InList indices, Out out), {
+  if (out().numel() > 0) out = at::index(self(), positions(indices));
+});
+OP(aclnnIndexPutImpl, (Out self, InList indices, In values, bool accumulate, bool), {
+  if (!select_nothing(self(), indices)) self = at::index_put(self(), positions(indices), values(), accumulate);
+});
 OP(aclnnIndexAdd, (In self, int64_t dim, In index, In source, Number alpha, Out out),
    out = at::index_add(self(), dim, index(), source(), alpha()));
 OP(aclnnIndexAddV2, (In self, int64_t dim, In index, In source, Number alpha, int64_t, Out out),

@@ -31,16 +31,20 @@ OP(aclnnMaxPool2dWithMaskBackward, (In grad, In self, In, Ints k, Ints s, Ints p
    out = at::max_pool2d_with_indices_backward(grad(), self(), k(), s(), p(), d(), ceil,
                                               std::get<1>(at::max_pool2d_with_indices(self(), k(), s(), p(), d(),
                                                                                       ceil))));
+
+// Without a scale factor, CANN computes one from the sizes.
+static std::optional<double> factor(double scale) { return scale > 0 ? std::optional<double>(scale) : std::nullopt; }
 OP(aclnnUpsampleNearest2d, (In self, Ints size, Out out), out = at::upsample_nearest2d(self(), size()));
-OP(aclnnUpsampleNearest2dV2, (In self, Ints size, float, float, Out out), out = at::upsample_nearest2d(self(), size()));
-OP(aclnnUpsampleNearest2dBackward, (In grad, Ints size, Ints input, double, double, Out out),
-   out = at::upsample_nearest2d_backward(grad(), size(), input()));
-OP(aclnnUpsampleBilinear2d, (In self, Ints size, bool align, double, double, Out out),
-   out = at::upsample_bilinear2d(self(), size(), align));
-OP(aclnnUpsampleBilinear2dBackward, (In grad, Ints size, Ints input, bool align, double, double, Out out),
-   out = at::upsample_bilinear2d_backward(grad(), size(), input(), align));
-OP(aclnnUpsampleBilinear2dBackwardV2, (In grad, Ints size, Ints input, bool align, double, double, Out out),
-   out = at::upsample_bilinear2d_backward(grad(), size(), input(), align));
+OP(aclnnUpsampleNearest2dV2, (In self, Ints size, float h, float w, Out out),
+   out = at::upsample_nearest2d(self(), size(), factor(h), factor(w)));
+OP(aclnnUpsampleNearest2dBackward, (In grad, Ints size, Ints input, double h, double w, Out out),
+   out = at::upsample_nearest2d_backward(grad(), size(), input(), factor(h), factor(w)));
+OP(aclnnUpsampleBilinear2d, (In self, Ints size, bool align, double h, double w, Out out),
+   out = at::upsample_bilinear2d(self(), size(), align, factor(h), factor(w)));
+OP(aclnnUpsampleBilinear2dBackward, (In grad, Ints size, Ints input, bool align, double h, double w, Out out),
+   out = at::upsample_bilinear2d_backward(grad(), size(), input(), align, factor(h), factor(w)));
+OP(aclnnUpsampleBilinear2dBackwardV2, (In grad, Ints size, Ints input, bool align, double h, double w, Out out),
+   out = at::upsample_bilinear2d_backward(grad(), size(), input(), align, factor(h), factor(w)));
 OP(aclnnGridSampler2D, (In input, In grid, int64_t mode, int64_t padding, bool align, Out out),
    out = at::grid_sampler_2d(input(), grid(), mode, padding, align));
 OP(aclnnGridSampler2DBackward,

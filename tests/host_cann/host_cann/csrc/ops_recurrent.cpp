@@ -8,7 +8,7 @@ using namespace host_cann;
 
 // The sequence that enters the first layer, [time, batch, features] in all cases.
 static Sequence first_input(const In& input, const In& sizes, bool batch_first) {
-  if (sizes.p && sizes.p->numel()) return Sequence::padded(input(), sizes());
+  if (sizes.p && sizes.get()->numel()) return Sequence::padded(input(), sizes());
   Sequence x;
   x.x = batch_first ? input().transpose(0, 1) : input();
   return x;
