@@ -26,10 +26,10 @@ from apex_npu.fusion import (
     increment_versions,
     is_sharded,
 )
-from apex_npu.fusion.flat_buffer import NoRoomError
 from apex_npu.fusion.grad_slots import LOOSE, PRESENT, LooseFor
 from apex_npu.optimizers.capture import check_gradients, check_groups, refusal
 from apex_npu.optimizers.checks import check_bool, check_params, naming
+from apex_npu.optimizers.failed_steps import half_updated, may_have_written
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
 from apex_npu.optimizers.shown_state import ShownState, StateSlot
 from apex_npu.optimizers.state_dicts import check_state_dict, indexed_params
@@ -215,10 +215,10 @@ class FusedOptimizer(Optimizer):
                 for run, _ in runs[begun if interrupted else updated :]:
                     run.take_back()
             finally:
-                if begun and _may_have_written(error, updated):
-                    raise self._torn(error) from error
+                if begun and may_have_written(error, updated):
+                    raise half_updated(type(self).__name__, error) from error
                 if interrupted:
-                    logger.error("%s", self._torn(error))
+                    logger.error("%s", half_updated(type(self).__name__, error))
             raise
         self._shown.remember_joined(self, self._slots())
         return loss
@@ -243,15 +243,6 @@ class FusedOptimizer(Optimizer):
         if in_slots and grads.reads_lists and self.takes_lists(group, fused):
             return grads.gather_unless_listed()
         return grads.gather(loose_for=LooseFor.STEPPING if in_slots else LooseFor.WRITING)
-
-    def _torn(self, error: BaseException) -> Exception:
-        kinds = (torch.OutOfMemoryError, MemoryError)
-        kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
-        return kind(
-            f"{type(self).__name__}.step() has failed while it updated parameters: some may have been stepped, or "
-            "their state, and others not, so this step cannot be repeated. Load the model and the optimizer from a "
-            f"checkpoint before the next one. ({type(error).__name__}: {error})"
-        )
 
     def _of_scaler(self, name: str) -> Tensor | None:
         """What a GradScaler has handed over for this step."""
@@ -544,16 +535,6 @@ class FusedOptimizer(Optimizer):
         return [
             record.owners[id(p)] for record in self._fused if record.owners for p in parts if id(p) in record.owners
         ]
-
-
-def _may_have_written(error: BaseException, updated: int) -> bool:
-    """Whether ``error``, after ``updated`` runs, may have ended the update of a run that was being written.
-
-    What is wrong with hyper-parameters or operands is said, by other types, before; and so is a lack of buffers.
-    """
-    before_writing = updated == 0 and isinstance(error, NoRoomError)
-    failed = isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, NotImplementedError)
-    return failed and not before_writing
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,0 +1,30 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Steps that fail while they update: what they may have written, and what they say."""
+
+from __future__ import annotations
+
+import torch
+
+from apex_npu.fusion.flat_buffer import NoRoomError
+
+
+def may_have_written(error: BaseException, updated: int) -> bool:
+    """Whether ``error``, after ``updated`` runs, may have ended the update of a run that was being written.
+
+    What is wrong with hyper-parameters or operands is said, by other types, before; and so is a lack of buffers.
+    """
+    before_writing = updated == 0 and isinstance(error, NoRoomError)
+    failed = isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, NotImplementedError)
+    return failed and not before_writing
+
+
+def half_updated(optimizer: str, error: BaseException) -> Exception:
+    """What a step of ``optimizer`` raises for ``error`` that has ended an update: of its kind, and with the way out."""
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+    return kind(
+        f"{optimizer}.step() has failed while it updated parameters: some may have been stepped, or their state, and "
+        "others not, so this step cannot be repeated. Load the model and the optimizer from a checkpoint before the "
+        f"next one. ({type(error).__name__}: {error})"
+    )
