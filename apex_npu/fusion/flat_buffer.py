@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import for_device
-from apex_npu.fusion.layout import Layout, Slot, extent_numel, plan_slots
+from apex_npu.fusion.layout import Layout, Slot, extent_numel, gaps_between, plan_slots
 from apex_npu.fusion.storage import (
     check_change_data_ptr,
     follows_aliases,
@@ -155,10 +155,9 @@ class FlatBuffer:
     def _copy_storages(self, tensors: Sequence[Tensor], slots: Sequence[Slot]) -> None:
         storages = [t.detach().as_strided((slot.numel,), (1,), 0) for t, slot in zip(tensors, slots, strict=True)]
         if storages and joins_lists(self.flat.device):
-            begins = [slot.offset_numel for slot in slots]
-            ends = [slot.offset_numel + slot.numel for slot in slots]
-            gaps = [b - e for b, e in zip([*begins[1:], ends[-1]], ends, strict=True)]
-            join_(self.flat[begins[0] : ends[-1]], storages, gaps, self.flat.new_zeros(max(gaps)))
+            gaps = gaps_between([slot.offset_numel for slot in slots], [slot.numel for slot in slots])
+            end = slots[-1].offset_numel + slots[-1].numel
+            join_(self.flat[slots[0].offset_numel : end], storages, gaps, self.flat.new_zeros(max(gaps)))
             return
         for storage, slot in zip(storages, slots, strict=True):
             self.flat.narrow(0, slot.offset_numel, slot.numel).copy_(storage)

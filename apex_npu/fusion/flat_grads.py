@@ -20,6 +20,7 @@ from apex_npu._extension import extension
 from apex_npu.fusion import grad_slots
 from apex_npu.fusion.flat_buffer import FlatBuffer, plan
 from apex_npu.fusion.grad_slots import ABSENT, FOREIGN, LOOSE, PRESENT, GradSlots, LooseFor, dispatches_in_python
+from apex_npu.fusion.layout import gaps_between
 from apex_npu.fusion.many_tensors import are_same, increment_versions
 from apex_npu.fusion.storage import SlotTable, slot_table
 from apex_npu.ops import (
@@ -329,9 +330,9 @@ class FlatGrads:
         rows = self._rows(indices, grads)
         for batch, begin, end in _numbered(batches):
             offsets = self.offsets[batch.start : batch.stop]
-            ends = [offset + row.numel() for offset, row in zip(offsets, rows[begin:end], strict=True)]
-            gaps = [b - e for b, e in zip([*offsets[1:], ends[-1]], ends, strict=True)]
-            join_(self.flat[offsets[0] : ends[-1]], rows[begin:end], gaps, self._zeros_of(rows[begin].dtype, max(gaps)))
+            gaps = gaps_between(offsets, [row.numel() for row in rows[begin:end]])
+            stretch = self.flat[offsets[0] : offsets[-1] + rows[end - 1].numel()]
+            join_(stretch, rows[begin:end], gaps, self._zeros_of(rows[begin].dtype, max(gaps)))
 
     def _rows(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
         """``grads``, 1-D, with the elements in the order that those of the slots ``indices`` have in memory."""

@@ -124,3 +124,9 @@ def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         expected *= n
     return True
+
+
+def gaps_between(offsets: Sequence[int], numels: Sequence[int]) -> list[int]:
+    """How many elements are between each range (its first element, its length) and the next; 0 for the last."""
+    ends = [offset + numel for offset, numel in zip(offsets, numels, strict=True)]
+    return [begin - end for begin, end in zip([*offsets[1:], ends[-1]], ends, strict=True)]
