@@ -1,7 +1,7 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# `make demo` and `make test` work from a fresh clone with nothing installed by hand; `make help` lists the rest.
+# `make demo` and `make test` work from a fresh clone with nothing else installed; `make help` lists the rest.
 #
 # The set-up below keeps notes (stamps) of what it did inside the environment's own folder, so that a second run is
 # quick and deleting .venv is enough to start over. All paths are relative or quoted: the checkout's may hold spaces.
@@ -21,11 +21,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PIP_ROOT_USER_ACTION := ignore
 export PYTHONUTF8 := 1
+# cd would go elsewhere, and print where.
+unexport CDPATH
 
 VENV_NPU := .venv-npu
 PY_NPU := $(VENV_NPU)/bin/python
 PY := $(if $(filter system,$(VENV)),"$(PYTHON)","$(VENV)/bin/python")
-CHECKED := apex_npu benchmarks examples tests setup.py
+CHECKED := apex_npu benchmarks examples scripts tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -37,7 +39,7 @@ help: ## this list
 	@echo 'make test       lint, types, import contracts and the quick tests (under 10 minutes on 2 cores)'
 	@echo 'make test-all   the same, then those of test-rest'
 	@echo 'make test-rest  the tests marked slow, and test-torch-npu-quick'
-	@echo "make test-torch-npu  all npu tests on the vendor's torch_npu, without an NPU (over half an hour)"
+	@echo "make test-torch-npu  all npu tests on the vendor's torch_npu, without an NPU (over an hour)"
 	@echo 'make test-torch-npu-quick  the quick ones of amp, optimizers and data parallel training, once'
 	@echo "make setup-torch-npu  the environment with the vendor's torch_npu, .venv-npu"
 	@echo 'make bench      all benchmarks on every device that is here: benchmarks/results, plots, tables (MINUTES=15 each)'
@@ -46,7 +48,7 @@ help: ## this list
 	@echo 'make upstream   the amp tests of a checkout of NVIDIA Apex against this package: APEX=path [DEVICE=npu]'
 	@echo 'make patch-check  patches, wheels and scripts on a clone of NVIDIA Apex: APEX_UPSTREAM=path'
 	@echo 'make dev        the environment for working on apex_npu, with the git hooks'
-	@echo 'make lint       ruff, clang-format, import-linter'
+	@echo 'make lint       ruff, clang-format, import-linter, scripts/check_words.py'
 	@echo 'make types      mypy --strict'
 	@echo 'make sanitize   the tests of what is C++, under AddressSanitizer and UndefinedBehaviorSanitizer (Linux, g++)'
 	@echo 'make clean      remove what was built, and the caches; .venv stays (delete it to start over)'
@@ -72,7 +74,7 @@ test-all: test test-rest
 
 test-rest: bench-deps pytest-slow test-torch-npu-quick
 
-bench-deps: setup-dev ## other people's optimizers, to compare with (benchmarks, tests/optimizers/test_rivals.py)
+bench-deps: setup-dev ## other people's optimizers, to compare with (benchmarks, tests/optimizers/test_baselines.py)
 	@$(PY) -m pip install -qq --no-deps adamp==0.3.0 timm==1.0.22 pytorch_optimizer==4.1.0
 
 bench: setup-dev ## everything, on every device that is here
@@ -105,13 +107,16 @@ lint: setup-dev
 	    --dry-run -Werror {} +
 	@echo '==> import contracts'
 	@$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+	@echo '==> words'
+	@$(PY) scripts/check_words.py
 
 types: setup-dev
 	@echo '==> types (the first time: about 1 minute)'
 	@$(PY) -m mypy
 
 # On the simulated NPU, where it is installed, the tests that take their device from the environment.
-ON_NPU := tests/amp tests/distributed tests/fp16_utils tests/normalization tests/scripts \
+DISTRIBUTED := $(addprefix tests/distributed/test_,data_parallel.py restart.py)
+ON_NPU := tests/amp $(DISTRIBUTED) tests/fp16_utils tests/normalization tests/scripts \
     tests/parallel/test_larc.py tests/fusion/test_host_copy.py \
     $(addprefix tests/optimizers/test_,capture.py fused_optimizers.py random_programs.py unusual_use.py novograd.py failures.py)
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
@@ -136,14 +141,19 @@ pytest-slow: setup-dev
 # The vendor's torch_npu, with CANN's libraries replaced by ones that compute in host memory (tests/host_cann).
 HAS_TORCH_NPU = [ -f '$(VENV_NPU)/.apex_npu/torch_npu' ]
 RUN_ON_TORCH_NPU = '$(PY_NPU)' tests/vendor/run.py --workers $(WORKERS)
-QUICK_ON_TORCH_NPU := tests/vendor tests/amp tests/distributed $(filter tests/optimizers/%,$(ON_NPU))
+IN_EVERY_PASS := tests/amp $(DISTRIBUTED) $(filter tests/optimizers/%,$(ON_NPU))
+QUICK_ON_TORCH_NPU := tests/vendor $(IN_EVERY_PASS)
 
 test-torch-npu-quick: setup-torch-npu
 	@if $(HAS_TORCH_NPU); then echo "==> quick tests on the vendor's torch_npu"; \
 	    $(RUN_ON_TORCH_NPU) $(QUICK_ON_TORCH_NPU) -- -m 'not slow'; fi
 
 test-torch-npu: setup-torch-npu
-	@if $(HAS_TORCH_NPU); then echo "==> all tests on the vendor's torch_npu"; $(RUN_ON_TORCH_NPU) tests/vendor $(ON_NPU); fi
+	@if $(HAS_TORCH_NPU); then echo "==> all tests on the vendor's torch_npu"; $(RUN_ON_TORCH_NPU) tests/vendor $(ON_NPU) && \
+	    echo '==> quick tests on a chip that saturates' && \
+	    HOST_CANN_SOC=Ascend910ProA $(RUN_ON_TORCH_NPU) $(IN_EVERY_PASS) -- -m 'not slow' && \
+	    echo "==> quick tests with the data types of CANN's documentation" && \
+	    HOST_CANN_DTYPES=1 $(RUN_ON_TORCH_NPU) $(IN_EVERY_PASS) -- -m 'not slow'; fi
 
 # A second build in a folder of its own. torch's libraries know nothing of sanitizers, hence the preloading; Python leaks
 # at exit by design.
@@ -159,7 +169,7 @@ sanitize: setup-dev
 	    --build-lib build/sanitize --build-temp build/sanitize/objects
 	@echo '==> tests under sanitizers'
 	@$(UNDER_SANITIZERS) $(PY) -c 'import sys; sys.path[0] = "build/sanitize"; import apex_npu._C, pytest; sys.exit(pytest.main(sys.argv[1:]))' \
-	    -q -p no:xdist -o pythonpath=tests tests/ops tests/fusion
+	    -q -p no:xdist -o pythonpath=tests tests/ops tests/fusion tests/distributed/test_grad_arrivals.py
 
 clean:
 	rm -rf build dist apex_npu.egg-info tests/npu_simulator/build tests/npu_simulator/*.egg-info tests/host_cann/build tests/host_cann/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
@@ -179,7 +189,7 @@ setup-torch-npu: setup-dev
 # ---------------------------------------------------------------------------------------------------------------------
 # The set-up, a bash script ($$ is make's way to write $). Its arguments are what pip is to install beside torch.
 # A note holds what a step was done *for*; a step is done again when that changed. While a step runs there is a file
-# `running`: an environment that still has it was interrupted, and is made anew, since pip cannot tell half a package.
+# `running`: an environment that still has it was interrupted, and is rebuilt, since pip cannot detect half a package.
 define SETUP
 set -euo pipefail
 set -f  # TORCH_SPEC is split into words, never expanded to file names
@@ -286,7 +296,7 @@ build() {
     begin
     find apex_npu -maxdepth 1 \( -name '_C.*.so' -o -name _C.torch_version \) -delete
     "$$py" -m pip uninstall -qq -y apex_npu > /dev/null 2>&1 || true
-    # An extension that does not compile leaves a good environment behind, which need not be made again.
+    # An extension that does not compile leaves a good environment, which need not be made again.
     pip --no-build-isolation --no-deps -e . || { rm -f "$$notes/running"; stop "apex_npu could not be built, see above"; }
     finish build "$$wanted"
 }

@@ -1,17 +1,20 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Mixed precision and fused optimizers for PyTorch on npu, cuda and cpu."""
+"""Mixed precision and fused optimizers for PyTorch on npu, cuda and cpu.
+
+Importing this module alone imports neither torch nor any submodule.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from apex_npu import amp, optimizers
+from apex_npu.compat.finder import serve_moved_modules
 
 if TYPE_CHECKING:
-    from apex_npu import fp16_utils, multi_tensor_apply, normalization, parallel
-    from apex_npu.compat import install_as_apex, uninstall_apex
+    from apex_npu import amp, optimizers
+    from apex_npu.compat import fp16_utils, install_as_apex, multi_tensor_apply, normalization, parallel, uninstall_apex
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,9 +28,10 @@ __all__ = [
     "uninstall_apex",
 ]
 
+serve_moved_modules()
+
 
 def __getattr__(name: str) -> Any:
-    # Imported when they are asked for: most programs need none of them.
     if name in ("install_as_apex", "uninstall_apex"):
         return getattr(importlib.import_module("apex_npu.compat"), name)
     if name in __all__:

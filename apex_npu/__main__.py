@@ -1,68 +1,100 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu run script.py``: run a script that imports ``apex``, unchanged; ``patch DIR``: patch an Apex."""
+"""``python -m apex_npu run script.py``: run a script that imports ``apex``, unchanged; ``patch DIR``: patch an Apex.
+
+``COMMANDS`` is the table of all commands. A package that adds one defines its ``Command``.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 
 from apex_npu.compat import install_as_apex
+from apex_npu.compat.pipeline.command_line import Argument, Command, parser_of, split_rest
+from apex_npu.compat.pipeline.commands import PATCH
 
-USAGE = """\
-usage: python -m apex_npu run [--force] script.py [arguments of the script]
-       python -m apex_npu run [--force] -m module [arguments of the module]
-       python -m apex_npu patch [--reverse] DIR
-
+PROGRAM = "python -m apex_npu"
+ABOUT = """\
 Runs a script in which the name apex, with apex.amp and apex.optimizers, is apex_npu.
   --force   even where another package called apex is installed
 Or patches a checkout of NVIDIA's Apex, so that it answers with apex_npu; --reverse takes the patch out.
 With several processes: torchrun --nproc-per-node 8 -m apex_npu run script.py"""
 
 
-def main(arguments: list[str]) -> int:
+def _run(options: argparse.Namespace) -> int:
+    """Run ``options.rest``, a script or with ``-m`` a module, and its arguments."""
+    if not options.rest:
+        return _fail("a script is missing")
+    name = options.rest[0]
+    if not options.m and not os.path.exists(name):
+        return _fail(f"can't open file {name!r}: no such file")
+    sys.argv = options.rest
+    # As Python does for a script, and before the search for another apex; run_path does it for folders and archives.
+    if not options.m and os.path.isfile(name) and not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(name))
+    try:
+        install_as_apex(force=options.force)
+    except RuntimeError as error:
+        print(f"apex_npu: {error}", file=sys.stderr)
+        return 2
+    if options.m:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(name, run_name="__main__")
+    return 0
+
+
+RUN = Command(
+    "run",
+    "run a script in which the name apex is apex_npu",
+    _run,
+    (
+        Argument("--force", "even where another package called apex is installed", flag=True),
+        Argument("-m", "run a module rather than a file", flag=True),
+    ),
+    usage=(
+        "[--force] script.py [arguments of the script]",
+        "[--force] -m module [arguments of the module]",
+    ),
+    passes_rest=True,
+)
+COMMANDS = (RUN, PATCH)
+
+
+def main(arguments: Sequence[str]) -> int:
     """Run what ``arguments``, those of the command line, say.
 
     Returns:
         The exit status, where the script did not end with one itself: 0, or 2 if there is nothing to run.
     """
-    if arguments[:1] in (["-h"], ["--help"]) or arguments == ["run", "--help"] or arguments == ["run", "-h"]:
-        print(USAGE)
+    name, rest = (arguments[0] if arguments else None), arguments[1:]
+    command = next((command for command in COMMANDS if command.name == name), None)
+    asks_for_help = list(rest) in (["-h"], ["--help"])
+    if name in ("-h", "--help") or (command is not None and command.passes_rest and asks_for_help):
+        print(_usage())
         return 0
-    if arguments[:1] == ["patch"]:
-        from apex_npu.pipeline import __main__ as pipeline
-
-        return pipeline.main(arguments, program="python -m apex_npu")
-    if arguments[:1] != ["run"]:
-        return _fail(f"unknown command {arguments[0]!r}" if arguments else "a command is missing")
-    rest = arguments[1:]
-    force = rest[:1] == ["--force"]
-    rest = rest[force:]
-    as_module = rest[:1] == ["-m"]
-    rest = rest[as_module:]
-    if not rest or rest[0].startswith("-"):
-        return _fail(f"unknown option {rest[0]!r}" if rest else "a script is missing")
-    if not as_module and not os.path.exists(rest[0]):
-        return _fail(f"can't open file {rest[0]!r}: no such file")
-    sys.argv = rest
-    # As Python does for a script, and before the search for another apex; run_path does it for folders and archives.
-    if not as_module and os.path.isfile(rest[0]) and not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.path.dirname(os.path.realpath(rest[0]))
+    if command is None:
+        return _fail("a command is missing" if name is None else f"unknown command {name!r}")
+    if not command.passes_rest:
+        return command.run(parser_of(COMMANDS, PROGRAM, ABOUT).parse_args(arguments))
     try:
-        install_as_apex(force=force)
-    except RuntimeError as error:
-        print(f"apex_npu: {error}", file=sys.stderr)
-        return 2
-    if as_module:
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(rest[0], run_name="__main__")
-    return 0
+        options = split_rest(command, rest)
+    except ValueError as error:
+        return _fail(str(error))
+    return command.run(options)
+
+
+def _usage() -> str:
+    calls = [f"{PROGRAM} {command.name} {usage}" for command in COMMANDS for usage in command.usage]
+    return "usage: " + "\n       ".join(calls) + f"\n\n{ABOUT}"
 
 
 def _fail(reason: str) -> int:
-    print(f"apex_npu: {reason}\n{USAGE}", file=sys.stderr)
+    print(f"apex_npu: {reason}\n{_usage()}", file=sys.stderr)
     return 2
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loads the C++ extension, or says once why pure torch takes over.
+"""Loads the C++ extension, or warns once why the pure-PyTorch fallback is used.
 
 ``extension`` is the module ``apex_npu._C``, or None where it was not built, or was built for another torch: loading
 such a one could crash, so the version is read from the text file that the build leaves beside it.
@@ -11,18 +11,15 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, cast
 
 import torch
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 _BUILT_FOR = Path(__file__).with_name("_C.torch_version")
 # Of the functions in csrc/bindings.cpp, and of what the library registers with torch.
 _API = 11
-_WAY_OUT = "pure torch takes over (slower, same results); rebuild with `pip install --no-build-isolation apex_npu`"
+_WAY_OUT = "using the pure-PyTorch fallback (slower); rebuild with `pip install --no-build-isolation apex_npu`"
 
 
 def _load(built_for: Path = _BUILT_FOR) -> ModuleType | None:
@@ -51,11 +48,3 @@ def _load(built_for: Path = _BUILT_FOR) -> ModuleType | None:
 
 
 extension: ModuleType | None = _load()
-
-
-def disable_dynamo(function: _F) -> _F:
-    """Let torch.compile run ``function`` as it is: compiled code does not see that slots and buffers share memory."""
-    from torch._compile import _disable_dynamo
-
-    disabled: Any = _disable_dynamo(function)
-    return cast(_F, disabled)

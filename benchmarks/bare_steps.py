@@ -85,7 +85,7 @@ RULES: dict[str, Rule] = {
 
 
 def imported(module: str, name: str) -> Any:
-    """Somebody else's optimizer, or None where it is not installed, or cannot be built here."""
+    """An optimizer of another package, or None where it is not installed, or cannot be built here."""
     package = module.partition(".")[0]
     if package == "timm" and package not in sys.modules:
         # Without its package's __init__, which needs torchvision.

@@ -2,7 +2,7 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# The cuda part of the benchmarks: goals, rivals, plots. Needs this repository and a Python with torch >= 2.11 for CUDA and
+# The cuda part of the benchmarks: goals, baselines, plots. Needs this repository and a Python with torch >= 2.11 for CUDA and
 # triton; matplotlib for the plots. Writes benchmarks/results/{cuda,goals_cuda}.csv and cuda.png.
 set -euo pipefail
 

@@ -127,7 +127,7 @@ class CombineDdp:
 
     def recorded(self) -> Timeline:
         """A step, looked at."""
-        (reducer,) = self.optimizer._amp_record.parallel.reducers
+        (reducer,) = self.optimizer._amp_state.sync.parallel.reducers
         block = amp.scale_loss(self.model(self.x).square().mean(), self.optimizer)
         scaled_loss = block.__enter__()
         timeline = record(reducer, scaled_loss.backward, lambda: block.__exit__(None, None, None))
@@ -210,7 +210,7 @@ def main() -> None:
                     continue
                 print(
                     f"    {row['variant']}: {row['all_reduces']} all-reduces a step, {row['mib_sent']} MiB, "
-                    f"{float(row['hidden_share']):.0%} of their time behind backward"
+                    f"{float(row['hidden_share']):.0%} of their time overlapped with backward"
                 )
     if dist.get_rank() == 0:
         write("data_parallel", CPU, table)

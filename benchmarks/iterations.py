@@ -47,6 +47,7 @@ def transformer(device: torch.device) -> tuple[nn.Module, Tensor]:
     return model.to(device), torch.randn(2, 16, 128, device=device)
 
 
+TORCH_FP32, TORCH_BF16 = "GradScaler, clip, fused", "autocast, GradScaler, clip, fused"
 MODELS = {"ResNet-like": resnet, "transformer": transformer}
 
 
@@ -84,11 +85,11 @@ def ours(name: str, device: torch.device, level: str, *, fold: bool = False, set
 def variants(name: str, device: torch.device) -> dict[str, Callable[[], Step]]:
     """Iterations of the model ``name``. O1 is left to o1_overhead.py: its casts would be on for the others."""
     return {
-        "GradScaler, clip, fused": lambda: theirs(name, device, None),
+        TORCH_FP32: lambda: theirs(name, device, None),
         "apex_npu O0, as written": lambda: ours(name, device, "O0"),
         "apex_npu O0, as written, in place": lambda: ours(name, device, "O0", set_to_none=False),
         "apex_npu O0, folded": lambda: ours(name, device, "O0", fold=True),
-        "autocast, GradScaler, clip, fused": lambda: theirs(name, device, torch.bfloat16),
+        TORCH_BF16: lambda: theirs(name, device, torch.bfloat16),
         "apex_npu O5, as written": lambda: ours(name, device, "O5"),
         "apex_npu O5, folded": lambda: ours(name, device, "O5", fold=True),
     }

@@ -20,7 +20,7 @@ from rounds import in_turns, open_device, rows, show, time_calls, write
 from torch import Tensor, nn
 
 from apex_npu import amp
-from apex_npu.amp import overlay
+from apex_npu.autocast import autocast_ops
 
 DTYPE = torch.float16
 VARIANTS = ("plain", "autocast", "O1", "O1, no extension")
@@ -37,15 +37,15 @@ def set_up(variant: str, model: nn.Module) -> Iterator[None]:
     if not variant.startswith("O1"):
         yield
         return
-    extension = overlay.extension
+    extension = autocast_ops.extension
     if variant == "O1, no extension":
-        overlay.extension = None  # kernels in Python
+        autocast_ops.extension = None  # kernels in Python
     amp.initialize(model, opt_level="O1", verbosity=0)
     try:
         yield
     finally:
         amp.shutdown()
-        overlay.extension = extension
+        autocast_ops.extension = extension
 
 
 def workloads(device: torch.device) -> dict[str, Callable[[nn.Module, str], None]]:
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10, help="calls per round and variant")
     options = parser.parse_args()
     device = open_device(options.device)
-    variants = VARIANTS if overlay.extension is not None else ("plain", "autocast", "O1, no extension")
+    variants = VARIANTS if autocast_ops.extension is not None else ("plain", "autocast", "O1, no extension")
     torch.manual_seed(0)
     model = transformer().to(device)
     table: list[dict[str, str]] = []

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the patch of Apex for Ascend does on its flat buffers: ATen's operators in the same order, temporaries included.
 
-Written anew after what it computes. Hyper-parameters are fixed: it is here to be timed, and for its launches.
+An independent implementation of the same computation. Hyper-parameters are fixed: only its time and launches matter.
 """
 
 from __future__ import annotations

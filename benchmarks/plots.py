@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Draws results/cpu.csv, and cuda.csv where there is one: share of the ceiling, rivals, and how cost grows."""
+"""Draws results/cpu.csv, and cuda.csv where there is one: share of the ceiling, baselines, and how cost grows."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def _share(axes: Any, table: Table) -> None:
     axes.tick_params(axis="x", rotation=45)
 
 
-def _rivals(axes: Any, table: Table, workload: str) -> None:
+def _baselines(axes: Any, table: Table, workload: str) -> None:
     steps = _steps(table, workload)
     names = dict.fromkeys(name for variants in steps.values() for name in variants)
-    rivals = [name for name in names if not name.startswith("apex_npu") and name != "ceiling"]
-    width = 0.8 / max(1, len(rivals))
-    for i, rival in enumerate(rivals):
-        bars = [(x, float(v[rival]["ratio"])) for x, v in enumerate(steps.values()) if rival in v]
-        axes.bar([x + (i - len(rivals) / 2) * width for x, _ in bars], [y for _, y in bars], width, label=rival)
+    baselines = [name for name in names if not name.startswith("apex_npu") and name != "ceiling"]
+    width = 0.8 / max(1, len(baselines))
+    for i, baseline in enumerate(baselines):
+        bars = [(x, float(v[baseline]["ratio"])) for x, v in enumerate(steps.values()) if baseline in v]
+        axes.bar([x + (i - len(baselines) / 2) * width for x, _ in bars], [y for _, y in bars], width, label=baseline)
     axes.axhline(1, color="gray", linewidth=1)
     axes.set(title=f"A step of {workload}'s parameters", ylabel="time over apex_npu's", yscale="log")
     axes.set_xticks(range(len(steps)), list(steps), rotation=45)
@@ -71,8 +71,8 @@ def write(results: Path = RESULTS) -> None:
         table = read_csv(path)
         figure, ((a, b, c), (d, e, f)) = plt.subplots(2, 3, figsize=(18, 10))
         _share(a, table)
-        _rivals(b, table, "resnet50")
-        _rivals(c, table, "small2000")
+        _baselines(b, table, "resnet50")
+        _baselines(c, table, "small2000")
         _growth(d, table, COUNTS, "tensors, of 4 million elements together")
         _growth(e, table, SIZES, "elements, in 100 tensors")
         f.axis("off")

@@ -37,7 +37,7 @@ def goals(table: Table) -> str:
     for row in table:
         digits = 1 if "µs" in row["goal"] else 2
         low, middle, high = (f"{float(row[k]):.{digits}f}" if row[k] else "" for k in ("low", "median", "high"))
-        against = f"{row['variant']} / {row['rival']}" if row["rival"] else row["variant"]
+        against = f"{row['variant']} / {row['baseline']}" if row["baseline"] else row["variant"]
         verdict = {"PASS": "yes", "FALLS SHORT": "**no**"}.get(row["verdict"], "not measured")
         lines.append(
             (f"{row['comparison']}, {row['workload']}", against, row["goal"], middle, f"{low} .. {high}", verdict)
@@ -123,7 +123,7 @@ MISSING = "There are no figures yet."
 
 
 def filled(text: str, results: Path = RESULTS) -> str:
-    """``text`` with what is between its markers made anew."""
+    """``text`` with what is between its markers regenerated."""
 
     def table(match: re.Match[str]) -> str:
         name, render = TABLES[match["name"]]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How long gradients travel behind backward: a formula for rings of any size, and a simulation to check it against.
+"""How long communication continues after backward: a formula for rings of any size, and a simulation to check it.
 
 Backward takes ``backward`` seconds and gives ``nbytes`` of gradients at an even pace, cut into ``buckets`` of one size.
 Each is averaged by a ring all-reduce, one after the other: 2 (P − 1) rounds, in each of which every process sends a

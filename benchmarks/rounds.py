@@ -191,7 +191,7 @@ def steps_in_turns(steps: dict[str, Callable[[], object]], watch: Stopwatch, rou
 
 
 class Spread(NamedTuple):
-    """A median, and where 95 % of the values lie."""
+    """A median, and the interval of 95 % of the values."""
 
     middle: float
     low: float

@@ -58,7 +58,7 @@ def draw(path: Path) -> None:
             found = [simulate([BACKWARD] * processes, NBYTES, count, link) - BACKWARD for count in counts]
             axes.plot([NBYTES / MIB / count for count in counts], [1e3 * x for x in found], "o", color=line.get_color())
     axes.set_xlabel("bucket, MiB")
-    axes.set_ylabel("wait behind backward, ms")
+    axes.set_ylabel("wait after backward, ms")
     axes.set_title("420 MiB of gradients, backward 150 ms, 100 Gbit/s; dots: simulated, triangles: best", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(title="processes")

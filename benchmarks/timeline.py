@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from apex_npu.fusion import GradReducer
+from apex_npu.distributed import GradReducer
 
 Span = tuple[float, float]
 
@@ -29,7 +29,7 @@ class Transfer:
         nbytes: What each process sends and gets back.
         sent: When it was started.
         averaged: When it was complete.
-        full: When the last gradient of its bucket came; None for the exchange behind the last bucket.
+        full: When the last gradient of its bucket came; None for the exchange after the last bucket.
     """
 
     nbytes: int

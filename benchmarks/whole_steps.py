@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What comes behind a backward: unscale, check, clip, a step of Adam, clear. In float32, and with float32 masters.
+"""What follows a backward: unscale, check, clip, a step of Adam, clear. In float32, and with float32 masters.
 
-Gradients are handed over off the clock (``Gradients.hand_over``): every variant has to take what autograd gives it.
+Gradients are passed outside of the timed region (``Gradients.hand_over``), as autograd passes them, to every variant.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from apex_npu import amp, optimizers
 Step = Callable[[], object]
 # Of variants whose gradients stay, as zeros, for the next backward to add to: zero_grad(set_to_none=False).
 IN_PLACE = ", in place"
-# Of variants whose steps the device skips by itself, so that nobody waits for it.
+# Of variants whose steps are skipped on the device, without a host sync.
 CAPTURABLE = ", capturable"
 REFERENCE = {"fp32": "GradScaler, clip, fused", "O2": "foreach copies, GradScaler, clip, fused"}
 

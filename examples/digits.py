@@ -242,7 +242,7 @@ def train(recipe: Recipe, device: torch.device, *, save: Path | None = None, res
 
 
 def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Replaces ``path`` at once: whoever is killed while saving still has the epoch before."""
+    """Replaces ``path`` atomically: a process that is killed while saving leaves the previous epoch's file."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
         torch.save(state, file)

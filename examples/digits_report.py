@@ -20,7 +20,7 @@ from tqdm import tqdm
 # Okabe and Ito's palette, which colour-blind readers tell apart; line styles tell runs apart in black and white.
 COLOURS = ["#000000", "#E69F00", "#0072B2", "#009E73"]
 STYLES = ["-", "--", "-.", ":"]
-WIDTHS = [5.0, 3.2, 1.6, 1.2]  # runs that agree lie on each other: the ones below must show at the sides
+WIDTHS = [5.0, 3.2, 1.6, 1.2]  # curves of runs that agree coincide: the lower ones must remain visible at the sides
 
 
 @dataclass

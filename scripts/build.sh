@@ -21,6 +21,7 @@ END
 stop() { printf 'build.sh: %s\n' "$*" >&2; exit 1; }
 value() { [ "$#" -ge 2 ] || { usage >&2; exit 2; }; printf '%s' "$2"; }
 
+unset CDPATH
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 python=python3
 wheels=dist
@@ -75,7 +76,8 @@ if reason and not setup.flag("APEX_NPU_NO_EXT"):
 END
 
 work="$(mktemp -d "${TMPDIR:-/tmp}/apex_npu-build.XXXXXX")" || stop "no folder could be made in ${TMPDIR:-/tmp}: set TMPDIR"
-trap 'rm -rf "$work"' EXIT
+aside="$work"
+trap 'rm -rf "$work" "$aside"' EXIT
 case "$work" in *:*) stop "the path ${TMPDIR:-/tmp} has a colon in it, at which PYTHONPATH is cut: set TMPDIR to another" ;; esac
 trap 'exit 130' INT
 trap 'exit 143' TERM
@@ -84,7 +86,7 @@ wheels="$(cd "$wheels" && pwd)"
 [ -w "$wheels" ] || stop "$wheels cannot be written: choose another --wheel-dir"
 
 pip_wheel() { # FOLDER TARGET [OPTION...]
-    "$python" -m pip --disable-pip-version-check wheel --quiet --no-index --no-deps --no-build-isolation --no-cache-dir \
+    "$python" -I -m pip --disable-pip-version-check wheel --quiet --no-index --no-deps --no-build-isolation --no-cache-dir \
         --wheel-dir "$2" "${@:3}" "$1"
 }
 
@@ -97,13 +99,14 @@ mkdir "$work/source" "$work/package"
 for name in apex_npu csrc patch setup.py pyproject.toml README.md LICENSE; do cp -R "$root/$name" "$work/source/"; done
 find "$work/source" \( -name '_C.*.so' -o -name _C.torch_version -o -name __pycache__ \) -prune -exec rm -rf {} +
 pip_wheel "$work/source" "$work/wheels" || stop "apex_npu did not build, see above"
-"$python" -m zipfile -e "$work/wheels"/apex_npu-*.whl "$work/package"
+"$python" -I -m zipfile -e "$work/wheels"/apex_npu-*.whl "$work/package"
 cp "$root/LICENSE" "$work/package/apex_npu/LICENSE"
 
 echo '==> the wheel'
 APEX_NPU_CARRY=1 PYTHONPATH="$work/package" pip_wheel "$work/apex" "$work/wheel" ${upstream[@]+"${upstream[@]}"} ||
     stop "the patched Apex did not build, see above"
 wheel="$(cd "$work/wheel" && echo apex-*.whl)"
-cp "$work/wheel/$wheel" "$wheels/.$wheel.tmp" && mv -f "$wheels/.$wheel.tmp" "$wheels/$wheel" ||
-    { rm -f "$wheels/.$wheel.tmp"; stop "$wheels/$wheel cannot be written: look at the free space"; }
+aside="$(mktemp -d "$wheels/.apex_npu-wheel.XXXXXX")" || stop "$wheels cannot be written: look at the free space"
+cp "$work/wheel/$wheel" "$aside/" && mv -f "$aside/$wheel" "$wheels/$wheel" ||
+    stop "$wheels/$wheel cannot be written: look at the free space"
 printf '%s\n' "$wheels/$wheel"

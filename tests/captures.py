@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A stand-in for the capture of a CUDA graph, on any device: it records operators, and runs them again without Python.
+"""A simulated capture of a CUDA graph, on any device: records operators, and replays them without Python.
 
 What it replays reads and writes the tensors of the recording, and knows nothing of what the host did in between: as in
-a graph, an optimizer's numbers are those of the recording unless they lie on the device. And as there, what is recorded
+a graph, an optimizer's numbers are those of the recording unless they are on the device. And as there, what is recorded
 is not done yet: what has been written is put back at the end, and the host alone has gone on.
 """
 

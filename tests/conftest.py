@@ -16,7 +16,7 @@ from devices import DEVICE
 
 from apex_npu import amp
 
-# Without a GPU Triton's kernels are interpreted: it wants to know before it is imported by anyone.
+# Without a GPU Triton's kernels are interpreted: it reads this at its first import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

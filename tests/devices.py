@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The device that tests run on, what simulates it, and what it does not do.
+"""The device that tests run on, its simulator, and its unsupported features.
 
 ``APEX_NPU_TEST_DEVICE`` names the device; the default is the CPU. An "npu" is simulated where there is none: by the
 vendor's own torch_npu on a CANN in host memory (``tests/host_cann``) where its wheel is installed, else by a stand-in
@@ -44,7 +44,7 @@ def _simulator() -> ModuleType | None:
 # The package that simulates the NPU, with count(), fail_after() and live_storages(); None on hardware and elsewhere.
 SIMULATOR: Any = _simulator() if _NAME.startswith("npu") else None
 if SIMULATOR is not None:
-    SIMULATOR.install()  # torch knows no device of that name before
+    SIMULATOR.install()  # the name of the device is not registered before
 # True where torch_npu is the vendor's, which is so on hardware, too.
 VENDOR = _NAME.startswith("npu") and (SIMULATOR is None or SIMULATOR.__name__ == "host_cann")
 if VENDOR and SIMULATOR is None:
@@ -52,10 +52,13 @@ if VENDOR and SIMULATOR is None:
 # Arguments of the interpreter that let a script find the device.
 START_SCRIPT = ["-m", SIMULATOR.__name__] if SIMULATOR is not None else []
 
-# What the environment of a process says for a chip that saturates, where that is not a setting of the simulator.
+# Environment variables for a chip that saturates, where that is not a setting of the simulator.
 SATURATING = {"HOST_CANN_SOC": "Ascend910ProA"} if VENDOR else {}
 
 DEVICE = torch.device(_NAME)
+
+# True where the chip has neither inf nor NaN, and a flag of overflows instead: that of a whole run of the tests.
+SATURATES = VENDOR and SIMULATOR is not None and SIMULATOR.saturates()
 
 # False where a rule computes with a number on the device by another kernel than with one of the host, as torch_npu:
 # the last bit may differ.
@@ -74,16 +77,37 @@ _VENDOR_LACKS = {
     "packed_rnn": "torch_npu pads packed sequences, and cannot unpack those of RNN and GRU",
     "stand_in_counts": "tests/vendor/test_counts.py has the counts of torch_npu's operators",
 }
+# Likewise what chips that saturate do not do.
+_SATURATING_LACK = {
+    "autocast_to_bfloat16": "torch_npu's autocast has no bfloat16 on a chip that saturates",
+    "flag_on_the_device": "on a chip that saturates the host reads the flag of overflows, when a block ends",
+    "flag_of_a_thread": "on a chip that saturates all threads share the flag of overflows",
+    "inf": "a chip that saturates has the largest number in place of inf, and 0 in place of nan",
+}
+
+
+# Likewise what the host CANN refuses with HOST_CANN_DTYPES, which it takes elsewhere.
+_DOCUMENTED_LACK = {
+    "undocumented_dtypes": "CANN's documentation does not list this data type for an operator: HOST_CANN_DTYPES=1",
+}
+_LACKING = {
+    **(_VENDOR_LACKS if VENDOR else {}),
+    **(_SATURATING_LACK if SATURATES else {}),
+    **(_DOCUMENTED_LACK if VENDOR and os.environ.get("HOST_CANN_DTYPES") else {}),
+}
+_FEATURES = _VENDOR_LACKS.keys() | _SATURATING_LACK.keys() | _DOCUMENTED_LACK.keys()
 
 
 def _why_not(features: tuple[str, ...]) -> str:
-    lacking = [_VENDOR_LACKS[feature] for feature in features]  # a name that is misspelt is an error everywhere
-    return "; ".join(lacking) if VENDOR else ""
+    if misspelt := set(features) - _FEATURES:
+        raise pytest.UsageError(f"tests/devices.py has no feature {', '.join(sorted(misspelt))}")
+    return "; ".join(_LACKING[feature] for feature in features if feature in _LACKING)
 
 
 def needs(*features: str) -> pytest.MarkDecorator:
-    """Skip a test, or a case of one, that needs what the vendor's torch_npu does not do."""
-    return pytest.mark.skipif(VENDOR, reason=_why_not(features) or "the vendor's torch_npu")
+    """Skip a test, or a case of one, that needs what the vendor's torch_npu or the chip does not do."""
+    reason = _why_not(features)
+    return pytest.mark.skipif(bool(reason), reason=reason)
 
 
 def require(*features: str) -> None:

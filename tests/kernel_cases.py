@@ -75,7 +75,7 @@ def shapes_for(numel):
 
 
 def segments_of(name, shapes, numel, dtype):
-    """What LAMB and AdamP take beside the operands; a gap, as of padding, is behind each parameter that leaves one."""
+    """Segment arguments of LAMB and AdamP; a gap, such as padding, follows each parameter that leaves one."""
     starts, lengths, owner, limits, begin = [], [], [], [(0.0, 0.0)], 0
     for i, shape in enumerate(shapes):
         size = math.prod(shape)

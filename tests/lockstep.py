@@ -27,7 +27,7 @@ def assert_equal_params(
     """``ours`` are ``theirs`` to within ``tolerance``, relative to a tensor's largest element, or to ``floor``,
     one number or one for each tensor, where that is larger.
 
-    In float16 and bfloat16 the two were rounded from float32 values that are so close. Where those lie on both sides of
+    In float16 and bfloat16 the two were rounded from float32 values that are so close. Where those are on both sides of
     a tie between two neighbours they part by one unit in the last place. That must be seldom: an implementation that
     rounds twice, or cuts off, is wrong in many elements.
     """

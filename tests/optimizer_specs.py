@@ -18,7 +18,7 @@ from apex_npu import optimizers
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """What the generic tests need to know of an optimizer.
+    """The properties of an optimizer that the generic tests use.
 
     Attributes:
         cls: The fused optimizer.
@@ -89,7 +89,6 @@ SPECS = [
         ),
         (
             ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
-            ({}, TypeError, "no default learning rate"),
             ({"lr": 0.1, "momentum": -0.5}, ValueError, "Invalid momentum value: -0.5"),
             ({"lr": 0.1, "weight_decay": float("nan")}, ValueError, "Invalid weight_decay value: nan"),
             ({"lr": 0.1, "nesterov": True}, ValueError, "Nesterov momentum requires a momentum and zero dampening"),

@@ -17,7 +17,7 @@ import torch
 
 @contextmanager
 def widened(params):
-    """Inside the block float16 and bfloat16 ``params`` are float32; behind it they are rounded into their memory."""
+    """Inside the block float16 and bfloat16 ``params`` are float32; after it they are rounded into their memory."""
     narrow = [(p, p.data, p.grad) for p in params if p.dtype in (torch.float16, torch.bfloat16)]
     for p, memory, grad in narrow:
         p.grad = None  # it must have the parameter's dtype at all times
@@ -42,7 +42,7 @@ class WideState(torch.optim.Optimizer):
 
 
 class LowPrecision(WideState):
-    """The rule of the class behind it in float32, with float32 state, on parameters that are rounded once a step."""
+    """The next class's rule in float32, with float32 state, on parameters that are rounded once a step."""
 
     @torch.no_grad()
     def step(self, closure=None):

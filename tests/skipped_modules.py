@@ -11,7 +11,7 @@ import pytest
 
 
 class SkippedModule(pytest.Module):
-    """A test module in whose place there is the reason why it is skipped."""
+    """A placeholder for a test module that is skipped, with the reason."""
 
     reason = ""
 

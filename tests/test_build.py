@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""setup.py builds the extension, or says in one line why it does not."""
+"""setup.py builds the extension, or prints in one line why it does not."""
 
 import importlib.util
 import os
@@ -18,7 +18,7 @@ pytest.importorskip("setuptools")
 
 @pytest.fixture
 def setup_py(monkeypatch):
-    """setup.py as a module, with an environment that asks for nothing special."""
+    """setup.py as a module, with a default environment."""
     spec = importlib.util.spec_from_file_location("apex_npu_setup", ROOT / "setup.py")
     assert spec is not None
     assert spec.loader is not None

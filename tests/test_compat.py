@@ -32,7 +32,7 @@ def output(program: str, path: Path | None = None) -> str:
 
 
 def package(folder: Path, name: str, *submodules: str, source: str = "") -> Path:
-    """A package that somebody else has installed in ``folder``."""
+    """A third-party package installed in ``folder``."""
     (folder / name).mkdir(parents=True)
     (folder / name / "__init__.py").write_text(source)
     for submodule in submodules:
@@ -109,7 +109,50 @@ except ImportError as error:
     assert "cannot import name 'NpuFusedSgd' from 'apex.optimizers'" in output(program)
 
 
-def test_uninstall_leaves_nothing_behind():
+MOVED_MODULES = """
+import importlib, pickle, pkgutil, sys
+import apex_npu
+from apex_npu.compat.table import MOVED
+for old, new in MOVED.items():
+    here = importlib.import_module(old)
+    assert here is importlib.import_module(new) and here.__name__ == here.__spec__.name == new, old
+    package, _, name = old.rpartition(".")
+    assert getattr(importlib.import_module(package), name) is here, old
+    for found in pkgutil.iter_modules(getattr(here, "__path__", [])):
+        if found.name in ("__main__", "apex"):
+            continue
+        inside = importlib.import_module(f"{old}.{found.name}")
+        assert inside is importlib.import_module(f"{new}.{found.name}") and inside.__spec__.name == inside.__name__
+"""
+
+
+def test_modules_that_have_moved_are_the_same_under_both_names():
+    program = """
+import apex_npu.parallel as parallel, apex_npu.parallel.larc
+from apex_npu.parallel import LARC
+from apex_npu.fp16_utils.fp16_optimizer import FP16_Optimizer
+from apex_npu import fp16_utils
+import apex_npu.compat.parallel.larc as larc, apex_npu.compat.fp16_utils as utils
+assert larc.LARC is LARC is parallel.LARC and fp16_utils is utils and FP16_Optimizer is utils.FP16_Optimizer
+# As the versions before wrote them.
+for old in ("amp.legacy.scaler LossScaler", "amp.legacy.opt OptimWrapper", "parallel.larc LARC"):
+    module, name = old.split()
+    assert pickle.loads(f"capex_npu.{module}\\n{name}\\n.".encode()).__name__ == name
+try:
+    import apex_npu.parallel.nothing
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    assert output(MOVED_MODULES + program) == "No module named 'apex_npu.parallel.nothing'\n"
+
+
+def test_a_module_that_has_moved_runs_as_a_program():
+    result = python("-m", "apex_npu.pipeline", "patch", "--help")
+    assert result.returncode == 0, result.stderr
+    assert "a git checkout of NVIDIA's Apex" in result.stdout
+
+
+def test_uninstall_removes_every_module():
     program = """
 import sys
 import apex_npu
@@ -121,7 +164,7 @@ assert len(sys.path) == len(before[1]) + 1
 apex_npu.uninstall_apex()
 apex_npu.uninstall_apex()
 assert sys.path == before[1]
-assert not [name for name in sys.modules if name.partition(".")[0] in ("apex", "change_data_ptr")]
+assert not [name for name in sys.modules if name.partition(".")[0] in ("apex", "apex_C", "change_data_ptr")]
 assert amp.initialize is apex_npu.amp.initialize
 try:
     import apex
@@ -148,7 +191,7 @@ print(scaler.dynamic, scaler.loss_scale(), scaler._unskipped, scaler._max_loss_s
     assert output(program).split() == ["True", "512.0", "5", "16777216.0"]
 
 
-# ------------------------------------------------------------------------------------------------------ somebody else's
+# ------------------------------------------------------------------------------------------------------ third-party one
 
 REFUSED = """
 import sys
@@ -227,6 +270,7 @@ __apex_npu__ = True
 @pytest.mark.parametrize("first", ["", "import apex"])
 def test_a_patched_apex_is_left_in_place(tmp_path, first):
     package(tmp_path, "apex", "amp", "transformer", source=PATCHED)
+    (tmp_path / "apex_C.py").write_text("")  # upstream's, built with --cpp_ext
     program = f"""
 import sys
 {first}
@@ -241,21 +285,22 @@ print(sys.modules["apex"] is apex, apex.amp.initialize.__module__)
     assert output(program, tmp_path) == "True apex_npu.amp.frontend\n"
 
 
-def test_a_patched_apex_that_fails_to_import_leaves_nobody_to_answer_for_it(tmp_path):
+def test_a_patched_apex_that_fails_to_import_removes_its_finder(tmp_path):
     package(tmp_path, "apex", source=PATCHED)
     program = """
 import importlib, sys
+import apex_npu  # which has a finder of its own
 finders = list(sys.meta_path)
-sys.modules["apex_npu.parallel"] = None  # so that importing it fails
+sys.modules["apex_npu.compat.parallel"] = None  # so that importing it fails
 try:
     import apex
 except ImportError as error:
-    assert "apex_npu.parallel" in str(error), error
+    assert "apex_npu.compat.parallel" in str(error), error
 assert sys.meta_path == finders
 print([name for name in sys.modules if name.partition(".")[0] == "apex"])
-del sys.modules["apex_npu.parallel"]
+del sys.modules["apex_npu.compat.parallel"]
 import apex.parallel
-print(apex.parallel.__file__ == sys.modules["apex_npu.parallel"].__file__)
+print(apex.parallel.__file__ == sys.modules["apex_npu.compat.parallel"].__file__)
 """
     assert output(program, tmp_path) == "[]\nTrue\n"
 
@@ -324,9 +369,10 @@ def test_run_refuses_beside_a_real_apex_unless_forced(tmp_path):
 def test_spawned_processes_have_the_names_too(tmp_path):
     (tmp_path / "train.py").write_text(
         "import multiprocessing\n"
-        "import apex.amp\nfrom apex.amp._amp_state import _amp_state\nimport change_data_ptr\n"
+        "import apex.amp\nfrom apex.amp._amp_state import _amp_state\nimport apex_C, change_data_ptr\n"
         "def work(queue):\n"
-        "    queue.put((apex.amp.initialize.__module__, change_data_ptr.change_data_ptr.__module__))\n"
+        "    modules = apex_C.flatten.__module__, change_data_ptr.change_data_ptr.__module__\n"
+        "    queue.put((apex.amp.initialize.__module__, *modules))\n"
         "if __name__ == '__main__':\n"
         "    context = multiprocessing.get_context('spawn')\n"
         "    queue = context.SimpleQueue()\n"
@@ -335,9 +381,31 @@ def test_spawned_processes_have_the_names_too(tmp_path):
         "    process.join()\n"
         "    print(process.exitcode, *queue.get())\n"
     )
+    from apex_npu.fusion.storage import change_data_ptr
+
     result = python("-m", "apex_npu", "run", "train.py", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["0", "apex_npu.amp.frontend", "apex_npu.fusion.storage"]
+    modules = ["apex_npu.amp.frontend", "apex_npu.compat.flattening", change_data_ptr.__module__]
+    assert result.stdout.split() == ["0", *modules]
+
+
+MULTIPROC = ("-m", "apex_npu", "run", "-m", "apex.parallel.multiproc")
+
+
+def test_the_launcher_starts_its_processes_as_it_was_started(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import sys\nfrom apex import amp\nprint(amp.initialize.__module__, sys.argv[1:])"
+    )
+    result = python(*MULTIPROC, "train.py", "--rank", "x", "--world-size", "2", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    for rank, printed in enumerate((result.stdout, (tmp_path / "GPU_1.log").read_text())):
+        assert printed == f"apex_npu.amp.frontend ['--rank', '{rank}', '--world-size', '2']\n"
+
+
+def test_the_launcher_fails_where_a_process_fails(tmp_path):
+    (tmp_path / "train.py").write_text("import sys\nsys.exit(3 * int(sys.argv[-1]))")
+    assert python(*MULTIPROC, "train.py", "--world-size", "2", cwd=tmp_path).returncode == 3
 
 
 def test_an_unchanged_apex_script_trains(tmp_path):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""An extension that does not fit is set aside with one warning; pure torch takes over."""
+"""An incompatible extension is disabled with one warning, and the pure-PyTorch fallback is used."""
 
 import ast
 import types
@@ -23,7 +23,7 @@ def note(tmp_path, monkeypatch):
 def test_built_for_another_torch(note):
     note.write_text("1.0.0\n")
     with pytest.warns(
-        RuntimeWarning, match=r"was built for torch 1\.0\.0, this is torch .*pure torch takes over.*rebuild"
+        RuntimeWarning, match=r"was built for torch 1\.0\.0, this is torch .*using the pure-PyTorch fallback.*rebuild"
     ):
         assert _extension._load(note) is None
 
@@ -37,13 +37,15 @@ def test_does_not_load(note, monkeypatch):
         raise ImportError("undefined symbol: _ZN3c10")
 
     monkeypatch.setattr(_extension.importlib, "import_module", undefined_symbol)
-    with pytest.warns(RuntimeWarning, match=r"does not load \(undefined symbol: _ZN3c10\): pure torch takes over"):
+    with pytest.warns(
+        RuntimeWarning, match=r"does not load \(undefined symbol: _ZN3c10\): using the pure-PyTorch fallback"
+    ):
         assert _extension._load(note) is None
 
 
 def test_of_another_version_of_this_package(note, monkeypatch):
     monkeypatch.setattr(_extension.importlib, "import_module", lambda name: types.SimpleNamespace(API=0))
-    with pytest.warns(RuntimeWarning, match="is of another version: pure torch takes over"):
+    with pytest.warns(RuntimeWarning, match="is of another version: using the pure-PyTorch fallback"):
         assert _extension._load(note) is None
 
 

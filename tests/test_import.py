@@ -42,7 +42,35 @@ def test_the_two_names_that_scripts_import(name):
     assert python(f"from apex_npu import {name}; print({name}.__name__)").strip() == f"apex_npu.{name}"
 
 
+def test_import_needs_no_torch():
+    program = """
+import sys
+sys.modules["torch"] = None  # importing it fails
+import apex_npu
+from apex_npu import compat
+from apex_npu.compat import apex_hook, apex_name, finder, table
+import apex_npu.beside_upstream, apex_npu.pipeline
+from apex_npu.pipeline import patching
+assert not [name for name in sys.modules if name.partition(".")[0] == "numpy"]
+print(apex_npu.__version__, "fp16_utils" in dir(apex_npu), compat.MODULES["apex.parallel"])
+try:
+    apex_npu.amp
+except ImportError as error:
+    print(error.name)
+"""
+    assert python(program).splitlines() == ["0.1.0 True apex_npu.compat.parallel", "torch"]
+
+
+OLD = ("contrib", "fp16_utils", "multi_tensor_apply", "names", "normalization", "packing", "parallel", "pipeline")
+
+
 def test_import_brings_no_old_module():
-    program = "import sys, apex_npu; print(*sys.modules); apex_npu.fp16_utils.tofp16"
+    program = "import sys, apex_npu, apex_npu.amp, apex_npu.optimizers; print(*sys.modules); apex_npu.fp16_utils.tofp16"
     modules = set(python(program).split())
-    assert not modules & {f"apex_npu.{name}" for name in ("compat", "fp16_utils", "parallel", "normalization", "names")}
+    assert not modules & {f"apex_npu.{package}{name}" for package in ("", "compat.") for name in OLD}
+
+
+def test_the_root_is_small():
+    entries = [entry for entry in (ROOT / "apex_npu").iterdir() if not entry.name.startswith(("__pycache__", "_C.c"))]
+    entries = [entry for entry in entries if entry.name != "_C.torch_version" and entry.suffix != ".pyd"]
+    assert len(entries) <= 13, sorted(entry.name for entry in entries)

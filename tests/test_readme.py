@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the README shows works as it stands."""
+"""The code and the commands of the README work unchanged."""
 
 import re
 from pathlib import Path

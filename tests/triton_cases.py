@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_npu.ops import reference, reference_segments, wide_dtype
+from apex_npu import ops
+from apex_npu.ops import wide_dtype
 
 SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.01, "nesterov": False, "maximize": False,
        "step": 3, "decoupled": False}  # fmt: skip
@@ -114,7 +115,7 @@ def inside(op: str, aligned: bool = False) -> Tensor:
 
 
 def segments(op: str, dtype: torch.dtype = torch.float32, aligned: bool = False) -> list[Any]:
-    """What stands behind ``model_param``: scratch, segments and for AdamP who is projected: rows, wholes, nobody."""
+    """Arguments after ``model_param``: scratch, segments, and for AdamP what is projected: rows, wholes or nothing."""
     wide = wide_dtype(dtype)
     starts, lengths = (torch.tensor(column) for column in zip(*places(op, aligned), strict=True))
     common = [torch.zeros(NUMEL, dtype=wide), starts, lengths, None]
@@ -127,5 +128,4 @@ def segments(op: str, dtype: torch.dtype = torch.float32, aligned: bool = False)
 
 def apply_reference(op: str, args: list[Any], options: dict[str, Any]) -> None:
     """The op in plain torch."""
-    module = reference_segments if hasattr(reference_segments, op) else reference
-    getattr(module, op)(*args, **options)
+    getattr(ops, op).reference(*args, **options)

@@ -47,5 +47,5 @@ def mend(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", convert)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fp_to_fp", convert)
-    # It copies what tensors lie in back and forth, for devices; here these are the same memory.
+    # It copies the memory of tensors back and forth, for devices; here these are the same memory.
     monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)

@@ -2,14 +2,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Mixed precision with the interface of apex.amp."""
 
-from apex_npu.amp.block_of_ranks import no_sync
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
 from apex_npu.amp.checkpoint_view import checkpoint_view
 from apex_npu.amp.frontend import initialize, last_step, load_state_dict, master_params, state_dict
-from apex_npu.amp.legacy.handle import init
-from apex_npu.amp.legacy.state import _amp_state
+from apex_npu.amp.grad_sync import no_sync
 from apex_npu.amp.scale_loss import scale_loss
 from apex_npu.amp.session import disable_casts, shutdown
-from apex_npu.amp.step_report import StepReport
+from apex_npu.amp.step_decision import StepReport
 from apex_npu.amp.user_casts import (
     float_function,
     half_function,
@@ -42,3 +46,9 @@ __all__ = [
     "state_dict",
     "unregister_function",
 ]
+
+# Apex's names beside this interface: ``apex_npu.compat.amp`` puts these two here, and others on optimizers
+# (``accessors.py``). It is imported by its name, since nothing in this package may depend on it.
+init: Callable[..., Any]
+_amp_state: Any
+importlib.import_module("apex_npu.compat.amp")

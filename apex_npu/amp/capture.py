@@ -5,12 +5,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_record import OptimizerRecord, record_of
+from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, fused_groups, state_of
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.backends import is_capturing
+
+
+class AnyBlock(Protocol):
+    """A block of any kind; see ``Block``."""
+
+    scale: float
+
+    def begin(self) -> None:
+        """Before backward."""
+        ...
+
+    def end(self) -> None:
+        """After backward."""
+        ...
+
+    def abandon(self, error: BaseException) -> None:
+        """After an exception."""
+        ...
 
 
 def check_block(optimizers: Sequence[Optimizer], scaler: LossScaler, *, delays: bool) -> None:
@@ -19,17 +38,18 @@ def check_block(optimizers: Sequence[Optimizer], scaler: LossScaler, *, delays: 
     Raises:
         RuntimeError: It could not be repeated.
     """
-    records = [record for optimizer in optimizers if (record := record_of(optimizer)) is not None]
+    states = [state for optimizer in optimizers if (state := state_of(optimizer)) is not None]
     if scaler.dynamic:
         raise _refusal(
-            "with a dynamic loss scale: behind each backward the host decides whether the step is to be skipped. Use a "
+            "with a dynamic loss scale: after each backward the host decides whether the step is to be skipped. Use a "
             "static one (loss_scale=128.0, or O4 and O5, which need none)"
         )
     if delays:
         raise _refusal(
-            "with delay_unscale or delay_overflow_check: the host remembers what is left to do. Leave them out"
+            "with delay_unscale or delay_overflow_check, or in DistributedDataParallel.no_sync(): the host remembers "
+            "what is left to do. Leave them out"
         )
-    if any(record.parallel is not None for record in records):
+    if any(state.sync is not None for state in states):
         raise _refusal(
             "with combine_ddp=True: the host waits for the averages. Use DistributedDataParallel, as torch's notes on "
             "CUDA graphs describe"
@@ -38,7 +58,30 @@ def check_block(optimizers: Sequence[Optimizer], scaler: LossScaler, *, delays: 
         _check_optimizer(optimizer)
 
 
-def check_step(optimizer: Optimizer, record: OptimizerRecord) -> None:
+class CapturedBlock:
+    """``block``, in a CUDA graph that is being captured: the step that belongs to it has to be captured, too."""
+
+    def __init__(self, block: AnyBlock, states: Sequence[AmpOptimizerState]) -> None:
+        """``block`` has passed ``check_block``."""
+        self._block, self._states = block, states
+        self.scale = block.scale
+
+    def begin(self) -> None:
+        """See ``Block``."""
+        self._block.begin()
+
+    def end(self) -> None:
+        """See ``Block``."""
+        self._block.end()
+        for state in self._states:
+            state.stage = Stage.CAPTURED
+
+    def abandon(self, error: BaseException) -> None:
+        """See ``Block``."""
+        self._block.abandon(error)
+
+
+def check_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
     """Require that block and step are captured together.
 
     Raises:
@@ -46,17 +89,16 @@ def check_step(optimizer: Optimizer, record: OptimizerRecord) -> None:
     """
     if is_capturing():
         _check_optimizer(optimizer)
-        decided = record.verdict is not None and record.policy.loss_scale == "dynamic"
-        if decided or record.open_check is not None:
+        decided = state.decision is not None and state.policy.loss_scale == "dynamic"
+        if decided or (state.deferral is not None and state.deferral.check is not None):
             raise _refusal(
-                "behind a block outside of the capture, with a dynamic loss scale: each replay would be skipped, or "
+                "after a block outside of the capture, with a dynamic loss scale: each replay would be skipped, or "
                 "not, by what that one block has found"
             )
-        record.captured_block = False
-    elif record.captured_block:
+    elif state.stage is Stage.CAPTURED:
         raise RuntimeError(
             "amp.scale_loss was captured in a CUDA graph without the step() that belongs to it: what a replay leaves "
-            "to be done, the host does not know. Capture both in one graph, or neither (instead forward and backward "
+            "to be done is unknown to the host. Capture both in one graph, or neither (instead forward and backward "
             "alone, with torch.cuda.make_graphed_callables). Nothing has been updated"
         )
 
@@ -67,8 +109,8 @@ def _check_optimizer(optimizer: Optimizer) -> None:
             f"with {type(optimizer).__name__}, which is not capturable: use one of apex_npu.optimizers with "
             "capturable=True"
         )
-    record = record_of(optimizer)
-    if record is not None and record.pairs and not record.has_flat_model(optimizer.fused_groups()):  # type: ignore[attr-defined]
+    state = state_of(optimizer)
+    if state is not None and state.masters.masters and not state.masters.has_flat_model(fused_groups(optimizer)):
         raise _refusal(
             "before a step like it has been taken: parameters of the model are about to move. Take some outside first"
         )

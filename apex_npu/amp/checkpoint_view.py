@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_record import record_of
+from apex_npu.amp.optimizer_state import state_of
 
 
 def checkpoint_view(optimizer: Optimizer) -> Optimizer:
@@ -25,16 +25,23 @@ def checkpoint_view(optimizer: Optimizer) -> Optimizer:
 
     Returns:
         A view that can be saved and loaded, not trained with; ``optimizer`` itself where it has no masters.
+
+    Example::
+
+        >>> from torch.distributed.checkpoint.state_dict import get_state_dict
+        >>> optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-3)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+        >>> model_state, optimizer_state = get_state_dict(model, amp.checkpoint_view(optimizer))
     """
-    record = record_of(optimizer)
-    if record is None or not record.pairs:
+    state = state_of(optimizer)
+    if state is None or not state.pairs:
         return optimizer
-    return _CheckpointView(optimizer, {id(pair.master_param): pair.model_param for pair in record.pairs})
+    return _CheckpointView(optimizer, {id(pair.master_param): pair.model_param for pair in state.pairs})
 
 
 class _CheckpointView(Optimizer):
     def __init__(self, optimizer: Optimizer, model_param_of: dict[int, Tensor]) -> None:
-        # Not Optimizer's own: all there is belongs to `optimizer`.
+        # Not Optimizer's own: all attributes are those of `optimizer`.
         self._optimizer = optimizer
         self._model_param_of = model_param_of
         self.defaults = optimizer.defaults

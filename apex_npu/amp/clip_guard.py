@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch.nn.utils
 from torch import Tensor
 
-from apex_npu.amp.patched_functions import patch_attribute
+from apex_npu.autocast.undo import Undo
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
 
@@ -25,17 +25,15 @@ class Clipper(Protocol):
 
 
 def watch_clipping(
-    undo: ExitStack,
-    look: Callable[[str, list[Tensor]], None],
+    undo: Undo,
+    look: Callable[[list[Tensor]], None],
     clipper_of: Callable[[list[Tensor]], Clipper | None],
 ) -> None:
-    """Stand between scripts and torch's clipping functions.
-
-    A function that a script has imported by name before is out of reach.
+    """Stand between scripts and torch's clipping functions, also those that a script has imported by name before.
 
     Args:
         undo: Takes the callbacks that put the functions back.
-        look: Told of a function's name and its parameters before torch clips them; may warn.
+        look: Called with a function's parameters before torch clips them; may warn.
         clipper_of: Whose norm is clipped instead, in one pass and to the same values; None: leave it to torch.
     """
 
@@ -44,17 +42,22 @@ def watch_clipping(
 
         def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
             listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # it may be a generator
-            # ``foreach`` asks for one of torch's ways.
+            # ``foreach`` selects one of torch's implementations.
             asked = len(args) > 3 or kwargs.get("foreach") is not None
             clipper = None if asked or name != "clip_grad_norm_" else clipper_of(listed)
             if clipper is None:
-                look(name, listed)
+                look(listed)
                 return original(listed, *args, **kwargs)
             kwargs.pop("foreach", None)
             return clipper._clip_at_once(*args, **kwargs)
 
         return clip
 
-    for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-        for name in _FUNCTIONS:
-            patch_attribute(undo, owner, name, watched)
+    for name in _FUNCTIONS:
+        # torch wraps each into no_grad: what the wrapper calls is replaced, and every name of the wrapper stays.
+        for cell in getattr(torch.nn.utils.clip_grad, name).__closure__ or ():
+            original = cell.cell_contents
+            if getattr(original, "__name__", None) != name:
+                continue  # of another wrapper
+            undo.callback(setattr, cell, "cell_contents", original)
+            cell.cell_contents = functools.wraps(original)(watched(original))

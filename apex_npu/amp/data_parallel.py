@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu._extension import disable_dynamo
-from apex_npu.amp.gradients import GradUnit
-from apex_npu.amp.ranks import RanksDifferError, failing_together
+from apex_npu.amp.grad_groups import FlatMasterGradGroup, GradGroup
 from apex_npu.backends import numbers_on
-from apex_npu.fusion import FlatGrads, GradReducer, RankProgress, ReduceOptions, are_same
-from apex_npu.fusion.grad_reducer import FindFlat, Report
+from apex_npu.backends._torch_private import disable_dynamo
+from apex_npu.distributed import GradReducer, RankProgress, ReduceOptions
+from apex_npu.distributed.consistency import RanksDifferError, failing_together
+from apex_npu.distributed.grad_reducer import FindFlat, Report
+from apex_npu.fusion import FlatGrads, are_same
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +31,51 @@ class LocalGrads(IntEnum):
     """Which gradients of an optimizer are this process's own: not averaged yet."""
 
     NONE = 0
-    # They lie where backward leaves them, so that the next reduction takes them along.
+    # They are where backward leaves them, so that the next reduction includes them.
     IN_SOURCES = 1
-    # They have been brought to fp32 masters, which then have to be averaged themselves.
+    # They have been copied to fp32 masters, whose gradients then have to be averaged.
     IN_MASTERS = 2
+
+
+class GradSync:
+    """How the gradients of one optimizer are averaged.
+
+    Attributes:
+        parallel: Who averages them with whom.
+        local_grads: Which of them have not been averaged yet.
+    """
+
+    def __init__(self, parallel: DataParallel) -> None:
+        """There are no gradients yet."""
+        self.parallel = parallel
+        self.local_grads = LocalGrads.NONE
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the processes: a copy finds those of the session that it is loaded in."""
+        return {"local_grads": self.local_grads}
+
+    def check_averaged(self) -> None:
+        """Require that a step finds averages.
+
+        Raises:
+            RuntimeError: Gradients are those of this process alone.
+        """
+        if self.local_grads is not LocalGrads.NONE:
+            raise RuntimeError(
+                "the gradients are those of this process alone: the last scale_loss was inside of amp.no_sync(); "
+                "before step(), close one outside of it, or call zero_grad()"
+            )
+
+    def clear(self) -> None:
+        """The gradients have been cleared."""
+        self.local_grads = LocalGrads.NONE
 
 
 @dataclass
 class _Fitted:
     """A reducer, and what it was made for."""
 
-    units: list[GradUnit]
+    units: list[GradGroup]
     reducer: GradReducer | None = None
     tensors: list[Tensor] = field(default_factory=list)
 
@@ -72,12 +107,12 @@ class DataParallel:
         return [one.reducer for one in fitted if one.reducer is not None]
 
     def begin(
-        self, records: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradUnit], *, masters: bool
+        self, states: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradGroup], *, masters: bool
     ) -> Reduction | None:
         """Average what the backward that follows gives.
 
         Args:
-            records: What amp knows of each optimizer.
+            states: amp's state of each optimizer.
             optimizers: Those of the block.
             units: How their gradients travel.
             masters: Average the gradients of what is stepped, when they are there, rather than those of the model.
@@ -85,23 +120,23 @@ class DataParallel:
         Returns:
             None where nothing is trained.
         """
-        fitted = self._fit(records, optimizers, units, masters=masters)
+        fitted = self._fit(states, optimizers, units, masters=masters)
         if fitted.reducer is None:
             return None
         fitted.reducer.begin(_finder(units, masters=masters))
         return Reduction(self, fitted.reducer, masters)
 
     def plan(
-        self, records: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradUnit], *, masters: bool
+        self, states: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradGroup], *, masters: bool
     ) -> None:
         """Note which gradients a later block will average; see ``begin`` for the arguments."""
-        self._fit(records, optimizers, units, masters=masters)
+        self._fit(states, optimizers, units, masters=masters)
 
     def _fit(
-        self, records: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradUnit], *, masters: bool
+        self, states: Sequence[Any], optimizers: Sequence[Optimizer], units: list[GradGroup], *, masters: bool
     ) -> _Fitted:
-        key = (int(masters), *(id(record) for record in records))
-        known = self._fitted.setdefault(records[0], {})
+        key = (int(masters), *(id(state) for state in states))
+        known = self._fitted.setdefault(states[0], {})
         fitted = known.get(key)
         if fitted is not None and are_same(fitted.units, units):
             return fitted
@@ -123,8 +158,11 @@ class DataParallel:
         try:
             with failing_together(self.group) as descriptions:
                 descriptions.append(description)
-        except RanksDifferError:
-            raise
+        except RanksDifferError as error:
+            raise RanksDifferError(
+                f"{error}. Parameters that differ between processes, such as parts of a classifier, need an optimizer "
+                "of their own, which optimizer.combine_ddp = False takes out of averaging"
+            ) from error
         except RuntimeError as error:
             raise RuntimeError(
                 "the list of trainable parameters is new on this process (parameters were unfrozen, added or "
@@ -133,7 +171,7 @@ class DataParallel:
             ) from error
 
     def check(self, report: Report | None, scale: float) -> None:
-        """Raise what a reduction has brought to light.
+        """Raise the errors that a reduction has found.
 
         Raises:
             RanksDifferError: Another process has failed, or has another loss scale.
@@ -163,7 +201,7 @@ class Reduction:
     """The averaging of one scale_loss block's gradients.
 
     Attributes:
-        masters: True: to be finished behind unscaling, for what is stepped; else before it.
+        masters: True: to be finished after unscaling, for what is stepped; else before it.
     """
 
     def __init__(self, parallel: DataParallel, reducer: GradReducer, masters: bool) -> None:
@@ -172,11 +210,11 @@ class Reduction:
         self.masters = masters
 
     @disable_dynamo
-    def finish(self, units: Sequence[GradUnit], scale: float, *, dynamic: bool) -> None:
+    def finish(self, groups: Sequence[GradGroup], scale: float, *, dynamic: bool) -> None:
         """Wait until all gradients are averages.
 
         Args:
-            units: How they go on from here.
+            groups: How they go on from here.
             scale: The loss scale.
             dynamic: It moves, so that this block waits for the device anyway.
 
@@ -185,14 +223,15 @@ class Reduction:
         """
         read = dynamic or self._parallel.must_read(scale)
         self._parallel.check(self._reducer.finish(scale, read=read, others_read=dynamic), scale)
-        for unit in units:
-            unit.note_gathered(self._reducer)
+        for group in groups:
+            if isinstance(group, FlatMasterGradGroup):
+                group.note_reduced(self._reducer)
 
     def abandon(self, error: BaseException, scale: float, *, dynamic: bool) -> None:
         """End it, since ``error`` has ended the block.
 
-        Other processes are told, rather than left waiting, where they listen. Those that do not wait for the device in
-        this block must be left waiting, or they would step without this process.
+        Other processes are notified, instead of blocked, where they read the report. Those that do not wait for the
+        device in this block have to remain blocked, or they would step without this process.
         """
         listening = dynamic or self._reducer.everybody_reads
         if not self._reducer.broken:
@@ -210,7 +249,7 @@ class Reduction:
 
 
 def _groups(
-    optimizers: Sequence[Optimizer], units: Sequence[GradUnit], planned: set[int], *, masters: bool
+    optimizers: Sequence[Optimizer], units: Sequence[GradGroup], planned: set[int], *, masters: bool
 ) -> list[list[Tensor]]:
     """The tensors to be reduced, by parameter group, device and dtype: as ``combine_grad`` lays them out.
 
@@ -231,7 +270,7 @@ def _groups(
     return found
 
 
-def _finder(units: Sequence[GradUnit], *, masters: bool) -> FindFlat:
+def _finder(units: Sequence[GradGroup], *, masters: bool) -> FindFlat:
     by_first = {
         id(unit.params[0]): unit.flat
         for unit in units

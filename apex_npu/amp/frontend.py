@@ -1,36 +1,38 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``initialize`` and what belongs to it. Start reading here."""
+"""``initialize`` and its companions. Start reading here."""
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from apex_npu.amp.amp_optimizer import adopt, release
 from apex_npu.amp.data_parallel import DataParallel
-from apex_npu.amp.forward_cast import convert_model, put_wrapper_back, wrapper_of
-from apex_npu.amp.held_gradients import check_unshared, check_unwrapped
-from apex_npu.amp.master_params import copy_masters_to_model, give_fp32_state_dict, remove_fp32_state_dict
-from apex_npu.amp.optimizer_adapter import adopt, release
-from apex_npu.amp.optimizer_record import inner_optimizer, record_of
+from apex_npu.amp.float32_copies import CopyLink, restore_float32, show_float32, undo_show_float32
+from apex_npu.amp.fused_unscale import check_fusible
+from apex_npu.amp.master_params import copy_masters_to_model
+from apex_npu.amp.optimizer_state import inner_optimizer, state_of
 from apex_npu.amp.policy import PRINTED_OPTIONS, Policy, resolve
 from apex_npu.amp.preconditions import (
+    changes_dtypes,
     check_devices,
     check_groups,
     check_incoming,
+    check_inside_of_ddp,
     check_nothing_averages,
+    check_own_groups,
     check_plain,
     check_sharded,
 )
-from apex_npu.amp.ranks import Description, broadcast_values, describe, failing_together
 from apex_npu.amp.scaler import DynamicScaleOptions, in_apex_format, make_scaler
 from apex_npu.amp.session import (
     ConvertedModel,
@@ -41,9 +43,15 @@ from apex_npu.amp.session import (
     is_first_rank,
     require,
 )
-from apex_npu.amp.step_report import StepReport, next_report
+from apex_npu.amp.step_decision import APPLIED, StepReport
 from apex_npu.amp.user_casts import registered_patches
-from apex_npu.fusion import ReduceOptions
+from apex_npu.autocast.forward_cast import convert_model, put_wrapper_back, wrapper_of
+from apex_npu.autocast.undo import Undo
+from apex_npu.backends.script_warnings import warn
+from apex_npu.distributed import ReduceOptions
+from apex_npu.distributed.consistency import Description, broadcast_values, describe, failing_together
+from apex_npu.distributed.torch_ddp import ddps_of, find_ddps, rebuild_reducer
+from apex_npu.ops import LOW_PRECISION
 
 
 def initialize(
@@ -113,7 +121,7 @@ def initialize(
         min_loss_scale: It never gets smaller; None: no floor.
         max_loss_scale: It never gets larger.
         scale_hysteresis: Overflows in a row that it takes for the scale to shrink.
-        skip_alarm: After so many skipped steps in a row an error is logged that says what to look at; None: never.
+        skip_alarm: After so many skipped steps in a row an error is logged that says where to look; None: never.
         combine_grad: Keep the gradients of each optimizer in flat buffers, and unscale and check those in one pass.
             Fused optimizers do so anyway.
         combine_ddp: Train data parallel, without DistributedDataParallel: all processes start from the first one's
@@ -123,8 +131,9 @@ def initialize(
         check_combined_tensors: Fused optimizers follow parameters that leave their buffer; True also prints it, "error"
             raises instead.
         fuse_unscale: Leave gradients multiplied with the loss scale until ``step``, which divides them in the same pass
-            as it updates (the fused optimizers; others in one of its own). Behind scale_loss ``.grad`` is then still
-            scaled: clip with ``optimizer.clip_optimizer_grad_norm_fused``, which costs no pass either.
+            as it updates (the fused optimizers, and torch's with ``fused=True``; others in one of its own). After
+            scale_loss ``.grad`` is then still scaled: clip with ``optimizer.clip_optimizer_grad_norm_fused``, which
+            costs no pass either.
         process_group: For ``combine_ddp``: the processes that train together; None: all.
         ddp_reduce_dtype: For ``combine_ddp``: torch.float32 or torch.bfloat16, what float16 and bfloat16 gradients are
             added up in; None: as they are.
@@ -140,6 +149,16 @@ def initialize(
             process groups yet, or processes have other models or optimizers, or have failed.
         TypeError: An argument has the wrong type.
         ValueError: A number is out of range.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-3)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic")
+        >>> for input, target in loader:
+        ...     optimizer.zero_grad()
+        ...     with amp.scale_loss(loss_fn(model(input), target), optimizer) as scaled_loss:
+        ...         scaled_loss.backward()
+        ...     optimizer.step()
     """
     policy = resolve(
         opt_level,
@@ -181,16 +200,18 @@ def initialize(
             session.device_types = _device_types(model_list, optimizer_list)
             session.patches = registered_patches(policy)
             check_incoming(model_list, optimizer_list)
+            find_ddps(session.ddps)
+            ddps = ddps_of(session.ddps, [p for model in model_list for p in model.parameters()])
+            check_inside_of_ddp(policy, ddps)
+            check_own_groups(policy, optimizer_list)
             if policy.combine_grad:
                 check_plain(optimizer_list)
             check_sharded(policy, overflow_group, model_list, optimizer_list)
             if policy.fuse_unscale:
-                for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
-                    check_unwrapped(optimizer)
-                check_unshared(optimizer_list)
+                check_fusible(optimizers if isinstance(optimizers, list) else [optimizers])
             check_devices(session.device_types)
             if policy.combine_ddp:
-                check_nothing_averages(model_list)
+                check_nothing_averages(model_list, ddps)
                 settings_of_all = [("amp.initialize's options", f"{policy}, {options}, {num_losses} losses")]
                 descriptions.append(describe(model_list, optimizer_list, settings_of_all))
                 session.data_parallel = DataParallel(
@@ -198,8 +219,8 @@ def initialize(
                 )
                 session.data_parallels.append(session.data_parallel)
         _print_options(session)
-        _set_up(session, model_list, optimizer_list)
         session.verbosity = verbosity  # skipped steps are announced on every rank
+        _set_up(session, model_list, optimizer_list, ddps)
     else:
         session.disable()
         install(session)
@@ -251,40 +272,63 @@ def _print_options(session: Session) -> None:
     session.say(f"After processing overrides, optimization options are:\n{lines(policy)}")
 
 
-def _set_up(session: Session, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+def _set_up(
+    session: Session, models: list[nn.Module], optimizers: list[Optimizer], ddps: list[DistributedDataParallel]
+) -> None:
     """Convert, adopt, patch, install: all of it, or nothing."""
     policy = session.policy
     device_types = session.device_types
     as_they_were = [(o, type(o), [list(group["params"]) for group in o.param_groups]) for o in optimizers]
-    # The memory of the values before any cast: masters take it over, and a failure puts it back.
-    values = {id(t): (t, t.detach()) for m in models for t in [*m.parameters(), *m.buffers()]}
-    with ExitStack() as undo:
+    parallel = session.data_parallel
+    former = current()
+    undo = Undo()
+    ddps = [ddp for ddp in ddps if changes_dtypes(policy, ddp)]
+    try:
+        undo.callback(_rebuild_reducers, ddps)
+        if former is not None:
+            for model in models:
+                restore_float32(model, former.masters, undo)
+        # The memory of the values before any cast: masters take it over, and a failure puts it back.
+        tensors = [t for m in models for t in [*m.parameters(), *m.buffers()]]
+        values = {id(t): (t, t.detach()) for t in [*tensors, *(t.grad for t in tensors if t.grad is not None)]}
         undo.callback(_put_back, list(values.values()))
-        parallel = session.data_parallel
         with _together(policy, None if parallel is None else parallel.group):
             for model in models:
                 undo.callback(put_wrapper_back, model, wrapper_of(model))
                 cast = convert_model(model, policy, device_types, session.ambient)
-                handles = [] if policy.model_dtype is None else give_fp32_state_dict(model)
-                for handle in handles:
-                    undo.callback(handle.remove)
-                session.models.append(ConvertedModel(cast, remove_fp32_state_dict))
+                link = CopyLink()
+                if policy.model_dtype in LOW_PRECISION:
+                    undo.callback(undo_show_float32, model, link)
+                    show_float32(model, link)
+                session.models.append(ConvertedModel(cast, link, restore_float32))
             undo.callback(_release, as_they_were)
             for optimizer in optimizers:
                 adopt(optimizer, session, {key: value for key, (_, value) in values.items()})
         if parallel is not None:
             _start_alike(parallel, models, optimizers)
+        _rebuild_reducers(ddps)
         install(session)
-        undo.pop_all()
+    except BaseException:
+        if current() is not session:  # not where an interrupt has come after the last change
+            undo.close()
+        raise
+
+
+def _rebuild_reducers(ddps: list[DistributedDataParallel]) -> None:
+    """Have DistributedDataParallel average the gradients of models inside of it that have been cast, or put back."""
+    for ddp in ddps:
+        rebuild_reducer(ddp)
 
 
 def _start_alike(parallel: DataParallel, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-    """Give parameters and buffers the values of the group's first process: masters exactly, then what follows them."""
-    pairs = [pair for optimizer in optimizers for pair in optimizer._amp_record.pairs]  # type: ignore[attr-defined]
-    followers = {id(pair.model_param) for pair in pairs}
+    """Give the models the values of the group's first process: masters exactly, then what follows them.
+
+    Parameters of no model keep their values: each process may have others, such as its part of a classifier.
+    """
+    pairs = [pair for optimizer in optimizers for pair in optimizer._amp_state.pairs]  # type: ignore[attr-defined]
+    master_of = {id(pair.model_param): pair.master_param for pair in pairs}
     tensors = [t for m in models for t in [*m.parameters(), *m.buffers()]]
-    tensors += [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    broadcast_values([t for t in tensors if id(t) not in followers], parallel.group)
+    broadcast_values([master_of.get(id(t), t) for t in tensors], parallel.group)
     copy_masters_to_model(pairs)
 
 
@@ -308,12 +352,23 @@ def _device_types(models: list[nn.Module], optimizers: list[Optimizer]) -> list[
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Every parameter that ``optimizer`` steps: the fp32 masters where there are any; what to clip."""
+    """Every parameter that ``optimizer`` steps: the fp32 masters where there are any; what to clip.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        >>> with amp.scale_loss(loss_fn(model(input), target), optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm=1.0)
+        >>> optimizer.step()
+    """
 
     def lists() -> Iterator[list[Tensor]]:  # run when the first parameter is asked for
-        record = record_of(optimizer)
-        if record is not None:
-            record.stop_sharing()
+        state = state_of(optimizer)
+        if state is not None:
+            state.grads.materialize()
+            state.drop_cleared()
         for group in optimizer.param_groups:
             yield group["params"]
 
@@ -331,14 +386,27 @@ def last_step(optimizer: Optimizer) -> StepReport | None:
 
     Raises:
         RuntimeError: ``optimizer`` was not passed to ``initialize``.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)
+        >>> with amp.scale_loss(loss_fn(model(input), target), optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> optimizer.step()
+        >>> if amp.last_step(optimizer).applied:
+        ...     scheduler.step()
     """
-    record = record_of(optimizer)
-    if record is not None:
-        return record.last_step()
+    state = state_of(optimizer)
+    if state is not None:
+        if state.deferral is not None:
+            state.deferral.resolve_step()
+        return state.report
     session = current()
     if session is None or session.policy.enabled:
         raise RuntimeError(f"{type(optimizer).__name__} was not passed to amp.initialize")
-    return next_report(None, None)
+    return APPLIED
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -349,6 +417,12 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
     Raises:
         RuntimeError: amp has not been initialized.
+
+    Example::
+
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale=128.0)
+        >>> amp.state_dict()["loss_scaler0"]
+        {'loss_scale': 128.0, 'unskipped': 0}
     """
     session = require("amp.state_dict")
     destination = OrderedDict() if destination is None else destination
@@ -368,6 +442,12 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
         RuntimeError: amp has not been initialized, or there is a key that is not a loss scaler's.
         TypeError: ``state_dict`` is no dict.
         ValueError: A loss scale is not a positive number. Nothing has been loaded in any of these cases.
+
+    Example::
+
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale=128.0)
+        >>> checkpoint = {"amp": amp.state_dict()}
+        >>> amp.load_state_dict(checkpoint["amp"])
     """
     session = require("amp.load_state_dict")
     if not session.policy.enabled:
@@ -380,11 +460,9 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
         listed = ", ".join(f'"{key}"' for key in unexpected)
         raise RuntimeError(f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {listed}. ")
     if len(state_dict) != len(session.scalers):
-        warnings.warn(
+        warn(
             f"state_dict contains {len(state_dict)} entries, while {len(session.scalers)} loss_scalers are used; they "
-            "are taken in order",
-            RuntimeWarning,
-            stacklevel=2,
+            "are taken in order"
         )
     before = [scaler.state_dict() for scaler in session.scalers]
     try:

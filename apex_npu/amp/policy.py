@@ -14,22 +14,18 @@ from typing import Any, Literal
 
 import torch
 
+from apex_npu.autocast.cast_policy import CastPolicy
+
 LossScale = float | Literal["dynamic"]
 
 
 @dataclass(frozen=True)
-class Policy:
-    """One row of decisions. ``None`` in a tri-state field means "does not apply at this level"."""
+class Policy(CastPolicy):
+    """One row of decisions: the casts, and all else. ``None`` in a tri-state field means "does not apply here"."""
 
     opt_level: str
     # What the banner prints after "Selected optimization level".
     brief: str
-    enabled: bool = True
-    # O0, O2, O3: the dtype of the model's floating parameters and of its forward's inputs; False or None: no cast.
-    cast_model_type: torch.dtype | Literal[False] | None = None
-    # O1: run under torch.autocast plus the overlay of casting.py.
-    patch_torch_functions: bool = False
-    keep_batchnorm_fp32: bool | None = None
     master_weights: bool | None = None
     loss_scale: LossScale = 1.0
     combine_grad: bool | None = None
@@ -37,20 +33,9 @@ class Policy:
     ddp_replica_count: int = 4
     # What float16 and bfloat16 gradients are reduced in; None: as they are.
     ddp_reduce_dtype: torch.dtype | None = None
-    user_cast_preferred: bool | None = None
-    # O1: functions that are not safe with half arguments get them in float32, rather than refuse them.
-    allow_banned: bool = False
     check_combined_tensors: bool | Literal["error"] | None = None
     # Gradients stay multiplied with the loss scale until step, which divides them in the same pass.
     fuse_unscale: bool = False
-    cast_model_outputs: torch.dtype | None = None
-    # The low-precision dtype that patch_torch_functions casts to.
-    autocast_dtype: torch.dtype = torch.float16
-
-    @property
-    def model_dtype(self) -> torch.dtype | None:
-        """The dtype the model is cast to, or None where it keeps its own."""
-        return self.cast_model_type or None
 
 
 OPT_LEVELS = {
@@ -82,7 +67,7 @@ OPT_LEVELS = {
 
 _CASTING_LEVELS = " or ".join(name for name, level in OPT_LEVELS.items() if level.patch_torch_functions)
 
-# The order in which scripts see them printed.
+# The order in which they are printed.
 PRINTED_OPTIONS = (
     "enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights",
     "loss_scale", "combine_grad", "combine_ddp", "ddp_replica_count", "user_cast_preferred", "check_combined_tensors",

@@ -10,17 +10,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_adapter import check_adoptable
+from apex_npu.amp.float32_copies import is_cast
+from apex_npu.amp.master_params import own_tensors
+from apex_npu.amp.optimizer_state import state_of
 from apex_npu.amp.policy import Policy
-from apex_npu.amp.ranks import check_group
 from apex_npu.amp.session import current, settings
-from apex_npu.fusion import is_sharded, wraps_tensors
+from apex_npu.distributed import is_sharded
+from apex_npu.distributed.consistency import check_group
+from apex_npu.distributed.torch_ddp import obstacle_to_rebuilding
+from apex_npu.fusion import HasFusedGroups, wraps_tensors
 from apex_npu.ops import LOW_PRECISION
 
 
 def check_incoming(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
     """Refuse models that cannot be converted, or have been wrapped, and optimizers that cannot be adopted."""
     for model in models:
+        ours = {id(t) for module in filter(is_cast, model.modules()) for _, t in own_tensors(module)}
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise RuntimeError(
                 f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be applied "
@@ -32,7 +37,7 @@ def check_incoming(models: list[nn.Module], optimizers: list[Optimizer]) -> None
                     f"parameter {name} has no shape yet; run the model once on a batch before amp.initialize, so that "
                     "its lazy modules know theirs"
                 )
-            if tensor.dtype in LOW_PRECISION and not settings.accept_low_precision_models:
+            if tensor.dtype in LOW_PRECISION and id(tensor) not in ours and not settings.accept_low_precision_models:
                 raise RuntimeError(
                     f"Found param {name} with type {tensor.dtype}, expected torch.float32. When using amp.initialize, "
                     "you do not need to call .half() or .bfloat16() on your model before passing it, no matter what "
@@ -42,6 +47,45 @@ def check_incoming(models: list[nn.Module], optimizers: list[Optimizer]) -> None
         raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
     for optimizer in optimizers:
         check_adoptable(optimizer)
+
+
+def changes_dtypes(policy: Policy, model: nn.Module) -> bool:
+    """Whether ``initialize`` gives parameters of ``model`` another dtype."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return any(map(is_cast, model.modules())) or (policy.model_dtype is not None and dtypes != {policy.model_dtype})
+
+
+def check_inside_of_ddp(policy: Policy, ddps: list[nn.parallel.DistributedDataParallel]) -> None:
+    """Refuse models inside of wrappers that would average nothing from then on."""
+    for ddp in ddps:
+        obstacle = obstacle_to_rebuilding(ddp) if changes_dtypes(policy, ddp) else None
+        if obstacle is not None:
+            raise RuntimeError(
+                f"Incoming model is inside of a DistributedDataParallel with {obstacle}: opt_level "
+                f"{policy.opt_level} casts its parameters, whose gradients would not be averaged any more. Pass the "
+                "model to amp.initialize first, and wrap what that returns"
+            )
+
+
+def check_adoptable(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that amp cannot adopt.
+
+    Raises:
+        RuntimeError: It has been adopted before, or something else replaced ``step`` on the instance.
+    """
+    if state_of(optimizer) is not None:
+        raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
+    step = vars(optimizer).get("step")
+    if step is not None and not _is_scheduler_wrapper(step):
+        raise RuntimeError(
+            f"Incoming optimizer already has step defined on the instance ({step!r}), which would hide amp's; pass the "
+            "optimizer to amp.initialize before whatever wraps it"
+        )
+
+
+def _is_scheduler_wrapper(step: Any) -> bool:
+    # torch's schedulers put a counting wrapper on the instance; older ones mark it _with_counter.
+    return hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_with_counter")
 
 
 def check_groups(policy: Policy, process_group: Any, overflow_group: Any, *, enabled: bool) -> tuple[Any, Any]:
@@ -62,8 +106,8 @@ def check_groups(policy: Policy, process_group: Any, overflow_group: Any, *, ena
     return process_group, overflow_group
 
 
-def check_nothing_averages(models: list[nn.Module]) -> None:
-    """Refuse parallel wrappers inside of models, which would average what combine_ddp averages."""
+def check_nothing_averages(models: list[nn.Module], ddps: list[nn.parallel.DistributedDataParallel]) -> None:
+    """Refuse parallel wrappers inside of models, and around them, which would average what combine_ddp averages."""
     for model in models:
         for name, module in model.named_modules():
             if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -71,6 +115,11 @@ def check_nothing_averages(models: list[nn.Module]) -> None:
                     f"{name} is an instance of {type(module).__name__}, which averages gradients itself; leave it out "
                     "with combine_ddp=True"
                 )
+    if ddps:
+        raise RuntimeError(
+            f"Incoming model is inside of a {type(ddps[0]).__name__}, which averages gradients itself; leave it out "
+            "with combine_ddp=True"
+        )
 
 
 def check_plain(optimizers: list[Optimizer]) -> None:
@@ -83,19 +132,46 @@ def check_plain(optimizers: list[Optimizer]) -> None:
             )
 
 
+def check_own_groups(policy: Policy, optimizers: list[Optimizer]) -> None:
+    """Refuse optimizers that step parameters in groups of another optimizer inside, which masters do not get into.
+
+    Raises:
+        RuntimeError: There is one, and the level has masters.
+    """
+    if not policy.master_weights:
+        return
+    for optimizer in optimizers:
+        groups = {id(group) for group in optimizer.param_groups}
+        for inner in _optimizers_inside(optimizer):
+            if any(id(group) not in groups for group in inner.param_groups):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} steps parameters by a {type(inner).__name__} inside, which has groups "
+                    f"of its own: at {policy.opt_level} those keep the low-precision parameters, whose gradients are "
+                    "with the fp32 masters. Pass the inner optimizers to amp.initialize, as a list, or use O1 or O4"
+                )
+
+
+def _optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
+    found: list[Optimizer] = []
+    for value in vars(optimizer).values():
+        listed = value if isinstance(value, (list, tuple)) else [value]
+        found += [inner for inner in listed if isinstance(inner, Optimizer) and inner is not optimizer]
+    return found
+
+
 def check_sharded(policy: Policy, overflow_group: Any, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
     """Refuse what cannot be done to parameters of which each process has a part (DTensor)."""
     of_models = [p for model in models for p in model.parameters()]
     of_optimizers = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     if not any(map(is_sharded, of_models + of_optimizers)):
         return
-    if policy.model_dtype is not None:
+    if any(is_sharded(p) and p.is_floating_point() and p.dtype != (policy.model_dtype or p.dtype) for p in of_models):
         raise RuntimeError(
             f"opt_level {policy.opt_level} casts the model, whose parameters are sharded over processes (DTensor): "
             "fully_shard keeps copies that would not follow. Use O1 or O4, or fully_shard's MixedPrecisionPolicy"
         )
     for optimizer in optimizers:
-        fused = getattr(optimizer, "is_npu_fused_optimizer", False)
+        fused = isinstance(optimizer, HasFusedGroups)
         if fused and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
             raise RuntimeError(
                 f"{type(optimizer).__name__} steps sharded parameters (DTensor) only without amp, which wants their "

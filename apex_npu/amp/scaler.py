@@ -1,15 +1,15 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loss scales: arithmetic on two numbers. A scaler is told whether gradients overflowed; it never looks for it."""
+"""Loss scales: arithmetic on two numbers. Whether gradients overflowed is passed to a scaler; it runs no check."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from apex_npu.amp.policy import LossScale
+from apex_npu.backends.script_warnings import warn
 
 # Below this, 1 / scale is no longer finite in float32: gradients could not be unscaled.
 _SMALLEST_SCALE = 2.0**-126
@@ -72,15 +72,17 @@ class DynamicScaleOptions:
 
 
 class LossScaler(Protocol):
-    """What scale_loss asks of a scaler."""
+    """What scale_loss requires of a scaler."""
 
     scale: float
     # Steps since the last overflow, or since the scale last grew; what checkpoints call "unskipped".
     good_steps: int
     # False: gradients need not be checked, so no step waits for the device.
     dynamic: bool
-    # What the last update was told.
+    # The argument of the last update.
     found_inf: bool
+    # What a scaler warns of has been said.
+    said: bool
 
     def update(self, found_inf: bool) -> None:
         """Take note of one step's outcome and choose the scale of the next."""
@@ -96,7 +98,11 @@ class LossScaler(Protocol):
 
 
 class StaticLossScaler:
-    """A scale that stays; overflow is not looked for."""
+    """A scale that stays. An overflow is told once, where looking for it costs nothing; no step is skipped.
+
+    Attributes:
+        said: An overflow has been told.
+    """
 
     dynamic = False
 
@@ -105,11 +111,22 @@ class StaticLossScaler:
         self.scale = scale
         self.good_steps = 0
         self.found_inf = False
+        self.said = False
 
     def update(self, found_inf: bool) -> None:
         """Count; nothing else moves."""
-        self.found_inf = found_inf
         self.good_steps += 1
+        if found_inf:
+            self.warn_once(
+                f"gradients have overflowed under the static loss scale {self.scale}, which skips no step: inf or nan "
+                'reaches the parameters. Use loss_scale="dynamic", or a smaller scale'
+            )
+
+    def warn_once(self, text: str) -> None:
+        """Warn, unless it has been said of this scaler."""
+        if not self.said:
+            self.said = True
+            warn(text)
 
     def state_dict(self) -> dict[str, Any]:
         """See ``LossScaler``."""
@@ -133,30 +150,23 @@ class DynamicLossScaler(StaticLossScaler):
 
     def update(self, found_inf: bool) -> None:
         """Move the scale."""
-        options = self.options
-        self.found_inf = found_inf
-        if found_inf:
-            before, self.good_steps = self.scale, 0
-            self._overflows_in_a_row += 1
-            if self._overflows_in_a_row < options.hysteresis:
-                return
-            self.scale = max(self.scale * options.backoff_factor, options.min_scale or _SMALLEST_SCALE)
-            if before >= 1.0 > self.scale:
-                warnings.warn(
-                    f"the loss scale has fallen to {self.scale}: gradients hold inf or nan even without scaling. Look "
-                    "for it in the loss or the data; min_loss_scale=1.0 would keep the scale from falling further",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            return
-        self._overflows_in_a_row = 0
-        self.good_steps += 1
+        options, before, scale = self.options, self.scale, self.scale
+        good_steps, overflows = (0, self._overflows_in_a_row + 1) if found_inf else (self.good_steps + 1, 0)
+        if found_inf and overflows >= options.hysteresis:
+            scale = max(scale * options.backoff_factor, options.min_scale or _SMALLEST_SCALE)
         # >= rather than ==: a count resumed from a run with a longer window must still grow.
-        if self.good_steps >= options.growth_interval:
-            self.scale, self.good_steps = min(self.scale * options.growth_factor, options.max_scale), 0
+        elif not found_inf and good_steps >= options.growth_interval:
+            scale, good_steps = min(scale * options.growth_factor, options.max_scale), 0
+        # All at once: no interrupt comes in between.
+        self.found_inf, self.scale, self.good_steps, self._overflows_in_a_row = found_inf, scale, good_steps, overflows
+        if found_inf and before >= 1.0 > scale:
+            self.warn_once(
+                f"the loss scale has fallen to {scale}: gradients hold inf or nan even without scaling. If "
+                "smaller scales do not end that, look for it in the loss or the data"
+            )
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``LossScaler``. With a hysteresis its count is in it, too; Apex passes over that."""
+        """See ``LossScaler``. With a hysteresis its count is in it, too; Apex ignores it."""
         own = {} if self.options.hysteresis == 1 else {"overflows_in_a_row": self._overflows_in_a_row}
         return {**super().state_dict(), **own}
 

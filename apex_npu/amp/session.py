@@ -9,36 +9,69 @@ for what comes before any session: the functions that users register casts for (
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from apex_npu.amp.casting import CastHandle, ModelCast, enable_casts
 from apex_npu.amp.clip_guard import Clipper, watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
-from apex_npu.amp.forward_cast import Ambient
-from apex_npu.amp.open_check import OpenCheck
-from apex_npu.amp.patched_functions import Patch
+from apex_npu.amp.deferred_inf_check import DeferredInfCheck
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler
+from apex_npu.autocast.casting import CastHandle, ModelCast, enable_casts
+from apex_npu.autocast.float32_view import average_in_float32
+from apex_npu.autocast.forward_cast import Ambient
+from apex_npu.autocast.monkey_patches import Patch
+from apex_npu.autocast.undo import Undo
+from apex_npu.backends.script_warnings import warn
+from apex_npu.distributed.torch_ddp import KnownDDPs, following_dtypes, watch_ddps
 from apex_npu.fusion import are_same
+
+# Said where torch's clipping is called, or by the step that finds gradients written.
+COPIED_WRITTEN = (
+    "gradients of the model have been written, as torch.nn.utils.clip_grad_norm_ and clip_grad_value_ do, after "
+    "amp.scale_loss has copied them to the fp32 masters that the optimizer steps: the gradients that count are the "
+    "masters', which stay as they were. Clip those of amp.master_params(optimizer), or call "
+    "optimizer.clip_optimizer_grad_norm_fused(max_norm)"
+)
+SCALED_CLIPPED = (
+    "torch.nn.utils.clip_grad_norm_ or clip_grad_value_ was given gradients that fuse_unscale=True keeps multiplied "
+    "with the loss scale until step: it clips them as if they were larger than they are. Call "
+    "optimizer.clip_optimizer_grad_norm_fused(max_norm) instead, or leave fuse_unscale out"
+)
+
+
+class HasMasters(Protocol):
+    """What a session requires of an optimizer's state."""
+
+    @property
+    def pairs(self) -> list[Any]:
+        """Objects with a ``model_param`` and its ``master_param``."""
+        ...
+
+    links: list[Any]
+    """What copies of the optimizer and of the models that it steps find each other by."""
+
+    def retire(self) -> None:
+        """Its model parameters have got other masters."""
+        ...
 
 
 class ConvertedModel:
     """What was changed on one model, for as long as the model lives: nothing here keeps it alive."""
 
-    def __init__(self, cast: ModelCast, give_state_dict_back: Callable[[nn.Module], None]) -> None:
-        """Of a model that has just been converted."""
+    def __init__(self, cast: ModelCast, link: Any, restore_float32: Callable[[nn.Module, Any], None]) -> None:
+        """Of a model that has just been converted; optimizers that step it get ``link``."""
         self._cast = cast
-        self._give_state_dict_back = give_state_dict_back
+        self.link = link
+        self._restore_float32 = restore_float32
 
     @property
     def alive(self) -> bool:
@@ -54,12 +87,12 @@ class ConvertedModel:
         """Keep the casts of a later session out of it, unless it is one of O1's own."""
         self._cast.shield(ambient, device_types)
 
-    def undo(self) -> None:
-        """Give the model its own forward and state dict back."""
+    def undo(self, masters: WeakTensorKeyDictionary) -> None:
+        """Give the model its own forward, state dict and float32 values back, those of ``masters`` where it has any."""
         model = self._cast.model
-        self._cast.undo()
         if model is not None:
-            self._give_state_dict_back(model)
+            self._restore_float32(model, masters)
+        self._cast.undo()
 
 
 @dataclass(eq=False)
@@ -80,9 +113,10 @@ class Session:
         thread: The one that called ``initialize``.
         skip_alarm: Skipped steps in a row after which an error is logged; None: never.
         overflow_group: The processes that decide together whether a step is skipped; None: this one alone.
-        data_parallel: Who averages gradients with whom; None: nobody here.
+        data_parallel: Averages gradients over the processes; None: gradients are not averaged here.
         data_parallels: Those of this session and of those before it.
         no_sync_depth: How many ``no_sync`` contexts are open.
+        ddps: The DistributedDataParallel instances of this process.
     """
 
     policy: Policy
@@ -101,9 +135,10 @@ class Session:
     data_parallel: DataParallel | None = None
     data_parallels: list[DataParallel] = field(default_factory=list)
     no_sync_depth: int = 0
-    open_checks: dict[LossScaler, OpenCheck] = field(default_factory=dict)
-    _watch: ExitStack = field(default_factory=ExitStack)
-    _warned: set[str] = field(default_factory=set)
+    ddps: KnownDDPs = field(default_factory=list)
+    open_checks: dict[LossScaler, DeferredInfCheck] = field(default_factory=dict)
+    _undo: Undo = field(default_factory=Undo)
+    _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
 
     def disable(self) -> None:
         """Make everything pass through."""
@@ -112,12 +147,12 @@ class Session:
 
     @property
     def scalers(self) -> list[LossScaler]:
-        """One per loss; ``loss_id`` is the index. They know of all blocks that are behind."""
-        self.close_checks()
+        """One per loss; ``loss_id`` is the index. They account for all blocks that have ended."""
+        self.resolve_checks()
         return self._scalers
 
     def scaler(self, loss_id: int) -> LossScaler:
-        """That of one loss; it knows of all blocks of this loss that are behind.
+        """That of one loss; it accounts for all blocks of this loss that have ended.
 
         Raises:
             IndexError: ``loss_id`` is not below ``num_losses``.
@@ -127,20 +162,44 @@ class Session:
                 f"loss_id must be in [0, {len(self._scalers)}), got {loss_id!r}; raise num_losses in amp.initialize"
             )
         scaler = self._scalers[loss_id]
-        self.close_checks(scaler)
+        if self.open_checks:
+            self.resolve_checks(scaler)
         return scaler
 
-    def close_checks(self, scaler: LossScaler | None = None) -> None:
-        """Have decided what blocks have left open.
+    def resolve_checks(self, scaler: LossScaler | None = None) -> None:
+        """Resolve the checks that blocks have left open.
 
         Args:
             scaler: Those of this one and of this thread; None: all. Another thread may be about to write the gradients
-                that would have to be looked at.
+                that would have to be read.
         """
         thread = threading.get_ident()
         for concerned, check in list(self.open_checks.items()):
             if scaler is None or concerned is scaler or check.thread == thread:
-                check.close()
+                check.resolve()
+
+    def register(self, state: HasMasters) -> None:
+        """Register the masters of an optimizer: the state dicts of models look them up here."""
+        for pair in state.pairs:
+            self.masters[pair.model_param] = pair.master_param
+
+    def take_in(self, optimizer: Any, state: HasMasters) -> None:
+        """Register ``optimizer``, its masters, and that it steps parameters of models."""
+        self.register(state)
+        self.adopted.add(optimizer)
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        stepped.update(id(pair.model_param) for pair in state.pairs)
+        for model in self.models:
+            if model.link not in state.links and any(id(p) in stepped for p in model.parameter_names()):
+                state.links.append(model.link)
+
+    def continue_from(self, former: Session) -> None:
+        """Account for what ``former`` and those before it have changed, and which is still there."""
+        self.adopted.update(former.adopted)
+        for param, master in former.masters.items():
+            self.masters.setdefault(param, master)
+        self.models[:0] = [model for model in former.models if model.alive]
+        self.data_parallels[:0] = former.data_parallels
 
     def parameter_names(self) -> WeakTensorKeyDictionary:
         """The names of all parameters of models that are alive."""
@@ -150,67 +209,59 @@ class Session:
         return names
 
     def enable(self) -> None:
-        """Patch what this session needs patched; all of it, or nothing if something fails."""
-        with ExitStack() as undo:
-            if self.policy.enabled:
-                watch_clipping(undo, self._look_at_clipping, self._clipper_of)
-            self.casts = enable_casts(self.policy, self.device_types, self.patches)
-            self._watch = undo.pop_all()
+        """Patch what this session needs patched. Where this fails, ``undo`` takes back what has been done."""
+        if self.policy.enabled:
+            watch_clipping(self._undo, self._look_at_clipping, self._clipper_of)
+            average_in_float32(self._undo)
+            self._undo.callback(watch_ddps(self.ddps).remove)
+        self.casts = enable_casts(self.policy, self.device_types, self.patches, self._undo)
+        for model in self.models if self.casts.active else []:
+            model.shield(self.ambient, self.device_types)
         self.ambient.active = True
 
     def undo(self) -> None:
-        """Undo ``enable``."""
-        if self.casts is not None:
-            self.casts.undo()
-        self._watch.close()
+        """Undo ``enable``; after an interrupt the next call completes it."""
+        self._undo.close()
         self.ambient.active = False
 
     def _clipper_of(self, params: list[Tensor]) -> Clipper | None:
-        """The optimizer that steps just ``params``, where all of their gradients lie in float32 buffers."""
+        """The optimizer that steps just ``params``, where all of their gradients are in float32 buffers."""
         for optimizer in self.adopted:
-            if not optimizer._amp_record.clips_like_torch():
-                continue
             own = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
             in_order = are_same(own, params)  # as amp.master_params gives them
-            if in_order or set(map(id, own)) == set(map(id, params)):
+            steps_just_them = in_order or set(map(id, own)) == set(map(id, params))
+            if steps_just_them and optimizer._amp_state.clips_like_torch(optimizer):
                 clipper: Clipper = optimizer
                 return clipper
         return None
 
-    def _look_at_clipping(self, name: str, params: list[Tensor]) -> None:
+    def _look_at_clipping(self, params: list[Tensor]) -> None:
         given = {id(p) for p in params}
-
-        def concerns(optimizer: Any) -> bool:
-            return any(id(p) in given for group in optimizer.param_groups for p in group["params"])
-
         for optimizer in self.adopted:
-            if optimizer._amp_record.open_check is not None and concerns(optimizer):
-                optimizer._amp_record.look()  # inf clipped by value is none any more
-        if any(o._amp_record.held_scale != 1.0 and concerns(o) for o in self.adopted):
-            self.warn_once(
-                f"torch.nn.utils.{name} was given gradients that fuse_unscale=True keeps multiplied with the loss "
-                "scale until step: it clips them as if they were larger than they are. Call "
-                "optimizer.clip_optimizer_grad_norm_fused(max_norm) instead, or leave fuse_unscale out",
-                stacklevel=4,
-            )
-        if any(p in self.masters for p in params):
-            self.warn_once(
-                f"torch.nn.utils.{name} was given parameters whose fp32 masters the optimizer steps: behind "
-                "amp.scale_loss the gradients that count are the masters', and these are not clipped. Give it "
-                "amp.master_params(optimizer), or call optimizer.clip_optimizer_grad_norm_fused(max_norm)",
-                stacklevel=4,
-            )
+            state = optimizer._amp_state
+            if any(id(p) in given for group in optimizer.param_groups for p in group["params"]):
+                if state.deferral is not None and state.deferral.check is not None:
+                    state.deferral.start()  # inf clipped by value is none any more
+                if _holds_scaled(state):
+                    self.warn_once(optimizer, SCALED_CLIPPED)
+            if any(id(p) in given for p in state.masters.model_params):
+                self.warn_once(optimizer, COPIED_WRITTEN)
 
-    def warn_once(self, text: str, stacklevel: int = 3) -> None:
-        """Warn, if this session has not said so before."""
-        if text not in self._warned:
-            self._warned.add(text)
-            warnings.warn(text, RuntimeWarning, stacklevel)
+    def warn_once(self, about: Any, text: str) -> None:
+        """Warn, if this session has not said so of ``about``, an optimizer or a loss scaler, before."""
+        said = self._warned.setdefault(about, set())
+        if text not in said:
+            said.add(text)
+            warn(text)
 
     def say(self, text: str) -> None:
-        """Print ``text`` unless told to be silent."""
+        """Print ``text`` unless ``verbosity`` is 0."""
         if self.verbosity > 0:
             print(text, flush=True)
+
+
+def _holds_scaled(state: Any) -> bool:
+    return bool(state.policy.fuse_unscale and state.grad_scale != 1.0)
 
 
 @dataclass
@@ -237,24 +288,22 @@ def install(session: Session) -> None:
     global _current
     with _lock:
         former = _current
-        if former is not None:
-            former.undo()  # first: what two sessions patch nests like brackets
-            session.adopted.update(former.adopted)
-            session.masters.update(former.masters)
+        states: list[HasMasters] = [] if former is None else [optimizer._amp_state for optimizer in former.adopted]
+        replaced = [s for s in states if any(pair.model_param in session.masters for pair in s.pairs)]
         try:
-            session.enable()
-        except BaseException:
             if former is not None:
+                former.undo()  # first: what two sessions patch nests like brackets
+                session.continue_from(former)
+            session.enable()
+            _current = session  # last: what an interrupt keeps from this is undone
+        except BaseException:
+            session.undo()
+            if former is not None:
+                former.undo()
                 former.enable()
             raise
-        if former is not None:
-            kept = [model for model in former.models if model.alive]
-            if session.casts is not None and session.casts.active:
-                for model in kept:
-                    model.shield(session.ambient, session.device_types)
-            session.models[:0] = kept
-            session.data_parallels[:0] = former.data_parallels
-        _current = session
+        for state in replaced:
+            state.retire()
 
 
 def check_thread(caller: str) -> None:
@@ -277,6 +326,14 @@ def current() -> Session | None:
     return _current
 
 
+def warn_once(about: Any, text: str) -> None:
+    """Warn, unless the current session has said so of ``about``; see ``Session.warn_once``."""
+    if _current is None:
+        warn(text)
+    else:
+        _current.warn_once(about, text)
+
+
 def require(caller: str) -> Session:
     """The current session.
 
@@ -294,26 +351,49 @@ def require(caller: str) -> Session:
 def shutdown() -> None:
     """Undo what ``initialize`` patched: functions of torch, forwards and state_dict hooks of models.
 
-    Models keep the dtype of their parameters, optimizers their master parameters. Without a session nothing happens.
+    Models that were cast are float32 again, with the values of their masters. Optimizers keep their master parameters,
+    and no longer step the models. Without a session nothing happens.
 
     Raises:
         RuntimeError: Another thread, which still runs, has called ``initialize``.
+
+    Example::
+
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        >>> amp.shutdown()
+        >>> model(input).dtype
+        torch.float32
     """
     global _current
     check_thread("amp.shutdown")
     with _lock:
-        former, _current = _current, None
-    if former is not None:
-        former.undo()
-        for parallel in former.data_parallels:
-            parallel.close()
-        for model in reversed(former.models):
-            model.undo()
+        former = _current
+        if former is not None:
+            former.undo()
+            for parallel in former.data_parallels:
+                parallel.close()
+            with following_dtypes(former.ddps):
+                for model in reversed(former.models):
+                    model.undo(former.masters)
+            for optimizer in former.adopted:
+                if optimizer._amp_state.pairs:
+                    optimizer._amp_state.retire()
+        _current = None  # last: after an interrupt another call completes it
 
 
 def disable_casts() -> AbstractContextManager[Any]:
-    """A context in which O1 casts nothing; without O1 it does nothing. Re-entrant, and restored after an exception."""
-    return nullcontext() if _current is None or _current.casts is None else _current.casts.disabled()
+    """A context in which O1 casts nothing; without O1 it does nothing. Re-entrant, and restored after an exception.
+
+    Example::
+
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        >>> with amp.disable_casts():
+        ...     output = model(input)
+        >>> output.dtype
+        torch.float32
+    """
+    casts = None if _current is None else _current.casts
+    return casts.disabled() if casts is not None and casts.active else nullcontext()
 
 
 def master_of(model_param: Tensor) -> Tensor | None:

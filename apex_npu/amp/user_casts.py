@@ -8,12 +8,13 @@ float       float16 and bfloat16 become float32
 promote     all take the widest floating type that is there
 ==========  ===========================================================================================================
 
-Arguments are looked through by position and by name, in nested lists, tuples and dicts. Then the function runs with
-O1's casts off, so that each operator in it computes in the type it is given. Where O1 is not active, under
-``amp.disable_casts`` and in backward, the function is called as it is; so it is for tensors on other devices than the
-model's.
+Arguments are looked through by position and by name, in nested lists, tuples and dicts. What is cast to float runs with
+O1's casts off; so does a function of torch's own or in C++, whatever its cast, since what the lists have for it would
+come after the user's cast. Any other function keeps O1's casts inside, as in Apex: a module's float32 weights are cast
+where half inputs meet them. Where O1 is not active, under ``amp.disable_casts`` and in backward, the function is called
+as it is; so it is for tensors on other devices than the model's.
 
-A **decorator** looks at the moment of the call: put it on before or after ``amp.initialize``.
+A **decorator** takes effect at the call: apply it before or after ``amp.initialize``.
 
 A **registered name** is patched by each following ``amp.initialize`` at O1 (not by one that has been), and put back by
 the next one or by ``amp.shutdown``. The registration itself stays until ``unregister_function``: a script registers
@@ -28,6 +29,7 @@ registered cast, which therefore comes last, and decides: "half" and "float" giv
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
@@ -35,11 +37,11 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
-from apex_npu.amp.cast_lists import AUTOCAST_FLOATS, MODEL_FLOATS
-from apex_npu.amp.casting import CastHandle
-from apex_npu.amp.patched_functions import Patch
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current
+from apex_npu.autocast.cast_lists import AUTOCAST_FLOATS, MODEL_FLOATS
+from apex_npu.autocast.casting import CastHandle
+from apex_npu.autocast.monkey_patches import Patch
 from apex_npu.ops import LOW_PRECISION
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -50,17 +52,47 @@ Kind = Literal["half", "float", "promote"]
 
 
 def half_function(function: _F) -> _F:
-    """Call ``function`` with its floating arguments in float16, or whatever O1 casts to; see ``user_casts``."""
+    """Call ``function`` with its floating arguments in float16, or whatever O1 casts to; see ``user_casts``.
+
+    Example::
+
+        >>> @amp.half_function
+        ... def project(x, weight):
+        ...     return x @ weight
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        >>> project(torch.ones(2, 4), torch.ones(4, 2)).dtype
+        torch.float16
+    """
     return cast(_F, _casting(function, "half"))
 
 
 def float_function(function: _F) -> _F:
-    """Call ``function`` with its half-precision arguments in float32; see ``user_casts``."""
+    """Call ``function`` with its half-precision arguments in float32; see ``user_casts``.
+
+    Example::
+
+        >>> @amp.float_function
+        ... def variance(x):
+        ...     return x.square().mean() - x.mean().square()
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        >>> variance(torch.ones(4, dtype=torch.float16)).dtype
+        torch.float32
+    """
     return cast(_F, _casting(function, "float"))
 
 
 def promote_function(function: _F) -> _F:
-    """Call ``function`` with its floating arguments in the widest of their types; see ``user_casts``."""
+    """Call ``function`` with its floating arguments in the widest of their types; see ``user_casts``.
+
+    Example::
+
+        >>> @amp.promote_function
+        ... def add(x, y):
+        ...     return x + y
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        >>> add(torch.ones(4, dtype=torch.float16), torch.ones(4)).dtype
+        torch.float32
+    """
     return cast(_F, _casting(function, "promote"))
 
 
@@ -90,6 +122,13 @@ def register_half_function(module: Any, name: str) -> None:
     Raises:
         ValueError: There is no such attribute.
         TypeError: It is not a function.
+
+    Example::
+
+        >>> amp.register_half_function(torch, "addcmul")
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        >>> torch.addcmul(torch.ones(4), torch.ones(4), torch.ones(4)).dtype
+        torch.float16
     """
     _register(Registration(module, name, "half"))
 
@@ -98,6 +137,13 @@ def register_float_function(module: Any, name: str) -> None:
     """Let ``module.name`` run in float32 at O1, from the next ``amp.initialize`` on.
 
     Args and errors as for ``register_half_function``.
+
+    Example::
+
+        >>> amp.register_float_function(torch, "logaddexp")
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        >>> torch.logaddexp(torch.ones(4).half(), torch.ones(4).half()).dtype
+        torch.float32
     """
     _register(Registration(module, name, "float"))
 
@@ -106,6 +152,13 @@ def register_promote_function(module: Any, name: str) -> None:
     """Let ``module.name`` widen its arguments to one type at O1, from the next ``amp.initialize`` on.
 
     Args and errors as for ``register_half_function``.
+
+    Example::
+
+        >>> amp.register_promote_function(torch, "lerp")
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        >>> torch.lerp(torch.zeros(4), torch.ones(4, dtype=torch.float16), 0.5).dtype
+        torch.float32
     """
     _register(Registration(module, name, "promote"))
 
@@ -115,6 +168,11 @@ def unregister_function(module: Any, name: str) -> None:
 
     Raises:
         ValueError: Nothing was registered.
+
+    Example::
+
+        >>> amp.register_float_function(torch, "logaddexp")
+        >>> amp.unregister_function(torch, "logaddexp")
     """
     kept = _without(module, name)
     if len(kept) == len(_registered):
@@ -167,21 +225,28 @@ def _casting(function: Callable[..., Any], kind: Kind, *, keep_casts: bool = Fal
     if not callable(function) or isinstance(function, type):
         raise TypeError(f"amp.{kind}_function takes a function, got {function!r}; for a class, decorate its methods")
 
+    keeps_casts = keep_casts or not (kind == "float" or _is_operator(function))
+
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         casts, device_types = _casts_of_the_moment()
         if casts is None:
             return function(*args, **kwargs)
         args, kwargs = _CASTS[kind]((args, kwargs), device_types)
-        if keep_casts:
+        if keeps_casts:
             return function(*args, **kwargs)
-        previous = casts.switch_off()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            casts.switch_back(previous)
+        return casts.call_without(function, *args, **kwargs)
 
     return wrapper
+
+
+def _is_operator(function: Callable[..., Any]) -> bool:
+    """True for functions of torch's, and in C++: they compute from their arguments alone."""
+    function = inspect.unwrap(function)  # O1 patches some
+    if inspect.isbuiltin(function) or inspect.ismethoddescriptor(function):
+        return True
+    module = str(getattr(function, "__module__", ""))
+    return module.partition(".")[0] in ("torch", "torch_npu") and not module.startswith("torch.nn.modules.")
 
 
 def _casts_of_the_moment() -> tuple[CastHandle | None, list[str]]:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the layers above ask of a kind of device."""
+"""What the layers above require of a kind of device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Backend(Protocol):
     comm_backend: str
 
     def storage_numel(self, tensor: Tensor) -> int:
-        """Elements of the physical storage behind ``tensor``; private formats make it larger than ``numel()``."""
+        """Elements of the physical storage of ``tensor``; private formats make it larger than ``numel()``."""
         ...
 
     def has_private_format(self, tensor: Tensor) -> bool:
@@ -26,15 +26,11 @@ class Backend(Protocol):
         ...
 
     def has_float64(self, device: device) -> bool:
-        """True where operators on ``device`` take float64. Allocates there, without a wait, when first asked."""
+        """True where operators on ``device`` take float64. The first call allocates there, without a wait."""
         ...
 
     def in_base_format(self, tensor: Tensor) -> Tensor:
         """``tensor``, or where its format is private a copy that torch's sizes and strides describe."""
-        ...
-
-    def is_capturing(self) -> bool:
-        """True while the current stream records a graph instead of running. Never initializes the device."""
         ...
 
     def saturates(self) -> bool:

@@ -12,18 +12,18 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A number that is brought to the host while the host goes on.
+    """A number that is copied to the host asynchronously.
 
     Asked at once, ``bool()`` of a tensor waits for all the work that the device has been given by then. This waits for
     no more than what came before the copy.
     """
 
     def __init__(self, number: Tensor) -> None:
-        """Start the copy of ``number``, one element: behind the work that is there now, on the current stream."""
+        """Start the copy of ``number``, one element, on the current stream: after the work that is queued there now."""
         self._arrival: Any = None
         module = _module_with_events(number.device)
         if module is None:
-            self._number = number.clone()  # read there, when it is asked for
+            self._number = number.clone()  # read there, on access
             return
         # Memory that a device can write to at any time; torch keeps it for as long as the copy takes.
         self._number = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)

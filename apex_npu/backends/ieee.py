@@ -4,12 +4,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, device
 
 
 class IeeeBackend:
-    """Plain storages; overflow gives inf. Serves cpu, cuda and any accelerator that torch knows and we do not."""
+    """Plain storages; overflow gives inf. Serves cpu, cuda and any accelerator of torch that has no backend here."""
 
     def __init__(self, device_type: str, comm_backend: str) -> None:
         self.device_type = device_type
@@ -27,9 +26,6 @@ class IeeeBackend:
     def in_base_format(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def is_capturing(self) -> bool:
-        return False
-
     def saturates(self) -> bool:
         return False
 
@@ -38,14 +34,3 @@ class IeeeBackend:
 
     def overflow_flag(self, device: device) -> bool:
         raise RuntimeError(f"{device} has no overflow flag")
-
-
-class CudaBackend(IeeeBackend):
-    """NVIDIA and AMD GPUs."""
-
-    def __init__(self) -> None:
-        super().__init__("cuda", "nccl")
-
-    def is_capturing(self) -> bool:
-        # Asking would make a context in a process that has none.
-        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

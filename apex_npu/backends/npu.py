@@ -43,6 +43,7 @@ class NpuBackend:
         return based
 
     def is_capturing(self) -> bool:
+        """True while the current stream records a graph instead of running. Never initializes the device."""
         # Not imported for it; and NPUGraph is younger than most of torch_npu.
         npu: Any = getattr(sys.modules.get("torch_npu"), "npu", None)
         asks = getattr(npu, "is_current_stream_capturing", None)

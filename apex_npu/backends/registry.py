@@ -4,16 +4,19 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from apex_npu.backends.base import Backend
-from apex_npu.backends.ieee import CudaBackend, IeeeBackend
+from apex_npu.backends.ieee import IeeeBackend
 from apex_npu.backends.npu import NpuBackend
 
+_NPU = NpuBackend()
 _BACKENDS: dict[str, Backend] = {
     "cpu": IeeeBackend("cpu", "gloo"),
-    "cuda": CudaBackend(),
-    "npu": NpuBackend(),
+    "cuda": IeeeBackend("cuda", "nccl"),
+    "npu": _NPU,
     # For planning only: shapes without memory.
     "meta": IeeeBackend("meta", "none"),
 }
@@ -31,5 +34,8 @@ def for_device(device: torch.device) -> Backend:
 
 
 def is_capturing() -> bool:
-    """True while what is asked of a device is not done but recorded: in the capture of a CUDA graph, or an NPU's."""
-    return any(backend.is_capturing() for backend in _BACKENDS.values())
+    """True while work for a device is recorded instead of run: in the capture of a CUDA graph, or an NPU's."""
+    # Asking CUDA would make a context in a process that has none.
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return True
+    return "torch_npu" in sys.modules and _NPU.is_capturing()

@@ -1,9 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One piece of memory for many tensors: planned with integers, allocated once, then looked at through views."""
+"""One piece of memory for many tensors: planned with integers, allocated once, then accessed through views."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from torch import Tensor
 from apex_npu.backends import for_device
 from apex_npu.fusion.layout import Layout, Slot, extent_numel, gaps_between, plan_slots
 from apex_npu.fusion.storage import (
+    aliases_follow,
     check_change_data_ptr,
-    follows_aliases,
     has_unnamed_aliases,
     move_storage,
     owns_memory,
@@ -26,6 +27,10 @@ from apex_npu.ops import join_, joins_lists
 logger = logging.getLogger("apex_npu")
 
 
+# A buffer of less is not announced in the log.
+_ANNOUNCED = 2**20
+
+
 def mib(nbytes: int) -> str:
     """``nbytes`` as text."""
     return f"{nbytes / 2**20:.1f} MiB"
@@ -33,7 +38,7 @@ def mib(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each tensor of a list would lie in one flat buffer. Made by ``plan``; nothing has moved yet.
+    """The range of each tensor of a list in one flat buffer. Made by ``plan``; nothing has moved yet.
 
     Attributes:
         layout: The slots, one per distinct storage.
@@ -85,7 +90,7 @@ def owns_storage(tensors: Sequence[Tensor]) -> bool:
     """True where ``tensors``, which share one storage, make up all of it.
 
     False for a view of a larger storage: that is another owner's buffer (a DDP bucket, a slice of a vector), and what
-    else lies there must not be stepped along.
+    else is there must not be stepped along.
     """
     backend = for_device(tensors[0].device)
     if any(backend.has_private_format(t) for t in tensors):
@@ -119,7 +124,14 @@ class FlatBuffer:
                 f"a fused buffer of {numel} x {dtype} needs {mib(nbytes)} on {device}, which is not free; nothing has "
                 f"been moved. Free memory, or use the unfused optimizer or combine_grad=False. ({error})"
             ) from error
-        logger.info("fused buffer: %s on %s, %s", mib(nbytes), device, dtype)
+        if nbytes >= _ANNOUNCED:
+            logger.info("fused buffer: %s on %s, %s", mib(nbytes), device, dtype)
+
+    def part(self, begin: int, numel: int) -> FlatBuffer:
+        """A range of it, as a buffer in the same memory."""
+        part = copy.copy(self)
+        part.flat = self.flat.narrow(0, begin, numel)
+        return part
 
     def view(self, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
         """The elements from ``offset`` on, shaped ``size`` with ``stride``."""
@@ -189,7 +201,7 @@ def leave_private_formats(params: Sequence[Tensor]) -> None:
 
 
 def may_move(sharing: list[Tensor]) -> bool:
-    """True where the one storage of ``sharing`` is theirs alone, and all who look at it would follow."""
+    """True where the one storage of ``sharing`` is theirs alone, and all of its aliases would follow."""
     if not owns_storage(sharing) or not owns_memory(sharing[0]) or len({p.dtype for p in sharing}) > 1:
         return False
-    return follows_aliases() or not has_unnamed_aliases(sharing)
+    return aliases_follow(sharing)

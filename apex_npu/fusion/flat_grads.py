@@ -9,8 +9,12 @@ copied may be left where it is; ``grad_slots.py`` has the states that this makes
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +22,20 @@ from torch import Tensor
 
 from apex_npu._extension import extension
 from apex_npu.fusion import grad_slots
+from apex_npu.fusion.combined import SharedBuffer, check_combinable
 from apex_npu.fusion.flat_buffer import FlatBuffer, plan
-from apex_npu.fusion.grad_slots import ABSENT, FOREIGN, LOOSE, PRESENT, GradSlots, LooseFor, dispatches_in_python
+from apex_npu.fusion.grad_slots import (
+    EXTERNAL,
+    FOREIGN,
+    IN_BUFFER,
+    NONE,
+    GradSlots,
+    InPlace,
+    dispatches_in_python,
+)
 from apex_npu.fusion.layout import gaps_between
 from apex_npu.fusion.many_tensors import are_same, increment_versions
-from apex_npu.fusion.storage import SlotTable, slot_table
+from apex_npu.fusion.storage import SlotTable, move_out, slot_table
 from apex_npu.ops import (
     LOW_PRECISION,
     gather_,
@@ -34,11 +47,12 @@ from apex_npu.ops import (
     unscale_grads,
 )
 
-# Gathered at once in pure torch: what has been copied is still in the cache when it is looked at.
+# Gathered at once in pure torch: what has been copied is still in the cache when it is read.
 _BATCH_NUMEL = 1 << 16
-# So many tensors an NPU copies in one launch: joining pays where there are as many neighbours on average.
+# So many tensors an NPU copies in one launch: joining is faster where there are as many neighbours on average.
 _JOINED_COUNT = 48
-_GRAD, _DTYPE, _LAYOUT = attrgetter("grad"), attrgetter("dtype"), attrgetter("layout")
+_USE_COUNT: Any = Tensor._use_count  # type: ignore[attr-defined]
+_GRAD, _DTYPE, _LAYOUT, _DEVICE = map(attrgetter, ("grad", "dtype", "layout", "device"))
 
 
 class FlatGrads:
@@ -47,15 +61,24 @@ class FlatGrads:
     Attributes:
         params: Each has a slot, whether or not it ever gets a gradient.
         offsets: For each parameter, the elements before its slot's first.
-        reads_lists: Whether a LOOSE gradient is one of a list that a rule takes, see ``gather_unless_listed``.
+        reads_lists: Whether a EXTERNAL gradient is one of a list that a rule takes, see ``gather_unless_listed``.
+        is_shown: A script has the buffer: gradients are always copied there, and padding may have been written.
     """
 
-    def __init__(self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int) -> None:
-        """Plan only; ``params`` share dtype and device."""
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        offsets: Sequence[int],
+        total_numel: int,
+        memory: Callable[[], FlatBuffer] | None = None,
+    ) -> None:
+        """Plan only; ``params`` share dtype and device. ``memory``: called for the buffer; None: one of its own."""
         self.params = list(params)
         self.offsets = list(offsets)
         self.reads_lists = bool(self.params) and joins_lists(self.params[0].device)
+        self.is_shown = False
         self._total_numel = total_numel
+        self._memory = memory
         self._largest_numel = max((p.numel() for p in self.params), default=0)
         self._buffer: FlatBuffer | None = None
         self._slots: GradSlots | None = None
@@ -69,9 +92,20 @@ class FlatGrads:
 
     @classmethod
     def apart(cls, params: Sequence[Tensor]) -> FlatGrads:
-        """Slots in the order of ``params``, wherever those lie; each has one of its own."""
+        """Slots in the order of ``params``, one for each, independent of where the parameters are in memory."""
         planned = plan([torch.empty_like(p, device="meta") for p in params])
         return cls(params, planned.offsets, planned.layout.total_numel)
+
+    @classmethod
+    def in_one(cls, lists: Sequence[Sequence[Tensor]]) -> list[FlatGrads]:
+        """Such slots for each of ``lists``, which share dtype and device, in neighbouring ranges of one buffer."""
+        planned = [plan([torch.empty_like(p, device="meta") for p in params]) for params in lists]
+        ranges = list(pairwise(accumulate((p.layout.total_numel for p in planned), initial=0)))
+        shared = SharedBuffer(ranges[-1][1], lists[0][0].dtype, lists[0][0].device)
+        return [
+            cls(params, p.offsets, end - begin, partial(shared.part, begin, end - begin))
+            for params, p, (begin, end) in zip(lists, planned, ranges, strict=True)
+        ]
 
     @property
     def device(self) -> torch.device:
@@ -93,53 +127,88 @@ class FlatGrads:
     def _allocate(self) -> FlatBuffer:
         if self._buffer is None:
             slots = self._plan_slots()
-            self._buffer = FlatBuffer(self._total_numel, self.dtype, self.device)
-            self._views = self._buffer.views_like(self._shapes, self.offsets)
-            self._view_table = slot_table(self._views)
-            slots.remember_views(self._views)
+            buffer = self._memory() if self._memory else FlatBuffer(self._total_numel, self.dtype, self.device)
+            views = buffer.views_like(self._shapes, self.offsets)
+            table = slot_table(views)
+            slots.remember_views(views)
+            self._buffer, self._views, self._view_table = buffer, views, table  # all at once: a buffer has its views
         return self._buffer
 
     @property
     def flat(self) -> Tensor:
-        """All slots and their padding, which is zero. Slots that are ABSENT hold whatever was there last."""
+        """All slots and their padding, which is zero. Slots that are NONE hold whatever was there last."""
         return self._allocate().flat
+
+    def show(self) -> Tensor:
+        """``flat`` for a script, to read and to write: all gradients are there, with zeros for those that are None.
+
+        Raises:
+            RuntimeError: As of ``gather``; or it is the first time, and a CUDA graph is being captured.
+        """
+        if not self.is_shown:
+            check_combinable()
+            self._find_padding()
+        states = self.gather()
+        self.is_shown = True
+        if NONE in states:
+            views = self.views
+            torch._foreach_zero_([views[i] for i in _places_of(NONE, states)])
+        self.clear_padding()
+        return self.flat
 
     @property
     def views(self) -> list[Tensor]:
-        """One per parameter, shaped like it."""
-        self._allocate()
-        self._replace_lost_views()
+        """One per parameter, shaped like it, for a new gradient to be written.
+
+        A former gradient that something still holds (PCGrad keeps ``p.grad`` of each task) moves out of its slot first.
+        """
+        if self._buffer is None or self._view_table is None:
+            self._allocate()
+        elif self._view_table.broken(self._views):
+            self._replace_lost_views()
+        for i in _kept_grads(self._views, self.params):
+            move_out(self._views[i])  # first: what is interrupted here is found as a view that is lost
+            self._views[i] = self._view(i)
+        if self.is_shown:
+            self.clear_padding()
         return self._views
+
+    def _view(self, index: int) -> Tensor:
+        shape = self._shapes[index]
+        return self._allocate().view(self.offsets[index], shape.size(), shape.stride())
 
     def clear_padding(self) -> None:
         """Write zeros between the slots."""
-        if self._buffer is None:
-            return
+        if self._buffer is not None:
+            self.flat.index_fill_(0, self._find_padding(), 0.0)
+
+    def _find_padding(self) -> Tensor:
         if self._padding is None:
             used = torch.zeros(self._total_numel, dtype=torch.bool)
             for param, offset in zip(self.params, self.offsets, strict=True):
                 used[offset : offset + param.numel()] = True
-            self._padding = (~used).nonzero().flatten().to(self.flat.device)
-        self.flat.index_fill_(0, self._padding, 0.0)
+            self._padding = (~used).nonzero().flatten().to(self.device)
+        return self._padding
 
     def states(self, slots: range | None = None) -> bytes:
-        """One byte per parameter, of all or of those of ``slots``: ABSENT, PRESENT or FOREIGN."""
-        return self._find(slots, LooseFor.NOTHING)
+        """One byte per parameter, of all or of those of ``slots``: NONE, IN_BUFFER or FOREIGN."""
+        return self._find(slots, InPlace.NO)
 
-    def _find(self, slots: range | None, loose_for: LooseFor, loose_numel: int | None = None) -> bytes:
-        if loose_numel is None:
-            loose_numel = grad_slots.WRITTEN_NUMEL if loose_for == LooseFor.WRITING else grad_slots.LOOSE_NUMEL
-        states = self._look(slots, loose_for, loose_numel)
-        # The extension has seen in the same pass whether they lie where they did.
-        lost = extension is None and PRESENT in states and self._replace_lost_views()
-        return self._look(slots, loose_for, loose_numel) if lost else states
-
-    def _look(self, slots: range | None, loose_for: LooseFor, loose_numel: int) -> bytes:
+    def _find(self, slots: range | None, in_place: InPlace, least_numel: int | None = None) -> bytes:
+        if self.is_shown:
+            in_place = InPlace.NO
+        if least_numel is None:
+            least_numel = grad_slots.WRITTEN_NUMEL if in_place == InPlace.WRITE else grad_slots.EXTERNAL_NUMEL
         params, views, first = self.params, self._views or self.params, 0
         if slots is not None:
             first = slots.start
             params, views = params[first : slots.stop], views[first : slots.stop]
-        return self._plan_slots().states(params, views, first, loose_for, loose_numel)
+        known = self._slots or self._plan_slots()
+        states = known.states(params, views, first, in_place, least_numel)
+        # The extension has checked in the same pass whether their addresses are unchanged.
+        if extension is None and IN_BUFFER in states and self._replace_lost_views():
+            return self._find(slots, in_place, least_numel)
+        return states
 
     def _replace_lost_views(self) -> bool:
         """``p.grad.data = ...`` takes a view out of its slot: from then on it is a gradient like any other."""
@@ -147,7 +216,7 @@ class FlatGrads:
             return False
         lost = self._view_table.broken(self._views)
         for i in lost:
-            self._views[i] = self._buffer.view(self.offsets[i], self._shapes[i].size(), self._shapes[i].stride())
+            self._views[i] = self._view(i)
         return bool(lost)
 
     def broken(self) -> list[int]:
@@ -160,7 +229,7 @@ class FlatGrads:
         return self.flat[self.offsets[slots.start] : end]
 
     def slots_of(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> range | None:
-        """Where the gradients of ``tensors`` lie next to each other, as far apart as ``offsets`` are; None: nowhere."""
+        """The consecutive slots of the gradients of ``tensors``, spaced as ``offsets`` are; None: there are none."""
         first = next((i for i, p in enumerate(self.params) if p is tensors[0]), None)
         if first is None:
             return None
@@ -170,60 +239,61 @@ class FlatGrads:
         return range(first, last) if alike and are_same(tensors, self.params[first:last]) else None
 
     def all_present(self, slots: range | None = None) -> bool:
-        """True where each of ``slots``, or of all, is PRESENT."""
+        """True where each of ``slots``, or of all, is IN_BUFFER."""
         states = self.states(slots)
-        return states.count(PRESENT) == len(states)
+        return states.count(IN_BUFFER) == len(states)
 
-    def gather(self, slots: range | None = None, *, loose_for: LooseFor = LooseFor.NOTHING) -> bytes:
+    def gather(self, slots: range | None = None, *, in_place: InPlace = InPlace.NO) -> bytes:
         """Bring every gradient into its slot: afterwards ``param.grad`` is None or the slot's view.
 
         Args:
             slots: Which; None: all.
-            loose_for: But for those that may be worked on where they are.
+            in_place: But for those that may be worked on where they are.
 
         Returns:
-            One byte per parameter, ABSENT or PRESENT, or LOOSE where it has been left.
+            One byte per parameter, NONE or IN_BUFFER, or EXTERNAL where it has been left.
 
         Raises:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
                 been copied then.
         """
-        return self._gather(slots, self._find(slots, loose_for))
+        states = self._find(slots, in_place)
+        return self._gather(slots, states) if FOREIGN in states else states
 
     def gather_unless_listed(self) -> bytes:
-        """``gather``, but where a rule can take all gradients as a list, each is LOOSE that is outside of its slot.
+        """``gather``, but where a rule can take all gradients as a list, each is EXTERNAL that is outside of its slot.
 
         Only where it ``reads_lists``. All must have their slot's dtype and layout for that.
         """
-        states = self._find(None, LooseFor.NOTHING)
+        states = self._find(None, InPlace.NO)
         foreign = _places_of(FOREIGN, states)
         grads = map(_GRAD, map(self.params.__getitem__, foreign))
         if all(map(grad_slots.fits, grads, map(self._shapes.__getitem__, foreign))):
-            return states.replace(bytes([FOREIGN]), bytes([LOOSE]))
+            return states.replace(bytes([FOREIGN]), bytes([EXTERNAL]))
         return self._gather(None, states)
 
     def _gather(self, slots: range | None, states: bytes) -> bytes:
         if FOREIGN not in states:
             return states
         first, views = 0 if slots is None else slots.start, self.views
-        if PRESENT not in states and gathers_in_one_pass(self.params[0]):
-            all_of_them = slots is None and LOOSE not in states
+        if IN_BUFFER not in states and gathers_in_one_pass(self.params[0]):
+            all_of_them = slots is None and EXTERNAL not in states
             self.take(self.params, slots=None if all_of_them else _places_of(FOREIGN, states, first))
         else:
             foreign = _places_of(FOREIGN, states, first)
             params, slots_of_them = ([tensors[i] for i in foreign] for tensors in (self.params, views))
             self._copy_in(foreign, slots_of_them, self._readable(foreign, list(map(_GRAD, params)), self.params))
             _set_grads(params, slots_of_them)
-        return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
+        return states.replace(bytes([FOREIGN]), bytes([IN_BUFFER]))
 
     def gather_times(self, factor: float, slots: range) -> bytes:
-        """``gather(slots)``, then multiply what lies there by ``factor``; in one pass where the device allows."""
+        """``gather(slots)``, then multiply these gradients by ``factor``; in one pass where the device allows."""
         states = self.states(slots)
-        if PRESENT not in states and FOREIGN in states and gathers_in_one_pass(self.params[0]):
+        if IN_BUFFER not in states and FOREIGN in states and gathers_in_one_pass(self.params[0]):
             self.take(self.params, factor, slots=slots)
-            return states.replace(bytes([FOREIGN]), bytes([PRESENT]))
+            return states.replace(bytes([FOREIGN]), bytes([IN_BUFFER]))
         states = self.gather(slots)
-        if factor != 1.0 and PRESENT in states:
+        if factor != 1.0 and IN_BUFFER in states:
             self.span(slots).mul_(factor)
         return states
 
@@ -234,7 +304,7 @@ class FlatGrads:
         found_inf: Tensor | None = None,
         slots: Sequence[int] | None = None,
     ) -> None:
-        """Multiply the gradients of ``sources`` in one pass, and bring them into the slots; see ``ops.take_grads_``.
+        """Multiply the gradients of ``sources`` in one pass, and copy them into the slots; see ``ops.take_grads_``.
 
         Args:
             sources: Where the gradients of ``params`` are now: one for each.
@@ -256,8 +326,10 @@ class FlatGrads:
             given, params, views = ([tensors[i] for i in slots] for tensors in (given, params, views))
         unfit = take_grads_(given, params, views, inv_scale, found_inf)
         if unfit is not None:
-            source, param = sources[taken[unfit]], self.params[taken[unfit]]
-            self._check_grad(taken[unfit], source.grad, own=source is param)
+            index = taken[unfit]
+            grad = sources[index].grad
+            self._check_grad(index, grad, own=sources[index] is self.params[index])
+            raise RuntimeError(f"parameter {index} has a gradient that cannot be fused: {grad!r}")
 
     def share(self, sources: Sequence[Tensor]) -> None:
         """Bring the gradients of ``sources`` to ``params``, without a copy where they can be read where they are.
@@ -269,7 +341,7 @@ class FlatGrads:
             RuntimeError: As of ``take``.
         """
         others: Sequence[int] = range(len(self.params))
-        if self.device.type == "cpu" and self._largest_numel >= grad_slots.WRITTEN_NUMEL:
+        if self.device.type == "cpu" and self._largest_numel >= grad_slots.WRITTEN_NUMEL and not self.is_shown:
             others = self._plan_slots().share(sources, self.params, grad_slots.WRITTEN_NUMEL)
         if others:
             self.take(sources, slots=None if len(others) == len(self.params) else others)
@@ -287,13 +359,13 @@ class FlatGrads:
             RuntimeError: As of ``gather``.
         """
         if inv_scale == 1.0 and found_inf is None:
-            self._gather(None, self._find(None, LooseFor.WRITING, grad_slots.LOOSE_NUMEL))
+            self._gather(None, self._find(None, InPlace.WRITE, grad_slots.EXTERNAL_NUMEL))
             return
-        states = self._find(None, LooseFor.WRITING)
-        in_one_call = LOOSE in states and self.reads_in_place
-        if FOREIGN in states and PRESENT not in states and not in_one_call and takes_grads(self.params[0]):
-            self.take(self.params, inv_scale, found_inf, _places_of(FOREIGN, states) if LOOSE in states else None)
-            states = states.replace(bytes([FOREIGN]), bytes([ABSENT]))  # nothing is left to do there
+        states = self._find(None, InPlace.WRITE)
+        in_one_call = EXTERNAL in states and self.reads_in_place
+        if FOREIGN in states and IN_BUFFER not in states and not in_one_call and takes_grads(self.params[0]):
+            self.take(self.params, inv_scale, found_inf, _places_of(FOREIGN, states) if EXTERNAL in states else None)
+            states = states.replace(bytes([FOREIGN]), bytes([NONE]))  # nothing is left to do there
         operands = self._operands(self._gather(None, states))
         unscale_grads(operands, inv_scale, found_inf)
         if inv_scale != 1.0:
@@ -373,13 +445,14 @@ class FlatGrads:
         return self._batched[1]
 
     def _readable(self, indices: Sequence[int], grads: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
-        """``grads``, of ``sources[i]`` for each of ``indices``, but copies of those that lie in slots, to be written.
+        """``grads``, of ``sources[i]`` for each of ``indices``; those in slots, which will be written, are cloned.
 
         Raises:
             RuntimeError: One is sparse, not of its parameter's dtype, or a subclass such as DTensor.
         """
         alike = set(map(type, grads)) <= {Tensor} and set(map(_LAYOUT, grads)) <= {torch.strided}
-        if not alike or not set(map(_DTYPE, grads)) <= {self.flat.dtype}:
+        same_kind = set(map(_DTYPE, grads)) <= {self.flat.dtype} and set(map(_DEVICE, grads)) <= {self.flat.device}
+        if not alike or not same_kind:
             for i, grad in zip(indices, grads, strict=True):
                 self._check_grad(i, grad, own=sources[i] is self.params[i])
         begin = np.uint64(self.flat.data_ptr())
@@ -390,16 +463,17 @@ class FlatGrads:
 
     @property
     def reads_in_place(self) -> bool:
-        """True where kernels read gradients where they lie, all in one call."""
+        """True where kernels read gradients in place, all in one call."""
         return extension is not None and self.device.type == "cpu"
 
     def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
-        """The gradients of consecutive ``slots``, where one is LOOSE at least and none FOREIGN, for ``ops`` to read.
+        """The gradients of consecutive ``slots``, where one is EXTERNAL at least and none FOREIGN, for ``ops`` to read.
 
         1-D, of ``numel`` elements from the first slot's on. It may have no memory: nothing but ops can read it then. In
-        pure torch it is one slot. Those that are ``stepped`` are not LOOSE for STEPPING any more.
+        pure torch it is one slot. Those that are ``stepped`` are not EXTERNAL for STEPPING any more.
         """
-        return self._plan_slots().place(self.params[slots.start : slots.stop], slots.start, numel, stepped)
+        known = self._slots or self._plan_slots()
+        return known.place(self.params[slots.start : slots.stop], slots.start, numel, stepped)
 
     def _operand_of(self, index: int) -> Tensor:
         return self.operand(range(index, index + 1), self.params[index].numel())
@@ -409,38 +483,40 @@ class FlatGrads:
         if self._slots is not None:
             self._slots.forget_stepped()
 
-    def operands(self, loose_for: LooseFor) -> list[Tensor]:
-        """All gradients in few pieces, 1-D: ``operand`` or what is LOOSE, and stretches of the buffer with padding.
+    def operands(self, in_place: InPlace) -> list[Tensor]:
+        """All gradients in few pieces, 1-D: ``operand`` or what is EXTERNAL, and stretches of the buffer with padding.
 
         Args:
-            loose_for: READING, by ``ops``; or WRITING, by ``ops.multiply_``, which can write what they can read.
+            in_place: READING, by ``ops``; or WRITING, by ``ops.multiply_``, which can write what they can read.
         """
-        return self._operands(self.gather(loose_for=loose_for))
+        return self._operands(self.gather(in_place=in_place))
 
     def _operands(self, states: bytes) -> list[Tensor]:
-        if LOOSE in states and self.reads_in_place:
+        if self.is_shown:
+            self.clear_padding()
+        if EXTERNAL in states and self.reads_in_place:
             return [self.operand(range(len(self.params)), self._total_numel)]
         spans = [self.span(slots) for slots in _stretches(states)]
-        return [self._operand_of(i) for i in _places_of(LOOSE, states)] + spans
+        return [self._operand_of(i) for i in _places_of(EXTERNAL, states)] + spans
 
     def gathered(self) -> list[Tensor]:
         """All gradients, gathered: stretches of the buffer, padding included."""
         return [self.span(slots) for slots in _stretches(self.gather())]
 
     def zero_(self) -> None:
-        """Write zeros into all gradients that are there; they lie in their slots then."""
+        """Write zeros into all gradients that are there; they are in their slots afterwards."""
         states = self.gather()
-        if states.count(PRESENT) == len(states):
+        if states.count(IN_BUFFER) == len(states):
             self.flat.zero_()
-        elif PRESENT in states:
-            torch._foreach_zero_([self._views[i] for i in _places_of(PRESENT, states)])
+        elif IN_BUFFER in states:
+            torch._foreach_zero_([self._views[i] for i in _places_of(IN_BUFFER, states)])
 
     def mask(self) -> Tensor:
-        """float32, 1-D: one where a gradient is PRESENT, zero in padding and in ABSENT slots."""
+        """float32, 1-D: one where a gradient is IN_BUFFER, zero in padding and in NONE slots."""
         states = self.gather()
         mask = torch.zeros_like(self.flat, dtype=torch.float32)
         for view, offset, state in zip(self.views, self.offsets, states, strict=True):
-            if state == PRESENT:
+            if state == IN_BUFFER:
                 mask[offset : offset + view.numel()] = 1.0
         return mask
 
@@ -452,6 +528,12 @@ class FlatGrads:
             raise RuntimeError(
                 f"parameter {index} of shape {tuple(param.shape)} has a sparse gradient ({grad.layout}), which cannot "
                 "be fused; use a layer with sparse=False, or torch.optim.SparseAdam or SGD for it"
+            )
+        if grad.device != param.device:
+            raise RuntimeError(
+                f"parameter {index} of shape {tuple(param.shape)} is on {param.device} and has a gradient on "
+                f"{grad.device}: a part of the model has been moved since its training began. Move parts before "
+                "amp.initialize, or the whole model by model.to(device)"
             )
         narrow = param.dtype == torch.float32 and grad.dtype in LOW_PRECISION
         if own and grad.dtype != param.dtype and not narrow:
@@ -484,5 +566,24 @@ def _places_of(state: int, states: bytes, first: int = 0) -> list[int]:
 
 
 def _stretches(states: bytes) -> list[range]:
-    """Maximal ranges of slots that are PRESENT."""
-    return [range(*found.span()) for found in re.finditer(re.escape(bytes([PRESENT])) + b"+", states)]
+    """Maximal ranges of slots that are IN_BUFFER."""
+    return [range(*found.span()) for found in re.finditer(re.escape(bytes([IN_BUFFER])) + b"+", states)]
+
+
+# How many references to an object there are while map() asks, where only a list has it.
+_IN_LIST_ALONE = next(map(sys.getrefcount, [object()]))
+
+
+def _kept_grads(views: list[Tensor], params: Sequence[Tensor]) -> list[int]:
+    """The indices of ``views`` that are no parameter's gradient any more, and that something else than the list has.
+
+    Such is a name in Python, another parameter's ``grad``, or a view of one (``grad.view(-1)``); not ``grad.detach()``.
+
+    Args:
+        views: Of slots.
+        params: One for each, whose gradient is in the slot while it is the view.
+    """
+    held = list(zip(map(sys.getrefcount, views), map(_USE_COUNT, views), strict=True))
+    if held.count((_IN_LIST_ALONE, 1)) == len(held):
+        return []
+    return [i for i, counts in enumerate(held) if counts != (_IN_LIST_ALONE, 1) and params[i].grad is not views[i]]

@@ -4,28 +4,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from apex_npu.fusion.flat_buffer import FlatBuffer, leave_private_formats, may_move, plan
+from apex_npu.fusion.combined import SharedBuffer
+from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, leave_private_formats, may_move, plan
 from apex_npu.fusion.fused_group import FusedGroup
 from apex_npu.fusion.layout import extent_numel, is_dense, overlapping
-from apex_npu.fusion.storage import follows_aliases
+from apex_npu.fusion.storage import follows_aliases, is_slot
 
 
 def step_in_place(param: Tensor, *, capturable: bool = False) -> FusedGroup:
-    """A group of one parameter that stays where it lies, because its memory belongs to someone else."""
+    """A group of one parameter that is not moved, because its memory has another owner."""
     flat = param.detach().as_strided((param.numel(),), (1,), param.storage_offset())
-    return FusedGroup([param], flat, [0], [param.numel()], capturable=capturable)
+    group = FusedGroup([param], flat, [0], capturable=capturable)
+    group.owns_memory = False
+    return group
 
 
 def fuse(params: Sequence[Tensor], *, capturable: bool = False) -> list[FusedGroup]:
     """Fuse ``params`` into as few groups as possible: one per device and dtype.
 
     A parameter that is a view of another owner's buffer, or overlaps another one (tied through ``.data``), does not
-    move: it gets a group of its own, over the memory it lies in.
+    move: it gets a group of its own, over its present memory.
 
     What has a private format of an NPU leaves it, see ``leave_private_formats``.
 
@@ -47,15 +51,106 @@ def fuse(params: Sequence[Tensor], *, capturable: bool = False) -> list[FusedGro
     movable, in_place = _sort_out(params)
     plans = [(members, plan(members)) for members in movable]
     buffers = [FlatBuffer(p.layout.total_numel, p.dtype, p.device) for _, p in plans]
-    groups = []
-    for (members, planned), buffer in zip(plans, buffers, strict=True):
-        buffer.adopt(members, planned.layout)
-        order = sorted(range(len(members)), key=planned.offsets.__getitem__)
-        offsets = [planned.offsets[i] for i in order]
-        ends = [*offsets[1:], planned.layout.total_numel]
-        ordered = [members[i] for i in order]
-        groups.append(FusedGroup(ordered, buffer.flat, offsets, ends, capturable=capturable))
+    groups = [
+        _move(members, planned, buffer, capturable=capturable)
+        for (members, planned), buffer in zip(plans, buffers, strict=True)
+    ]
     return groups + [step_in_place(p, capturable=capturable) for p in in_place]
+
+
+def _move(
+    members: Sequence[Tensor],
+    planned: Plan,
+    buffer: FlatBuffer,
+    *,
+    capturable: bool,
+    grad_memory: Callable[[], FlatBuffer] | None = None,
+) -> FusedGroup:
+    buffer.adopt(members, planned.layout)
+    order = sorted(range(len(members)), key=planned.offsets.__getitem__)
+    ordered, offsets = [members[i] for i in order], [planned.offsets[i] for i in order]
+    return FusedGroup(ordered, buffer.flat, offsets, capturable=capturable, grad_memory=grad_memory)
+
+
+def fuse_combined(
+    kinds: Sequence[Sequence[Sequence[Tensor]]], before_moving: Callable[[], None], *, capturable: bool = False
+) -> list[list[FusedGroup]]:
+    """Move parameters that have been fused into combined buffers.
+
+    Args:
+        kinds: For each buffer lists of parameters, of one device and dtype; each list gets a group, over a range of the
+            buffer. The buffer of their gradients has the same ranges.
+        before_moving: Called when nothing can be refused any more, to give up the groups that they are in.
+        capturable: As of ``fuse``.
+
+    Raises:
+        RuntimeError: A parameter cannot be moved; nothing has moved.
+        torch.OutOfMemoryError: A buffer does not fit; nothing has moved.
+    """
+    _check_may_move([members for lists in kinds for members in lists])
+    for members in (members for lists in kinds for members in lists):
+        give_own_storages(members)
+    planned = [[plan(members) for members in lists] for lists in kinds]
+    buffers = [
+        FlatBuffer(sum(p.layout.total_numel for p in plans), plans[0].dtype, plans[0].device) for plans in planned
+    ]
+    before_moving()
+    return [
+        _move_into(buffer, lists, plans, capturable=capturable)
+        for buffer, lists, plans in zip(buffers, kinds, planned, strict=True)
+    ]
+
+
+def _move_into(
+    buffer: FlatBuffer, lists: Sequence[Sequence[Tensor]], plans: Sequence[Plan], *, capturable: bool
+) -> list[FusedGroup]:
+    grads = SharedBuffer(buffer.flat.numel(), buffer.flat.dtype, buffer.flat.device)
+    groups: list[FusedGroup] = []
+    begin = 0
+    for members, planned in zip(lists, plans, strict=True):
+        numel = planned.layout.total_numel
+        memory = partial(grads.part, begin, numel)
+        part = buffer.part(begin, numel)
+        groups.append(_move(members, planned, part, capturable=capturable, grad_memory=memory))
+        begin += numel
+    return groups
+
+
+def _check_may_move(lists: Sequence[Sequence[Tensor]]) -> None:
+    by_storage: dict[int, list[Tensor]] = {}
+    lists_of: dict[int, set[int]] = {}
+    for number, members in enumerate(lists):
+        for p in members:
+            storage = p.untyped_storage()._cdata
+            by_storage.setdefault(storage, []).append(p)
+            lists_of.setdefault(storage, set()).add(number)
+    for storage, sharing in by_storage.items():
+        if _is_in_storage_of_buffer(sharing[0]):
+            continue
+        if len(lists_of[storage]) > 1 or not may_move(sharing) or _split_overlapping(sharing)[1]:
+            raise not_combinable(sharing[0])
+
+
+def not_combinable(param: Tensor) -> RuntimeError:
+    """An error that says that ``param`` cannot be part of a combined buffer."""
+    return RuntimeError(
+        f"a parameter of shape {tuple(param.shape)} cannot be moved into a combined buffer, since other tensors are in "
+        "the same memory (views of it, also in a graph before its backward; another optimizer's buffer; a larger "
+        "tensor that it is a part of). Call the accessor after backward, and give the parameter memory of its own "
+        "(p.data = p.data.clone()); or use clip_optimizer_grad_norm_fused and the parameters themselves, which need no "
+        "combined buffer. Nothing has moved"
+    )
+
+
+def _is_in_storage_of_buffer(param: Tensor) -> bool:
+    """True for slots that have no storage of their own: on an NPU in pure torch."""
+    return is_slot(param) and not follows_aliases() and param.device.type not in ("cpu", "cuda")
+
+
+def give_own_storages(params: Sequence[Tensor]) -> None:
+    """Move slots that have no storage of their own out of their buffer: they could not be moved to another."""
+    for p in filter(_is_in_storage_of_buffer, params):
+        p.data = p.detach().clone()
 
 
 def _sort_out(params: Sequence[Tensor]) -> tuple[list[list[Tensor]], list[Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.fusion.flat_grads import FlatGrads
-from apex_npu.fusion.grad_slots import PRESENT, LooseFor
+from apex_npu.fusion.grad_slots import IN_BUFFER, InPlace
 from apex_npu.ops import is_placed, multiply_, norm, wide_dtype
 
 
@@ -26,7 +26,7 @@ def clip_grad_norm_(
 
     Args:
         flats: Buffers of gradients.
-        loose: Parameters whose gradients lie elsewhere.
+        loose: Parameters whose gradients are in no buffer.
         max_norm: As of ``torch.nn.utils.clip_grad_norm_``.
         norm_type: p of the p-norm; inf, -inf and 0 mean what they mean there.
         error_if_nonfinite: Raise where the norm is inf or nan (this syncs), instead of scaling with it as torch does.
@@ -38,7 +38,7 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite, and ``error_if_nonfinite``; nothing has been scaled.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
-    grads = _operands(flats, loose, norm_type, LooseFor.WRITING)
+    grads = _operands(flats, loose, norm_type, InPlace.WRITE)
     total = _total_norm(grads, norm_type)
     coefficient = clip_coefficient(total, max_norm, norm_type, error_if_nonfinite)
     if total.device.type == "cpu" and coefficient == 1.0:
@@ -60,12 +60,12 @@ def total_grad_norm(
 
     Args:
         flats: Buffers of gradients.
-        loose: Parameters whose gradients lie elsewhere.
+        loose: Parameters whose gradients are in no buffer.
         norm_type: p of the p-norm.
         found_inf: With the 2-norm: see ``ops.norm``.
     """
     norm_type = float(norm_type)
-    return _total_norm(_operands(flats, loose, norm_type, LooseFor.READING), norm_type, found_inf)
+    return _total_norm(_operands(flats, loose, norm_type, InPlace.READ), norm_type, found_inf)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -82,18 +82,16 @@ def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_n
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _operands(
-    flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float, loose_for: LooseFor
-) -> list[Tensor]:
+def _operands(flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float, in_place: InPlace) -> list[Tensor]:
     """All gradients in few pieces."""
     found: list[Tensor] = []
     for flat in flats:
         if norm_type == 2.0:
-            found += flat.operands(loose_for)
+            found += flat.operands(in_place)
         elif norm_type > 0:  # zeros in the padding add nothing; other "norms" count tensors or look for the smallest
             found += flat.gathered()
         else:
-            found += [view for view, state in zip(flat.views, flat.gather(), strict=True) if state == PRESENT]
+            found += [view for view, state in zip(flat.views, flat.gather(), strict=True) if state == IN_BUFFER]
     return found + [p.grad.detach() for p in loose if p.grad is not None]
 
 

@@ -1,12 +1,12 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where the gradients of many parameters lie, asked of all at once.
+"""The places of many parameters' gradients, found for all at once.
 
-A gradient is ABSENT while ``param.grad is None``, PRESENT while it is the view of its slot, and else FOREIGN, or LOOSE
-where it may as well stay where it is: its elements lie in the slot's order, and in memory that nothing else will write.
-With the extension that is on a CPU, of any size, as its kernels read gradients wherever they lie. In pure torch a LOOSE
-one is stepped by calls of its own: copying it would cost half as much as its step of Adam, such a call next to nothing
-if it is large.
+A gradient is NONE while ``param.grad is None``, IN_BUFFER while it is the view of its slot, and else EXTERNAL where it
+may as well stay where it is, or FOREIGN, which is to be copied into its slot. EXTERNAL takes that its elements are in
+the slot's order, in memory of a CPU that is no slot's: with the extension kernels read gradients of any size in place.
+In pure torch an external one is stepped by calls of its own: copying it would take half as long as its step of Adam,
+such a call next to nothing if it is large.
 """
 
 from __future__ import annotations
@@ -22,36 +22,38 @@ from torch import Tensor
 from apex_npu._extension import extension
 from apex_npu.fusion.storage import has_unnamed_aliases, is_slot, owns_memory
 
-ABSENT, PRESENT, FOREIGN, LOOSE = 0, 1, 2, 3
+NONE, IN_BUFFER, FOREIGN, EXTERNAL = 0, 1, 2, 3
 # From how many elements on.
-LOOSE_NUMEL = 1 << 18 if extension is None else 0
+EXTERNAL_NUMEL = 1 << 18 if extension is None else 0
 # And where they are multiplied, or shared with masters: smaller ones are multiplied on their way into their slots,
 # which is as quick, and found there in one piece by what follows.
 WRITTEN_NUMEL = 1 << 18 if extension is None else 1 << 12
 _GRAD = attrgetter("grad")
 
 
-class LooseFor(IntEnum):
-    """What shall be done with gradients outside of their slots: whether they are LOOSE depends on it."""
+class InPlace(IntEnum):
+    """What is done with gradients outside of their slots: whether they are EXTERNAL depends on it.
 
-    NOTHING = 0  # none is
-    READING = 1
-    STEPPING = 2  # but not the very tensor that has been stepped before: what stays had better lie in its slot
-    WRITING = 3  # those of the slot's dtype that share their memory with nobody
+    The values are those of the extension.
+    """
+
+    NO = 0  # none is
+    READ = 2  # those that have not been stepped before: a gradient that is reused is copied into its slot
+    WRITE = 3  # those of the slot's dtype that share their memory with nothing else
 
 
 class GradSlots(Protocol):
     """The slots of one flat buffer of gradients."""
 
     def remember_views(self, views: Sequence[Tensor]) -> None:
-        """These lie in the slots now, one in each; one that is found elsewhere later is a gradient like any other.
+        """Record that ``views`` are in the slots, one in each; one found elsewhere later is an ordinary gradient.
 
-        In pure torch it is left to the caller to look for such.
+        In pure torch the caller has to check for those.
         """
         ...
 
     def states(
-        self, params: Sequence[Tensor], views: Sequence[Tensor], first: int, loose_for: int, loose_numel: int
+        self, params: Sequence[Tensor], views: Sequence[Tensor], first: int, in_place: int, least_numel: int
     ) -> bytes:
         """One byte for each of ``params``, whose slots are those from ``first`` on, and have ``views`` in them.
 
@@ -59,8 +61,8 @@ class GradSlots(Protocol):
             params: Parameters.
             views: One for each.
             first: The slot of the first.
-            loose_for: See ``LooseFor``.
-            loose_numel: Only those of so many elements are LOOSE.
+            in_place: See ``InPlace``.
+            least_numel: Only those of so many elements are EXTERNAL.
         """
         ...
 
@@ -68,14 +70,14 @@ class GradSlots(Protocol):
         """The gradients of ``params``, whose slots are those from ``first`` on, as one operand for ``ops``.
 
         Args:
-            params: With gradients that are PRESENT or LOOSE, or without.
+            params: With gradients that are IN_BUFFER or EXTERNAL, or without.
             first: The slot of the first.
             numel: Of the operand.
             stepped: Remember these as stepped.
         """
         ...
 
-    def share(self, sources: Sequence[Tensor], params: Sequence[Tensor], loose_numel: int) -> list[int]:
+    def share(self, sources: Sequence[Tensor], params: Sequence[Tensor], least_numel: int) -> list[int]:
         """Give ``params`` the gradients of ``sources``, without a copy before either is written, where that can be.
 
         Returns:
@@ -105,18 +107,18 @@ class _PythonGradSlots:
         pass
 
     def states(
-        self, params: Sequence[Tensor], views: Sequence[Tensor], first: int, loose_for: int, loose_numel: int
+        self, params: Sequence[Tensor], views: Sequence[Tensor], first: int, in_place: int, least_numel: int
     ) -> bytes:
         grads = list(map(_GRAD, params))
         if len(grads) == len(views) and all(map(is_, grads, views)):
-            return bytes([PRESENT]) * len(grads)
+            return bytes([IN_BUFFER]) * len(grads)
         states = bytearray(
-            ABSENT if g is None else PRESENT if g is v else FOREIGN for g, v in zip(grads, views, strict=True)
+            NONE if g is None else IN_BUFFER if g is v else FOREIGN for g, v in zip(grads, views, strict=True)
         )
-        if loose_for != LooseFor.NOTHING and params[0].device.type == "cpu":
+        if in_place != InPlace.NO and params[0].device.type == "cpu":
             for i, numel in enumerate(self._numels[first : first + len(grads)]):
-                if numel >= loose_numel and states[i] == FOREIGN and fits(grads[i], self._shapes[first + i]):
-                    states[i] = LOOSE if loose_for != LooseFor.WRITING or _is_alone(grads[i]) else FOREIGN
+                if numel >= least_numel and states[i] == FOREIGN and fits(grads[i], self._shapes[first + i]):
+                    states[i] = EXTERNAL if in_place != InPlace.WRITE or _is_alone(grads[i]) else FOREIGN
         return bytes(states)
 
     def place(self, params: Sequence[Tensor], first: int, numel: int, stepped: bool) -> Tensor:
@@ -125,7 +127,7 @@ class _PythonGradSlots:
         assert grad is not None
         return grad.detach().as_strided((numel,), (1,))
 
-    def share(self, sources: Sequence[Tensor], params: Sequence[Tensor], loose_numel: int) -> list[int]:
+    def share(self, sources: Sequence[Tensor], params: Sequence[Tensor], least_numel: int) -> list[int]:
         # Python sets no gradient of another dtype.
         return [i for i, (source, param) in enumerate(zip(sources, params, strict=True)) if source is not param]
 
@@ -147,16 +149,16 @@ def fits(grad: Tensor, shape: Tensor) -> bool:
 
 
 def _is_alone(grad: Tensor) -> bool:
-    """True where a parameter's gradient is no other's too, and its memory is nobody else's.
+    """True where a gradient belongs to one parameter alone, and no other tensor shares its memory.
 
     Two gradients, of this buffer or of another, can be views of one tensor: autograd leaves them so for
     ``a.view(-1) + b.view(-1)``. Or they are one tensor, which a user has given to both.
     """
-    # The parameter holds it, and so does the Python object asked here, however many names that has.
+    # The parameter holds it, and so does the Python object used here, however many names that has.
     held_once = grad._use_count() <= 2  # type: ignore[attr-defined]
     return held_once and owns_memory(grad) and not has_unnamed_aliases([grad])
 
 
 def dispatches_in_python(tensor: Tensor) -> bool:
-    """True for a subclass of which only its own code knows where the elements are."""
+    """True for a subclass whose elements are accessible to its own code alone."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where everything lies in a flat buffer: integers only, no tensor is seen here."""
+"""The layout of flat buffers: integers only, no tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Slot:
     Attributes:
         offset_numel: Elements before the slot.
         numel: Elements of the storage.
-        padded_numel: Elements the slot takes up; the next slot begins ``padded_numel`` behind this one.
+        padded_numel: Elements the slot takes up; the next slot begins ``padded_numel`` after the beginning of this one.
     """
 
     offset_numel: int
@@ -27,13 +27,13 @@ class Slot:
 
     @property
     def end_numel(self) -> int:
-        """The first element behind the slot and its padding."""
+        """The first element after the slot and its padding."""
         return self.offset_numel + self.padded_numel
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Slots in order, and which of them each tensor lies in.
+    """Slots in order, and the slot of each tensor.
 
     Attributes:
         slots: One per distinct storage, in order of first appearance.
@@ -49,7 +49,7 @@ class Layout:
 def padded_numel(numel: int, align_numel: int = ALIGN_NUMEL, pad_numel: int = PAD_NUMEL) -> int:
     """Elements that a storage of ``numel`` takes up: rounded up to ``align_numel``, plus ``pad_numel``.
 
-    The defaults are what Ascend's vector kernels expect: they may read a whole block behind the last element.
+    The defaults are what Ascend's vector kernels expect: they may read a whole block past the last element.
     """
     return -(-numel // align_numel) * align_numel + pad_numel
 
@@ -61,13 +61,13 @@ def plan_slots(
     align_numel: int = ALIGN_NUMEL,
     pad_numel: int = PAD_NUMEL,
 ) -> Layout:
-    """Give every distinct storage a slot, one behind the other.
+    """Give every distinct storage a slot, one after the other.
 
     Args:
-        storage_numels: For each tensor, the elements of the storage behind it.
+        storage_numels: For each tensor, the elements of its storage.
         storage_ids: For each tensor, what identifies that storage; None: all are distinct.
         align_numel: Slots are rounded up to a multiple of this.
-        pad_numel: Elements added behind every slot.
+        pad_numel: Elements added after every slot.
 
     Raises:
         ValueError: A size is negative, or one storage is given two sizes.

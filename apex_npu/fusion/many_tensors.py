@@ -1,82 +1,42 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a step does for each of thousands of tensors, in one call: with the extension it is some 50 ns for each."""
+"""What a step does for each of thousands of tensors, in one call.
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from operator import attrgetter, is_
-from typing import Any
-
-import torch
-from torch import Tensor
+``many_tensors_torch.py`` documents the functions; the extension replaces them where it is loaded.
+"""
 
 from apex_npu._extension import extension
-from apex_npu.ops import LOW_PRECISION
 
-_GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
+if extension is None:
+    from apex_npu.fusion.many_tensors_torch import (
+        are_same,
+        drop_grads,
+        grads_of,
+        hold_values,
+        increment_versions,
+        low_precision_of,
+        versions_of,
+        zero_grads,
+    )
+else:
+    from apex_npu.fusion.many_tensors_cpp import (
+        are_same,
+        drop_grads,
+        grads_of,
+        hold_values,
+        increment_versions,
+        low_precision_of,
+        versions_of,
+        zero_grads,
+    )
 
-
-def increment_versions(tensors: list[Tensor]) -> None:
-    """Have autograd notice that ``tensors`` have been written, through memory that they share."""
-    if extension is not None:
-        extension.increment_versions(tensors)
-    else:
-        torch.autograd.graph.increment_version(tensors)
-
-
-def drop_grads(tensors: list[Tensor]) -> None:
-    """``tensor.grad = None``, for each."""
-    if extension is not None:
-        extension.drop_grads(tensors)
-        return
-    for tensor in tensors:
-        tensor.grad = None
-
-
-@torch.no_grad()
-def zero_grads(tensors: list[Tensor]) -> None:
-    """``tensor.grad.zero_()``, for each that has a gradient."""
-    if extension is not None:
-        tensors = [tensors[i] for i in extension.zero_grads_cpu(tensors)]
-    grads = [grad for grad in map(_GRAD, tensors) if grad is not None]
-    if grads:
-        torch._foreach_zero_(grads)
-
-
-def grads_of(tensors: list[Tensor]) -> list[Tensor | None]:
-    """``tensor.grad`` of each."""
-    if extension is not None:
-        grads: list[Tensor | None] = extension.grads_of(tensors)
-        return grads
-    return list(map(_GRAD, tensors))
-
-
-def versions_of(tensors: list[Tensor | None]) -> list[int]:
-    """How often each has been written, by autograd's count; of None 0."""
-    if extension is not None:
-        versions: list[int] = extension.versions_of(tensors)
-        return versions
-    return [0 if tensor is None else tensor._version for tensor in tensors]
-
-
-def low_precision_of(tensors: list[Tensor]) -> list[int]:
-    """The indices of those in float16 or bfloat16."""
-    if extension is not None:
-        indices: list[int] = extension.low_precision_of(tensors)
-        return indices
-    return [i for i, dtype in enumerate(map(_DTYPE, tensors)) if dtype in LOW_PRECISION]
-
-
-def are_same(a: Sequence[object], b: Sequence[object]) -> bool:
-    """True where both have the very same items, in order."""
-    if extension is not None:
-        return bool(extension.are_same(a, b))
-    return len(a) == len(b) and all(map(is_, a, b))
-
-
-def hold_values(dicts: list[dict[str, Any]], keys: list[str], values: list[Any]) -> bool:
-    """True where ``dicts[i].get(keys[i])`` is ``values[i]``, the very object, for each i."""
-    if extension is not None:
-        return bool(extension.hold_values(dicts, keys, values))
-    return all(map(is_, map(dict.get, dicts, keys), values))
+__all__ = [
+    "are_same",
+    "drop_grads",
+    "grads_of",
+    "hold_values",
+    "increment_versions",
+    "low_precision_of",
+    "versions_of",
+    "zero_grads",
+]

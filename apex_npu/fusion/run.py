@@ -1,22 +1,21 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which part of a fused group steps in one go, and what an update rule finds there."""
+"""Which parts of a fused group step in one go, how often they have, and what an update rule finds there."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from apex_npu.fusion.flat_buffer import FlatBuffer
+from apex_npu.fusion.grad_slots import EXTERNAL, NONE
+from apex_npu.fusion.group_buffers import GroupBuffers
 from apex_npu.ops import Segments, is_placed
 from apex_npu.ops.reference_segments import segment_ids
-
-if TYPE_CHECKING:
-    from apex_npu.fusion.fused_group import FusedGroup
 
 _T = TypeVar("_T")
 
@@ -25,70 +24,72 @@ class Run:
     """Consecutive slots that take part in a step and share a step count; usually the whole buffer.
 
     Attributes:
+        slots: Which slots of the group.
         params: The parameters themselves.
         param: 1-D, dtype of the parameters; padding between slots included.
+        external: A gradient is outside of its slot.
         step: How many times these slots have been updated, this time included. A 0-dim tensor where the device counts.
-        counted: What has been added to that for this step.
-        is_listed: Whether a gradient is outside of its slot, for a rule that takes ``grads`` and ``states(name)``.
+        counted: What ``StepCounts.take_back`` needs to take this step back; None: it is not counted.
         grad_scale: What gradients have yet to be divided by, one float32 number; None: they are as they should be.
         found_inf: Where not 0, nothing is to be written: one float32 number; None: gradients have not overflowed.
     """
 
-    def __init__(self, group: FusedGroup, first: int, last: int, *, loose: bool = False) -> None:
-        """The slots ``first`` to ``last`` of ``group``, both included; ``loose``: a gradient is outside of its slot."""
-        # Weakly, since the group holds its runs: a cycle would keep all memory until Python looks for cycles.
+    def __init__(self, group: GroupBuffers, counts: StepCounts, slots: range, *, external: bool = False) -> None:
+        """The ``slots`` of ``group``, which ``counts`` counts; ``external``: a gradient is outside of its slot."""
+        # Weakly, since the group holds its runs: a cycle would keep all memory until garbage collection.
         self._of = weakref.ref(group)
-        self.first, self.last = first, last
-        self.params = group.params[first : last + 1]
-        self._begin, self._end = group.span(first, last)
-        if loose and first == last:
-            self._end = self._begin + self.params[0].numel()  # its gradient has no padding
-        self._loose = loose
-        self.is_listed = loose and group.grads.reads_lists
+        self._counts = counts
+        self.slots = slots
+        self.params = group.params[slots.start : slots.stop]
+        self.external = external
+        begin, end = group.span(slots)
+        if external and len(slots) == 1:
+            end = begin + self.params[0].numel()  # its gradient has no padding
+        self._span = slice(begin, end)
+        self.param = group.param_flat[self._span]
         self.step: int | Tensor = 0
-        self.counted: float | Tensor = 0.0
+        self.counted: float | Tensor | None = None
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
-        self.param = group.param_flat[self._begin : self._end]
         self._slices: dict[tuple[str, str], Tensor] = {}
-        self._segments: dict[bool, Segments] = {}
         self._remembered: dict[str, tuple[object, Any]] = {}
         self._kept: list[Any] | None = None
 
     @property
-    def _group(self) -> FusedGroup:
+    def _group(self) -> GroupBuffers:
         group = self._of()
         assert group is not None
         return group
 
     @property
-    def _range(self) -> range:
-        return range(self.first, self.last + 1)
+    def is_listed(self) -> bool:
+        """Whether a gradient is outside of its slot, for a rule that takes ``grads`` and ``states(name)``."""
+        return self.external and self._group.grads.reads_lists
 
     def keep(self) -> None:
         """A captured graph reads what is remembered: from now on it outlives what takes its place."""
         self._kept = self._kept or []
 
     def take_back(self) -> None:
-        """Count the step that ``FusedGroup.advance`` has counted no longer: it could not be taken."""
-        self._group.add_to_steps(self.first, self.last, -self.counted)
+        """Count the step that ``Runs.count`` has counted no longer: it could not be taken."""
+        self._counts.take_back(self)
 
     def state(self, name: str) -> Tensor:
         """The flat state ``name``: float32 for low-precision parameters, else of their dtype; zeros at first."""
-        return self._slice("state", name, self._group.state_flat)
+        found = self._slices.get(("state", name))
+        return self._slice("state", name, self._group.state_flat(name)) if found is None else found
 
     def scratch(self, name: str) -> Tensor:
         """Flat memory for this step's intermediate values, of the state's dtype; what it holds is arbitrary."""
-        return self._slice("scratch", name, self._group.scratch_flat)
+        found = self._slices.get(("scratch", name))
+        return self._slice("scratch", name, self._group.scratch_flat(name)) if found is None else found
 
     def per_param(self, name: str) -> Tensor:
         """The state ``name`` of one number for each parameter: 1-D, of the state's dtype."""
-        return self._group.scalar_flat(name)[self.first : self.last + 1]
+        return self._group.scalar_flat(name)[self.slots.start : self.slots.stop]
 
-    def _slice(self, kind: str, name: str, flat: Callable[[str], Tensor]) -> Tensor:
-        found = self._slices.get((kind, name))
-        if found is None:
-            found = self._slices[kind, name] = flat(name)[self._begin : self._end]
+    def _slice(self, kind: str, name: str, flat: Tensor) -> Tensor:
+        self._slices[kind, name] = found = flat[self._span]
         return found
 
     def remember(self, name: str, value: object, make: Callable[[], _T]) -> _T:
@@ -113,27 +114,34 @@ class Run:
 
     def states(self, name: str) -> list[Tensor]:
         """State ``name`` of each of ``params``."""
-        return self._group.state_views(name)[self.first : self.last + 1]
+        return self._group.state_views(name)[self.slots.start : self.slots.stop]
 
     @property
     def scaled_grad(self) -> Tensor:
-        """The gradients as they lie in their buffer, or where autograd left them; for ops alone, and not to be written.
+        """The gradients as they are in their buffer, or where autograd left them; for ops alone, and read-only.
 
-        It may have no memory: only ops with a ``grad_scale``, and ``norm``, know how to read it.
+        It may have no memory: only ops with a ``grad_scale``, and ``norm``, can read it.
         """
-        if self.is_listed:
-            self._group.grads.gather(self._range)
-        elif self._loose:  # asked for again: a reference would keep its memory
-            return self._group.grads.operand(self._range, self._end - self._begin, stepped=True)
-        return self._slice("grad", "", lambda _: self._group.grads.flat)
+        if self.external:
+            return self._external_grad()
+        found = self._slices.get(("grad", ""))
+        return self._slice("grad", "", self._group.grads.flat) if found is None else found
+
+    def _external_grad(self) -> Tensor:
+        """Built in each step: a reference would keep the gradients' memory."""
+        grads = self._group.grads
+        if not grads.reads_lists:
+            return grads.operand(self.slots, self.param.numel(), stepped=True)
+        grads.gather(self.slots)
+        return grads.flat[self._span]
 
     @property
     def flat_grad(self) -> Tensor:
-        """``scaled_grad``, brought into memory that anything can read; not to be written."""
-        if self._loose and is_placed(grad := self.scaled_grad):
+        """``scaled_grad``, copied into memory that anything can read; read-only."""
+        if self.external and is_placed(grad := self.scaled_grad):
             del grad
-            self._group.grads.gather(self._range)
-            return self._group.grads.flat[self._begin : self._end]
+            self._group.grads.gather(self.slots)
+            return self._group.grads.flat[self._span]
         return self.scaled_grad
 
     @property
@@ -150,9 +158,14 @@ class Run:
         return grad if self.grad_scale is None else grad.div_(self.grad_scale)
 
     def model_param(self) -> Tensor | None:
-        """The low-precision copy of ``param``, for an op that writes both; None: nobody wants one."""
-        copy = self._group.take_copy(self.last - self.first + 1)
-        return None if copy is None else copy[self._begin : self._end]
+        """The low-precision copy of ``param``, for an op that writes both; None: not written."""
+        group = self._of()
+        buffer = None if group is None else group.model_params()
+        if buffer is None:
+            return None
+        buffer.written += len(self.params)
+        copy: Tensor = buffer.flat[self._span]
+        return copy
 
     def write_back(self, param: Tensor) -> None:
         """Round what ``wide_param`` gave, and a rule has changed, into ``param``."""
@@ -160,14 +173,11 @@ class Run:
             self.param.copy_(param)
 
     def segments(self, *, rows: bool = False) -> Segments:
-        """Where each parameter lies in the flat tensors, or with ``rows`` each of its rows along the first dimension.
+        """The range of each parameter in the flat tensors, or with ``rows`` of each row along its first dimension.
 
-        Padding belongs to none.
+        Padding is in none.
         """
-        found = self._segments.get(rows)
-        if found is None:
-            found = self._segments[rows] = self._find_segments(rows)
-        return found
+        return self.remember(f"segments, rows={rows}", None, lambda: self._find_segments(rows))
 
     def _find_segments(self, rows: bool) -> Segments:
         starts: list[int] = []
@@ -187,11 +197,130 @@ class Run:
         for p, offset, first in scattered:
             row = torch.arange(first, first + p.size(0), device=p.device).view(-1, *[1] * (p.dim() - 1))
             ids[offset : offset + p.numel()].as_strided(p.size(), p.stride(), ids.storage_offset() + offset).copy_(row)
-        return replace(segments, ids=ids)
+        return segments._replace(ids=ids)
 
     def members(self) -> list[tuple[Tensor, int]]:
         """The run's parameters, each with the elements before its first one in the flat tensors."""
-        return [(p, offset - self._begin) for p, offset in self._group.placed(self.first, self.last)]
+        return [(p, offset - self._span.start) for p, offset in self._group.placed(self.slots)]
+
+
+class StepCounts:
+    """How many times each slot has been stepped, on the host: float32 numbers, which torch.optim shows as ``step``.
+
+    The buffer is the truth: it is what a checkpoint shows, and a user may have written to a ``view`` of it.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Zeros."""
+        self._buffer = FlatBuffer(count, torch.float32, torch.device("cpu"))
+        self._counts = self._buffer.flat.numpy()  # the same memory; numpy is quicker with a handful of numbers
+
+    def view(self, index: int) -> Tensor:
+        """The count of one slot: float32, 0-dim."""
+        return self._buffer.view(index, (), ())
+
+    def set(self, index: int, count: float) -> None:
+        """Set it."""
+        self._counts[index] = count
+
+    def is_new(self, index: int) -> bool:
+        """True for a slot that has never been stepped."""
+        return int(self._counts[index]) == 0
+
+    def labels(self, stepping: Sequence[bool]) -> list[Hashable]:
+        """One for each slot, equal where counts are; only ``stepping`` slots are stepped from now on."""
+        counts: list[Hashable] = self._counts.tolist()
+        return counts
+
+    def are_uniform(self, runs: Sequence[Run]) -> bool:
+        """True where each of ``runs`` is known to have one count still."""
+        for run in runs:
+            counts = self._counts[run.slots.start : run.slots.stop]
+            if (counts != counts[0]).any():
+                return False
+        return True
+
+    def add(self, run: Run, addend: float | Tensor) -> int | Tensor:
+        """Add to the counts of ``run``, and return what it is then: on a device a 0-dim tensor."""
+        slots = run.slots
+        run.counted = before = float(self._counts[slots.start])
+        self._counts[slots.start : slots.stop] = before + float(addend)
+        return int(self._counts[slots.start])
+
+    def take_back(self, run: Run) -> None:
+        """Undo ``add``, if it has been called."""
+        if run.counted is not None:
+            self._counts[run.slots.start : run.slots.stop] = run.counted
+
+
+class Runs:
+    """The runs that the slots of a group are cut into, for as long as the same slots step together.
+
+    Attributes:
+        counts: How often each slot has been stepped.
+        current: Those of the last step.
+        is_captured: A CUDA graph steps some of them.
+    """
+
+    is_captured = False
+
+    def __init__(self, counts: StepCounts) -> None:
+        """None yet."""
+        self.counts = counts
+        self.current: list[Run] = []
+        self._states: bytes | None = None
+
+    def cut(self, group: GroupBuffers, states: bytes, on_join: Callable[[int], None]) -> list[Run]:
+        """Cut the slots of ``group`` that have a gradient into runs, unless they are; ``count`` counts a step for them.
+
+        Args:
+            group: Whose runs these are.
+            states: What ``grads.gather()`` returned.
+            on_join: Called with the index of every such slot whenever the runs are cut again.
+        """
+        if not self.is_cut(states):
+            self._states = None  # for as long as it takes: memory may run out in on_join
+            self.current = self._cut(group, states)
+            for index in (i for run in self.current for i in run.slots):
+                on_join(index)
+            self._states = states
+        for run in self.current:
+            run.counted = None
+        return self.current
+
+    def count(self, addend: float | Tensor = 1.0) -> None:
+        """Count one step for each run; 0 where the rule keeps no state, or the step is one to be skipped."""
+        for run in self.current:
+            run.step = self.counts.add(run, addend)
+
+    def is_cut(self, states: bytes) -> bool:
+        """True where ``cut`` would give the same runs as the last time."""
+        return states == self._states and self.counts.are_uniform(self.current)
+
+    def forget(self) -> None:
+        """Counts have been set: the next step cuts the runs again."""
+        self._states = None
+
+    def _cut(self, group: GroupBuffers, states: bytes) -> list[Run]:
+        labels = self.counts.labels([state != NONE for state in states])
+        keys: list[Hashable] = [None if state == NONE else key for key, state in zip(labels, states, strict=True)]
+        for i, state in enumerate(states):
+            if state == EXTERNAL and not group.grads.reads_in_place and not group.grads.reads_lists:
+                keys[i] = (i,)  # alone
+        return [
+            Run(group, self.counts, slots, external=EXTERNAL in states[slots.start : slots.stop])
+            for slots in _equal_neighbours(keys)
+        ]
+
+
+def _equal_neighbours(keys: Sequence[Hashable]) -> Iterable[range]:
+    """Maximal ranges of indices over which ``keys`` are equal and not None."""
+    first = 0
+    for i in range(1, len(keys) + 1):
+        if i == len(keys) or keys[i] != keys[first]:
+            if keys[first] is not None:
+                yield range(first, i)
+            first = i
 
 
 def row_count(param: Tensor) -> int:

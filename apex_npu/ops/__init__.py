@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Update rules on flat buffers: one schema per op, a kernel per device, the reference where there is none."""
+"""Update rules on flat buffers: one declaration per op, a kernel per device, the reference where there is none."""
 
-import apex_npu.ops.schemas  # noqa: F401 -- defines the ops that everything else here calls
+import apex_npu.ops.kernels  # noqa: F401 -- registers the kernels of devices
 from apex_npu.ops.cuda import masks_writes
 from apex_npu.ops.elementwise import adadelta_, adagrad_, adam_, rmsprop_, sgd_
 from apex_npu.ops.gather import (

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_npu.ops import reference
+from apex_npu.ops import elementwise, reference
 
 # More than elsewhere: a call of these kernels costs more, and less of what it touches has to stay in the cache.
 _CHUNK_NUMEL = 1 << 18
@@ -28,34 +28,25 @@ def sgd_(
     momentum_buffer: Tensor | None,
     model_param: Tensor | None = None,
     *,
-    step: int | Tensor,
-    decoupled: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     **options: Any,
 ) -> None:
     """See ``apex_npu.ops.elementwise.sgd_``."""
-    decays = decoupled and options["weight_decay"] != 0
+    operands, step = (param, grad, momentum_buffer, model_param), options["step"]
+    decays = options.get("decoupled", False) and options["weight_decay"] != 0
     # The buffer is zeros before the first step, which makes only this difference.
     asks = isinstance(step, Tensor) and momentum_buffer is not None and options["dampening"] != 0
-    if decays or asks or not _one_dtype(param, grad, momentum_buffer) or param.dtype in reference.LOW_PRECISION:
-        reference.sgd_(
-            param,
-            grad,
-            momentum_buffer,
-            model_param,
-            step=step,
-            decoupled=decoupled,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-            **options,
-        )
+    if decays or asks or not _one_dtype(*operands[:3]) or param.dtype in reference.LOW_PRECISION:
+        elementwise.sgd_.reference(*operands, grad_scale=grad_scale, found_inf=found_inf, **options)
         return
+    del options["step"]
+    options.pop("decoupled", None)
     if momentum_buffer is None:
-        options = {**options, "momentum": 0.0, "nesterov": False}  # torch would look for the buffer
-    first = not isinstance(step, Tensor) and step == 1
+        options |= {"momentum": 0.0, "nesterov": False}  # torch would look for the buffer
     options["lr"], found_inf = _as_torch_reads(options["lr"]), _as_torch_reads(found_inf, flag=True)
-    for p, g, b, model in _pieces((param, grad, momentum_buffer, model_param), grad_scale):
+    first = not isinstance(step, Tensor) and step == 1
+    for p, g, b, model in _pieces(operands, grad_scale):
         buffers = [] if b is None else [b]
         torch._fused_sgd_([p], [g], buffers, is_first_step=first, found_inf=found_inf, **options)
         if model is not None:
@@ -70,37 +61,24 @@ def adam_(
     max_exp_avg_sq: Tensor | None,
     model_param: Tensor | None = None,
     *,
-    decoupled: bool,
-    step: int | Tensor,
-    bias_correction: bool = True,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     **options: Any,
 ) -> None:
     """See ``apex_npu.ops.elementwise.adam_``."""
+    operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, model_param)
     # Without bias correction: torch has no such option, but steps so many that there is nothing left to correct.
-    steps = step if bias_correction else late_step(options["beta1"], options["beta2"])
-    if steps is None or not _one_dtype(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq):
-        reference.adam_(
-            param,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            max_exp_avg_sq,
-            model_param,
-            decoupled=decoupled,
-            step=step,
-            bias_correction=bias_correction,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-            **options,
-        )
+    corrects = options.get("bias_correction", True)
+    steps = options["step"] if corrects else late_step(options["beta1"], options["beta2"])
+    if steps is None or not _one_dtype(*operands[:5]):
+        elementwise.adam_.reference(*operands, grad_scale=grad_scale, found_inf=found_inf, **options)
         return
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    kernel = torch._fused_adamw_ if options.pop("decoupled") else torch._fused_adam_
+    del options["step"]
+    options.pop("bias_correction", None)
     options["lr"], found_inf = _as_torch_reads(options["lr"]), _as_torch_reads(found_inf, flag=True)
     if not isinstance(steps, Tensor):
         steps = torch.full((), float(steps), dtype=torch.float32, device=param.device)
-    operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, model_param)
     for p, g, m, v, v_max, model in _pieces(operands, grad_scale):
         v_maxes = [] if v_max is None else [v_max]
         kernel([p], [g], [m], [v], v_maxes, [steps], amsgrad=v_max is not None, found_inf=found_inf, **options)

@@ -9,13 +9,15 @@ from apex_npu._extension import extension
 available = extension is not None
 
 
-def register() -> object | None:
-    """Make the extension's kernels those of the ops on the CPU, which have been defined and have a reference.
+def register() -> object:
+    """Make the extension's kernels those of the ops on the CPU, which have been declared; only where ``available``.
 
     They hand over to the reference what they do not take: segments that are no ranges of memory, and float64 beside
     another dtype.
 
     Returns:
-        What holds them: they are gone when it is. None without the extension.
+        What holds them: they are gone when it is.
     """
-    return None if extension is None else extension.KernelsCpu()
+    from apex_npu._C import KernelsCpu
+
+    return KernelsCpu()

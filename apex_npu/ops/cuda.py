@@ -21,17 +21,16 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from apex_npu.ops import aten_fused, reference, reference_segments
+from apex_npu.ops import aten_fused, elementwise, reference_segments, segmented
+from apex_npu.ops.dispatch import Op
 from apex_npu.ops.triton_kernels.launches import CompilationError
 
 logger = logging.getLogger("apex_npu")
 
 # It came with torch 2.10. Up to 3.3 kernels cannot ask for float64 numbers; up to 3.5 roots take denormal ones for 0.
 _OLDEST_TRITON = (3, 6)
-# Where an op's arguments say which segments there are: starts, lengths, ids.
-_SEGMENTS_AT = {"lamb_": 6, "adamp_": 6, "segment_dot": 2, "segment_add_": 3}
 # Ops whose kernels Triton could not compile here: not tried again.
-_given_up: set[str] = set()
+_given_up: set[Op[..., Any]] = set()
 _ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -47,7 +46,7 @@ def masks_writes(device: torch.device) -> bool:
 
 @functools.cache
 def _plans() -> ModuleType | None:
-    """The module that knows how to launch what; None where plain torch has to do."""
+    """The module that plans the launches; None where plain torch is used."""
     # The same words as for APEX_NPU_NO_EXT.
     if os.environ.get("APEX_NPU_NO_TRITON", "").strip().lower() not in {"", "0", "false", "no", "off"}:
         return None
@@ -59,31 +58,30 @@ def _plans() -> ModuleType | None:
             raise ImportError(f"this is Triton {triton.__version__}, and {oldest} or newer is needed")
         return importlib.import_module("apex_npu.ops.triton_kernels.plans")
     except Exception as error:  # a broken installation raises anything
-        logger.warning("apex_npu: no Triton on cuda, torch's own kernels take over (more launches): %s", error)
+        logger.warning("apex_npu: no Triton on cuda, using torch's own kernels (more launches): %s", error)
         return None
 
 
-def _or_torch(name: str, fallback: Callable[..., Any]) -> Callable[..., Any]:
-    """The op ``name`` in Triton where that can be, else ``fallback``."""
+def _or_torch(op: Op[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel of ``op`` in Triton where that can be, else ``fallback``."""
 
-    @functools.wraps(fallback)
-    def op(*args: Any, **options: Any) -> Any:
-        plans = None if name in _given_up else _plans()
-        plan = None if plans is None else getattr(plans, name)(*args, **options)
+    def kernel(*args: Any, **options: Any) -> Any:
+        plans = None if op in _given_up else _plans()
+        plan = None if plans is None else getattr(plans, op.__name__)(*args, **options)
         if plan is not None:
             try:
                 return plan.run(args[0].device)
             except CompilationError as error:
-                _given_up.add(name)
-                logger.warning("apex_npu: Triton cannot compile %s, torch's own kernels take over: %s", name, error)
-        return fallback(*_with_ids(name, args), **options)
+                _given_up.add(op)
+                logger.warning("apex_npu: Triton cannot compile %s, using torch's own kernels: %s", op.name, error)
+        return fallback(*_with_ids(op, args), **options)
 
-    return op
+    return kernel
 
 
-def _with_ids(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _with_ids(op: Op[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """``args`` with the map from elements to segments that plain torch needs, made once for the same segments."""
-    at = _SEGMENTS_AT.get(name)
+    at = op.operands.index("starts") if "starts" in op.operands else None
     if at is None or args[at + 2] is not None:
         return args
     starts, lengths = args[at : at + 2]
@@ -93,14 +91,11 @@ def _with_ids(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return *args[: at + 2], ids, *args[at + 3 :]
 
 
-sgd_ = _or_torch("sgd_", aten_fused.sgd_)
-adam_ = _or_torch("adam_", aten_fused.adam_)
-rmsprop_ = _or_torch("rmsprop_", reference.rmsprop_)
-adadelta_ = _or_torch("adadelta_", reference.adadelta_)
-adagrad_ = _or_torch("adagrad_", reference.adagrad_)
-lamb_ = _or_torch("lamb_", reference_segments.lamb_)
-adamp_ = _or_torch("adamp_", reference_segments.adamp_)
-segment_dot = _or_torch("segment_dot", reference_segments.segment_dot)
-segment_add_ = _or_torch("segment_add_", reference_segments.segment_add_)
-norm = _or_torch("norm", reference.norm)
-checked_norm = _or_torch("checked_norm", reference.checked_norm)
+_ATEN_FUSED: dict[Op[..., Any], Callable[..., Any]] = {
+    elementwise.sgd_: aten_fused.sgd_,
+    elementwise.adam_: aten_fused.adam_,
+}
+KERNELS: dict[Op[..., Any], Callable[..., Any]] = {
+    op: _or_torch(op, _ATEN_FUSED.get(op, op.reference))
+    for op in (*elementwise.RULES, *segmented.RULES, *segmented.SUMS)
+}

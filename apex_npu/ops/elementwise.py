@@ -1,6 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Update rules of which each element goes by itself.
+"""Update rules that treat each element on its own.
+
+Each function declares an op, see ``dispatch.py``: its body is the reference kernel, in plain torch. The arithmetic is
+that of the states' dtype, float32 for low-precision parameters, rounded once on the way back. Buffers are processed in
+chunks that stay in the cache, so no temporary grows with the model.
 
 All ops work in place on 1-D buffers of one length and device. States have the dtype of the parameters, or float32
 beside float16 and bfloat16; gradients have it, too, or float16 or bfloat16 beside float32. What is computed is computed
@@ -9,24 +13,35 @@ in the states' dtype, and rounded once. What several of them take:
 - ``grad``: never written.
 - ``grad_scale``: one number, a float32 or float64 tensor, that gradients are divided by first: the loss scale, over
   what clipping multiplies with. None: 1.
-- ``model_param``: of float16 or bfloat16; gets the new ``param``, rounded. None: nobody wants it.
-- ``lr``, ``step``: numbers, or tensors of one element on the buffers' device, which does not wait to be asked then. A
+- ``model_param``: of float16 or bfloat16; gets the new ``param``, rounded. None: not written.
+- ``lr``, ``step``: numbers, or tensors of one element on the buffers' device, which are read there without a wait. A
   CUDA graph that was captured with tensors finds in them at each replay what they are by then.
 - ``found_inf``: one element, likewise; where it is not 0, nothing is written. None: there is no such flag.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from apex_npu.ops.calls import call
+from apex_npu.ops.dispatch import Mutated, Rule
+from apex_npu.ops.reference import (
+    add_,
+    bias_correction_of,
+    chunks,
+    in_dtype,
+    subtract_quotient_,
+    wide_dtype,
+    write_back,
+)
 
 
+@Rule
 def sgd_(
-    param: Tensor,
+    param: Mutated,
     grad: Tensor,
-    momentum_buffer: Tensor | None,
-    model_param: Tensor | None = None,
+    momentum_buffer: Mutated | None,
+    model_param: Mutated | None = None,
     *,
     lr: float | Tensor,
     momentum: float,
@@ -64,32 +79,35 @@ def sgd_(
         grad_scale: See the module.
         found_inf: See the module.
     """
-    call(
-        "sgd_",
-        param,
-        grad,
-        momentum_buffer,
-        model_param,
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        maximize=maximize,
-        step=step,
-        decoupled=decoupled,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
+    compute_dtype = wide_dtype(param.dtype)
+    for p_chunk, g_chunk, b, model_chunk in chunks((param, grad, momentum_buffer, model_param)):
+        p = p_chunk.to(compute_dtype)
+        update = in_dtype(g_chunk, compute_dtype, maximize, grad_scale)
+        if weight_decay and decoupled:
+            p.mul_(1 - lr * weight_decay)
+        elif weight_decay:
+            update = update.add(p, alpha=weight_decay)
+        if b is not None:
+            if isinstance(step, Tensor):
+                later = b.mul(momentum).add_(update, alpha=1 - dampening)
+                torch.where(step == 1, update, later, out=b)
+            elif step == 1:
+                b.copy_(update)
+            else:
+                b.mul_(momentum).add_(update, alpha=1 - dampening)
+            update = update.add(b, alpha=momentum) if nesterov else b
+        add_(p, update, -lr)
+        write_back(p_chunk, p, model_chunk)
 
 
+@Rule
 def adam_(
-    param: Tensor,
+    param: Mutated,
     grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor | None,
-    model_param: Tensor | None = None,
+    exp_avg: Mutated,
+    exp_avg_sq: Mutated,
+    max_exp_avg_sq: Mutated | None,
+    model_param: Mutated | None = None,
     *,
     lr: float | Tensor,
     beta1: float,
@@ -134,35 +152,35 @@ def adam_(
         grad_scale: See the module.
         found_inf: See the module.
     """
-    call(
-        "adam_",
-        param,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        max_exp_avg_sq,
-        model_param,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled=decoupled,
-        maximize=maximize,
-        step=step,
-        bias_correction=bias_correction,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
+    step_size = lr / bias_correction_of(beta1, step) if bias_correction else lr
+    root_correction2 = bias_correction_of(beta2, step) ** 0.5 if bias_correction else 1.0
+    operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, model_param)
+    for p_chunk, g_chunk, m, v, v_max, model_chunk in chunks(operands):
+        p = p_chunk.to(exp_avg.dtype)
+        g = in_dtype(g_chunk, exp_avg.dtype, maximize, grad_scale)
+        if weight_decay and decoupled:
+            p.mul_(1 - lr * weight_decay)
+        elif weight_decay:
+            g = g.add(p, alpha=weight_decay)
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        if v_max is not None:
+            torch.maximum(v_max, v, out=v_max)
+        denom = (v if v_max is None else v_max).sqrt()
+        if isinstance(root_correction2, Tensor) or root_correction2 != 1.0:
+            denom.div_(root_correction2)
+        subtract_quotient_(p, m, denom.add_(eps), step_size)
+        write_back(p_chunk, p, model_chunk)
 
 
+@Rule
 def rmsprop_(
-    param: Tensor,
+    param: Mutated,
     grad: Tensor,
-    square_avg: Tensor,
-    grad_avg: Tensor | None,
-    momentum_buffer: Tensor | None,
-    model_param: Tensor | None = None,
+    square_avg: Mutated,
+    grad_avg: Mutated | None,
+    momentum_buffer: Mutated | None,
+    model_param: Mutated | None = None,
     *,
     lr: float | Tensor,
     alpha: float,
@@ -207,34 +225,38 @@ def rmsprop_(
         grad_scale: See the module.
         found_inf: See the module.
     """
-    call(
-        "rmsprop_",
-        param,
-        grad,
-        square_avg,
-        grad_avg,
-        momentum_buffer,
-        model_param,
-        lr=lr,
-        alpha=alpha,
-        eps=eps,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        eps_inside_sqrt=eps_inside_sqrt,
-        decoupled=decoupled,
-        lr_in_momentum=lr_in_momentum,
-        maximize=maximize,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
+    operands = (param, grad, square_avg, grad_avg, momentum_buffer, model_param)
+    for p_chunk, g_chunk, s, mean, b, model_chunk in chunks(operands):
+        p = p_chunk.to(square_avg.dtype)
+        g = in_dtype(g_chunk, square_avg.dtype, maximize, grad_scale)
+        if weight_decay and decoupled:
+            p.mul_(1 - weight_decay)
+        elif weight_decay:
+            g = g.add(p, alpha=weight_decay)
+        s.mul_(alpha).addcmul_(g, g, value=1 - alpha)
+        if mean is None:
+            denom = s.add(eps).sqrt_() if eps_inside_sqrt else s.sqrt().add_(eps)
+        else:
+            mean.lerp_(g, 1 - alpha)
+            variance = s.addcmul(mean, mean, value=-1)
+            denom = variance.add_(eps).sqrt_() if eps_inside_sqrt else variance.sqrt_().add_(eps)
+        if b is None:
+            subtract_quotient_(p, g, denom, lr)
+        elif lr_in_momentum:
+            subtract_quotient_(b.mul_(momentum), g, denom, -lr)
+            p.sub_(b)
+        else:
+            add_(p, b.mul_(momentum).addcdiv_(g, denom), -lr)
+        write_back(p_chunk, p, model_chunk)
 
 
+@Rule
 def adadelta_(
-    param: Tensor,
+    param: Mutated,
     grad: Tensor,
-    square_avg: Tensor,
-    acc_delta: Tensor,
-    model_param: Tensor | None = None,
+    square_avg: Mutated,
+    acc_delta: Mutated,
+    model_param: Mutated | None = None,
     *,
     lr: float | Tensor,
     rho: float,
@@ -268,28 +290,24 @@ def adadelta_(
         grad_scale: See the module.
         found_inf: See the module.
     """
-    call(
-        "adadelta_",
-        param,
-        grad,
-        square_avg,
-        acc_delta,
-        model_param,
-        lr=lr,
-        rho=rho,
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=maximize,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
+    for p_chunk, g_chunk, s, a, model_chunk in chunks((param, grad, square_avg, acc_delta, model_param)):
+        p = p_chunk.to(square_avg.dtype)
+        g = in_dtype(g_chunk, square_avg.dtype, maximize, grad_scale)
+        if weight_decay:
+            g = g.add(p, alpha=weight_decay)
+        s.mul_(rho).addcmul_(g, g, value=1 - rho)
+        delta = a.add(eps).sqrt_().div_(s.add(eps).sqrt_()).mul_(g)
+        a.mul_(rho).addcmul_(delta, delta, value=1 - rho)
+        add_(p, delta, -lr)
+        write_back(p_chunk, p, model_chunk)
 
 
+@Rule
 def adagrad_(
-    param: Tensor,
+    param: Mutated,
     grad: Tensor,
-    square_sum: Tensor,
-    model_param: Tensor | None = None,
+    square_sum: Mutated,
+    model_param: Mutated | None = None,
     *,
     lr: float | Tensor,
     eps: float,
@@ -320,17 +338,17 @@ def adagrad_(
         grad_scale: See the module.
         found_inf: See the module.
     """
-    call(
-        "adagrad_",
-        param,
-        grad,
-        square_sum,
-        model_param,
-        lr=lr,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled=decoupled,
-        maximize=maximize,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
+    for p_chunk, g_chunk, s, model_chunk in chunks((param, grad, square_sum, model_param)):
+        p = p_chunk.to(square_sum.dtype)
+        g = in_dtype(g_chunk, square_sum.dtype, maximize, grad_scale)
+        if weight_decay and not decoupled:
+            g = g.add(p, alpha=weight_decay)
+        s.addcmul_(g, g)
+        denom = s.sqrt().add_(eps)
+        if weight_decay and decoupled:
+            p.mul_(1 - lr * weight_decay)
+        subtract_quotient_(p, g, denom, lr)
+        write_back(p_chunk, p, model_chunk)
+
+
+RULES = (sgd_, adam_, rmsprop_, adadelta_, adagrad_)

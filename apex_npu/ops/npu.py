@@ -14,8 +14,11 @@ Then moments and steps are within float32's rounding of the exact rule, as the r
 the same here and in torch.optim. Moments that would be off by less than four units of the last place (beta 0.9 and
 0.95) are left to the kernel.
 
-A kernel is called once it has stepped a small tensor as the reference does, once in a process for each device; the
-reference takes over from one that does not, and the log says so.
+LAMB's direction is a step of Adam's kernel from zero. Its norms are taken over rows of 16 elements, at a multiple of
+which every slot begins: the parameter of an element is then read once a row, not once an element.
+
+A kernel is used after it has stepped a small tensor as the reference does, tested once in a process for each device.
+Where it does not, the reference kernel is used, with a warning in the log.
 """
 
 from __future__ import annotations
@@ -24,29 +27,33 @@ import ctypes
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from apex_npu.ops import aten_fused, reference
+from apex_npu.backends._torch_private import has_kernel
+from apex_npu.ops import aten_fused, elementwise, reference, reference_segments, segmented
 
 logger = logging.getLogger("apex_npu")
 
 # torch_npu's number of the 910B1: chips of the generations before have none of the optimizers that aten:: names.
 _OLDEST_CHIP = 220
 _TRIAL_NUMEL = 64
+# Slots of flat buffers begin at multiples of it, and so do their ends with the padding.
+_ROW_NUMEL = 16
 
 
 def has_apply_adam_w() -> bool:
-    """True where torch_npu has brought its AdamW kernel: the overload that writes to a list of tensors."""
+    """True where torch_npu has its AdamW kernel: the overload that writes to a list of tensors."""
     overload = getattr(getattr(torch.ops.npu, "npu_apply_adam_w", None), "out", None)
     return overload is not None and overload._schema.arguments[-1].name == "out"
 
 
 def has_aten_kernel(name: str) -> bool:
     """True where torch_npu has a kernel for ``aten::name``, one of torch's fused optimizers, and the chip may, too."""
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "PrivateUse1"):
+    if not has_kernel(f"aten::{name}", "PrivateUse1"):
         return False
     import torch_npu
 
@@ -61,7 +68,7 @@ def works(kernel: str, device: torch.device) -> bool:
     """
     has_kernel, trial, expected = _KERNELS[kernel]
     if not has_kernel():
-        logger.info("apex_npu: %s is not there for %s, plain torch takes over (more launches)", kernel, device)
+        logger.info("apex_npu: %s is not available for %s, falling back to plain torch (more launches)", kernel, device)
         return False
     tried, right = (
         [torch.full((_TRIAL_NUMEL,), 0.5 + 0.1 * i, dtype=torch.float32, device=there) for i in range(4)]
@@ -77,7 +84,7 @@ def works(kernel: str, device: torch.device) -> bool:
         if torch.allclose(found, torch.stack(right), rtol=1e-4, atol=1e-6):
             return True
         because = f"its trial step gave {found[:, 0].tolist()} instead of {torch.stack(right)[:, 0].tolist()}"
-    logger.warning("apex_npu: %s on %s: plain torch takes over (more launches): %s", kernel, device, because)
+    logger.warning("apex_npu: %s on %s: falling back to plain torch (more launches): %s", kernel, device, because)
     return False
 
 
@@ -85,8 +92,8 @@ def sgd_(param: Tensor, grad: Tensor, momentum_buffer: Tensor | None, *args: Any
     """See ``apex_npu.ops.elementwise.sgd_``."""
     # CANN's refuses to work without momentum.
     fused = momentum_buffer is not None and options["momentum"] > 0 and _is_float32(param, grad, momentum_buffer)
-    module = aten_fused if fused and works("_fused_sgd_", param.device) else reference
-    module.sgd_(param, grad, momentum_buffer, *args, **options)
+    kernel = aten_fused.sgd_ if fused and works("_fused_sgd_", param.device) else elementwise.sgd_.reference
+    kernel(param, grad, momentum_buffer, *args, **options)
 
 
 def adam_(
@@ -100,18 +107,109 @@ def adam_(
 ) -> None:
     """See ``apex_npu.ops.elementwise.adam_``."""
     operands = (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq)
-    decays = options["weight_decay"] != 0 and not options["decoupled"]
-    copies_grad = decays or options.get("grad_scale") is not None
-    # All at once, unless there has to be another gradient: that may not grow with the model.
-    pieces = list(reference.chunks(operands, None if copies_grad else param.numel()))
+    pieces = list(reference.chunks(operands, _piece_numel(param, options)))
     kernel = _adam_kernel(*pieces[0], betas=(options["beta1"], options["beta2"])) if pieces else None
     if kernel is None:
-        reference.adam_(*operands, model_param, **options)
+        elementwise.adam_.reference(*operands, model_param, **options)
         return
     for piece in pieces:
         _adam(kernel, *piece, **options)
     if model_param is not None:
         model_param.copy_(param)
+
+
+def _piece_numel(param: Tensor, options: dict[str, Any]) -> int | None:
+    """How much is stepped at once: all, unless there has to be another gradient. That may not grow with the model."""
+    decays = options.get("weight_decay", 0) != 0 and not options["decoupled"]
+    return None if decays or options.get("grad_scale") is not None else param.numel()
+
+
+class _Rows(NamedTuple):
+    """The positions of segments in a buffer that is viewed as rows.
+
+    Attributes:
+        ids: For each row the index of its segment; see ``reference_segments.segment_ids``.
+        padding: Elements that share a row with the end of a segment and are in none.
+    """
+
+    ids: Tensor
+    padding: Tensor
+
+
+_rows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# The options of LAMB that its direction depends on, by the names that Adam has for them.
+_OF_DIRECTION = ("beta1", "beta2", "eps", "step", "maximize", "bias_correction", "grad_scale")
+
+
+def _rows_of(starts: Tensor, lengths: Tensor, buffer: Tensor) -> _Rows | None:
+    """The rows of ``buffer``, found once for the same segments; None where a row may have parts of two of them."""
+    if buffer.numel() % _ROW_NUMEL or bool((starts % _ROW_NUMEL).any()):
+        return None
+    found: _Rows | None = _rows.get(starts)
+    if found is None:
+        counts = (lengths + _ROW_NUMEL - 1) // _ROW_NUMEL
+        numel = buffer.numel() // _ROW_NUMEL
+        ids = reference_segments.segment_ids(starts // _ROW_NUMEL, counts, numel, buffer.device)
+        ends, free = starts + lengths, counts * _ROW_NUMEL - lengths
+        before = torch.repeat_interleave(free.cumsum(0) - free, free)
+        padding = torch.repeat_interleave(ends, free) + torch.arange(before.numel()) - before
+        found = _rows[starts] = _Rows(ids, padding.to(buffer.device))
+    return found
+
+
+def lamb_(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    model_param: Tensor | None,
+    direction: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    ids: Tensor | None,
+    **options: Any,
+) -> None:
+    """See ``apex_npu.ops.segmented.lamb_``."""
+    options = {**segmented.lamb_.defaults, **options}  # the dispatcher leaves out what is a default
+    betas = options["beta1"], options["beta2"]
+    is_adams = options["adapt"] and not options["l2"] and options["beta3"] == 1 - betas[0]
+    rows = _rows_of(starts, lengths, param) if is_adams and _is_float32(param) else None
+    pieces = list(reference.chunks((direction, grad, exp_avg, exp_avg_sq, None), _piece_numel(param, options)))
+    kernel = _adam_kernel(*pieces[0], betas=betas) if rows is not None and pieces else None
+    if rows is None or kernel is None:
+        operands = (param, grad, exp_avg, exp_avg_sq, model_param, direction, starts, lengths, ids)
+        segmented.lamb_.reference(*operands, **options)
+        return
+    if options["decay"]:
+        torch.mul(param, -options["decay"], out=direction)
+    else:
+        direction.zero_()
+    settings = {name: options[name] for name in _OF_DIRECTION if name in options}
+    for piece in pieces:
+        _adam(kernel, *piece, lr=1.0, weight_decay=0.0, decoupled=True, **settings)
+    # What is there now is the direction with the opposite sign.
+    squares = _squared_norms(param, direction, rows, starts.numel())
+    ratio = reference_segments.trust_ratio(squares, options["max_weight_norm"])
+    factors = ratio[rows.ids[: param.numel() // _ROW_NUMEL]].unsqueeze(1)
+    param.view(-1, _ROW_NUMEL).addcmul_(direction.view(-1, _ROW_NUMEL), factors, value=options["lr"])
+    if model_param is not None:
+        model_param.copy_(param)
+
+
+def _squared_norms(param: Tensor, direction: Tensor, rows: _Rows, count: int) -> Tensor:
+    """Of both, for each of ``count`` segments and for the padding; what shares a row with a segment becomes zero."""
+    numel = param.numel() // _ROW_NUMEL
+    squares = param.new_empty(2, rows.ids.numel())
+    for x, norms in zip((param, direction), squares, strict=True):
+        if rows.padding.numel():
+            # Zeros already, unless a step has overflowed, or the user has written to the whole buffer.
+            x.index_fill_(0, rows.padding, 0.0)
+        torch.linalg.vector_norm(x.view(-1, _ROW_NUMEL), dim=1, out=norms[:numel])
+    squares.square_()
+    lanes = reference_segments.lanes_of(numel, count, param.device)
+    partial = squares.new_zeros(2, count + 2, lanes)
+    partial.scatter_add_(1, rows.ids.view(1, -1, lanes).expand(2, -1, -1), squares.view(2, -1, lanes))
+    return partial.sum(2)[:, :-1]
 
 
 def _adam_kernel(
@@ -276,7 +374,7 @@ _SGD: dict[str, Any] = {
 
 
 def _reference_adamw(*operands: Tensor) -> None:
-    reference.adam_(*operands, None, **_ADAM, decoupled=True, maximize=False, step=1, bias_correction=False)
+    elementwise.adam_.reference(*operands, None, **_ADAM, decoupled=True, maximize=False, step=1, bias_correction=False)
 
 
 # For each kernel: whether there is one, a trial on four tensors of one dtype, and what these are afterwards.
@@ -290,6 +388,6 @@ _KERNELS: dict[str, tuple[Callable[[], bool], Callable[..., None], Callable[...,
     "_fused_sgd_": (
         lambda: has_aten_kernel("_fused_sgd_"),
         lambda *operands: aten_fused.sgd_(*operands[:3], **_SGD),
-        lambda *operands: reference.sgd_(*operands[:3], **_SGD),
+        lambda *operands: elementwise.sgd_.reference(*operands[:3], **_SGD),
     ),
 }

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Update rules that look at whole parameters, or their rows, and the sums that such rules take.
+"""Update rules that depend on whole parameters, or their rows, and the sums that such rules take.
 
-As in ``elementwise.py``: 1-D buffers, and what ``grad``, ``grad_scale``, ``model_param``, ``lr``, ``step`` and
-``found_inf`` are.
+As in ``elementwise.py`` each function declares an op on 1-D buffers, and ``grad``, ``grad_scale``, ``model_param``,
+``lr``, ``step`` and ``found_inf`` are the same. ``starts``, ``lengths`` and ``ids`` are a ``Segments``.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ import math
 import torch
 from torch import Tensor
 
-from apex_npu.ops.calls import call
-from apex_npu.ops.segments import Segments
+from apex_npu.ops.dispatch import Mutated, Rule, Scratch, op
+from apex_npu.ops.reference import add_, bias_correction_of, chunks, sum_of_squares, wide_dtype, write_back
+from apex_npu.ops.reference_segments import add_product_, segment_ids, segment_sums, trust_ratio, update_moments_
 
 
+@Rule
 def lamb_(
-    param: Tensor,
+    param: Mutated,
     grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    model_param: Tensor | None,
-    direction: Tensor,
-    segments: Segments,
+    exp_avg: Mutated,
+    exp_avg_sq: Mutated,
+    model_param: Mutated | None,
+    direction: Scratch,
+    starts: Tensor,
+    lengths: Tensor,
+    ids: Tensor | None,
     *,
     lr: float | Tensor,
     beta1: float,
@@ -36,7 +40,7 @@ def lamb_(
     l2: float = 0.0,
     decay: float = 0.0,
     adapt: bool = True,
-    max_weight_norm: float = math.inf,
+    max_weight_norm: float,
     maximize: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -61,7 +65,9 @@ def lamb_(
         exp_avg_sq: v, updated in place.
         model_param: See ``elementwise.py``.
         direction: Memory for u, of the states' dtype; what it holds before and afterwards is arbitrary.
-        segments: Where each parameter lies.
+        starts: See ``Segments``; of each parameter.
+        lengths: See ``Segments``.
+        ids: See ``Segments``.
         lr: Learning rate.
         beta1: Decay of m.
         beta2: Decay of v.
@@ -77,42 +83,50 @@ def lamb_(
         grad_scale: See ``elementwise.py``.
         found_inf: See ``elementwise.py``.
     """
-    call(
-        "lamb_",
+    update_moments_(
+        direction,
         param,
         grad,
         exp_avg,
         exp_avg_sq,
-        model_param,
-        direction,
-        segments.starts,
-        segments.lengths,
-        segments.ids,
-        lr=lr,
         beta1=beta1,
         beta2=beta2,
         beta3=beta3,
         eps=eps,
         step=step,
-        bias_correction=bias_correction,
+        correct_first=bias_correction,
+        correct_second=bias_correction,
         l2=l2,
         decay=decay,
-        adapt=adapt,
-        max_weight_norm=max_weight_norm,
         maximize=maximize,
         grad_scale=grad_scale,
-        found_inf=found_inf,
     )
+    dtype = exp_avg.dtype
+    if adapt:
+        ids = segment_ids(starts, lengths, param.numel(), param.device) if ids is None else ids
+        squares = segment_sums([(param, param), (direction, direction)], ids, starts.numel(), dtype)[:, :-1]
+        ratio = trust_ratio(squares, max_weight_norm)
+        ids = ids[: param.numel()]
+    for p_chunk, u, owner, model_chunk in chunks((param, direction, ids if adapt else None, model_param)):
+        p = p_chunk.to(dtype)
+        if adapt:
+            add_product_(p, u, ratio[owner], -lr)
+        else:
+            add_(p, u, -lr)
+        write_back(p_chunk, p, model_chunk)
 
 
+@Rule
 def adamp_(
-    param: Tensor,
+    param: Mutated,
     grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    model_param: Tensor | None,
-    direction: Tensor,
-    rows: Segments,
+    exp_avg: Mutated,
+    exp_avg_sq: Mutated,
+    model_param: Mutated | None,
+    direction: Scratch,
+    starts: Tensor,
+    lengths: Tensor,
+    ids: Tensor | None,
     owner: Tensor,
     row_limit: Tensor,
     whole_limit: Tensor,
@@ -151,7 +165,9 @@ def adamp_(
         exp_avg_sq: v, updated in place.
         model_param: See ``elementwise.py``.
         direction: Memory for u, of the states' dtype; what it holds before and afterwards is arbitrary.
-        rows: Where each row of each parameter lies.
+        starts: See ``Segments``; of each row of each parameter.
+        lengths: See ``Segments``.
+        ids: See ``Segments``.
         owner: int64, for each row the number of its parameter, counted from 1; and a 0 at the end, for padding.
         row_limit: Of the states' dtype; 0, then for each parameter δ / sqrt(length of a row), or 0: none is projected.
         whole_limit: Likewise, δ / sqrt(number of elements).
@@ -167,59 +183,109 @@ def adamp_(
         grad_scale: See ``elementwise.py``.
         found_inf: See ``elementwise.py``.
     """
-    call(
-        "adamp_",
+    ids = segment_ids(starts, lengths, param.numel(), param.device) if ids is None else ids
+    update_moments_(
+        direction,
         param,
         grad,
         exp_avg,
         exp_avg_sq,
-        model_param,
-        direction,
-        rows.starts,
-        rows.lengths,
-        rows.ids,
-        owner,
-        row_limit,
-        whole_limit,
-        lr=lr,
         beta1=beta1,
         beta2=beta2,
+        beta3=1 - beta1,
         eps=eps,
-        weight_decay=weight_decay,
-        wd_ratio=wd_ratio,
+        step=step,
+        correct_first=False,
+        correct_second=True,
         nesterov=nesterov,
         maximize=maximize,
-        step=step,
         grad_scale=grad_scale,
-        found_inf=found_inf,
     )
 
+    # Columns: every row, the padding, and after an arbitrary one what `owner` counts: no parameter, each parameter.
+    rows, whole = starts.numel() + 1, starts.numel() + 2
+    pairs = [(param, grad), (grad, grad), (param, param), (param, direction)]
+    sums = segment_sums(pairs, ids, rows - 1, exp_avg.dtype, zeros=whole_limit.numel())
+    sums[:, whole:].index_add_(1, owner, sums[:, :rows])
+    if grad_scale is not None:
+        sums[:2].div_(torch.cat([grad_scale, grad_scale.square()]).unsqueeze(1))
+    norms = sums[1:3].sqrt().add_(eps)
+    cosine = sums[0].abs().div_(norms[0] * norms[1])
+    # Rows that are not below are counted: torch_npu finds the largest value by index on the CPU alone.
+    above = (cosine[:rows] < row_limit[owner]).logical_not_().to(row_limit.dtype)
+    by_row = torch.zeros_like(row_limit).index_add_(0, owner, above) == 0
+    by_whole = cosine[whole:] < whole_limit
+    multiple = sums[3].div_(norms[1].square())  # of p, in u
+    of_whole = torch.where(by_whole, multiple[whole:], 0.0)
+    multiple = torch.where(by_row[owner], multiple[:rows], of_whole[owner])
+    if weight_decay:
+        ratio = torch.ones_like(row_limit).masked_fill_(by_row | by_whole, wd_ratio)[owner]
+    step_size = lr / bias_correction_of(beta1, step)
+    for p_chunk, u, owned, model_chunk in chunks((param, direction, ids[: param.numel()], model_param)):
+        p = p_chunk.to(exp_avg.dtype)
+        u.addcmul_(p, multiple[owned], value=-1)
+        if weight_decay:
+            add_product_(p, p, ratio[owned], -lr * weight_decay)
+        add_(p, u, -step_size)
+        write_back(p_chunk, p, model_chunk)
 
-def segment_dot(a: Tensor, b: Tensor, segments: Segments) -> Tensor:
+
+@op("segment_dot", fake=lambda a, b, starts, lengths, ids: a.new_empty(starts.numel()))
+def segment_dot(a: Tensor, b: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> Tensor:
     """Sum a[j] · b[j] over each segment: squared norms, and cosines, of parameters or their rows.
 
     Args:
         a: 1-D.
         b: 1-D, of a's length and dtype; may be a.
-        segments: Where to sum.
+        starts: See ``Segments``; of what is summed.
+        lengths: See ``Segments``.
+        ids: See ``Segments``.
 
     Returns:
         One sum per segment, of a's dtype, accumulated in float64 where the device has it.
     """
-    sums: Tensor = torch.ops.apex_npu.segment_dot(a, b, segments.starts, segments.lengths, segments.ids)
-    return sums
+    ids = segment_ids(starts, lengths, a.numel(), a.device) if ids is None else ids
+    return segment_sums([(a, b)], ids, starts.numel(), a.dtype)[0, : starts.numel()]
 
 
-def segment_add_(x: Tensor, y: Tensor, factors: Tensor, segments: Segments) -> None:
+@op("segment_add_", fake=lambda *operands: None)
+def segment_add_(x: Mutated, y: Tensor, factors: Tensor, starts: Tensor, lengths: Tensor, ids: Tensor | None) -> None:
     """Add factors[i] · y[j] to x[j] for every element j of every segment i; other elements stay.
 
     Args:
         x: 1-D, updated in place.
         y: 1-D, of x's length and dtype; may be x.
         factors: One per segment, of x's dtype.
-        segments: Where to add.
+        starts: See ``Segments``; of what is added to.
+        lengths: See ``Segments``.
+        ids: See ``Segments``.
     """
-    torch.ops.apex_npu.segment_add_(x, y, factors, segments.starts, segments.lengths, segments.ids)
+    ids = segment_ids(starts, lengths, x.numel(), x.device) if ids is None else ids
+    factors = torch.cat([factors, factors.new_zeros(1)])
+    for to, addend, owner in chunks((x, y, ids[: x.numel()])):
+        to.addcmul_(addend, factors[owner])
+
+
+@op("norm", fake=lambda x: x.new_empty((), dtype=wide_dtype(x.dtype)))
+def plain_norm(x: Tensor) -> Tensor:
+    """See ``norm``."""
+    if x.device.type != "cpu":
+        total: Tensor = torch.linalg.vector_norm(x, dtype=wide_dtype(x.dtype))
+        return total
+    # Each row in float32, all of them in float64; unless squares leave float32's range, or elements are not finite.
+    total = sum_of_squares(x, wide_dtype(x.dtype))
+    if not 1e-30 < total < math.inf:
+        total = sum_of_squares(x, torch.float64)
+    return total.sqrt_().to(wide_dtype(x.dtype))
+
+
+@op("norm.check", fake=lambda x, found_inf: plain_norm(x))
+def checked_norm(x: Tensor, found_inf: Mutated) -> Tensor:
+    """See ``norm``."""
+    # The largest magnitude is finite where all are, whatever becomes of their squares; without a host sync.
+    if x.numel():
+        found_inf.masked_fill_(torch.linalg.vector_norm(x, math.inf).isfinite().logical_not_(), 1.0)
+    return plain_norm(x)
 
 
 def norm(x: Tensor, found_inf: Tensor | None = None) -> Tensor:
@@ -230,10 +296,11 @@ def norm(x: Tensor, found_inf: Tensor | None = None) -> Tensor:
     Args:
         x: 1-D.
         found_inf: float32, one element; set to 1 where an element of ``x``, rather than the norm, is inf or nan. None:
-            do not look.
+            elements are not checked.
     """
-    if found_inf is not None:
-        checked: Tensor = torch.ops.apex_npu.norm.check(x, found_inf)
-        return checked
-    total: Tensor = torch.ops.apex_npu.norm.default(x)
+    total: Tensor = plain_norm.overload(x) if found_inf is None else checked_norm.overload(x, found_inf)
     return total
+
+
+RULES = (lamb_, adamp_)
+SUMS = (segment_dot, segment_add_, plain_norm, checked_norm)

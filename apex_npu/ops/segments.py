@@ -1,11 +1,11 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Stretches of a flat buffer: one per parameter, or one per row of each."""
+"""Ranges of a flat buffer: one per parameter, or one per row of each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,8 @@ from apex_npu.ops import cpu, cuda
 from apex_npu.ops.reference_segments import segment_ids
 
 
-@dataclass(frozen=True, eq=False)
-class Segments:
-    """Where segments lie, in the forms that kernels want.
+class Segments(NamedTuple):
+    """Where segments are, in the forms that kernels read, and in the order in which ops take them.
 
     Attributes:
         starts: int64 on the host: the first element of each.

@@ -40,6 +40,13 @@ class NpuFusedAdadelta(FusedOptimizer):
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is no number.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedAdadelta(model.parameters(), lr=1.0)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
     """
 
     elementwise = True

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -11,6 +13,9 @@ from apex_npu.fusion import Run
 from apex_npu.ops import adagrad_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_bool, check_non_negative
+
+# Options of torch.optim.Adagrad's groups; NVIDIA's has no arguments for them.
+_OF_TORCH = {"lr_decay": 0.0, "initial_accumulator_value": 0.0}
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -23,7 +28,8 @@ class FusedAdagrad(FusedOptimizer):
         p ← p − lr · (g / (sqrt(h) + eps) [+ weight_decay · p  if adagrad_w_mode])
 
     Duchi et al. 2011, https://jmlr.org/papers/v12/duchi11a.html. State: ``step``, ``sum`` h (shape and dtype of the
-    parameter, float32 for float16 and bfloat16).
+    parameter, float32 for float16 and bfloat16). Groups also have ``lr_decay`` and ``initial_accumulator_value``, both
+    0: torch.optim.Adagrad reads them in a state dict, and its own values apply here once its state dict is loaded.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
@@ -33,10 +39,18 @@ class FusedAdagrad(FusedOptimizer):
         set_grad_none: What ``zero_grad()`` does without an argument.
         adagrad_w_mode: Decouple the decay.
         capturable: See ``FusedOptimizer``.
+        fuse_grad_scaler: Likewise; None: where it is capturable.
 
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is no number.
+
+    Example::
+
+        >>> optimizer = optimizers.FusedAdagrad(model.parameters(), lr=1e-2)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
     """
 
     elementwise = True
@@ -52,9 +66,25 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: bool = False,
         *,
         capturable: bool = False,
+        fuse_grad_scaler: bool | None = None,
     ) -> None:
-        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "adagrad_w_mode": adagrad_w_mode}
-        super().__init__(params, defaults, fuse_grad_scaler=None, capturable=capturable, set_grad_none=set_grad_none)
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adagrad_w_mode": adagrad_w_mode,
+            **_OF_TORCH,
+        }
+        super().__init__(
+            params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable, set_grad_none=set_grad_none
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore ``state``, which may be of a version whose groups lack torch's options."""
+        super().__setstate__(state)
+        for group in (self.defaults, *self.param_groups):
+            for name, value in _OF_TORCH.items():
+                group.setdefault(name, value)
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -62,10 +92,24 @@ class FusedAdagrad(FusedOptimizer):
         check_non_negative("epsilon value", "eps", group["eps"])
         check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
         check_bool("adagrad_w_mode", group["adagrad_w_mode"])
+        check_non_negative("lr_decay value", "lr_decay", group["lr_decay"])
+        check_non_negative(
+            "initial_accumulator_value value", "initial_accumulator_value", group["initial_accumulator_value"]
+        )
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
         """The sum of squared gradients."""
         return ("sum",)
+
+    def initial_state(self, name: str, group: ParamGroup) -> float:
+        """As torch.optim.Adagrad has it."""
+        value: float = group["initial_accumulator_value"]
+        return value
+
+    def learning_rate(self, run: Run, group: ParamGroup) -> float | Tensor:
+        """``group["lr"]``, less what torch.optim.Adagrad's ``lr_decay`` takes off."""
+        lr = super().learning_rate(run, group)
+        return lr / (1.0 + (run.step - 1.0) * group["lr_decay"]) if group["lr_decay"] else lr
 
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""

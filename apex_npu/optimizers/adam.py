@@ -45,6 +45,13 @@ class NpuFusedAdam(FusedOptimizer):
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is no number.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-3)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
     """
 
     decoupled: ClassVar[bool] = False
@@ -83,6 +90,14 @@ class NpuFusedAdam(FusedOptimizer):
         """Check ``group``."""
         check_adam(group)
         check_bool("amsgrad", group["amsgrad"])
+        if group.get("decoupled_weight_decay") and not self.decoupled and group["weight_decay"]:
+            raise ValueError(
+                "decoupled_weight_decay=True, as torch.optim.AdamW's state dicts have it, is the rule of NpuFusedAdamW"
+            )
+        if group.get("decoupled_weight_decay") is False and self.decoupled and group["weight_decay"]:
+            raise ValueError(
+                "decoupled_weight_decay=False, as torch.optim.Adam's state dicts have it, is the rule of NpuFusedAdam"
+            )
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
         """First and second moment, and the latter's maximum."""

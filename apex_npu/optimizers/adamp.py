@@ -48,6 +48,13 @@ class NpuFusedAdamP(FusedOptimizer):
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is no number.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedAdamP(model.parameters(), lr=1e-3, weight_decay=1e-2)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
     """
 
     supports_capture = True
@@ -102,7 +109,7 @@ class NpuFusedAdamP(FusedOptimizer):
             run.state("exp_avg_sq"),
             run.model_param(),
             run.scratch("direction"),
-            segments,
+            *segments,
             *run.remember("AdamP", delta, lambda: _owner_and_limits(run, delta)),
             lr=self.learning_rate(run, group),
             beta1=beta1,
@@ -119,7 +126,7 @@ class NpuFusedAdamP(FusedOptimizer):
 
 
 def _owner_and_limits(run: Run, delta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``adamp_`` has to know: whose each row is, and below which cosines rows and wholes are projected."""
+    """The tables of ``adamp_``: each row's parameter, and the cosines below which rows and wholes are projected."""
     counts = [row_count(p) for p in run.params]
     owner = torch.repeat_interleave(torch.arange(1, len(counts) + 1), torch.tensor(counts))
     lengths = [(max(1, p.numel() // n), max(1, p.numel())) for p, n in zip(run.params, counts, strict=True)]

@@ -31,6 +31,13 @@ class NpuFusedAdamW(NpuFusedAdam):
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
         capturable: Likewise.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedAdamW(model.parameters(), lr=1e-3, weight_decay=1e-2)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
     """
 
     decoupled: ClassVar[bool] = True

@@ -7,30 +7,40 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from itertools import repeat
+from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from apex_npu._extension import disable_dynamo
 from apex_npu.backends import is_capturing
+from apex_npu.backends._torch_private import disable_dynamo
+from apex_npu.distributed import is_sharded
 from apex_npu.fusion import (
     FlatGrads,
     FusedGroup,
+    HasFusedGroups,
     Run,
+    are_same,
     clip_grad_norm_,
+    combined,
     drop_grads,
+    fuse_combined,
+    hold_values,
     increment_versions,
-    is_sharded,
+    joined,
+    split_by_kind,
 )
-from apex_npu.fusion.grad_slots import LOOSE, PRESENT, LooseFor
-from apex_npu.optimizers.capture import check_gradients, check_groups, refusal
+from apex_npu.fusion.grad_slots import InPlace
+from apex_npu.optimizers.capture import check_capture, check_captured_gradients, refusal
 from apex_npu.optimizers.checks import check_bool, check_params, naming
-from apex_npu.optimizers.failed_steps import half_updated, may_have_written
+from apex_npu.optimizers.failed_steps import end_failed_step
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
+from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
 from apex_npu.optimizers.shown_state import ShownState, StateSlot
 from apex_npu.optimizers.state_dicts import check_state_dict, indexed_params
 
@@ -39,25 +49,41 @@ logger = logging.getLogger("apex_npu")
 ParamGroup = dict[str, Any]
 
 
-class FusedOptimizer(Optimizer):
+class FusedOptimizer(HasFusedGroups, Optimizer):
     """Steps flat buffers instead of tensors; in all else a ``torch.optim.Optimizer``.
 
-    Parameters, gradients and state of each (param_group, device, dtype) lie in flat buffers, so a step is one pass of
+    Parameters, gradients and state of each (param_group, device, dtype) are in flat buffers, so a step is one pass of
     one kernel over each. Fusing happens at the first step and keeps every Parameter's identity. What the user does to
     tensors in between (``p.data = …``, ``.to()``, ``load_state_dict``, ``add_param_group``, unfreezing) is noticed at
     the next step and followed from the values found then.
 
     float16 and bfloat16 parameters are updated in float32 arithmetic and rounded once; their state is float32.
-    Parameters without a gradient are left alone, their step count included, as torch.optim does.
+    Parameters without a gradient are unchanged, their step count included, as in torch.optim.
 
-    Every fused optimizer takes ``fuse_grad_scaler``: True lets ``torch.amp.GradScaler.step`` hand over its scale and
-    its overflow flag, so that unscaling is part of the step. Then ``.grad`` stays scaled, before and behind the step,
+    Every fused optimizer takes ``fuse_grad_scaler``: True lets ``torch.amp.GradScaler.step`` pass its scale and
+    its overflow flag, so that unscaling is part of the step. Then ``.grad`` stays scaled, before and after the step,
     and tools that clip in between must be told (``scaler.unscale_``), as with torch's own fused optimizers.
 
     Those that take ``capturable`` can be captured in a CUDA graph with it, as torch's can: steps are counted on the
-    device (``state["step"]`` lies there), a learning rate that is a tensor there is read there, and no step waits for
+    device (``state["step"]`` is there), a learning rate that is a tensor there is read there, and no step waits for
     the device; with ``fuse_grad_scaler`` not for a GradScaler's flag either. A capture must find everything as the step
     before has left it: take some steps first. On a CPU nothing is different.
+
+    Example::
+
+        >>> class SignSGD(optimizers.FusedOptimizer):
+        ...     def __init__(self, params, lr):
+        ...         super().__init__(params, {"lr": lr})
+        ...     def validate(self, group):
+        ...         if not group["lr"] >= 0:
+        ...             raise ValueError(f"lr must be >= 0, got {group['lr']}")
+        ...     def state_names(self, group):
+        ...         return ()
+        ...     def update(self, run, group):
+        ...         run.param.add_(run.grad.sign(), alpha=-group["lr"])
+        >>> optimizer = SignSGD(model.parameters(), lr=1e-3)
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
     """
 
     is_npu_fused_optimizer = True
@@ -71,10 +97,6 @@ class FusedOptimizer(Optimizer):
     elementwise: ClassVar[bool] = False
     # True where ``update`` takes whatever may be a tensor: ``learning_rate``, ``run.step`` and ``run.found_inf``.
     supports_capture: ClassVar[bool] = False
-    # What gradients have to be divided by in the next step alone, one float32 number: how amp hands over its scale.
-    grad_scale_of_step: Tensor | None = None
-    # Where it is not 0 the next step alone is skipped, one float32 number: how amp hands over what it has found.
-    found_inf_of_step: Tensor | None = None
     # A GradScaler is left to unscale by itself where a parameter is sharded.
     _may_leave_scaling: bool = False
     # True: print when parameters had to be fused again, and why; "error": raise instead.
@@ -92,13 +114,18 @@ class FusedOptimizer(Optimizer):
         check_bool("fuse_grad_scaler", fuse_grad_scaler is None or fuse_grad_scaler)
         check_bool("capturable", capturable)
         check_bool("set_grad_none", set_grad_none)
+        if hasattr(self, "_group_step"):
+            raise TypeError(
+                f"{type(self).__name__} has a _group_step, by which Ascend's optimizers step a group, and which is not "
+                "called here: define update(run, group) instead, or derive from torch.optim's optimizer"
+            )
         self.set_grad_none = set_grad_none
         self.capturable = capturable
         # The first is the name by which torch.amp.GradScaler asks.
         self._step_supports_amp_scaling = capturable if fuse_grad_scaler is None else fuse_grad_scaler
         self._may_leave_scaling = fuse_grad_scaler is None
         self._forget_fusion()
-        # Without a default learning rate every group has to bring its own; each is checked when it is added.
+        # Without a default learning rate every group must have its own; each is checked when it is added.
         if defaults.get("lr", 0.0) is not None:
             with naming(type(self).__name__):
                 self.validate(defaults)
@@ -133,7 +160,7 @@ class FusedOptimizer(Optimizer):
         raise NotImplementedError(f"{type(self).__name__} must define update(run, group)")
 
     def takes_lists(self, group: ParamGroup, fused: FusedGroup) -> bool:
-        """True where ``update`` looks at ``run.is_listed``, and for ``fused`` a list saves the gathering."""
+        """True where ``update`` reads ``run.is_listed``, and for ``fused`` a list saves the gathering."""
         return False
 
     def learning_rate(self, run: Run, group: ParamGroup) -> float | Tensor:
@@ -150,7 +177,7 @@ class FusedOptimizer(Optimizer):
         """Update all parameters that have a gradient.
 
         Args:
-            closure: Computes the loss anew; called with gradients enabled, before the update.
+            closure: Reevaluates the loss; called with gradients enabled, before the update.
             older: ``grad_scaler`` alone: a GradScaler that hands over itself, as torch's once did and torch_npu's does.
                 It is not in the signature, by which torch's own decides what to hand over.
 
@@ -166,39 +193,35 @@ class FusedOptimizer(Optimizer):
             TypeError: A parameter has become one of a dtype that cannot be fused; likewise. Or there is an argument
                 that a step does not have.
         """
-        scaler = self._scaler_of(older) if older else None
-        capturing = is_capturing()
-        if capturing:
-            self._check_capture()
+        scaler = grad_scaler_of(self, older) if older else None
+        if is_capturing():
+            check_capture(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if scaler is not None:
-            self._take_over(scaler)
-        overflow, grad_scale = self._overflow(), self._take_grad_scale()
-        if overflow is True:
-            return loss
-        found_inf = overflow if isinstance(overflow, Tensor) else None
+        if scaler is None:
+            self._step()
+        else:
+            with handing_over(self, scaler):
+                self._step()
+        return loss
+
+    def _step(self) -> None:
+        """Skip, or fuse what is not, gather, count and update: in this order, so that errors come before any write."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and self.skips_on() != found_inf.device:
+            if found_inf:
+                return
+            found_inf = None
         self._fuse()
-        for record in self._fused:
-            record.bring_gradients()
-        if capturing:
-            self._check_captured_gradients()
-        # A gradient may look at a parameter, which is about to be written: it is copied, unless it surely does not.
-        in_slots = all(fused.in_slots for fused in self.fused_groups())
-        work = [
-            (group, fused, self._gather(group, fused, in_slots))
-            for group, record in zip(self.param_groups, self._fused, strict=True)
-            for fused in record.groups
-        ]
+        if self.capturable and is_capturing():
+            check_captured_gradients(self)
+        gathered = self._gather()
         runs: list[tuple[Run, ParamGroup]] = []
         begun = updated = 0
-        counted = 1.0 if found_inf is None else (found_inf == 0).to(torch.float32)
         try:
-            for group, fused, states in work:
-                runs += [(run, group) for run in self._advance(group, fused, states, counted)]
-            self._hand_scale_to(runs, grad_scale, found_inf)
+            self._count(gathered, runs, found_inf)
             self.before_updates(runs)
             for run, group in runs:
                 begun += 1
@@ -207,57 +230,63 @@ class FusedOptimizer(Optimizer):
                 # Writes to the flat buffer are invisible to autograd: without this it could not notice that a parameter
                 # changed between forward and backward.
                 increment_versions(run.params)
-                increment_versions(self._owners_of(run.params))
         except BaseException as error:
-            interrupted = begun > updated and not isinstance(error, Exception)
             try:
-                # Python handles an interrupt when a kernel has returned, most likely: that run has been stepped.
-                for run, _ in runs[begun if interrupted else updated :]:
-                    run.take_back()
+                end_failed_step(type(self).__name__, [run for run, _ in runs], begun, updated, error)
             finally:
-                if begun and may_have_written(error, updated):
-                    raise half_updated(type(self).__name__, error) from error
-                if interrupted:
-                    logger.error("%s", half_updated(type(self).__name__, error))
+                self._shown.hide_unstepped(self, self._slots())
             raise
-        self._shown.remember_joined(self, self._slots())
-        return loss
+        finally:
+            if self._sharded:
+                self._increment_versions_of_owners(runs[:updated])
+        if self._shown.has_joined:
+            self._shown.remember(self, self._slots())
 
-    def _scaler_of(self, older: dict[str, Any]) -> Any:
-        for name in older.keys() - {"grad_scaler"}:
-            raise TypeError(f"{type(self).__name__}.step() got an unexpected keyword argument {name!r}")
-        return older["grad_scaler"]
+    def _gather(self) -> list[tuple[ParamGroup, FusedGroup, bytes]]:
+        """Bring gradients where ``update`` can read them: for each group, which of its slots have one, and where."""
+        found: list[tuple[ParamGroup, FusedGroup, bytes]] = []
+        if self._sharded:
+            self._bring_gradients_of_owners()
+        # A gradient may alias a parameter, which is about to be written: it is copied, unless it certainly does not.
+        in_place = InPlace.READ if self._all_in_slots else InPlace.WRITE
+        for group, record in zip(self.param_groups, self._fused, strict=True):
+            for fused in record.groups:
+                grads = fused.grads
+                if grads.reads_lists and self._all_in_slots and self.takes_lists(group, fused):
+                    states = grads.gather_unless_listed()
+                else:
+                    states = grads.gather(in_place=in_place)
+                found.append((group, fused, states))
+        return found
 
-    def _take_over(self, grad_scaler: Any) -> None:
-        """Have ``grad_scaler`` look for overflow where it has not, and take its flag and scale for this step."""
-        state = grad_scaler._per_optimizer_states[id(self)]
-        if state["stage"] is OptState.READY:
-            grad_scaler._check_inf_per_device(self)
-        scale = grad_scaler._get_scale_async()
-        flags = [flag.to(scale.device, non_blocking=True) for flag in state["found_inf_per_device"].values()]
-        self.found_inf_of_step = sum(flags[1:], start=flags[0]) if flags else None
-        self.grad_scale_of_step = None if state["stage"] is OptState.UNSCALED else scale
+    def _count(
+        self,
+        gathered: list[tuple[ParamGroup, FusedGroup, bytes]],
+        runs: list[tuple[Run, ParamGroup]],
+        found_inf: Tensor | None,
+    ) -> None:
+        """Count one step for all slots that have a gradient, and append the ``runs`` that they make."""
+        grad_scale = getattr(self, "grad_scale", None)
+        for group, fused, states in gathered:
+            addend: float | Tensor = 1.0 if self.has_step_state or self.state_names(group) else 0.0
+            if found_inf is not None and addend:
+                addend = (found_inf == 0).to(torch.float32)
+            model_params = fused.model_params()
+            if model_params is not None:
+                model_params.written = 0
+            if not any(states):
+                continue  # its runs stay, for steps in which it takes part again
+            cut = fused.runs.cut(fused, states, partial(self._join, group, fused))
+            runs.extend(zip(cut, repeat(group), strict=False))  # first: what is counted can be taken back
+            fused.runs.count(addend)
+        for run, _ in runs:
+            run.grad_scale = None if grad_scale is None else grad_scale.to(run.param.device, torch.float32).reshape(1)
+            run.found_inf = found_inf
 
-    def _gather(self, group: ParamGroup, fused: FusedGroup, in_slots: bool) -> bytes:
-        grads = fused.grads
-        if in_slots and grads.reads_lists and self.takes_lists(group, fused):
-            return grads.gather_unless_listed()
-        return grads.gather(loose_for=LooseFor.STEPPING if in_slots else LooseFor.WRITING)
-
-    def _of_scaler(self, name: str) -> Tensor | None:
-        """What a GradScaler has handed over for this step."""
-        return getattr(self, name, None) if self._step_supports_amp_scaling else None
-
-    def _overflow(self) -> bool | Tensor:
-        """What amp or a GradScaler has found, where it handed that over: such a step is skipped.
-
-        A tensor where only the device need know, so that nothing waits for it.
-        """
-        told, self.found_inf_of_step = self.found_inf_of_step, None
-        found_inf = told if told is not None else self._of_scaler("found_inf")
-        if found_inf is None:
-            return False
-        return found_inf if self.skips_on() == found_inf.device else bool(found_inf)
+    def _join(self, group: ParamGroup, fused: FusedGroup, index: int) -> None:
+        part = fused.params[index]
+        owners = [owner for record in self._fused for owner in record.owners_of([part])]
+        self._shown.join(self, StateSlot(group, fused, index, owners[0] if owners else part))
 
     def steps_by_rule_alone(self) -> bool:
         """False for a class whose ``step`` or ``update`` does more than the rule that says that it heeds a flag."""
@@ -270,55 +299,6 @@ class FusedOptimizer(Optimizer):
             return None
         devices = {p.device for group in self.param_groups for p in group["params"]}
         return devices.pop() if len(devices) == 1 and devices != {torch.device("cpu")} else None
-
-    def _check_capture(self) -> None:
-        """Raise where a captured step could not be replayed, for all that is known before its gradients are."""
-        if not self.capturable:
-            because = "it counts steps on the host"
-            raise refusal(type(self).__name__, because, capturable=False, supported=self.supports_capture)
-        check_groups(type(self).__name__, self.param_groups, self._of_scaler("found_inf"))
-
-    def _check_current(self) -> None:
-        current = len(self._fused) == len(self.param_groups) and all(
-            record.is_current(group["params"], self.state_names(group))
-            for record, group in zip(self._fused, self.param_groups, strict=True)
-        )
-        if not current or not self._shown.is_in(self.state):
-            raise refusal(type(self).__name__, "its parameters or its state are not those of the step before")
-
-    def _check_captured_gradients(self) -> None:
-        """The same for gradients, before they are brought anywhere."""
-        name = type(self).__name__
-        groups = self.fused_groups()
-        check_gradients(name, (p.grad for fused in groups for p in fused.params if p.grad is not None))
-        if not all(fused.steps_as_before() for fused in groups):
-            raise refusal(name, "other parameters have gradients than in the step before, or counts have been written")
-        for fused in groups:
-            fused.keep_runs()
-
-    def _take_grad_scale(self) -> Tensor | None:
-        """What the gradients have yet to be divided by: told by amp for one step, or by a GradScaler."""
-        told, self.grad_scale_of_step = self.grad_scale_of_step, None
-        return told if told is not None else self._of_scaler("grad_scale")
-
-    @staticmethod
-    def _hand_scale_to(runs: list[tuple[Run, ParamGroup]], scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Have gradients divided in the same pass as the update, and overflow looked for."""
-        for run, _ in runs:
-            run.grad_scale = None if scale is None else scale.to(run.param.device, torch.float32).reshape(1)
-            run.found_inf = found_inf
-
-    def _advance(self, group: ParamGroup, fused: FusedGroup, states: bytes, counted: float | Tensor) -> list[Run]:
-        fused.forget_copy()
-        if PRESENT not in states and LOOSE not in states:
-            return []
-        counts = self.has_step_state or bool(self.state_names(group))
-
-        def join(index: int) -> None:
-            part = fused.params[index]
-            self._shown.join(self, StateSlot(group, fused, index, next(iter(self._owners_of([part])), part)))
-
-        return fused.advance(states, join, addend=counted if counts else 0.0)
 
     @disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -333,19 +313,22 @@ class FusedOptimizer(Optimizer):
                     drop_grads(group["params"])
             for fused in self.fused_groups():
                 fused.grads.forget_stepped()
-        elif not self._fused or any(record.owners for record in self._fused):
+        elif not self._fused or self._sharded:
             super().zero_grad(set_to_none)
         elif not self._zero_slots():
             for grads in self.flat_grads():
                 grads.zero_()
 
     def _zero_slots(self) -> bool:
-        """Where all gradients lie in slots, zero these: it does not matter whether parameters still lie in theirs."""
+        """Zero the slots, if all gradients are in them: it does not matter whether parameters are still in theirs."""
         groups = [group["params"] for group in self.param_groups]
-        if len(groups) != len(self._fused):
+        if not self._all_fused or len(groups) != len(self._fused):
             return False
         held = [fused.grads for fused in self.fused_groups()]
-        fits = all(record.holds_all(params) for record, params in zip(self._fused, groups, strict=True))
+        fits = all(
+            not record.unfused and are_same(params, record.listed)
+            for record, params in zip(self._fused, groups, strict=True)
+        )
         if not fits or not all(grads.all_present() for grads in held):
             return False
         for grads in held:
@@ -385,17 +368,17 @@ class FusedOptimizer(Optimizer):
         """
         with torch.no_grad():
             self._fuse(for_step=False)
-        if any(record.owners for record in self._fused):
+        if self._sharded:
             raise RuntimeError(
                 f"{type(self).__name__} has parameters that are sharded over processes (DTensor), of whose gradients "
                 "each buffer holds a part. Clip them with torch.nn.utils.clip_grad_norm_, which takes the norm over "
                 "all processes"
             )
-        return [fused.grads for fused in self.fused_groups()]
+        return self._flat_grads
 
     def fused_groups(self) -> list[FusedGroup]:
         """What the last step has stepped: none before the first."""
-        return [fused for record in self._fused for fused in record.groups]
+        return self._groups
 
     def clip_optimizer_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -415,21 +398,83 @@ class FusedOptimizer(Optimizer):
         """
         return clip_grad_norm_(self.flat_grads(), (), max_norm, norm_type, error_if_nonfinite)
 
-    def get_optimizer_combined_params(self) -> list[Tensor]:
-        """The flat buffers that the parameters lie in, one per (param_group, device, dtype)."""
+    def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """``clip_optimizer_grad_norm_fused`` by the name that ``torch_npu.optim`` has for it."""
+        return self.clip_optimizer_grad_norm_fused(max_norm, norm_type)
+
+    @disable_dynamo
+    def combined_groups(self) -> list[list[FusedGroup]]:
+        """The fused groups that each combined buffer spans; they get common memory now if they have none.
+
+        Raises:
+            RuntimeError: See ``get_optimizer_combined_params``; nothing has moved.
+        """
         self.flat_grads()
-        return [fused.param_flat for fused in self.fused_groups()]
+        leading = {id(p) for p in self.leading_params()}
+        found = combined(self._groups, leading, attrgetter("param_flat"))
+        if found is None or any(not fused.owns_memory for groups in found if len(groups) > 1 for fused in groups):
+            self.check_combining()
+            self._combine(leading)
+            found = combined(self._groups, leading, attrgetter("param_flat"))
+            assert found is not None
+        return found
+
+    @torch.no_grad()
+    def _combine(self, leading: Collection[int]) -> None:
+        if any(fused.runs.is_captured for fused in self._groups):
+            raise RuntimeError(
+                f"{type(self).__name__} has a step in a captured CUDA graph, which writes parameters where they are: "
+                "they cannot be moved into a combined buffer. Call the accessor once before the capture, or use a copy "
+                "of the optimizer. Nothing has moved"
+            )
+        self._all_fused = False  # until the end: what is refused or interrupted here, the next step completes
+        kinds = split_by_kind([record.combinable_params() for record in self._fused], leading)
+        made = fuse_combined(
+            [[params for _, params in kind] for kind in kinds], self._release_groups, capturable=self.capturable
+        )
+        for kind, groups in zip(kinds, made, strict=True):
+            for (index, _), fused in zip(kind, groups, strict=True):
+                self._fused[index].take(fused)
+        self._note_groups()
+        self._shown.adopt(self, self._slots())
+        self._all_fused = True
+
+    def _release_groups(self) -> None:
+        for record in self._fused:
+            record.release()
+
+    def get_optimizer_combined_params(self) -> list[Tensor]:
+        """All parameters that are trained, over all param groups: one flat buffer for each device and dtype.
+
+        Under amp with masters these are the first, and parameters without one have a buffer after it. What is written
+        to a buffer, the parameters have. The first call after parameters were fused, added or unfrozen moves those of
+        several groups into one buffer; call it in each step, since a buffer from before has none of them any more.
+
+        Raises:
+            RuntimeError: A parameter shares its memory with other tensors, or is sharded over processes; or, where
+                parameters have yet to move, a CUDA graph is being captured, or a ``scale_loss`` block is open.
+            torch.OutOfMemoryError: There is no memory for the buffer. Nothing has moved in either case.
+        """
+        return [joined(fused.param_flat for fused in groups) for groups in self.combined_groups()]
 
     def get_optimizer_combined_grads(self) -> list[Tensor]:
-        """The flat buffers of the gradients, likewise. Parts whose gradient is None hold what was there last."""
-        grads = self.flat_grads()
-        for flat in grads:
-            flat.gather()
-        return [flat.flat for flat in grads]
+        """The gradients of these parameters, laid out alike, with zeros where a gradient is None.
+
+        What is written to a buffer the next step takes, but where a gradient is None, which stays None. Call it after
+        each backward, which gives new gradients.
+
+        Raises:
+            RuntimeError: As of ``get_optimizer_combined_params``.
+        """
+        return [joined(fused.grads.show() for fused in groups) for groups in self.combined_groups()]
 
     def get_optimizer_combined_grad_masks(self) -> list[Tensor]:
-        """For each of these buffers float32 ones where there is a gradient now, and zeros elsewhere."""
-        return [flat.mask() for flat in self.flat_grads()]
+        """For each of these buffers float32 ones where there is a gradient now, and zeros elsewhere.
+
+        Raises:
+            RuntimeError: As of ``get_optimizer_combined_params``.
+        """
+        return [torch.cat([fused.grads.mask() for fused in groups]) for groups in self.combined_groups()]
 
     # Without masters the model's parameters are the optimizer's; amp overrides these where they are not.
     clip_model_grad_norm_fused = clip_optimizer_grad_norm_fused
@@ -453,12 +498,19 @@ class FusedOptimizer(Optimizer):
             check_state_dict(self, final)
             loaded.update(final)
 
-        # The last of the pre-hooks, so that it sees what a user's own hooks have made of the state dict.
+        # The last of the pre-hooks, so that it gets the state dict as a user's own hooks have changed it.
         handle = self.register_load_state_dict_pre_hook(check_and_capture)
+        before = {"state": self.state, "param_groups": self.param_groups}
         try:
             super().load_state_dict(state_dict)
+            self._copy_loaded(loaded)
+        except BaseException:
+            self.__dict__.update(before)  # what torch has rounded, or shares, is not to stay
+            raise
         finally:
             handle.remove()
+
+    def _copy_loaded(self, loaded: dict[str, Any]) -> None:
         for index, param in indexed_params(loaded, self.param_groups):
             for name, value in loaded["state"].get(index, {}).items():
                 if isinstance(value, Tensor):
@@ -476,7 +528,7 @@ class FusedOptimizer(Optimizer):
         return {**super().__getstate__(), **flags}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over ``state``. Buffers are never part of it: a copy fuses its own at its first step."""
+        """Restore ``state``. Buffers are never part of it: a copy fuses its own at its first step."""
         super().__setstate__(state)
         if "_fused" not in self.__dict__:
             self._forget_fusion()
@@ -488,26 +540,70 @@ class FusedOptimizer(Optimizer):
 
     def _forget_fusion(self) -> None:
         self._fused: list[FusedParamGroup] = []
+        self._groups: list[FusedGroup] = []
+        self._flat_grads: list[FlatGrads] = []
         self._shown = ShownState()
+        self._sharded = False
+        self._all_in_slots = True
+        self._all_fused = False
 
     def _fuse(self, *, for_step: bool = True) -> None:
-        """Make every buffer match what the user now has; cheap where nothing has changed.
+        """Make every buffer match what the user now has, unless nothing has changed.
 
-        Only a step has to know what has become of ``state``, unless buffers are made anew.
+        Only a step needs the present ``state``.
         """
-        if is_capturing():
-            self._check_current()  # parameters would move at once, and their values only when the graph is replayed
+        if (
+            self._all_fused
+            and self._is_fused(for_step=for_step)
+            and (
+                not for_step
+                or (are_same(list(self.state.values()), self._shown.entries) and hold_values(*self._shown.views))
+            )
+        ):
+            return
+        if is_capturing():  # parameters would move at once, and their values only when the graph is replayed
+            raise refusal(type(self).__name__, "its parameters or its state are not those of the step before")
+        self._fuse_again(for_step=for_step)
+
+    def _is_fused(self, *, for_step: bool) -> bool:
+        """True while parameters, their memory and the names of their states are those that were fused."""
+        if len(self._fused) != len(self.param_groups):
+            return False
+        for record, group in zip(self._fused, self.param_groups, strict=True):
+            if not are_same(group["params"], record.listed):
+                return False
+            if for_step and self.state_names(group) != record.state_names:
+                return False
+            if (record.owners or record.unfused) and record.is_rarely_outdated():
+                return False
+            for fused in record.groups:
+                if fused.kept:
+                    fused.release_kept()
+                if fused.table.broken(fused.params):
+                    return False
+        return True
+
+    def _fuse_again(self, *, for_step: bool) -> None:
         del self._fused[len(self.param_groups) :]
         self._fused.extend(FusedParamGroup(capturable=self.capturable) for _ in self.param_groups[len(self._fused) :])
-        changed = False
+        # An interrupt leaves what follows to the next call: by then there are new buffers, which have no state yet.
+        changed, self._all_fused = not self._all_fused, False
         with naming(type(self).__name__):
             # Again until nothing changes: fusing one group moves storages, and with them what other groups share.
             for _ in range(len(self.param_groups) + 1):
                 if not any([self._follow(i, group) for i, group in enumerate(self.param_groups)]):
                     break
                 changed = True
-        if changed or (for_step and not self._shown.is_in(self.state)):
+        self._note_groups()
+        if changed or for_step:
             self._shown.adopt(self, self._slots())
+        self._all_fused = True
+
+    def _note_groups(self) -> None:
+        self._groups = [fused for record in self._fused for fused in record.groups]
+        self._flat_grads = [fused.grads for fused in self._groups]
+        self._sharded = any(record.owners for record in self._fused)
+        self._all_in_slots = all(fused.in_slots for fused in self.fused_groups())
 
     def _follow(self, index: int, group: ParamGroup) -> bool:
         names = self.state_names(group)
@@ -530,17 +626,19 @@ class FusedOptimizer(Optimizer):
                 for index, part in enumerate(fused.params):
                     yield StateSlot(group, fused, index, record.owner_of(part))
 
-    def _owners_of(self, parts: list[Tensor]) -> list[Tensor]:
-        """The sharded parameters that any of ``parts`` are parts of."""
-        return [
-            record.owners[id(p)] for record in self._fused if record.owners for p in parts if id(p) in record.owners
-        ]
+    def _bring_gradients_of_owners(self) -> None:
+        for record in self._fused:
+            record.bring_gradients()
+
+    def _increment_versions_of_owners(self, runs: list[tuple[Run, ParamGroup]]) -> None:
+        for record in self._fused:
+            increment_versions([owner for run, _ in runs for owner in record.owners_of(run.params)])
 
 
 @functools.lru_cache(maxsize=64)
 def _steps_by_rule_alone(cls: Any) -> bool:
     rule = next(base for base in cls.__mro__ if "supports_capture" in vars(base))
-    # torch puts a wrapper into each class; what amp adds is no FusedOptimizer, and knows of the flag.
+    # torch puts a wrapper into each class; the class that amp adds is no FusedOptimizer, and handles the flag.
     steps = [vars(base)["step"] for base in cls.__mro__ if issubclass(base, FusedOptimizer) and "step" in vars(base)]
     return (
         all(inspect.unwrap(step) is inspect.unwrap(FusedOptimizer.step) for step in steps)

@@ -49,6 +49,13 @@ class NpuFusedBertAdam(FusedOptimizer):
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is no number, or ``lr`` is missing.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedBertAdam(model.parameters(), lr=5e-5, warmup=0.1, t_total=1000)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -138,9 +145,9 @@ class NpuFusedBertAdam(FusedOptimizer):
 def _clipped(run: Run, max_norm: float) -> Tensor:
     """The gradients of ``run``, each scaled down to a norm of ``max_norm`` where it has a larger one."""
     grad, segments = run.wide_grad(), run.segments()
-    norm = segment_dot(grad, grad, segments).sqrt_()
+    norm = segment_dot(grad, grad, *segments).sqrt_()
     clipped = run.scratch("clipped").zero_()
-    segment_add_(clipped, grad, (max_norm / (norm + 1e-6)).clamp_max_(1.0), segments)
+    segment_add_(clipped, grad, (max_norm / (norm + 1e-6)).clamp_max_(1.0), *segments)
     return clipped
 
 

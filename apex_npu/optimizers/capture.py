@@ -7,12 +7,53 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from apex_npu.fusion import is_slot
+from apex_npu.fusion import FusedGroup, is_slot
+from apex_npu.fusion.graph_runs import GraphRuns
+
+
+class Capturable(Protocol):
+    """What is required of an optimizer here; see ``FusedOptimizer``."""
+
+    param_groups: list[dict[str, Any]]
+    capturable: bool
+    supports_capture: ClassVar[bool]
+
+    def fused_groups(self) -> list[FusedGroup]:
+        """What the last step has stepped."""
+        ...
+
+
+def check_capture(optimizer: Capturable) -> None:
+    """Require what is known before gradients are: options, parameters, learning rates and a GradScaler's flag.
+
+    Raises:
+        RuntimeError: A replay would not do what the captured step does; nothing has been updated.
+    """
+    name = type(optimizer).__name__
+    if not optimizer.capturable:
+        because = "it counts steps on the host"
+        raise refusal(name, because, capturable=False, supported=optimizer.supports_capture)
+    check_groups(name, optimizer.param_groups, getattr(optimizer, "found_inf", None))
+
+
+def check_captured_gradients(optimizer: Capturable) -> None:
+    """Require gradients as they were in the step before, and keep what a graph will read; before they are gathered.
+
+    Raises:
+        RuntimeError: They are others, or counts have been written; nothing has been updated.
+    """
+    name, groups = type(optimizer).__name__, optimizer.fused_groups()
+    check_gradients(name, (p.grad for fused in groups for p in fused.params if p.grad is not None))
+    runs = [(fused, fused.runs) for fused in groups if isinstance(fused.runs, GraphRuns)]
+    if not all(found.steps_as_before(fused) for fused, found in runs):
+        raise refusal(name, "other parameters have gradients than in the step before, or counts have been written")
+    for _, found in runs:
+        found.keep()
 
 
 def check_groups(owner: str, param_groups: list[dict[str, Any]], found_inf: Tensor | None) -> None:
@@ -40,9 +81,9 @@ def check_groups(owner: str, param_groups: list[dict[str, Any]], found_inf: Tens
 
 
 def check_gradients(owner: str, grads: Iterable[Tensor]) -> None:
-    """Require ``grads`` that lie in their slots, or are made anew by the graph itself.
+    """Require ``grads`` that are in their slots, or are made by the graph itself.
 
-    Any other would be copied into its slot, by each replay again: over what a user has put there since.
+    Each replay would copy any other into its slot again and overwrite what a user has put there since.
 
     Raises:
         RuntimeError: One has been made since the step before, and not in the capture.
@@ -59,13 +100,13 @@ def check_gradients(owner: str, grads: Iterable[Tensor]) -> None:
         if lies_in(ordinary, grad.data_ptr()):
             raise refusal(
                 owner,
-                f"the gradient of shape {tuple(grad.shape)} was made behind the step before, and outside of the "
-                "capture. Make it inside, or write it to the one that the step before has left",
+                f"the gradient of shape {tuple(grad.shape)} was made after the previous step, and outside of the "
+                "capture. Make it inside, or write it to the one that the previous step has left",
             )
 
 
 def outside_of_graphs(segments: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """First and last address of what surely is no graph's, in order, of what torch.cuda.memory_snapshot gives."""
+    """First and last addresses of the memory that is in no graph's pool, in order, from torch.cuda.memory_snapshot."""
     return sorted(
         (segment["address"], segment["address"] + segment["total_size"] - 1)
         for segment in segments
@@ -92,6 +133,6 @@ def refusal(owner: str, because: str, *, capturable: bool = True, supported: boo
     ways = f"{first}; or capture" if supported else "Capture"
     return RuntimeError(
         f"{owner}.step() cannot be captured in a CUDA graph, since no replay would do the same: {because}. {ways} "
-        "forward and backward alone (torch.cuda.make_graphed_callables), and call step() behind each replay. Nothing "
+        "forward and backward alone (torch.cuda.make_graphed_callables), and call step() after each replay. Nothing "
         "has been updated"
     )

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import for_device
-from apex_npu.fusion import is_partial, is_sharded, wraps_tensors
+from apex_npu.distributed import is_partial, is_sharded
+from apex_npu.fusion import wraps_tensors
 from apex_npu.ops import FLOATS
 
 
@@ -76,14 +77,16 @@ def check_half_open_interval(label: str, name: str, value: Any) -> None:
 
 
 def check_betas(betas: Any) -> None:
-    """Require two numbers in [0, 1).
+    """Require two numbers in [0, 1), both floats or both tensors, as torch does.
 
     Raises:
-        ValueError: One is outside.
+        ValueError: One is outside, or one of them alone is a tensor.
         TypeError: They are not two numbers.
     """
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise TypeError(f"betas must be two numbers, got {betas!r}")
+    if isinstance(betas[0], Tensor) != isinstance(betas[1], Tensor):
+        raise ValueError(f"betas must be either both floats or both Tensors, got {betas!r}")
     for i, beta in enumerate(betas):
         check_half_open_interval(f"beta parameter at index {i}", f"betas[{i}]", beta)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from apex_npu.autocast.float32_view import float32_tensors
 from apex_npu.fusion import FlatBuffer, plan
 from apex_npu.ops import wide_dtype
 from apex_npu.optimizers.checks import check_dtype, check_unit_interval
@@ -23,9 +24,10 @@ class FusedEMA:
 
         average ← decay · average + (1 − decay) · value
 
-    Averages are float32 for float16 and bfloat16 tensors, else of the tensor's dtype; those of one device and dtype lie
-    in one flat buffer, and are updated together. The model is not moved. Tensors without floating dtype (batch counts)
-    are copied. Polyak & Juditsky 1992, https://doi.org/10.1137/0330046.
+    Averages are float32 for float16 and bfloat16 tensors, else of the tensor's dtype; those of one device and dtype are
+    in one flat buffer, and are updated together. Where amp keeps fp32 masters of the model, these are averaged, as
+    ``model.state_dict()`` shows them. The model is not moved. Tensors without floating dtype (batch counts) are copied.
+    Polyak & Juditsky 1992, https://doi.org/10.1137/0330046.
 
     Args:
         model: Whose weights to follow; its averages start at what it has now.
@@ -34,6 +36,16 @@ class FusedEMA:
     Raises:
         ValueError: ``decay`` is out of range.
         TypeError: A tensor is float64 on an NPU.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+        >>> ema = optimizers.FusedEMA(model, decay=0.999)
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+        >>> ema.update()
+        >>> with ema.swapped():  # evaluated with the averages
+        ...     output = model(input)
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
@@ -53,7 +65,7 @@ class FusedEMA:
             planned = plan(shapes)
             views = FlatBuffer(planned.layout.total_numel, dtype, device).views_like(shapes, planned.offsets)
             self._averages.update(zip(names, views, strict=True))
-        self._copy(tensors, self._averages)
+        self._copy(float32_tensors(model), self._averages)
 
     def _tensors(self) -> dict[str, Tensor]:
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
@@ -72,7 +84,7 @@ class FusedEMA:
         Raises:
             RuntimeError: The model has lost or gained tensors, or one has changed its shape.
         """
-        tensors = self._tensors()
+        tensors = float32_tensors(self.model)
         self._check({name: t.shape for name, t in tensors.items()})
         floating = [name for name, t in tensors.items() if t.is_floating_point()]
         averages = [self._averages[name] for name in floating]
@@ -89,17 +101,19 @@ class FusedEMA:
 
     @contextmanager
     def swapped(self) -> Iterator[nn.Module]:
-        """The model has the averages as its weights inside the block, and its own again behind it.
+        """The model has the averages as its weights inside the block, and its own again after it.
 
-        Weights are written in place, so optimizers, fused or not, and masters notice nothing.
+        Weights and their masters are written in place, so optimizers, fused or not, are unaffected.
         """
-        tensors = self._tensors()
-        own = {name: t.clone() for name, t in tensors.items()}
-        self._copy(self._averages, tensors)
+        written = [self._tensors(), float32_tensors(self.model)]
+        own = [{name: t.clone() for name, t in part.items()} for part in written]
         try:
+            for part in written:
+                self._copy(self._averages, part)
             yield self.model
         finally:
-            self._copy(own, tensors)
+            for values, part in zip(own, written, strict=True):
+                self._copy(values, part)
 
     def state_dict(self) -> dict[str, Any]:
         """``{"decay": float, "averages": {name: tensor}}``; names are those of the model."""

@@ -4,9 +4,40 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 import torch
 
+from apex_npu.fusion import Run
 from apex_npu.fusion.flat_buffer import NoRoomError
+
+logger = logging.getLogger("apex_npu")
+
+
+def end_failed_step(optimizer: str, runs: Sequence[Run], begun: int, updated: int, error: BaseException) -> None:
+    """Count the step no longer for runs that it has not reached.
+
+    Args:
+        optimizer: The class's name.
+        runs: All that were to be updated, and are counted.
+        begun: How many updates have begun.
+        updated: How many of these have ended.
+        error: What has ended the last.
+
+    Raises:
+        Exception: As ``half_updated`` gives it, where that run may have been written in part.
+    """
+    interrupted = not isinstance(error, Exception)
+    try:
+        # Python handles an interrupt when a kernel has returned, most likely: that run has been stepped.
+        for run in runs[begun if interrupted else updated :]:
+            run.take_back()
+    finally:
+        if begun and may_have_written(error, updated):
+            raise half_updated(optimizer, error) from error
+        if interrupted and begun and updated < len(runs):
+            logger.error("%s", half_updated(optimizer, error))
 
 
 def may_have_written(error: BaseException, updated: int) -> bool:

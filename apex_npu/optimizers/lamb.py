@@ -53,6 +53,13 @@ class NpuFusedLamb(FusedOptimizer):
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is no number.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedLamb(model.parameters(), lr=1e-3)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
     """
 
     supports_capture = True
@@ -92,7 +99,7 @@ class NpuFusedLamb(FusedOptimizer):
         return ("exp_avg", "exp_avg_sq")
 
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
-        """Take the norm of all gradients, if a group asks for it."""
+        """Take the norm of all gradients, if a group needs it."""
         wanted = any(group["use_global_grad_norm"] for _, group in runs)
         self._grad_divisor = global_grad_norm(runs).clamp_min(1.0) if wanted else None
 
@@ -106,7 +113,7 @@ class NpuFusedLamb(FusedOptimizer):
             run.state("exp_avg_sq"),
             run.model_param(),
             run.scratch("direction"),
-            run.segments(),
+            *run.segments(),
             lr=self.learning_rate(run, group),
             beta1=beta1,
             beta2=beta2,
@@ -146,7 +153,7 @@ class Lamb(Optimizer):
     """LAMB one tensor at a time: the rule of ``NpuFusedLamb``, for comparison and for tensors that cannot be fused.
 
     State: as of ``NpuFusedLamb``, and of the last step ``weight_norm`` min(‖p‖, 10), ``adam_norm`` ‖u‖ and
-    ``trust_ratio`` r, each 0-dim, to look at.
+    ``trust_ratio`` r, each 0-dim, for inspection.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
@@ -159,6 +166,13 @@ class Lamb(Optimizer):
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is no number.
+
+    Example::
+
+        >>> optimizer = optimizers.Lamb(model.parameters(), lr=1e-3)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
     """
 
     def __init__(

@@ -47,11 +47,19 @@ class FusedNovoGrad(FusedOptimizer):
         norm_type: 2, or 0 for the largest absolute value.
         init_zero: Start v at 0.
         set_grad_none: What ``zero_grad()`` does without an argument.
+        fuse_grad_scaler: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is no number.
         RuntimeError: ``amsgrad`` is asked for.
+
+    Example::
+
+        >>> optimizer = optimizers.FusedNovoGrad(model.parameters(), lr=1e-2, betas=(0.95, 0.98))
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
     """
 
     scalar_states: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
@@ -70,6 +78,8 @@ class FusedNovoGrad(FusedOptimizer):
         norm_type: int = 2,
         init_zero: bool = False,
         set_grad_none: bool = True,
+        *,
+        fuse_grad_scaler: bool = False,
     ) -> None:
         check_no_amsgrad("FusedNovoGrad", amsgrad)
         defaults = {
@@ -83,7 +93,7 @@ class FusedNovoGrad(FusedOptimizer):
             "norm_type": norm_type,
             "init_zero": init_zero,
         }
-        super().__init__(params, defaults, set_grad_none=set_grad_none)
+        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler, set_grad_none=set_grad_none)
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -119,12 +129,12 @@ class FusedNovoGrad(FusedOptimizer):
         exp_avg.mul_(beta1)
         if group["reg_inside_moment"]:
             exp_avg.add_(param, alpha=beta3 * weight_decay)
-            segment_add_(exp_avg, grad, inverse.mul_(beta3), segments)
+            segment_add_(exp_avg, grad, inverse.mul_(beta3), *segments)
             param.add_(exp_avg, alpha=-lr / bias_correction1)
         else:
             exp_avg.add_(grad, alpha=beta3)
             param.mul_(1 - lr * weight_decay)
-            segment_add_(param, exp_avg, inverse.mul_(-lr / bias_correction1), segments)
+            segment_add_(param, exp_avg, inverse.mul_(-lr / bias_correction1), *segments)
         run.write_back(param)
 
 
@@ -157,7 +167,7 @@ def _update_norm(run: Run, group: ParamGroup, grad: Tensor, beta2: float) -> Ten
     """Blend the norms of this step's gradients into v, in place, and return it."""
     exp_avg_sq = run.per_param("exp_avg_sq")
     euclidean = group["norm_type"] == 2
-    norm = segment_dot(grad, grad, run.segments()).sqrt_() if euclidean else _largest(run, grad)
+    norm = segment_dot(grad, grad, *run.segments()).sqrt_() if euclidean else _largest(run, grad)
     if run.step == 1 and not group["init_zero"]:
         exp_avg_sq.copy_(norm)
     elif euclidean:

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """NVIDIA Apex's FusedAdam, FusedSGD and FusedLAMB: its signatures over the rules of this package.
 
-``set_grad_none`` is what ``zero_grad()`` does without an argument. What ``capturable`` is, says ``FusedOptimizer``; all
-of these take it, and with it a GradScaler's scale and flag (``fuse_grad_scaler``), as NVIDIA's FusedAdam does.
+``set_grad_none`` is what ``zero_grad()`` does without an argument. ``FusedOptimizer`` documents ``capturable`` and
+``fuse_grad_scaler``; None for the latter means "where it is capturable", as in NVIDIA's FusedAdam.
 https://github.com/NVIDIA/apex, apex/optimizers.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +29,7 @@ class FusedAdam(FusedOptimizer):
 
     The rule is ``NpuFusedAdam``'s or ``NpuFusedAdamW``'s; without ``bias_correction`` both corrections are 1.
     Parameters in float16 and bfloat16 have float32 state, and with ``master_weights`` masters in it (``master_param``),
-    which are stepped in their stead. A weight that has been set by hand since the last step becomes its own master.
+    which are stepped in their place. A weight that was written since the last step is copied to its master.
     The step count is in each parameter group, too, where NVIDIA's optimizer looks for it.
 
     Args:
@@ -43,11 +44,19 @@ class FusedAdam(FusedOptimizer):
         set_grad_none: What ``zero_grad()`` does without an argument.
         capturable: See ``FusedOptimizer``.
         master_weights: Keep float32 masters of float16 and bfloat16 parameters, unless amp does.
+        fuse_grad_scaler: See ``FusedOptimizer``.
 
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is no number.
         RuntimeError: ``amsgrad`` is asked for.
+
+    Example::
+
+        >>> optimizer = optimizers.FusedAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
     """
 
     elementwise = True
@@ -67,6 +76,8 @@ class FusedAdam(FusedOptimizer):
         set_grad_none: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
+        *,
+        fuse_grad_scaler: bool | None = None,
     ) -> None:
         check_no_amsgrad("FusedAdam", amsgrad)
         defaults = {
@@ -78,7 +89,9 @@ class FusedAdam(FusedOptimizer):
             "adam_w_mode": adam_w_mode,
             "master_weights": master_weights,
         }
-        super().__init__(params, defaults, fuse_grad_scaler=None, capturable=capturable, set_grad_none=set_grad_none)
+        super().__init__(
+            params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable, set_grad_none=set_grad_none
+        )
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -101,7 +114,7 @@ class FusedAdam(FusedOptimizer):
         return ("exp_avg", "exp_avg_sq", "master_param")
 
     def state_dict(self) -> dict[str, Any]:
-        """As of ``FusedOptimizer``; a group's count that lies on the device is an int32 there, as NVIDIA's is."""
+        """As of ``FusedOptimizer``; a group's count that is on the device is an int32 there, as NVIDIA's is."""
         packed = super().state_dict()
         for group in packed["param_groups"]:
             if isinstance(group.get("step"), Tensor):
@@ -147,7 +160,7 @@ def _is_mastered(param: Tensor | int) -> bool:
 
 
 def _current_masters(run: Run) -> Tensor:
-    """The masters of ``run``, brought up to date.
+    """The masters of ``run``, updated.
 
     A weight that its master does not round to has been set since the last step, or is new: its value counts.
     """
@@ -176,10 +189,18 @@ class FusedSGD(NpuFusedSGD):
         materialize_master_grads: Accepted; masters always have gradients here.
         set_grad_none: What ``zero_grad()`` does without an argument; False as in NVIDIA's.
         capturable: See ``FusedOptimizer``.
+        fuse_grad_scaler: Likewise.
 
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is no number, or ``lr`` is missing.
+
+    Example::
+
+        >>> optimizer = optimizers.FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -195,6 +216,7 @@ class FusedSGD(NpuFusedSGD):
         set_grad_none: bool = False,
         *,
         capturable: bool = False,
+        fuse_grad_scaler: bool | None = None,
     ) -> None:
         check_bool("materialize_master_grads", materialize_master_grads)
         defaults = {
@@ -208,11 +230,18 @@ class FusedSGD(NpuFusedSGD):
         }
         # Not NpuFusedSGD's own, whose arguments are others.
         FusedOptimizer.__init__(
-            self, params, defaults, fuse_grad_scaler=None, capturable=capturable, set_grad_none=set_grad_none
+            self,
+            params,
+            defaults,
+            fuse_grad_scaler=fuse_grad_scaler,
+            capturable=capturable,
+            set_grad_none=set_grad_none,
         )
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
+        if group["lr"] is None:
+            raise TypeError("FusedSGD has no default learning rate: pass lr, for example lr=0.1")
         super().validate(group)
         check_bool("wd_after_momentum", group["wd_after_momentum"])
 
@@ -248,11 +277,19 @@ class FusedLAMB(FusedOptimizer):
             There is one for all groups: a group's own does not count.
         use_nvlamb: Adapt the steps of parameters without weight decay, too.
         capturable: See ``FusedOptimizer``.
+        fuse_grad_scaler: Likewise.
 
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is no number.
         RuntimeError: ``amsgrad`` is asked for.
+
+    Example::
+
+        >>> optimizer = optimizers.FusedLAMB(model.parameters(), lr=2e-3, max_grad_norm=1.0)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
     """
 
     supports_capture = True
@@ -273,6 +310,7 @@ class FusedLAMB(FusedOptimizer):
         use_nvlamb: bool = False,
         *,
         capturable: bool = False,
+        fuse_grad_scaler: bool | None = None,
     ) -> None:
         check_no_amsgrad("FusedLAMB", amsgrad)
         defaults = {
@@ -286,7 +324,9 @@ class FusedLAMB(FusedOptimizer):
             "adam_w_mode": adam_w_mode,
             "use_nvlamb": use_nvlamb,
         }
-        super().__init__(params, defaults, fuse_grad_scaler=None, capturable=capturable, set_grad_none=set_grad_none)
+        super().__init__(
+            params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable, set_grad_none=set_grad_none
+        )
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
@@ -315,7 +355,7 @@ class FusedLAMB(FusedOptimizer):
             run.state("exp_avg_sq"),
             run.model_param(),
             run.scratch("direction"),
-            run.segments(),
+            *run.segments(),
             lr=self.learning_rate(run, group),
             beta1=beta1,
             beta2=beta2,
@@ -326,6 +366,7 @@ class FusedLAMB(FusedOptimizer):
             l2=0.0 if decoupled else decay,
             decay=decay if decoupled else 0.0,
             adapt=bool(decay or group["use_nvlamb"]),
+            max_weight_norm=math.inf,
             grad_scale=times(run.grad_scale, self._grad_divisor, run.param),
             found_inf=run.found_inf,
         )

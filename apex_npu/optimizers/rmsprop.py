@@ -45,6 +45,13 @@ class NpuFusedRMSprop(FusedOptimizer):
     Raises:
         ValueError: A value is out of range.
         TypeError: A value is no number.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedRMSprop(model.parameters(), lr=1e-2, momentum=0.9)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
     """
 
     elementwise = True

@@ -62,6 +62,15 @@ class WarmupLR(LambdaLR):
 
     Raises:
         ValueError: There is no such schedule, or ``t_total`` is not positive.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedAdamW(model.parameters(), lr=1e-3)
+        >>> scheduler = optimizers.WarmupLR(optimizer, "warmup_linear", t_total=1000, warmup=0.1)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+        >>> scheduler.step()
     """
 
     def __init__(self, optimizer: Optimizer, schedule: str | Schedule, t_total: int, warmup: float = -1) -> None:

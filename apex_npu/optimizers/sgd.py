@@ -30,7 +30,7 @@ class NpuFusedSGD(FusedOptimizer):
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
-        lr: Learning rate; required.
+        lr: Learning rate.
         momentum: Momentum factor.
         dampening: Dampening of the momentum.
         weight_decay: L2 penalty.
@@ -41,7 +41,14 @@ class NpuFusedSGD(FusedOptimizer):
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number, or ``lr`` is missing.
+        TypeError: A value is no number.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
     """
 
     has_step_state = False
@@ -52,7 +59,7 @@ class NpuFusedSGD(FusedOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor | None = None,
+        lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -78,8 +85,6 @@ class NpuFusedSGD(FusedOptimizer):
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
-        if group["lr"] is None:
-            raise TypeError("NpuFusedSGD has no default learning rate: pass lr, for example lr=0.1")
         check_non_negative("learning rate", "lr", group["lr"])
         check_non_negative("momentum value", "momentum", group["momentum"])
         as_number("dampening", group["dampening"])

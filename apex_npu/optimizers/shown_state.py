@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-from apex_npu.fusion import FusedGroup, are_same, hold_values, local_part_as, sharded_like
+from apex_npu.distributed import local_part_as, sharded_like
+from apex_npu.fusion import FusedGroup
 
 # How many steps a state has seen, of a rule whose state dict has no `step`. A device may have skipped all of them, and
 # then the next one is still the first.
@@ -17,7 +18,7 @@ _COUNT = "applied_steps"
 
 
 class Rule(Protocol):
-    """What is asked of an optimizer here; see ``FusedOptimizer``."""
+    """What is required of an optimizer here; see ``FusedOptimizer``."""
 
     state: Any
     has_step_state: ClassVar[bool]
@@ -33,13 +34,13 @@ class Rule(Protocol):
 
 
 class StateSlot(NamedTuple):
-    """Where the state of one parameter lies.
+    """The place of one parameter's state.
 
     Attributes:
         group: The parameter group.
         fused: The buffers.
         position: Which of their slots.
-        param: Whose entry of ``state`` it is: what lies in the slot, or the sharded parameter of which that is a part.
+        param: Whose entry of ``state`` it is: the tensor in the slot, or the sharded parameter of which that is a part.
     """
 
     group: dict[str, Any]
@@ -49,23 +50,24 @@ class StateSlot(NamedTuple):
 
 
 class ShownState:
-    """What has been put into a ``state``: its dicts, and the views of buffers in them."""
+    """What has been put into a ``state``: its dicts, and the views of buffers in them.
+
+    Attributes:
+        entries: The dicts, one for each parameter.
+        views: Columns (dict, name, view), since all are compared on every step, in one call.
+        has_joined: State has been shown that is not remembered yet.
+    """
 
     def __init__(self) -> None:
         """Of an empty one."""
-        self._entries: list[dict[str, Any]] = []
-        # Columns (dict, name, view), since all are compared on every step, in one call.
-        self._views: tuple[list[dict[str, Any]], list[str], list[Tensor]] = ([], [], [])
-        # State has been shown that is not remembered yet.
-        self._joined = False
-
-    def is_in(self, state: Mapping[Any, dict[str, Any]]) -> bool:
-        """True while ``state`` consists of the very dicts and views that were there when last seen."""
-        return are_same(list(state.values()), self._entries) and hold_values(*self._views)
+        self.entries: list[dict[str, Any]] = []
+        self.views: tuple[list[dict[str, Any]], list[str], list[Tensor]] = ([], [], [])
+        self.has_joined = False
 
     def adopt(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
-        """Copy ``state``, whoever put it there, into the buffers, and leave views of them in its place."""
+        """Copy ``state``, from any source, into the buffers, and replace it by views of them."""
         slots = list(slots)
+        self.entries, self.views = [], ([], [], [])  # if memory runs out below, the next step copies again
         for slot in slots:
             names = rule.state_names(slot.group)
             if not rule.has_step_state and not names:
@@ -84,24 +86,34 @@ class ShownState:
                 if value is not view:
                     view.copy_(value)
             _show(rule, slot)
-        self._remember(rule, slots)
+        self.remember(rule, slots)
 
     def join(self, rule: Rule, slot: StateSlot) -> None:
         """A slot is about to step: from now on its state is visible."""
-        if slot.fused.is_new(slot.position):
+        if slot.fused.runs.counts.is_new(slot.position):
             for name in rule.state_names(slot.group):
                 _reset(rule, slot, name)
+        slot.fused.use(slot.position)
         _show(rule, slot)
-        self._joined = True
+        self.has_joined = True
 
-    def remember_joined(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
-        """Behind a step: what has joined in it, of all ``slots``, is what is to be seen from now on."""
-        if self._joined:
-            self._remember(rule, slots)
+    def hide_unstepped(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
+        """After a step that could not be taken: state that only ``join`` has shown is none.
 
-    def _remember(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
-        self._joined = False
-        self._entries = list(rule.state.values())
+        A state dict would have it, and rules without a ``step`` take it for state of a parameter that has been stepped.
+        """
+        for slot in slots:
+            entry = rule.state.get(slot.param)
+            if entry and _COUNT not in entry and slot.fused.runs.counts.is_new(slot.position):
+                for name in ("step", *rule.state_names(slot.group)):
+                    entry.pop(name, None)
+                if not entry:
+                    del rule.state[slot.param]
+                slot.fused.runs.forget()  # so that it joins again
+
+    def remember(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
+        """Record the views of ``slots`` as those that are to be shown from now on."""
+        entries = list(rule.state.values())
         rows = [
             (entry, name, value)
             for slot in slots
@@ -109,11 +121,12 @@ class ShownState:
             for name in ("step", _COUNT, *rule.state_names(slot.group))
             if (value := entry.get(name)) is not None
         ]
-        self._views = ([entry for entry, _, _ in rows], [name for _, name, _ in rows], [view for _, _, view in rows])
+        views = ([entry for entry, _, _ in rows], [name for _, name, _ in rows], [view for _, _, view in rows])
+        self.entries, self.views, self.has_joined = entries, views, False
 
 
 def _view(rule: Rule, slot: StateSlot, name: str) -> Tensor:
-    return slot.fused.state_view(name, slot.position, scalar=name in rule.scalar_states)
+    return slot.fused.state_views(name, scalar=name in rule.scalar_states)[slot.position]
 
 
 def _reset(rule: Rule, slot: StateSlot, name: str) -> None:
@@ -136,7 +149,7 @@ def _show(rule: Rule, slot: StateSlot) -> None:
     views = {name: sharded_like(_view(rule, slot, name), slot.param) for name in rule.state_names(slot.group)}
     if not views and not rule.has_step_state:
         return
-    entry, count = rule.state[slot.param], slot.fused.step_view(slot.position)
+    entry, count = rule.state[slot.param], slot.fused.runs.counts.view(slot.position)
     if rule.has_step_state:
         entry["step"] = count
     elif _COUNT in entry or count.device.type != "cpu":

@@ -1,21 +1,21 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a state dict must be to be loaded, all of it looked at before anything changes."""
+"""The conditions for loading a state dict, all of them checked before anything changes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from apex_npu.fusion import is_sharded
+from apex_npu.distributed import is_sharded
 from apex_npu.optimizers.checks import as_number, naming
 
-if TYPE_CHECKING:
-    from apex_npu.optimizers.base import FusedOptimizer
+# Options of torch's optimizers that change the rule, and that some of the same name lack here.
+_RULE_OPTIONS = ("amsgrad", "maximize")
 
 
 def indexed_params(state_dict: dict[str, Any], param_groups: list[dict[str, Any]]) -> list[tuple[int, Tensor]]:
@@ -25,7 +25,7 @@ def indexed_params(state_dict: dict[str, Any], param_groups: list[dict[str, Any]
     return list(zip(indices, params, strict=False))
 
 
-def check_state_dict(optimizer: FusedOptimizer, state_dict: dict[str, Any]) -> None:
+def check_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Require a state dict of the rule and the parameters of ``optimizer``.
 
     Raises:
@@ -39,6 +39,10 @@ def check_state_dict(optimizer: FusedOptimizer, state_dict: dict[str, Any]) -> N
         merged = {**optimizer.defaults, **group}
         with naming(owner):
             optimizer.validate(merged)
+        options = [name for name in _RULE_OPTIONS if merged.get(name) and name not in optimizer.defaults]
+        problems += [f"a group has {name}={merged[name]!r}, which {owner} does not have" for name in options]
+        if "step" in merged and optimizer.has_step_state:
+            problems += _step_problems(merged["step"], "a group")
         for index in group["params"]:
             entry = state_dict["state"].get(index, {})
             if index in params and any(value is not None for value in entry.values()):
@@ -54,7 +58,7 @@ def check_state_dict(optimizer: FusedOptimizer, state_dict: dict[str, Any]) -> N
         )
 
 
-def _state_shapes(optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor) -> dict[str, torch.Size]:
+def _state_shapes(optimizer: Any, group: dict[str, Any], param: Tensor) -> dict[str, torch.Size]:
     names = (*optimizer.state_names(group), *optimizer.optional_states)
     shapes = {name: torch.Size() if name in optimizer.scalar_states else param.shape for name in names}
     return {"step": torch.Size(), **shapes} if optimizer.has_step_state else shapes
@@ -110,7 +114,7 @@ def _step_problems(value: Any, where: str) -> Iterator[str]:
     except (TypeError, ValueError) as error:
         yield f"{error} ({where})"
         return
-    if not 0 <= step < float("inf"):
+    if not (0 <= step < float("inf") and step.is_integer()):
         yield f"'step' of {where} is {step}, not a count"
 
 

@@ -26,7 +26,7 @@ Policy policy_named(const std::string& name) {
 
 bool is_low_precision(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
-// float64 was asked for by name, and 8-bit floats have scales of their own: both stay.
+// float64 was requested explicitly, and 8-bit floats have scales of their own: both stay.
 bool is_cast(const at::Tensor& tensor) {
   return tensor.defined() && (tensor.scalar_type() == at::kFloat || is_low_precision(tensor.scalar_type()));
 }
@@ -57,7 +57,7 @@ class OverlayKernel final : public c10::OperatorKernel {
                                           at::ArrayRef<c10::IValue> arguments) const {
     switch (policy_) {
       case Policy::kHalf:
-        // Of the moment, not the overlay's: a user's own bfloat16 block inside O1 gets what it asks for.
+        // The current dtype, not the overlay's: a user's own bfloat16 block inside O1 casts to bfloat16.
         return autocast::get_autocast_dtype(device_type_);
       case Policy::kFloat:
         if (has_dtype_argument(schema, arguments)) return std::nullopt;
@@ -72,7 +72,7 @@ class OverlayKernel final : public c10::OperatorKernel {
     return std::nullopt;
   }
 
-  // What was asked for by name wins.
+  // What was requested explicitly takes precedence.
   static bool has_dtype_argument(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
     for (size_t i = 0; i < arguments.size(); ++i) {
       const c10::Argument& argument = schema.arguments()[i];

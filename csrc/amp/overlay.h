@@ -2,8 +2,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // O1's overlay: kernels under a device's Autocast dispatch key, for operators that its autocast leaves alone. Which
-// operators, and with which policy, apex_npu/amp/cast_lists.py says; the kernels in apex_npu/amp/overlay_kernels.py do
-// the same in Python.
+// operators, and with which policy, apex_npu/autocast/cast_lists.py says; the kernels in
+// apex_npu/autocast/autocast_kernels.py do the same in Python.
 #pragma once
 
 #include <torch/library.h>

@@ -26,7 +26,7 @@ std::vector<int64_t> low_precision_of(const Borrowed& tensors) {
 }
 
 void drop_grads(const Borrowed& tensors) {
-  // Together at the end: what Python runs when a gradient dies may let go of the tensors that are still to come.
+  // Together at the end: what Python runs when a gradient is freed may release the tensors that follow.
   std::vector<at::Tensor> dropped;
   dropped.reserve(tensors.size());
   look_at_grads(tensors, [&](const at::Tensor& grad, size_t i) {

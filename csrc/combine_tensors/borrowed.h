@@ -1,7 +1,7 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Many tensors, looked at one after the other.
+// Many tensors, read one after the other.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,12 +12,12 @@
 
 namespace apex_npu {
 
-// Tensors that somebody else keeps alive. Thousands are looked at in every step: counting references would take longer.
+// Tensors that the caller keeps alive. Every step reads thousands of them: reference counting would take longer.
 using Borrowed = std::vector<const at::Tensor*>;
 
-// look(i) for each tensor. What belongs to one lies all over the memory, and an update has swept it out of the caches:
-// each look would wait for the memory a few times, one after the other. So `next`, which gets the tensor's
-// implementation, fetches what is behind it a few tensors ahead, and the implementation itself is fetched before that.
+// look(i) for each tensor. A tensor's objects are scattered over memory, and an update has evicted them from the
+// caches: each call would wait for memory a few times, in sequence. So `next`, which gets the tensor's implementation,
+// prefetches what it points to a few tensors ahead, and the implementation itself is prefetched before that.
 constexpr size_t kAhead = 8;
 
 inline void prefetch_impl(const at::Tensor& tensor) {

@@ -17,13 +17,13 @@
 namespace apex_npu {
 namespace {
 
-// The memory behind a buffer and all its slots: the DataPtr that the allocator gave, held by whoever points into it.
+// The memory of a buffer and all its slots: the allocator's DataPtr, owned jointly by the tensors that point into it.
 // Owning the memory rather than the source's StorageImpl keeps slots valid when the source is resized or re-pointed.
 using SharedMemory = std::shared_ptr<c10::DataPtr>;
 
 struct SlotContext {
   SharedMemory memory;
-  // What the storage pointed at before, while someone outside torch (numpy, DLPack) may still look at it.
+  // What the storage pointed at before, while something outside torch (numpy, DLPack) may still reference it.
   c10::DataPtr previous;
 };
 
@@ -38,7 +38,7 @@ SlotContext* slot_context_of(const c10::DataPtr& data_ptr) {
   return static_cast<SlotContext*>(data_ptr.get_context());
 }
 
-// The pointer that the allocator gave for the memory that data_ptr is in: the only one that it knows the memory by.
+// The pointer that the allocator gave for the memory that data_ptr is in: the one that identifies the memory to it.
 const c10::DataPtr& allocation_of(const c10::DataPtr& data_ptr) {
   const SlotContext* context = slot_context_of(data_ptr);
   return context == nullptr ? data_ptr : *context->memory;

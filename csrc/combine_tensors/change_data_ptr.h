@@ -16,7 +16,7 @@ namespace apex_npu {
 // Moves nothing. Works on meta tensors, too, so that a layout can be checked without its memory.
 void check_change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t offset_numel);
 
-// Makes dst's *storage* begin `offset_numel` elements behind the first element of src, so that dst and every alias of
+// Makes dst's *storage* begin `offset_numel` elements after the first element of src, so that dst and every alias of
 // it see src's memory from then on. Sizes, strides and the storage's own nbytes stay. The memory is owned jointly: it
 // lives until src and the last tensor pointed into it are gone. Values are not copied.
 // With keep_previous the memory that dst's storage had stays allocated, until release_previous: for when something
@@ -30,7 +30,7 @@ void release_previous(const at::Tensor& t);
 // True where t's memory came from torch's allocator: not shared with another process, an array or a file.
 bool owns_memory(const at::Tensor& t);
 
-// A new tensor over src's memory, `offset_numel` elements behind src's first, with a storage of its own size.
+// A new tensor over src's memory, `offset_numel` elements after src's first, with a storage of its own size.
 at::Tensor storage_view(const at::Tensor& src, int64_t offset_numel, at::IntArrayRef sizes, at::IntArrayRef strides);
 
 // True where t's memory was handed out by change_data_ptr or storage_view.

@@ -14,7 +14,7 @@ namespace apex_npu {
 namespace py = pybind11;
 
 Borrowed borrow(const py::sequence& tensors) {
-  // Other sequences make their items when asked, and nobody would hold these.
+  // Other sequences create their items on access, and nothing would keep these alive.
   TORCH_CHECK_TYPE(PyList_Check(tensors.ptr()) || PyTuple_Check(tensors.ptr()), "expected a list or tuple, got ",
                    Py_TYPE(tensors.ptr())->tp_name);
   Borrowed borrowed;

@@ -1,7 +1,7 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Many objects of Python, looked at one after the other, fetched ahead as in look_at_each.
+// Many objects of Python, read one after the other, prefetched as in look_at_each.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

@@ -13,7 +13,7 @@
 
 namespace apex_npu {
 
-// Holds places, not tensors: a reference would stand in the way of torch.utils.swap_tensors.
+// Holds places, not tensors: a reference would make torch.utils.swap_tensors fail.
 class SlotTable {
  public:
   explicit SlotTable(const std::vector<at::Tensor>& tensors);
@@ -21,7 +21,7 @@ class SlotTable {
   // Indices of the tensors that have another address, size, stride, dtype or device than when the table was made.
   std::vector<int64_t> broken(const Borrowed& tensors) const;
 
-  // Whether a tensor lies where the i-th did.
+  // Whether a tensor has the address, size, stride, dtype and device that the i-th had.
   bool is_intact(size_t i, const at::Tensor& t) const;
 
  private:

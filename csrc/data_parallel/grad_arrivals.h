@@ -1,7 +1,7 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Counts the gradients that backward has brought to parameters, without taking Python's lock for each of them.
+// Counts the gradients that backward has accumulated into parameters, without taking the GIL for each of them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,11 +16,11 @@
 
 namespace apex_npu {
 
-// Buckets are full in one order: the first n of them, or none. See GradArrivals in apex_npu/fusion/grad_arrivals.py,
-// which does the same in Python.
+// Buckets are full in one order: the first n of them, or none. See GradArrivals in
+// apex_npu/distributed/grad_arrivals.py, which does the same in Python.
 class GradArrivals {
  public:
-  // `on_full(n)`: the first n buckets are full. Called in the thread that brought the last gradient; two threads may
+  // `on_full(n)`: the first n buckets are full. Called in the thread that added the last gradient; two threads may
   // call at once, and in either order.
   GradArrivals(std::vector<at::Tensor> tensors, std::function<void(int64_t)> on_full);
   ~GradArrivals();

@@ -123,7 +123,7 @@ struct Multiply {
   }
 };
 
-// A parameter's rows, one behind the other, and the cosines below which they, or the whole, are projected.
+// A parameter's rows, one after the other, and the cosines below which they, or the whole, are projected.
 struct Rows {
   int64_t begin, count, length;
   double row_limit, whole_limit;

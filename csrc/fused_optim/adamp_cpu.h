@@ -8,7 +8,7 @@
 
 namespace apex_npu {
 
-// apex_npu::adamp_, see apex_npu/ops/segmented.py. Rows must be ranges of memory: `ids` is not looked at, and
+// apex_npu::adamp_, see apex_npu/ops/segmented.py. Rows must be ranges of memory: `ids` is not read, and
 // `direction` is for devices that need it.
 void adamp_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
                const std::optional<at::Tensor>& model_param, const at::Tensor& direction, const at::Tensor& starts,

@@ -25,7 +25,7 @@ APEX_NPU_INLINE uint16_t to_half(float value) {
   return static_cast<uint16_t>(static_cast<uint32_t>(half) | ((bits >> 16) & 0x8000u));
 }
 
-// Elements ahead. What is converted is a block of a stream: nobody else fetches the next one.
+// Elements ahead. What is converted is a block of a stream: the next block is not fetched elsewhere.
 constexpr int64_t kAhead = 4 * kBlockNumel;
 
 // A cache line of 16-bit words.

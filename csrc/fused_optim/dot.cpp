@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kLanes = 16;
 
-// Elements, 4 KiB of float: a core that only reads leaves the memory idle if it asks for no more than it adds up.
+// Elements, 4 KiB of float: a core that only reads wastes memory bandwidth if it fetches no more than it adds up.
 constexpr int64_t kAhead = 1024;
 
 struct Dot {

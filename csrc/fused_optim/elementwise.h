@@ -1,7 +1,7 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Rules that treat every element by itself: one pass over all buffers, shared out to threads.
+// Elementwise rules: one pass over all buffers, split over threads.
 #pragma once
 
 #include <ATen/Parallel.h>

@@ -43,7 +43,7 @@ void gather_cpu(const Borrowed& slots, const Borrowed& grads, double inv_scale,
                 const std::optional<at::Tensor>& found_inf) {
   check(slots, grads);
   Pieces pieces;
-  std::vector<Place> to, from;  // asked for by one thread: memory may have to be copied before it is written
+  std::vector<Place> to, from;  // obtained by one thread: memory may have to be copied before it is written
   to.reserve(slots.size());
   from.reserve(slots.size());
   look_at_each(grads, prefetch_storage, [&](size_t i) {
@@ -75,7 +75,7 @@ int64_t take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Bo
   TORCH_CHECK_VALUE(sources.size() == params.size() && sources.size() == slots.size(),
                     "take_grads: sources, params and slots must have one length");
   Borrowed present;
-  std::vector<at::Tensor> grads;  // held: what Python runs when one dies may let go of those that are still to come
+  std::vector<at::Tensor> grads;  // held: what Python runs when one is freed may release those that follow
   std::vector<size_t> indices;
   present.reserve(sources.size());
   grads.reserve(sources.size());
@@ -91,7 +91,7 @@ int64_t take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Bo
       return;
     }
     present.push_back(slots[i]);
-    // It may lie in another's slot, which is about to be written.
+    // It may be in another gradient's slot, which is about to be written.
     grads.push_back(own && is_slot(grad) ? grad.clone() : grad);
     indices.push_back(i);
   });

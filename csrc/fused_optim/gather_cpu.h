@@ -23,7 +23,7 @@ void gather_cpu(const Borrowed& slots, const Borrowed& grads, double inv_scale,
 // where autograd leaves a parameter's gradient on another tensor (a master's, on the model's parameter), that is its
 // source.
 //
-// Returns the index of the first gradient that is not dense, or not of the dtype that its parameter asks for; nothing
+// Returns the index of the first gradient that is not dense, or not of the dtype that its parameter needs; nothing
 // has been written then. -1 where all are well.
 int64_t take_grads_cpu(const Borrowed& sources, const Borrowed& params, const Borrowed& slots, double inv_scale,
                        const std::optional<at::Tensor>& found_inf);

@@ -115,7 +115,7 @@ std::vector<int64_t> GradSlots::share(const Borrowed& sources, const Borrowed& p
   std::vector<int64_t> others;
   look_at_grads(sources, [&](const at::Tensor& grad, size_t i) {
     if (!grad.defined() || sources[i]->is_same(*params[i])) return;
-    // Who looks at its memory otherwise (a bucket of DistributedDataParallel, DLPack) would not follow when it is
+    // Other references to its memory (a bucket of DistributedDataParallel, DLPack) would not follow when it is
     // copied.
     const bool shares =
         slots_[i].numel >= loose_numel && is_readable(grad, slots_[i]) && !is_slot(grad) && is_alone(grad);

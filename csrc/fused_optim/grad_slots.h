@@ -1,7 +1,7 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Where the gradients of many parameters lie: nowhere, in their slots of a flat buffer, or where autograd left them.
+// The places of many parameters' gradients: none, their slots of a flat buffer, or where autograd left them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,11 +20,11 @@ namespace apex_npu {
 // kLoose: not in its slot, and of no need to be. What that takes depends on what shall be done with it.
 enum class GradState : char { kAbsent = 0, kPresent = 1, kForeign = 2, kLoose = 3 };
 
-// What gradients outside of their slots are looked at for; the values are those of LooseFor in grad_slots.py.
+// What gradients outside of their slots are needed for; the values are those of LooseFor in grad_slots.py.
 enum class LooseFor : int { kNothing = 0, kReading = 1, kStepping = 2, kWriting = 3 };
 
-// Whether a parameter's gradient is nobody else's, so that it may be written: no other tensor has its memory, and no
-// other parameter the tensor.
+// Whether a parameter is the only owner of its gradient, so that it may be written: no other tensor shares its memory,
+// and no other parameter has the same tensor.
 using IsAlone = bool (*)(const at::Tensor& grad);
 
 class GradSlots {
@@ -32,7 +32,7 @@ class GradSlots {
   // `shapes` have the slots' sizes, strides and dtype, on any device; `offsets` their first elements.
   GradSlots(const std::vector<at::Tensor>& shapes, std::vector<int64_t> offsets);
 
-  // These lie in the slots now, one in each; one that is found elsewhere later is a gradient like any other.
+  // Records that `views` are in the slots, one in each; one that is found elsewhere later is an ordinary gradient.
   void remember_views(const std::vector<at::Tensor>& views);
 
   // One GradState for each of `params`, which are those of the slots from `first` on; `views` are those of their slots.

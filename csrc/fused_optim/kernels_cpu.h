@@ -1,7 +1,7 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The kernels in this folder as those of the operators that apex_npu/ops/schemas.py defines.
+// The kernels in this folder as those of the operators that apex_npu/ops declares.
 #pragma once
 
 #include <torch/library.h>

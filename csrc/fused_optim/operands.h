@@ -73,7 +73,7 @@ class Operands {
     return {(maximize_ ? T(-1) : T(1)) / static_cast<T>(grad_scale_), static_cast<T>(l2), l2 != 0};
   }
 
-  // Elements [begin, begin + n) as T: where they lie, where they are T, else in `copy`.
+  // Elements [begin, begin + n) as T: in place where they are T, else in `copy`.
   template <typename T>
   T* param(int64_t begin, int64_t n, T* copy) const;
   template <typename T>

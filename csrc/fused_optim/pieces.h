@@ -21,12 +21,12 @@ constexpr int64_t kPieceNumel = 1 << 14;
 
 struct Piece {
   int64_t segment;
-  int64_t begin, numel;  // where it lies
+  int64_t begin, numel;  // its range
   bool whole;            // the only piece of its segment
 };
 
 // Raises ValueError or TypeError, in the name of `op`, where the segments [starts[i], starts[i] + lengths[i]) leave a
-// buffer of `numel` elements or overlap, or are not told in int64 on the host.
+// buffer of `numel` elements or overlap, or are not int64 on the host.
 void check_segments(const char* op, const at::Tensor& starts, const at::Tensor& lengths, int64_t numel);
 
 class Pieces {

@@ -19,7 +19,7 @@ namespace {
 
 using Impl = at::OpaqueTensorImpl<std::shared_ptr<const PlacedGrads>>;
 
-// n elements from the i-th on as T; where they lie, if they are T.
+// n elements from the i-th on as T; in place, if they are T.
 const double* read_place(const PlacedGrad& place, int64_t i, int64_t /*n*/, double* /*copy*/) {
   return reinterpret_cast<const double*>(place.data) + i;
 }
@@ -107,7 +107,7 @@ void scale_placed_grads(const at::Tensor& grads, double factor, const std::optio
   TORCH_CHECK_TYPE(placed != nullptr, "scale_placed_grads: expected placed gradients, got ", grads.toString());
   const std::vector<at::Tensor>& tensors = placed->tensors();
   Pieces pieces;
-  std::vector<const void*> data;  // asked for by one thread: memory may have to be copied before it is written
+  std::vector<const void*> data;  // obtained by one thread: memory may have to be copied before it is written
   data.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     pieces.add_segment(static_cast<int64_t>(i), 0, tensors[i].numel());

@@ -1,8 +1,8 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Gradients that lie anywhere, as one flat operand: a tensor without memory of its own, which only the kernels here can
-// read. All other operations refuse it, since it has no storage.
+// Gradients at any addresses, as one flat operand: a tensor without memory of its own, which only the kernels here can
+// read. All other operations reject it, since it has no storage.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,17 +29,17 @@ class PlacedGrads {
   // Of an operand of `numel` elements, which are 0 where none of `count` gradients is added.
   PlacedGrads(int64_t numel, size_t count);
 
-  // From element `begin` on, behind all that have been added before; `grad` fills its memory.
+  // From element `begin` on, after all that have been added before; `grad` fills its memory.
   void add(const at::Tensor& grad, int64_t begin);
 
   const std::vector<PlacedGrad>& places() const { return places_; }
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
 
-  // Fetches the beginning of the gradient behind the one of this index: no continuation, of which the processor would
-  // know.
+  // Fetches the beginning of the gradient after the one of this index: the hardware prefetcher cannot predict it, since
+  // it does not continue the same memory.
   void prefetch_behind(size_t index) const;
 
-  // Elements [begin, begin + n), n <= kBlockNumel, as T: where they lie, or put together in `copy`. T is double where
+  // Elements [begin, begin + n), n <= kBlockNumel, as T: in place, or gathered in `copy`. T is double where
   // the gradients are float64, else float.
   template <typename T>
   const T* read(int64_t begin, int64_t n, T* copy) const;
@@ -50,16 +50,16 @@ class PlacedGrads {
   int64_t numel_;
   std::vector<PlacedGrad> places_;
   std::vector<at::Tensor> tensors_;       // one for each, which keeps its memory
-  std::vector<uint32_t> first_in_block_;  // the first place that ends behind the beginning of each kBlockNumel elements
+  std::vector<uint32_t> first_in_block_;  // the first place that ends after the beginning of each kBlockNumel elements
 };
 
 // The operand, of the dtype that the gradients, wide or narrow, are taken for.
 at::Tensor as_operand(PlacedGrads grads, int64_t numel, at::ScalarType dtype);
 
-// What is behind an operand; null for any other tensor.
+// The gradients of an operand; null for any other tensor.
 const PlacedGrads* placed_grads_of(const at::Tensor& tensor);
 
-// Multiplies the gradients where they lie. found_inf (float32, one element), if given, becomes 1 where an element is
+// Multiplies the gradients in place. found_inf (float32, one element), if given, becomes 1 where an element is
 // inf or nan. With a factor of 1 nothing is written.
 void scale_placed_grads(const at::Tensor& grads, double factor, const std::optional<at::Tensor>& found_inf);
 

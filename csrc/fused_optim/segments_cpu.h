@@ -1,9 +1,9 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Sums and updates over segments of flat buffers, for the rules that look at one parameter, or one row of it, at a
-// time. `starts` and `lengths` (int64, host) say where the segments lie; elements outside all of them are left alone.
-// `ids` is for what is no range of memory, which these do not take.
+// Sums and updates over segments of flat buffers, for the rules that work on one parameter, or one row of it, at a
+// time. `starts` and `lengths` (int64, host) are the segments' ranges; elements outside all of them are unchanged.
+// Segments that are no ranges of memory (`ids`) are not supported here.
 #pragma once
 
 #include <ATen/core/Tensor.h>

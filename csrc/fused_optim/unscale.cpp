@@ -11,7 +11,7 @@
 namespace apex_npu {
 namespace {
 
-// Looks at the exponent's bits, which unlike std::isfinite the compiler turns into vector instructions.
+// Checks the exponent's bits, which unlike std::isfinite the compiler turns into vector instructions.
 APEX_NPU_INLINE uint32_t not_finite(float x) { return (bit_cast<uint32_t>(x) & kFloatInf) == kFloatInf; }
 
 APEX_NPU_INLINE uint64_t not_finite(double x) {

@@ -1,7 +1,7 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Gradients, copied, widened, multiplied and looked at in one pass.
+// Gradients, copied, widened, multiplied and checked in one pass.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,7 +22,7 @@ struct Place {
   // From the i-th element on.
   Place from(int64_t i) const { return {dtype, data + nbytes(i)}; }
 
-  // Fetches the beginning of n elements that are no continuation of others, of which the processor would know.
+  // Fetches the beginning of n elements that do not continue others: the hardware prefetcher cannot predict them.
   void prefetch(int64_t n) const {
     constexpr int64_t kHeadBytes = 1024;
     prefetch_bytes(data, std::min(kHeadBytes, nbytes(n)));

@@ -39,7 +39,7 @@ namespace detail {
 #ifdef APEX_NPU_AVX2
 template <typename Loop, typename... Args>
 APEX_NPU_AVX2 auto with_avx2(const Loop& loop, Args... args) {
-  const Loop local = loop;  // else each store might change the loop's constants, for all the compiler knows
+  const Loop local = loop;  // else the compiler must assume that each store changes the loop's constants
   return local(args...);
 }
 #endif

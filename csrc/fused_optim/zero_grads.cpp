@@ -13,7 +13,7 @@ namespace {
 
 bool is_plain(const at::Tensor& t) {
   // Subclasses may have no memory but that of tensors inside (DTensor), lazy ones other values in it; inference tensors
-  // must not be written here, which torch knows to say.
+  // must not be written here; torch raises the error for that.
   return t.layout() == c10::kStrided && t.device().is_cpu() && t.has_storage() && !t.is_inference() &&
          !t.unsafeGetTensorImpl()->is_python_dispatch() && !t.is_neg() && !t.is_conj() && !t._is_zerotensor() &&
          t.is_non_overlapping_and_dense();
@@ -23,7 +23,7 @@ bool is_plain(const at::Tensor& t) {
 
 std::vector<int64_t> zero_grads_cpu(const Borrowed& tensors) {
   std::vector<int64_t> others;
-  std::vector<char*> data;  // asked for by one thread: memory may have to be copied before it is written
+  std::vector<char*> data;  // obtained by one thread: memory may have to be copied before it is written
   data.reserve(tensors.size());
   Pieces pieces;  // of bytes
   look_at_grads(tensors, [&](const at::Tensor& grad, size_t i) {

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Every mistake gets an error that names the argument, the rule, the value and the way out, and changes nothing."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -158,13 +160,13 @@ def test_failure_half_way_puts_everything_back(monkeypatch):
 
 
 def test_failure_while_adopting_puts_everything_back(monkeypatch):
-    from apex_npu.amp import optimizer_adapter
+    from apex_npu.amp.master_params import MasterParams
 
     kept = amp.initialize(*pair(), opt_level="O1", verbosity=0)
     session = amp.session.current()
     models = [nn.Linear(3, 2), nn.Linear(3, 2)]
     pairs = [optimizers.NpuFusedSGD(m.parameters(), lr=0.1) for m in models]
-    make_masters = optimizer_adapter.make_masters
+    make_masters = MasterParams.make
     calls = []
 
     def failing(*arguments):
@@ -173,7 +175,7 @@ def test_failure_while_adopting_puts_everything_back(monkeypatch):
             raise MemoryError("no memory")
         return make_masters(*arguments)
 
-    monkeypatch.setattr(optimizer_adapter, "make_masters", failing)
+    monkeypatch.setattr(MasterParams, "make", failing)
     with pytest.raises(MemoryError):
         amp.initialize(models, pairs, opt_level="O2", verbosity=0)
     for model, optimizer in zip(models, pairs, strict=True):
@@ -181,7 +183,7 @@ def test_failure_while_adopting_puts_everything_back(monkeypatch):
         assert optimizer.param_groups[0]["params"] == list(model.parameters())
         assert model.weight.dtype == torch.float32
     assert amp.session.current() is session
-    assert kept[0](torch.ones(1, 3)).dtype == torch.float16  # O1 goes on
+    assert kept[0](torch.ones(1, 3)).dtype == torch.float16  # O1 continues
 
 
 def test_load_state_dict():
@@ -220,4 +222,14 @@ def test_combine_ddp_needs_torch_distributed_and_says_how_to_get_it():
         amp.initialize(model, optimizer, combine_ddp=True, ddp_replica_count=0, **options)
     assert type(optimizer) is torch.optim.SGD
     assert model.weight.dtype == torch.float32
-    amp.initialize(model, optimizer, combine_ddp=False, **options)  # says nothing, and needs nothing
+    amp.initialize(model, optimizer, combine_ddp=False, **options)  # no warning, no requirement
+
+
+def test_an_optimizer_that_has_lost_its_process_group_is_refused():
+    """Of a copy that was loaded where nothing averages gradients: it must not train as if it were alone."""
+    model = nn.Linear(2, 2)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", verbosity=0)
+    state = optimizer._amp_state
+    state.policy = dataclasses.replace(state.policy, combine_ddp=True)
+    with pytest.raises(RuntimeError, match="has lost its process group"):
+        amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer).__enter__()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from devices import DEVICE, require
+from devices import DEVICE, needs, require
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data._utils import worker
 
 from apex_npu._extension import extension
-from apex_npu.amp import casting
-from apex_npu.amp.casting import CastHandle, convert_model, enable_casts
 from apex_npu.amp.policy import OPT_LEVELS
+from apex_npu.autocast import casting
+from apex_npu.autocast.casting import CastHandle, convert_model, enable_casts
 
 O1 = OPT_LEVELS["O1"]
 HALF, FLOAT = torch.float16, torch.float32
@@ -39,7 +39,7 @@ def casts() -> Iterator[CastHandle]:
 
 
 def positive(*shape: int, dtype: torch.dtype = FLOAT) -> Tensor:
-    # Exact in half, so that casting by hand loses nothing.
+    # Exact in half, so that explicit casts lose nothing.
     return (torch.rand(*shape).mul(8).round() / 16 + 0.25).to(DEVICE, dtype)
 
 
@@ -205,6 +205,7 @@ def test_python_functions_get_no_casts_under_disabled(casts: CastHandle) -> None
     assert Recording.seen["autocast"] is False
 
 
+@needs("autocast_to_bfloat16")
 def test_python_functions_get_the_casts_of_their_forward(casts: CastHandle) -> None:
     x, weight = positive(2, 3).requires_grad_(), positive(3, 4).requires_grad_()
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
@@ -252,7 +253,7 @@ class Net(nn.Module):
 
 
 def expected_of(model: Net, x: Tensor) -> Tensor:
-    """The O1 arithmetic of ``Net``, by hand."""
+    """The O1 arithmetic of ``Net`` with explicit casts."""
     a, b = model.first, model.second
     hidden = F.linear(x.half(), a.weight.half(), a.bias.half()).float()
     hidden = torch.softmax(F.layer_norm(hidden, (8,), model.norm.weight, model.norm.bias), -1)
@@ -395,6 +396,7 @@ def test_undo_inside_disabled_stays_undone() -> None:
     assert not torch.is_autocast_enabled(DEVICE.type)
 
 
+@needs("autocast_to_bfloat16")
 def test_a_users_own_autocast_block_is_respected(casts: CastHandle) -> None:
     model, x = Net().to(DEVICE), positive(2, 8)
     convert_model(model, O1, (DEVICE.type,))
@@ -564,7 +566,7 @@ def test_undo_restores_an_unusual_state() -> None:
 
 
 @pytest.mark.parametrize("step", ["install_attribute_overlay", "install_dispatch_overlay", "patch_attribute"])
-def test_a_failure_half_way_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_a_failure_half_way_restores_torch(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     original, before = getattr(casting, step), snapshot()
 
     def fails_afterwards(*args: Any, **kwargs: Any) -> None:
@@ -617,7 +619,7 @@ def test_other_policies_change_nothing(policy: Any) -> None:
 def test_enabling_is_silent(device_type: str, capfd: pytest.CaptureFixture[str]) -> None:
     device_type = private_use() if device_type == "private use" else device_type
     previous = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)  # torch says some things only once per process
+    torch.set_warn_always(True)  # torch issues some warnings only once per process
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -643,7 +645,7 @@ def test_what_the_overlay_adds_per_device() -> None:
         handle.undo()
     common = {"gelu", "std", "var", "addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_"}
     assert common <= added["cpu"] & added["cuda"] & added[private_use()]
-    # cuDNN's are cast by autocast for cuda; torch_npu has LSTMs and GRUs of its own, which its autocast does not know.
+    # cuDNN's are cast by autocast for cuda; torch_npu has LSTMs and GRUs of its own, which its autocast does not cast.
     assert "lstm.input" in (added["cpu"] & added[private_use()]) - added["cuda"]
     if private_use() == "privateuseone":  # no such backend is loaded, hence nothing that its autocast does already
         assert {"mm", "exp", "softmax.int", "conv2d"} <= added["privateuseone"]

@@ -116,7 +116,7 @@ def test_resume_continues_bit_for_bit_in_either_order(level, cls):
         model, optimizer = make(level, cls)
         parts = {"model": model, "optimizer": optimizer, "amp": amp}
         for name in order:
-            parts[name].load_state_dict(copy.deepcopy(saved[name]))  # torch.optim goes on with the very tensors
+            parts[name].load_state_dict(copy.deepcopy(saved[name]))  # torch.optim continues with the same tensors
         losses = train(model, optimizer, range(5, 10), level)
         assert losses == expected[0]
         assert all(torch.equal(a, b) for a, b in zip(expected[1], float32_values(model, optimizer), strict=True))

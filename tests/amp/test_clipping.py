@@ -3,11 +3,13 @@
 """``torch.nn.utils.clip_grad_norm_`` under amp: the same values, in one pass over flat buffers where that can be."""
 
 import math
+import warnings
 
 import pytest
 import torch
 from devices import DEVICE
 from torch import nn
+from torch.nn.utils import clip_grad_norm_ as clip_by_name
 
 from apex_npu import amp, optimizers
 
@@ -35,13 +37,13 @@ def twins_of(params):
 def fused_calls(monkeypatch):
     """The clippings that flat buffers did."""
     calls = []
-    original = amp.optimizer_adapter.clip_grad_norm_
+    original = amp.amp_optimizer.clip_grad_norm_
 
     def spy(*args):
         calls.append(args)
         return original(*args)
 
-    monkeypatch.setattr(amp.optimizer_adapter, "clip_grad_norm_", spy)
+    monkeypatch.setattr(amp.amp_optimizer, "clip_grad_norm_", spy)
     return calls
 
 
@@ -87,8 +89,121 @@ def test_what_is_left_to_torch(case, fused_calls):
 
 
 def test_shutdown_gives_torch_its_functions_back():
-    originals = nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_norm_
+    # What torch's wrapper calls is replaced, so that the function is the same by all names.
+    functions = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
+    originals = [function.__wrapped__ for function in functions]
     make("O0")
-    assert nn.utils.clip_grad_norm_ is not originals[0]
+    make("O0")
+    assert (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_) == functions
+    assert all(f.__closure__[0].cell_contents is not original for f, original in zip(functions, originals, strict=True))
     amp.shutdown()
-    assert (nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_norm_) == originals
+    assert [function.__closure__[0].cell_contents for function in functions] == originals
+
+
+def test_a_function_imported_by_name_clips_the_buffers(fused_calls):
+    model, optimizer = make("O2")
+    backward(model, optimizer)
+    clip_by_name(amp.master_params(optimizer), 0.25)
+    assert len(fused_calls) == 1
+
+
+def said_by(act):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    return [str(warning.message) for warning in caught]
+
+
+CLIPPED_BY_NAME = {
+    # What is clipped by torch's own function between the block and the step, or the next block.
+    "model": lambda model, optimizer: clip_by_name(model.parameters(), 1e-3),
+    "what is stepped": lambda model, optimizer: clip_by_name(amp.master_params(optimizer), 1e-3),
+    "asked for again": lambda model, optimizer: (
+        clip_by_name(amp.master_params(optimizer), 1e-3),
+        list(amp.master_params(optimizer)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CLIPPED_BY_NAME)
+@pytest.mark.parametrize("blocks_after", [0, 1])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_scaled_gradients_that_a_function_imported_by_name_clips(level, blocks_after, case):
+    model, optimizer = make(level, fuse_unscale=True)
+
+    def train():
+        backward(model, optimizer)
+        CLIPPED_BY_NAME[case](model, optimizer)
+        for _ in range(blocks_after):
+            backward(model, optimizer)
+        optimizer.step()
+
+    assert any("clip_grad_norm_" in text for text in said_by(train))
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, optimizers.NpuFusedSGD])
+@pytest.mark.parametrize("blocks_after", [0, 1])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_model_gradients_that_a_function_imported_by_name_clips(level, blocks_after, cls):
+    model, optimizer = make(level, cls)
+
+    def train():
+        for _ in range(2):
+            backward(model, optimizer)
+            clip_by_name(model.parameters(), 1e-3)
+            for _ in range(blocks_after):
+                backward(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    (text,) = said_by(train)
+    assert "clip_grad_norm_" in text
+
+
+WRITES = {
+    # What may be done between a block and the step.
+    "nothing": lambda model, optimizer: None,
+    "clip, fused": lambda model, optimizer: optimizer.clip_optimizer_grad_norm_fused(1e-3),
+    "read": lambda model, optimizer: [p.grad.sum() for p in amp.master_params(optimizer)],
+    "combined": lambda model, optimizer: optimizer.get_optimizer_combined_grads(),
+    "drop one": lambda model, optimizer: setattr(next(model.parameters()), "grad", None),
+    "zero one": lambda model, optimizer: next(model.parameters()).grad.zero_(),
+    "clear, by the model": lambda model, optimizer: (model.zero_grad(set_to_none=False), backward(model, optimizer)),
+    "clear": lambda model, optimizer: (optimizer.zero_grad(), backward(model, optimizer)),
+    "a second block": lambda model, optimizer: backward(model, optimizer),
+    "a delayed block": lambda model, optimizer: (
+        backward(model, optimizer, delay_unscale=True),
+        backward(model, optimizer),
+    ),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("fuse", [None, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_nothing_is_said_where_no_script_has_written(level, fuse, write):
+    model, optimizer = make(level, fuse_unscale=fuse)
+
+    def train():
+        for _ in range(2):
+            backward(model, optimizer)
+            WRITES[write](model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert said_by(train) == []
+
+
+def test_a_wrapper_around_torchs_function_is_left_alone(monkeypatch):
+    calls, original = [], torch.nn.utils.clip_grad.clip_grad_norm_
+
+    def counting(*args, **kwargs):
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.utils.clip_grad, "clip_grad_norm_", counting)
+    model, optimizer = make("O0")
+    backward(model, optimizer)
+    counting(model.parameters(), 1.0)
+    amp.shutdown()
+    assert len(calls) == 1

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""With a capturable optimizer the device skips steps by itself: all is as if the host had, but that nobody waits."""
+"""With a capturable optimizer the device skips steps by itself: same results as a skip by the host, without a wait."""
 
 import gc
 import random
@@ -10,11 +10,11 @@ import weakref
 
 import pytest
 import torch
-from devices import DEVICE, SAME_KERNELS, SIMULATOR, needs_counts
+from devices import DEVICE, SAME_KERNELS, SIMULATOR, needs, needs_counts
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu.amp import delegated_skips, optimizer_adapter
+from apex_npu.amp import amp_optimizer, device_skip
 from apex_npu.ops import masks_writes
 
 needs_device = pytest.mark.skipif(DEVICE.type == "cpu", reason="on a CPU there is nothing to wait for")
@@ -28,7 +28,7 @@ CAPTURABLE = [
 @pytest.fixture(autouse=True)
 def delegated(monkeypatch):
     """On a simulated device, too, where it would cost more than a wait."""
-    monkeypatch.setattr(delegated_skips, "masks_writes", lambda device: True)
+    monkeypatch.setattr(device_skip, "masks_writes", lambda device: True)
 
 
 HOOKS = ("register_step_pre_hook", "register_step_post_hook")
@@ -190,6 +190,7 @@ def counted(call):
     return n
 
 
+@needs("flag_on_the_device")
 @needs_counts()
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("fuse_unscale", [False, True])
@@ -207,7 +208,7 @@ def test_nothing_waits_but_the_next_block_for_a_number_that_is_on_its_way(level,
             scaled_loss = block.__enter__()  # noqa: B023
 
         entered = counted(enter)
-        # One event, of the copy before: what is behind that in the queue is not waited for.
+        # One event, of the copy before: work queued after it is not waited for.
         assert (entered.syncs, entered.d2h) == (min(step, 1), 0)
         scaled_loss.backward()
         if step == 1:
@@ -224,6 +225,7 @@ def test_nothing_waits_but_the_next_block_for_a_number_that_is_on_its_way(level,
     assert amp.last_step(optimizer).skipped_steps == 1
 
 
+@needs("flag_on_the_device")
 @needs_counts()
 def test_clipping_answers_the_question_without_another_look():
     def launches(clip):
@@ -241,6 +243,7 @@ def test_clipping_answers_the_question_without_another_look():
     assert launches(clip=True) < launches(clip=False)
 
 
+@needs("flag_on_the_device")
 @needs_device
 def test_it_is_said_when_it_is_known(capsys):
     model, optimizer = make(verbosity=1)
@@ -283,6 +286,7 @@ def test_a_hook_that_comes_between_block_and_step_is_not_called_for_a_skipped_st
     assert amp.last_step(optimizer).skipped
 
 
+@needs("inf")
 @needs_device
 def test_the_alarm_finds_the_gradients_that_it_is_about(caplog):
     model, optimizer = make(skip_alarm=3)
@@ -312,6 +316,7 @@ def test_what_is_clipped_has_been_looked_at_before(clip, fuse_unscale):
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
 
 
+@needs("inf")
 @needs_device
 @pytest.mark.parametrize("fuse_unscale", [False, True])
 def test_a_norm_that_overflows_is_no_overflow_of_a_gradient(fuse_unscale):
@@ -324,6 +329,7 @@ def test_a_norm_that_overflows_is_no_overflow_of_a_gradient(fuse_unscale):
     assert amp.last_step(optimizer).applied
 
 
+@needs("flag_on_the_device")
 @needs_device
 def test_a_step_that_fails_leaves_the_question_open():
     model, optimizer = make()
@@ -332,7 +338,7 @@ def test_a_step_that_fails_leaves_the_question_open():
     lr, group["lr"] = group["lr"], "much"
     with pytest.raises((TypeError, ValueError)):
         optimizer.step()
-    assert optimizer.found_inf_of_step is None
+    assert not hasattr(optimizer, "found_inf")
     group["lr"] = lr
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.step()
@@ -451,7 +457,7 @@ def test_a_subclass_that_changes_no_step_is_left_to_the_device():
         def validate(self, group):
             super().validate(group)
 
-    assert delegated_skips.masks_steps(make(cls=Named)[1])
+    assert device_skip.supports_found_inf(make(cls=Named)[1])
 
 
 class AsksMeanwhile(optimizers.NpuFusedSGD):
@@ -470,27 +476,27 @@ def in_another_thread(call):
 
 @needs_device
 @pytest.mark.parametrize("fuse_unscale", [False, True])
-def test_whoever_asks_in_the_middle_of_a_step_changes_nothing(fuse_unscale):
+def test_a_read_in_the_middle_of_a_step_changes_nothing(fuse_unscale):
     model, optimizer = make(cls=AsksMeanwhile, fuse_unscale=fuse_unscale)
     assert skips_all(optimizer, model)
     assert amp.last_step(optimizer).skipped_steps == 1
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer.step()  # of which no block has said anything
+    optimizer.step()  # which no block has reported
     assert not any(map(torch.equal, before, model.parameters()))
     assert amp.last_step(optimizer).applied
 
 
 @needs_device
-def test_whoever_asks_just_before_the_flag_is_handed_over_changes_nothing(monkeypatch):
-    real = optimizer_adapter.hand_over_flag
+def test_a_read_just_before_the_flag_is_set_changes_nothing(monkeypatch):
+    real = amp_optimizer.take_step
 
-    def hand_over_flag(*args):
+    def take_step(*args):
         in_another_thread(amp.state_dict)
         real(*args)
 
-    monkeypatch.setattr(optimizer_adapter, "hand_over_flag", hand_over_flag)
+    monkeypatch.setattr(amp_optimizer, "take_step", take_step)
     model, optimizer = make(fuse_unscale=True)
     assert skips_all(optimizer, model)
     assert amp.last_step(optimizer).skipped_steps == 1
@@ -503,11 +509,11 @@ def test_what_is_on_its_way_keeps_neither_model_nor_optimizer(level, fuse_unscal
     model, optimizer = make(level, fuse_unscale=fuse_unscale)
     backward(model, optimizer, bad=True)
     optimizer.step()
-    watched = [weakref.ref(thing) for thing in (model, model[0].weight, optimizer, optimizer._amp_record)]
+    watched = [weakref.ref(thing) for thing in (model, model[0].weight, optimizer, optimizer._amp_state)]
     del model, optimizer
     gc.collect()
     assert [ref() for ref in watched] == [None] * 4
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 512.0  # the scaler hears of it all the same
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 512.0  # the scaler is updated nevertheless
 
 
 @needs_device

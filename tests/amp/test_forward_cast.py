@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from apex_npu.amp.casting import convert_model
-from apex_npu.amp.containers import cast_floating
 from apex_npu.amp.policy import OPT_LEVELS
+from apex_npu.autocast.casting import convert_model
+from apex_npu.autocast.containers import cast_floating
 
 O0, O1, O2, O3 = (OPT_LEVELS[level] for level in ("O0", "O1", "O2", "O3"))
 HALF, FLOAT = torch.float16, torch.float32

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, needs
 from optimizer_specs import SPECS
 from torch import nn
 
@@ -110,8 +110,7 @@ def test_trains_as_without(level, cls, loss_scale, clip):
                 optimizer.zero_grad()
             result = [p.detach().float().clone() for p in amp.master_params(optimizer)], None
         else:
-            # With masters a delayed gradient waits in half precision without fuse_unscale, and in float32 with it.
-            result = program(model, optimizer, clip, delay=level not in ("O2", "O5"))
+            result = program(model, optimizer, clip, delay=True)
         results.append(result)
         amp.shutdown()
     same(level, *results)
@@ -181,6 +180,7 @@ def test_the_norm_is_that_of_the_true_gradient(level, norm_type):
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+@needs("inf")
 def test_clipping_refuses_what_is_not_finite_when_asked():
     model, optimizer = make("O1")
     backward(model, optimizer, 0, bad=True)
@@ -233,20 +233,24 @@ def test_a_parameter_that_a_second_optimizer_gets_later_is_refused():
     torch.testing.assert_close(parts[0].weight.detach(), before - 2.0)
 
 
+@pytest.mark.parametrize("way", ["prepared", "declared"])
 @pytest.mark.parametrize("level", ["O0", "O2"])
-def test_backwards_scaled_by_hand_are_added_to_gradients_that_are_held(level):
-    """The two ways of recipes that scale for themselves, each behind an ordinary block."""
+def test_manually_scaled_backwards_are_added_to_scaled_gradients(level, way):
+    """Two ways in which recipes scale the loss themselves, each after an ordinary block.
+
+    Gradients that are declared to be scaled wait where backward has left them, as after ``delay_unscale``.
+    """
     results = []
-    for by_hand in (None, "prepared", "declared"):
+    for manual in (None, way):
         model, optimizer = make(level, optimizers.NpuFusedSGD)
         scaler = amp._amp_state.loss_scalers[0]
         backward(model, optimizer, 0)
-        if by_hand is None:
-            backward(model, optimizer, 1)
+        if manual is None:
+            backward(model, optimizer, 1, delay_unscale=way == "declared")
         else:
             x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).to(DEVICE)
             loss = model(x).float().square().mean() * scaler.loss_scale()
-            if by_hand == "prepared":
+            if manual == "prepared":
                 optimizer._prepare_amp_backward()
             else:
                 for p in model.parameters():
@@ -254,15 +258,14 @@ def test_backwards_scaled_by_hand_are_added_to_gradients_that_are_held(level):
                         p.grad = None  # its master has it
                 optimizer._amp_stash.params_have_scaled_gradients = True
             loss.backward()
-            if by_hand == "prepared":
+            if manual == "prepared":
                 optimizer._post_amp_backward(scaler)
         backward(model, optimizer, 2)
         optimizer.step()
         results.append([p.detach().clone() for p in amp.master_params(optimizer)])
         amp.shutdown()
-    for result in results[1:]:
-        for p, q in zip(result, results[0], strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
 def test_larc_is_refused():
@@ -324,7 +327,7 @@ def test_zero_grad_inside_the_block_leaves_what_backward_adds_scaled(fuse_unscal
         optimizer.step()
         plain.step()
         assert_same_weights(optimizer, twin)
-        twin.load_state_dict(model.state_dict())  # else the next gradients would tell how these were rounded
+        twin.load_state_dict(model.state_dict())  # otherwise the next gradients depend on the rounding of these
 
 
 @pytest.mark.parametrize("cls", [optimizers.NpuFusedSGD, torch.optim.SGD])
@@ -343,13 +346,14 @@ def test_gradients_that_come_after_clipping_are_not_clipped(cls):
         optimizer.step()
         plain.step()
         assert_same_weights(optimizer, twin)
-        twin.load_state_dict(model.state_dict())  # else the next gradients would tell how these were rounded
+        twin.load_state_dict(model.state_dict())  # otherwise the next gradients depend on the rounding of these
         optimizer.zero_grad()
         plain.zero_grad()
 
 
+@needs("inf")
 def test_clipping_ends_with_gradients_that_the_model_clears():
-    """A loop that looks at the norm, and gives up on a batch whose norm is nan."""
+    """A loop that reads the norm, and drops a batch whose norm is nan."""
     model, optimizer = make("O0", optimizers.NpuFusedSGD)
     twin, plain = plain_twin()
     backward(model, optimizer, 0)
@@ -398,7 +402,7 @@ def test_step_inside_the_block_is_refused(fuse_unscale, level):
             optimizer.step()
 
 
-def test_step_behind_a_block_that_has_looked_at_nothing_is_refused():
+def test_step_after_a_block_that_has_checked_nothing_is_refused():
     model, optimizer = make("O1", optimizers.NpuFusedSGD)
     backward(model, optimizer, 0, bad=True, delay_unscale=True)
     with pytest.raises(RuntimeError, match=r"loss scale 128.0: the last scale_loss had delay_unscale=True"):
@@ -408,7 +412,7 @@ def test_step_behind_a_block_that_has_looked_at_nothing_is_refused():
     assert amp.last_step(optimizer).skipped
 
 
-def test_gradients_are_still_held_behind_a_step_that_fails():
+def test_gradients_stay_scaled_after_a_step_that_fails():
     model, optimizer = make("O0", optimizers.NpuFusedSGD)
     twin, plain = plain_twin()
     backward(model, optimizer, 0)
@@ -472,15 +476,15 @@ def zero_model(model, loss):
     model.zero_grad(set_to_none=False)
 
 
-def write_by_hand(model, loss):
+def write_directly(model, loss):
     for p in model.parameters():
         p.grad.mul_(3.0)
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 64.0])
-@pytest.mark.parametrize("spoil", [another_loss, zero_model, write_by_hand])
+@pytest.mark.parametrize("spoil", [another_loss, zero_model, write_directly])
 def test_masters_keep_what_a_block_has_brought_them(spoil, loss_scale):
-    """Model gradients may be written behind it: by the backward of another network's loss through this one."""
+    """Model gradients may be written after the block, by the backward of another network's loss through this one."""
     results = []
     for fuse_unscale in (False, True):
         model, optimizer = make("O2", optimizers.NpuFusedSGD, fuse_unscale, loss_scale, keep_batchnorm_fp32=False)
@@ -628,7 +632,7 @@ def test_at_a_loss_scale_of_1_clipping_masters_is_left_to_the_step_too(level):
 
 @pytest.mark.parametrize("level", ["O0", "O1"])
 def test_at_a_loss_scale_of_1_without_masters_clipping_ends_with_its_gradients(level):
-    """A script may go on without blocks then, and clear gradients by the model."""
+    """A script may continue without blocks then, and clear gradients by the model."""
     model, optimizer = make(level, optimizers.NpuFusedSGD, loss_scale=1.0)
     model(torch.ones(2, 6, device=DEVICE)).sum().backward()
     optimizer.clip_optimizer_grad_norm_fused(1e-6)
@@ -644,7 +648,7 @@ def test_at_a_loss_scale_of_1_without_masters_clipping_ends_with_its_gradients(l
 
 @pytest.mark.parametrize("pending", [False, True])
 def test_torchs_clipping_at_a_loss_scale_of_1_clips_at_once(pending):
-    """What a script reads behind it is clipped, and clipped once."""
+    """The gradients that a script reads after clipping are clipped, once."""
     model, optimizer = make("O5", optimizers.NpuFusedSGD, loss_scale=1.0)
     backward(model, optimizer, 0)
     if pending:
@@ -677,3 +681,49 @@ def test_a_gradient_that_cannot_be_gathered_leaves_the_others_as_they_are():
     optimizer.step()
     for p, expected in zip(params, (0.8, 0.7), strict=True):
         torch.testing.assert_close(p, torch.full_like(p, expected))
+
+
+TORCH_FUSED = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]
+
+
+@pytest.mark.skipif(DEVICE.type == "npu", reason="torch_npu's fused optimizers read no grad_scale")
+@pytest.mark.parametrize("cls", TORCH_FUSED)
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("options", [{}, {"combine_grad": True}])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_torchs_fused_optimizers_divide_in_their_step(monkeypatch, level, options, clip, cls):
+    """By the protocol of GradScaler, and with the values of an unscaling at the end of the block."""
+    if cls is torch.optim.Adagrad and DEVICE.type != "cpu":
+        pytest.skip("torch's fused Adagrad is for the CPU")
+    scales = []
+    real = cls.step
+
+    def step(self, *args):
+        scales.append(getattr(self, "grad_scale", None))
+        return real(self, *args)
+
+    monkeypatch.setattr(cls, "step", step)
+    results = []
+    for fuse in (False, True):
+        torch.manual_seed(0)
+        # No bias before the norm: its gradient is rounding, which Adam magnifies.
+        model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.BatchNorm1d(5), nn.Linear(5, 1)).to(DEVICE)
+        optimizer = cls(model.parameters(), lr=0.05, fused=True)
+        options_of = {"loss_scale": "dynamic", "dynamic_init_scale": 2.0**8, "verbosity": 0, **options}
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, fuse_unscale=fuse, **options_of)
+        for number in range(6):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+            loss = model(x).float().square().mean()
+            with amp.scale_loss(loss * (torch.inf if number == 2 else 1.0), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            if clip:
+                optimizer.clip_optimizer_grad_norm_fused(0.1)
+            optimizer.step()
+            assert amp.last_step(optimizer).applied == (number != 2)
+            optimizer.zero_grad()
+        results.append([p.detach().clone() for p in amp.master_params(optimizer)])
+        amp.shutdown()
+    for unscaled, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, unscaled, rtol=1e-5, atol=1e-6)
+    assert scales[:5] == [None] * 5
+    assert all(scale is not None for scale in scales[5:])

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What old scripts touch by private names: the patterns as they stand in public code."""
+"""Private names of Apex that old scripts use: the patterns of public code."""
 
 import copy
 import io
@@ -8,12 +8,12 @@ import pickle
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, needs
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu.amp.legacy.scaler import LossScaler
-from apex_npu.amp.legacy.state import _amp_state, master_params, maybe_print, warn_or_err
+from apex_npu.compat.amp.scaler import LossScaler
+from apex_npu.compat.amp.state import _amp_state, master_params, maybe_print, warn_or_err
 
 
 def make(level="O2", maker=torch.optim.SGD, **options):
@@ -192,7 +192,7 @@ def test_without_masters_the_stash_has_the_other_lists():
     assert [id(p) for p in stash.all_fp16_params] == [id(p) for p in model.parameters()]
     assert stash.all_fp32_params == []
     assert stash.all_fp16_grad_stash == [None] * 6
-    # NVIDIA's FusedSGD asks so whether there are masters.
+    # NVIDIA's FusedSGD checks for masters in this way.
     assert not hasattr(stash, "fp32_from_fp16_groups")
     assert not hasattr(torch.optim.SGD(model.parameters(), lr=0.1), "_amp_stash")
 
@@ -223,7 +223,7 @@ def test_flags_of_the_stash_can_be_assigned_and_follow_amp():
 def test_gradients_declared_scaled_are_unscaled_by_the_next_block():
     model, optimizer = make("O1", loss_scale=8.0)
     reference = copy.deepcopy(model)
-    (loss_of(model, 0) * 8.0).backward()  # by hand, outside
+    (loss_of(model, 0) * 8.0).backward()  # manually, outside
     optimizer._amp_stash.params_have_scaled_gradients = True
     with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -267,7 +267,7 @@ def test_nvidias_bert_recipe_resumes_bit_for_bit(maker):
     assert_same(values(model), expected)
 
 
-def test_masters_written_by_hand_reach_the_model():
+def test_masters_written_by_a_script_reach_the_model():
     model, optimizer = make("O2")
     for master in optimizer._amp_stash.all_fp32_from_fp16_params:
         master.data.fill_(0.3)
@@ -277,15 +277,15 @@ def test_masters_written_by_hand_reach_the_model():
 
 @pytest.mark.parametrize("maker", [torch.optim.SGD, optimizers.NpuFusedSGD], ids=str)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_backward_scaled_by_hand_gives_what_scale_loss_gives(level, maker):
+def test_a_manually_scaled_backward_gives_what_scale_loss_gives(level, maker):
     results = []
-    for by_hand in (False, True):
+    for manual in (False, True):
         model, optimizer = make(level, maker, loss_scale=64.0)
         for step in range(3):
             optimizer.zero_grad()
             for micro in range(2):
                 loss = loss_of(model, 10 * step + micro)
-                if by_hand:
+                if manual:
                     scaler = amp._amp_state.loss_scalers[0]
                     optimizer._prepare_amp_backward()
                     (loss.float() * scaler.loss_scale()).backward()
@@ -340,7 +340,7 @@ def test_preparing_twice_loses_nothing_and_clearing_forgets_what_was_set_aside()
     torch.testing.assert_close(weight.grad, grads[0] - 1, rtol=1e-5, atol=1e-6)
 
 
-def test_a_backward_by_hand_asks_saturating_devices_for_their_flag(monkeypatch):
+def test_a_manual_backward_reads_the_flag_of_saturating_devices(monkeypatch):
     from apex_npu.backends.ieee import IeeeBackend
 
     class Saturating(IeeeBackend):
@@ -356,7 +356,7 @@ def test_a_backward_by_hand_asks_saturating_devices_for_their_flag(monkeypatch):
             return self.flag
 
     backend = Saturating(DEVICE.type, "gloo")
-    monkeypatch.setattr("apex_npu.amp.gradients.for_device", lambda device: backend)
+    monkeypatch.setattr("apex_npu.amp.grad_groups.for_device", lambda device: backend)
     model, optimizer = make("O2")
     scaler = amp._amp_state.loss_scalers[0]
     for overflow in (False, True):
@@ -402,6 +402,7 @@ def test_a_scaler_of_ones_own_moves_as_the_rule_says():
     assert {s for s, _ in expected} == {2.0**9, 2.0**10, 2.0**11}
 
 
+@needs("inf")
 def test_a_static_scaler_divides_and_never_skips():
     scaler = LossScaler(128.0)
     model_grad = torch.tensor([128.0, float("inf")], dtype=torch.float16, device=DEVICE)
@@ -414,6 +415,7 @@ def test_a_static_scaler_divides_and_never_skips():
     assert master_grad[0] == 2.0
 
 
+@needs("inf")
 def test_unscale_with_stashed_adds_and_checks_the_new_ones_alone():
     scaler = LossScaler("dynamic", init_scale=4.0)
     new = torch.tensor([4.0, 8.0], dtype=torch.float16, device=DEVICE)
@@ -671,7 +673,7 @@ def test_a_learning_rate_per_group_needs_no_default():
 
 
 def test_lists_show_what_is_cast_and_refuse_edits():
-    from apex_npu.amp.legacy.lists import functional_overrides, tensor_overrides, torch_overrides
+    from apex_npu.compat.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
     assert {"linear", "conv2d", "conv_transpose3d", "conv_tbc"} <= set(functional_overrides.FP16_FUNCS)
     assert {"softmax", "interpolate", "cross_entropy", "grid_sample"} <= set(functional_overrides.FP32_FUNCS)
@@ -692,7 +694,7 @@ def test_lists_show_what_is_cast_and_refuse_edits():
 
 @pytest.mark.parametrize("name", ["linear", "conv2d", "softmax", "mse_loss"])
 def test_the_lists_tell_the_truth(name):
-    from apex_npu.amp.legacy.lists import functional_overrides
+    from apex_npu.compat.amp.lists import functional_overrides
 
     x, w = torch.randn(2, 3, 5, 5, device=DEVICE), torch.randn(3, 3, 3, 3, device=DEVICE)
     calls = {
@@ -708,7 +710,7 @@ def test_the_lists_tell_the_truth(name):
 
 
 def test_wrappers_cast_while_their_handle_is_active():
-    from apex_npu.amp.legacy import utils, wrap
+    from apex_npu.compat.amp import utils, wrap
 
     handle = amp.init()
     half = wrap.make_cast_wrapper(lambda x, y: (x.dtype, y.dtype), utils.maybe_half, handle)
@@ -722,7 +724,7 @@ def test_wrappers_cast_while_their_handle_is_active():
 
 
 def test_helpers_see_nested_tensors():
-    from apex_npu.amp.legacy import utils
+    from apex_npu.compat.amp import utils
 
     x, i = torch.ones(1), torch.ones(1, dtype=torch.int64)
     assert utils.is_fp_tensor([x, (x, x)])

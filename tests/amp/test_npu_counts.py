@@ -93,7 +93,7 @@ def test_goal_of_an_update_is_what_the_old_patch_needs(rule):
 def parts_of_a_step(
     tensors: int, level: str, fuse_unscale: bool, *, set_to_none: bool = True, max_norm: float | None = 0.1
 ):
-    """Counts of each part of an iteration behind backward, once all is set up."""
+    """Counts of each part of an iteration after backward, in a warmed-up loop."""
     model = nn.Module()
     model.params = nn.ParameterList(params(tensors))
     optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-3)

@@ -36,7 +36,7 @@ def o1() -> None:
 
 
 def rand(*shape: int, dtype: torch.dtype = FLOAT) -> Tensor:
-    # Exact in half, so that casting by hand loses nothing.
+    # Exact in half, so that explicit casts lose nothing.
     return (torch.rand(*shape).mul(8).round() / 16 + 0.25).to(DEVICE, dtype)
 
 
@@ -458,7 +458,7 @@ def test_checkpoints_of_both_kinds_inside_a_forward() -> None:
             self.reentrant: bool | None = None
 
         def block(self, x: Tensor) -> Tensor:
-            # Twice: the recomputation casts the weight anew, the forward did so once.
+            # Twice: the recomputation casts the weight again, the forward did so once.
             return self.layer(F.gelu(self.norm(self.layer(x))))
 
         def forward(self, x: Tensor) -> Tensor:
@@ -517,6 +517,7 @@ def test_a_weight_used_without_grad_first_still_gets_one() -> None:
     assert len(gradients(model, lambda: model(rand(2, 4)))) == 3
 
 
+@needs("autocast_to_bfloat16")
 def test_blocks_nest_inside_and_outside_of_autocast() -> None:
     o1()
     x = rand(2, 2)

@@ -1,24 +1,23 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``fuse_unscale`` leaves the look for overflow to whoever reads the gradients next, and nobody can tell."""
+"""``fuse_unscale`` defers the check for overflow to the next read of the gradients; results are the same."""
 
 import copy
 import gc
 import math
 import pickle
-import sys
 import threading
 import warnings
 import weakref
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, needs
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu.amp import held_gradients
-from apex_npu.amp.open_check import OpenCheck
+from apex_npu.amp import fused_unscale
+from apex_npu.amp.deferred_inf_check import DeferredInfCheck
 
 LEVELS = ["O0", "O2"]
 
@@ -68,7 +67,7 @@ ASKED_BY = {
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("asked_by", ASKED_BY)
-def test_an_overflow_is_found_by_whoever_looks_first(level, asked_by):
+def test_an_overflow_is_found_by_the_first_read(level, asked_by):
     model, optimizer = make(level)
     view = amp._amp_state.loss_scalers[0]
     backward(model, optimizer, bad=True)
@@ -99,7 +98,7 @@ def test_clearing_instead_of_stepping_does_not_lose_it(level, clear):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_second_block_finds_it_and_starts_anew(level):
+def test_a_second_block_finds_it_and_starts_afresh(level):
     model, optimizer = make(level)
     backward(model, optimizer, bad=True)
     backward(model, optimizer)
@@ -153,11 +152,11 @@ def test_a_block_inside_the_block_of_another_optimizer_is_decided_before_it(fuse
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32.0, "unskipped": 1}
 
 
+@needs("flag_on_the_device")
 def test_a_block_of_one_thread_does_not_look_at_gradients_of_another(monkeypatch):
-    scale_loss = sys.modules["apex_npu.amp.scale_loss"]  # the module; the package has a function of that name
     looks = []
-    real = scale_loss.look_for_overflow
-    monkeypatch.setattr(scale_loss, "look_for_overflow", lambda units: looks.append(1) or real(units))
+    real = fused_unscale.look_for_overflow
+    monkeypatch.setattr(fused_unscale, "look_for_overflow", lambda units: looks.append(1) or real(units))
     models = [nn.Linear(4, 3).to(DEVICE) for _ in range(2)]
     made = [optimizers.NpuFusedSGD(m.parameters(), lr=0.5) for m in models]
     options = {"loss_scale": "dynamic", "dynamic_init_scale": 64.0, "fuse_unscale": True, "verbosity": 0}
@@ -180,17 +179,17 @@ def test_two_threads_that_ask_at_once_have_it_decided_once():
         asked.wait(0.2)  # for the other thread to get past a check of its own, if it could
         return [torch.ones(1)]
 
-    check = OpenCheck(look, decisions.append)
+    check = DeferredInfCheck(look, decisions.append)
 
     def ask():
         looking.wait()
-        check.close()
+        check.resolve()
         answers.append(list(decisions))
         asked.set()
 
     other = threading.Thread(target=ask)
     other.start()
-    check.close()
+    check.resolve()
     other.join()
     assert decisions == [True]
     assert answers == [[True]]
@@ -219,7 +218,7 @@ def test_clipping_by_value_does_not_hide_it(level, init_scale):
     assert amp.last_step(optimizer).skipped
 
 
-def test_a_backward_scaled_by_hand_does_not_hide_it():
+def test_a_manually_scaled_backward_does_not_hide_it():
     model, optimizer = make()
     backward(model, optimizer, bad=True)
     optimizer._prepare_amp_backward()
@@ -230,6 +229,7 @@ def test_a_backward_scaled_by_hand_does_not_hide_it():
     assert_skipped(model, optimizer)
 
 
+@needs("inf")
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_norm_that_is_nan_has_no_part_in_the_next_block(level):
     model, optimizer = make(level)
@@ -268,6 +268,7 @@ def test_gradients_that_outlive_a_skipped_step_are_clipped_ones(fuse):
     torch.testing.assert_close(norm, torch.tensor(0.01, device=DEVICE), rtol=1e-4, atol=0)
 
 
+@needs("inf")
 def test_finite_gradients_whose_norm_overflows_have_not_overflowed():
     model, optimizer = make()
     huge = torch.finfo(torch.float32).max / 2
@@ -281,6 +282,7 @@ def test_finite_gradients_whose_norm_overflows_have_not_overflowed():
     assert amp.last_step(optimizer).applied
 
 
+@needs("inf")
 def test_gradients_that_a_script_repairs_are_stepped():
     model, optimizer = make()
     backward(model, optimizer, bad=True)
@@ -288,20 +290,20 @@ def test_gradients_that_a_script_repairs_are_stepped():
     before = model.bias.detach().clone()
     optimizer.step()
     assert amp.last_step(optimizer).applied
-    # The sum over two rows, whose mean nobody takes: 2 each.
+    # The sum over two rows, not their mean: 2 each.
     torch.testing.assert_close(model.bias, before - 0.5 * torch.tensor([2.0, 0.0, 2.0], device=DEVICE))
 
 
+@needs("flag_on_the_device")
 def test_a_plain_step_reads_gradients_for_overflow_once(monkeypatch):
-    scale_loss = sys.modules["apex_npu.amp.scale_loss"]  # the module; the package has a function of that name
     looks = []
 
     def count(module, name):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args: looks.append(1) or real(*args))
 
-    count(scale_loss, "look_for_overflow")
-    count(held_gradients, "scale_and_look")  # where they are divided in the same pass
+    count(fused_unscale, "look_for_overflow")
+    count(fused_unscale, "_scale_and_look")  # where they are divided in the same pass
     model, optimizer = make()
     for clip in (True, False):
         backward(model, optimizer)

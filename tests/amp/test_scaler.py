@@ -59,8 +59,13 @@ def test_static():
     scaler = make_scaler(128.0, DynamicScaleOptions())
     assert isinstance(scaler, StaticLossScaler)
     assert not scaler.dynamic
-    scaler.update(True)
+    with pytest.warns(RuntimeWarning, match=r"overflowed under the static loss scale 128\.0"):
+        scaler.update(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler.update(True)  # once
     assert scaler.scale == 128.0
+    assert not scaler.found_inf
 
 
 def test_state_dict():

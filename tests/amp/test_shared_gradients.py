@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor  # a subclass that has no memory but that of two inside
 
 from apex_npu import amp, optimizers
-from apex_npu.amp.gradients import GradUnit, unscale_units
+from apex_npu.amp.grad_groups import GradGroup, unscale
 from apex_npu.fusion import grad_slots
 
 SCALE = 64.0
@@ -49,7 +49,7 @@ DYNAMIC = {"loss_scale": "dynamic", "dynamic_init_scale": SCALE}
 
 
 def test_autograd_leaves_two_gradients_in_one_memory():
-    """If it no longer does, the tests below look at nothing."""
+    """If it no longer does, the tests below check nothing."""
     model, _ = make([TORCH])
     loss_of(model).backward()
     assert model[0].grad.data_ptr() == model[1].grad.data_ptr()
@@ -105,7 +105,7 @@ def unscaled(grads):
     params = [nn.Parameter(torch.zeros_like(g)) for g in grads]
     for p, g in zip(params, grads, strict=True):
         p.grad = g
-    unscale_units([GradUnit(params, params)], SCALE, check=False)
+    unscale([GradGroup(params)], SCALE, check=False)
     return [p.grad for p in params]
 
 

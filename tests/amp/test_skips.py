@@ -8,11 +8,11 @@ import warnings
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, needs
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu.amp.optimizer_record import OptimizerRecord
+from apex_npu.amp.master_params import MasterParams
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
@@ -113,7 +113,7 @@ def test_schedulers_follow_applied_steps_without_a_warning(level, before, betwee
 
 
 def test_trainers_that_put_their_own_step_in_place():
-    """Accelerate's way: whether its replacement was called tells it that a GradScaler let the step through."""
+    """Accelerate's way: a call of its replacement shows that a GradScaler did not skip the step."""
     model, optimizer = make("O2")
     original, called = optimizer.step, []
 
@@ -158,6 +158,7 @@ def test_grad_scaler_lets_accelerate_see_a_skip():
     assert called == [True]
 
 
+@needs("inf")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_after_many_skips_in_a_row_one_error_says_where_to_look(level, caplog):
     model, optimizer = make(level, skip_alarm=3)
@@ -174,6 +175,7 @@ def test_after_many_skips_in_a_row_one_error_says_where_to_look(level, caplog):
     assert f"the scale of loss 0 is down to {2.0**3}" in record.message
 
 
+@needs("inf")
 def test_an_overflow_of_everything_points_at_the_loss(caplog):
     model, optimizer = make("O1", skip_alarm=1)
     loss = model(torch.ones(2, 3, device=DEVICE)).square().sum() * math.inf
@@ -218,7 +220,7 @@ def test_bad_options(options, error, message):
 
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_clipping_model_parameters_behind_masters_warns_once(level, name):
+def test_clipping_model_parameters_that_have_masters_warns_once(level, name):
     originals = getattr(nn.utils, name), getattr(nn.utils.clip_grad, name)
     model, optimizer = make(level)
     caught = []
@@ -232,7 +234,9 @@ def test_clipping_model_parameters_behind_masters_warns_once(level, name):
         # It really does nothing to what is stepped.
         assert all(torch.equal(g, p.grad) for g, p in zip(expected, amp.master_params(optimizer), strict=True))
     (warning,) = caught
-    assert f"torch.nn.utils.{name} was given parameters whose fp32 masters" in str(warning.message)
+    # The step says the same of functions imported by name, which it does not know: all that clip are named.
+    assert name in str(warning.message)
+    assert "fp32 masters that the optimizer steps" in str(warning.message)
     assert "amp.master_params(optimizer)" in str(warning.message)
     assert warning.filename == __file__
     amp.shutdown()
@@ -282,7 +286,7 @@ def test_a_step_after_a_copy_that_failed_does_nothing_but_copy(monkeypatch):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).to(DEVICE)
     optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
-    copy_masters = OptimizerRecord.copy_masters
+    copy_to_model = MasterParams.copy_to_model
 
     def failing(*args):
         raise RuntimeError("the device is lost")
@@ -293,10 +297,10 @@ def test_a_step_after_a_copy_that_failed_does_nothing_but_copy(monkeypatch):
         with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
             scaled_loss.backward()
         if step:
-            monkeypatch.setattr(OptimizerRecord, "copy_masters", failing)
+            monkeypatch.setattr(MasterParams, "copy_to_model", failing)
             with pytest.raises(RuntimeError, match="the device is lost"):
                 optimizer.step()
-            monkeypatch.setattr(OptimizerRecord, "copy_masters", copy_masters)
+            monkeypatch.setattr(MasterParams, "copy_to_model", copy_to_model)
             stepped = [p.detach().clone() for p in amp.master_params(optimizer)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # there are no gradients

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex_npu import amp
+from apex_npu.autocast.submodule_cast import CastInputs
 
 HALF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 
@@ -53,7 +54,7 @@ def test_called_by_themselves_they_take_float32(level):
     z = model.encoder(x(3, 4))
     assert z.dtype == HALF[level]
     torch.testing.assert_close(z.float(), reference.encoder(x(3, 4)), rtol=2e-2, atol=2e-2)
-    # Half precision in, half precision out: nothing changes for scripts that cast by hand, as they had to.
+    # Half precision in, half precision out: nothing changes for scripts that cast explicitly, as was required.
     assert torch.equal(model.encoder(x(3, 4).to(HALF[level])), z)
     assert model.encoder[0](x(3, 4)).dtype == HALF[level]
     assert model.decode(x(3, 8)).dtype == HALF[level]
@@ -113,7 +114,7 @@ def test_a_model_that_calls_itself(level):
 
 
 class Normalised(nn.Module):
-    """Keeps a sum in float32, and looks at the type that its norm is given."""
+    """Keeps a sum in float32, and records the dtype of the input of its norm."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +160,7 @@ def test_a_submodule_by_itself_can_be_checkpointed(use_reentrant):
 
 
 def test_another_thread_is_another_call():
-    """A submodule called by itself in one thread, while the model runs in another."""
+    """A submodule called directly in one thread, while the model runs in another."""
     model = make("O2")
     inside, done = threading.Event(), threading.Event()
 
@@ -178,16 +179,26 @@ def test_another_thread_is_another_call():
         thread.join()
 
 
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_copies_of_a_model_alone_cast_nothing(how):
+    """They cast by their own before copies were float32; those that are made with an optimizer do still."""
+    twin = how(make("O2"))
+    assert twin.encoder(x(3, 4)).dtype == torch.float32
+    assert not any(isinstance(hook, CastInputs) for m in twin.modules() for hook in m._forward_pre_hooks.values())
+
+
 @needs("mixed_operands")
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_copies_cast_by_their_own(how):
-    model = make("O2")
-    twin = how(model)
+@pytest.mark.parametrize("model_first", [True, False])
+def test_copies_that_are_made_with_the_optimizer_cast_by_their_own(how, model_first):
+    model = Autoencoder().to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    twin = how((model, optimizer))[0] if model_first else how((optimizer, model))[1]
     assert twin.encoder(x(3, 4)).dtype == torch.float16
     assert {hook.model for m in twin.modules() for hook in m._forward_pre_hooks.values()} == {twin}
     amp.shutdown()
-    with pytest.raises(RuntimeError, match="dtype"):
-        model.encoder(x(3, 4))
+    assert model.encoder(x(3, 4)).dtype == torch.float32
     assert twin.encoder(x(3, 4)).dtype == torch.float16
 
 

@@ -178,7 +178,7 @@ def test_scale_grows_after_the_window():
 @pytest.mark.parametrize("combine_grad", [None, True])
 @pytest.mark.parametrize("maker", ["torch SGD", "NpuFusedSGD"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradients_are_unscaled_behind_the_block(level, maker, combine_grad):
+def test_gradients_are_unscaled_after_the_block(level, maker, combine_grad):
     model, optimizer = make(level, maker, loss_scale=256.0, combine_grad=combine_grad)
     reference, _ = make(None, maker)
     for accumulated in range(1, 4):
@@ -521,7 +521,7 @@ def test_copies_of_an_initialised_pair_train_alone(level, how):
     assert train(twin_model, twin_optimizer, range(2, 5)) == expected
 
 
-def test_initialize_twice_leaves_nothing_behind():
+def test_initialize_twice_restores_torch():
     first = make("O1", "torch SGD")
     train(*first, range(2))
     expected = train(*make("O2", "NpuFusedSGD", loss_scale=64.0), range(4))
@@ -608,7 +608,7 @@ def saturating(monkeypatch):
 
     backend = Saturating("cpu", "gloo")
     backend.log = []
-    monkeypatch.setattr(sys.modules["apex_npu.amp.gradients"], "for_device", lambda device: backend)
+    monkeypatch.setattr(sys.modules["apex_npu.amp.grad_groups"], "for_device", lambda device: backend)
     return backend
 
 

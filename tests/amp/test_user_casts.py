@@ -50,7 +50,7 @@ def ones(dtype: torch.dtype) -> Tensor:
 
 
 def dtypes(*args: Any, **kwargs: Any) -> tuple[list[torch.dtype], bool]:
-    """A user's function: tells what types it got, and whether the casts are on."""
+    """A user's function: returns the dtypes of its arguments, and whether the casts are on."""
     tensors: list[Tensor] = []
 
     def visit(value: Any) -> None:
@@ -81,18 +81,21 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("case", GIVEN)
-def test_decorators_cast_and_switch_the_casts_off(o1: None, case: str) -> None:
+def test_decorators_cast_and_only_float_switches_the_casts_off(o1: None, case: str) -> None:
     if case == "promote, double":
         require("float64")
+    if case in ("half", "float"):
+        require("undocumented_dtypes")  # ones of complex numbers
     given, expected = GIVEN[case]
     decorate, _ = KINDS[case.partition(",")[0]]
     got, casts_on = decorate(dtypes)(*[ones(dtype) for dtype in given])
     assert got[: len(expected)] == expected
-    assert not casts_on
+    assert casts_on == (decorate is not amp.float_function)
     assert torch.is_autocast_enabled(DEVICE.type)
 
 
-def test_a_decorated_half_function_gives_what_casting_by_hand_gives(o1: None) -> None:
+def test_a_decorated_function_has_the_casts_of_the_lists_inside(o1: None) -> None:
+    # As in Apex: exp of a half tensor gives float there, with the decorator and without.
     @amp.half_function
     def product(x: Tensor, weight: Tensor) -> Tensor:
         return torch.exp(x @ weight)
@@ -100,9 +103,40 @@ def test_a_decorated_half_function_gives_what_casting_by_hand_gives(o1: None) ->
     x, weight = torch.rand(3, 4, device=DEVICE), torch.rand(4, 2, device=DEVICE)
     result = product(x, weight)
     with amp.disable_casts():
-        expected = torch.exp(x.half() @ weight.half())
-    assert result.dtype == HALF  # without the decorator exp would give float
+        expected = torch.exp((x.half() @ weight.half()).float())
+    assert result.dtype == FLOAT
     assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("operator", [torch.exp, Tensor.exp, F.softmax], ids=["torch", "method", "functional"])
+def test_a_decorated_operator_computes_in_the_type_of_its_cast(o1: None, operator: Callable[..., Tensor]) -> None:
+    options = {"dim": 1} if operator is F.softmax else {}
+    assert amp.half_function(operator)(ones(FLOAT), **options).dtype == HALF
+
+
+@pytest.mark.parametrize("kind", ["half", "promote"])
+@pytest.mark.parametrize("how", ["decorated", "registered", "registered, of torch's"])
+def test_weights_inside_of_a_module_are_cast(kind: str, how: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def body(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x.half())
+
+    decorate, register = KINDS[kind]
+    if how == "decorated":
+        Model.body = decorate(Model.body)  # type: ignore[method-assign]
+    elif how == "registered":
+        register(Model, "body")
+    else:
+        register(nn.Linear, "forward")
+    model = amp.initialize(Model().to(DEVICE), opt_level="O1", verbosity=0)
+    assert model(ones(FLOAT)).dtype == HALF
 
 
 def test_arguments_are_found_in_containers_and_by_name(o1: None) -> None:
@@ -168,6 +202,7 @@ def test_a_shutdown_inside_stays(o1: None) -> None:
     assert not torch.is_autocast_enabled(DEVICE.type)
 
 
+@needs("autocast_to_bfloat16")
 def test_half_follows_a_users_own_autocast_block(o1: None) -> None:
     with torch.autocast(DEVICE.type, dtype=BF16):
         assert amp.half_function(dtypes)(ones(FLOAT))[0] == [BF16]
@@ -351,7 +386,7 @@ def test_methods_of_a_class_of_any_kind(owner: type, name: str) -> None:
     amp.register_half_function(owner, name)
     initialize()
     cls, (got, casts_on) = getattr(SubDecoder(), name)(ones(FLOAT))
-    assert (got, casts_on) == ([HALF], False)
+    assert (got, casts_on) == ([HALF], True)
     assert cls in (SubDecoder, None)
     if owner is SubDecoder:
         assert getattr(Decoder(), name)(ones(FLOAT))[1] == ([FLOAT], True)

@@ -61,7 +61,7 @@ def test_stopwatch_leaves_out_what_is_paused(monkeypatch):
     ("at_least", "ours", "verdict"),
     [(2.0, 0.4, "PASS"), (2.0, 0.5, "PASS"), (2.0, 0.6, "FALLS SHORT"), (0.5, 1.9, "PASS")],
 )
-def test_a_ratio_is_the_rivals_time_over_ours(at_least, ours, verdict):
+def test_a_ratio_is_the_baselines_time_over_ours(at_least, ours, verdict):
     goal = goals.Goal("step of Adam", "tiny", "us", "them", at_least)
     spread = Spread.of(goal.values({"us": [ours] * 9, "them": [1.0] * 9}))
     assert goals.Row(goal, spread).verdict == verdict
@@ -76,13 +76,13 @@ def test_a_goal_is_missed_only_where_the_whole_interval_misses_it():
     assert not limit.is_met(Spread(70.0, 60.1, 80.0))
 
 
-def test_the_best_rival_is_chosen_in_every_round():
+def test_the_best_baseline_is_chosen_in_every_round():
     goal = goals.Goal("step of Adam", "tiny", "torch ours", "torch *", 1.0)
     times = {"torch ours": [1.0, 1.0], "torch a": [2.0, 5.0], "torch b": [4.0, 3.0], "other": [0.1, 0.1]}
     assert goal.values(times) == [2.0, 3.0]
 
 
-def test_microseconds_are_those_over_what_is_done_by_hand():
+def test_microseconds_are_those_over_the_comparison():
     goal = goals.Goal("overhead of O1", "tiny", "wrapped", "by hand", at_most_us=10.0)
     assert goal.values({"wrapped": [0.012], "by hand": [0.005]}) == pytest.approx([7.0])
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The formula of benchmarks/ring.py against its simulation, and both against rings worked out by hand."""
+"""The formula of benchmarks/ring.py against its simulation, and both against rings worked out manually."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASES = {
 }
 
 
-def test_two_processes_by_hand():
+def test_two_processes_worked_out():
     # A ring of two: two rounds, in each of which half of the 8 bytes passes, at 2 bytes a second and 1 s of latency.
     link = ring.Link(1.0, 2.0)
     assert ring.ring_seconds(8.0, 2, link) == 6.0
@@ -52,7 +52,7 @@ def test_formula_and_simulation_agree_where_processes_are_alike(
 
 @settings(max_examples=200, deadline=None)
 @given(**CASES, slower=st.lists(st.floats(1.0, 3.0), min_size=12, max_size=12))
-def test_processes_of_several_speeds_lie_between_the_formulas_of_the_slowest_and_the_fastest(
+def test_processes_of_several_speeds_are_between_the_formulas_of_the_slowest_and_the_fastest(
     processes, buckets, nbytes, latency, bandwidth, backward, slower
 ):
     link = ring.Link(latency, bandwidth)

@@ -117,5 +117,5 @@ def test_validity_looks_at_the_whole_extent():
     assert not is_combined_tensor_valid(combined, [torch.ones(3)])
     assert not is_combined_tensor_valid(combined, [None])
     assert not is_combined_tensor_valid(None, tensors)
-    assert not is_combined_tensor_valid(combined[:50], tensors)  # the tail of the second lies outside
+    assert not is_combined_tensor_valid(combined[:50], tensors)  # the tail of the second is outside
     assert not is_combined_tensor_valid(combined, [tensors[0].view(torch.int32)])

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms import Join
 
 from apex_npu import amp
-from apex_npu.amp.ranks import RanksDifferError
+from apex_npu.distributed.consistency import RanksDifferError
 
 
 def refusals():

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Backward in all its forms: the gradients behind scale_loss are averages.
+"""Backward in all its forms: the gradients after scale_loss are averages.
 
 Run in several processes; the arguments are names of functions here.
 """
@@ -92,7 +92,7 @@ def train_backwards(level):
 
 
 def reducer_of(optimizer):
-    (reducer,) = optimizer._amp_record.parallel.reducers
+    (reducer,) = optimizer._amp_state.sync.parallel.reducers
     return reducer
 
 

@@ -76,7 +76,7 @@ def common_folder():
 
 
 def distributed_checkpoint():
-    """What torch.distributed.checkpoint saves and loads goes on bit for bit."""
+    """Training resumes bit for bit from what torch.distributed.checkpoint has saved."""
     for level in ("O0", "O2"):
         for kind in (optimizers.NpuFusedAdam, optimizers.NpuFusedSGD):
             options = {"momentum": 0.9} if kind is optimizers.NpuFusedSGD else {}
@@ -111,7 +111,7 @@ def go_on_from_a_checkpoint(level, kind, options, folder):
 
 
 class Training:
-    """A model wrapped in DistributedDataParallel behind amp.initialize; ``state`` is what is saved of all."""
+    """A model wrapped in DistributedDataParallel after amp.initialize; ``state`` is what is saved of all."""
 
     def __init__(self, level, kind, options, factor=1.0):
         model = nn.Sequential(nn.BatchNorm1d(6), mlp()).to(DEVICE)
@@ -134,7 +134,7 @@ class Training:
             self.optimizer.zero_grad()
 
     def values(self):
-        """All that training goes on from; batch norm's statistics apart, which an inf has spoiled for ever."""
+        """All state that training depends on, but for batch norm's statistics, which an inf has made invalid."""
         params = [p.detach() for p in amp.master_params(self.optimizer)]
         states = self.optimizer.state_dict()["state"]
         return [*params, *(states[i][name] for i in sorted(states) for name in sorted(states[i]))], amp.state_dict()
@@ -163,7 +163,7 @@ class Training:
 
 
 def checkpoints_beside_ddp():
-    """Training goes on bit for bit in objects that were made anew, with states by numbers and by names."""
+    """Training resumes bit for bit in new objects, with states keyed by numbers and by names."""
     for kind, options in (
         (optimizers.NpuFusedAdam, {"lr": 0.01}),
         (optimizers.NpuFusedSGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),

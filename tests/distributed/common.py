@@ -16,7 +16,7 @@ from torch import nn
 
 from apex_npu import amp
 from apex_npu.amp import frontend
-from apex_npu.fusion.grad_reducer import ReduceOptions
+from apex_npu.distributed.grad_reducer import ReduceOptions
 
 
 def data(step, micro, rank):

@@ -18,8 +18,8 @@ from common import assert_averages, assert_equal_on_all, backward, data, local_g
 from devices import DEVICE
 
 from apex_npu import amp
-from apex_npu.amp.ranks import RanksDifferError
-from apex_npu.fusion.grad_reducer import LateGradientError
+from apex_npu.distributed.consistency import RanksDifferError
+from apex_npu.distributed.grad_reducer import LateGradientError
 
 
 def fail():
@@ -30,7 +30,7 @@ def exceptions():
     """One rank raises inside the block: so do all, and the next step is an ordinary one."""
     for level in ("O0", "O1", "O2"):
         for failing_step in range(3):
-            if level != "O0" or DEVICE.type == "cpu":  # devices that nobody waits for tell nothing
+            if level != "O0" or DEVICE.type == "cpu":  # without a wait the device reports nothing
                 raise_inside(level, failing_step, contextlib.nullcontext)
             if level != "O0":  # without a dynamic scale there is nothing that the others would wait for
                 raise_inside(level, failing_step, amp.no_sync)
@@ -93,7 +93,7 @@ def late_gradients():
 
 
 def trained_until(fault):
-    """Train until ``fault``, which rank 1 has in the middle of the fourth backward; then print what rank 0 says."""
+    """Train until rank 1 runs ``fault`` in the middle of the fourth backward; then print the error of rank 0."""
     rank = dist.get_rank()
     # Of its own: processes that are slow to start need more time to meet.
     group = dist.new_group(timeout=timedelta(seconds=float(os.environ["PATIENCE"])))

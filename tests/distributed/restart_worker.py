@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A training that torchrun starts again after a fault, from the last checkpoint.
+"""A training that torchrun restarts from the last checkpoint after a fault.
 
 Started by torchrun; the arguments are a folder, and the step in whose backward rank 1 is killed (-1: in none).
 """

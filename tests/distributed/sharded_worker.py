@@ -135,13 +135,13 @@ def same_as_torch():
 
 
 def parts_are_fused():
-    """The parts of all parameters that divide evenly lie in one buffer, which is stepped by one kernel."""
+    """The parts of all parameters that divide evenly share one buffer, which is stepped by one kernel."""
     model = sharded()
     optimizer = optimizers.NpuFusedAdam(model.parameters())
     train(model, optimizer, range(2))
     groups = optimizer.fused_groups()
     train(model, optimizer, range(2, 4))
-    assert all(map(is_, optimizer.fused_groups(), groups))  # not made anew in every step
+    assert all(map(is_, optimizer.fused_groups(), groups))  # not rebuilt in every step
     largest = max(groups, key=lambda group: len(group.params))
     assert len(largest.params) >= 6  # the three layers of mlp()
     begin, end = largest.param_flat.data_ptr(), largest.param_flat.data_ptr() + largest.param_flat.nbytes
@@ -159,12 +159,12 @@ def checkpoints():
         dcp.save(state, checkpoint_id=folder[0])
         full = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
         grads = train(model, optimizer, range(3, 6))
-        # Into ours and into torch's, which both go on alike: ours to the bit, torch's on the same gradients.
+        # Both continue alike: the fused optimizer bit for bit, torch's on the same gradients.
         for kind, given, tolerance in ((ours, None, {"rtol": 0.0, "atol": 0.0}), (theirs, grads, {})):
             twin = all_used()
             other = kind(twin.parameters(), **{**options, "lr": 0.5})
             state = {"model": get_model_state_dict(twin), "optim": get_optimizer_state_dict(twin, other)}
-            # torch's groups have entries (foreach, ...) that ours have not.
+            # torch's groups have further entries (foreach, ...).
             planner = DefaultLoadPlanner(allow_partial_load=kind is theirs)
             dcp.load(state, checkpoint_id=folder[0], planner=planner)
             set_model_state_dict(twin, state["model"])
@@ -220,7 +220,7 @@ def what_users_do():
     for m in (model, twin):
         m.load_state_dict({name: value.clone() for name, value in m.state_dict().items()}, assign=False)
         m.frozen.requires_grad_(True)
-        m.to(DEVICE)  # fully_shard takes this as an occasion to look at its parts again
+        m.to(DEVICE)  # fully_shard then checks its parts again
     train(model, optimizer, range(2, 4))
     train(twin, other, range(2, 4))
     assert_same(model, twin)
@@ -300,7 +300,7 @@ def refusals():
     def refused(said, given, **options):
         with pytest.raises(RuntimeError, match=said):
             amp.initialize(model, given, verbosity=0, **options)
-        assert not hasattr(given, "_amp_record")
+        assert not hasattr(given, "_amp_state")
 
     everyone = dist.group.WORLD
     refused(r"combine_grad=True .* is a DTensor", theirs, opt_level="O1", combine_grad=True)

@@ -14,7 +14,7 @@ import itertools
 import torch
 import torch.distributed as dist
 from common import assert_equal_on_all, average, backward, data, main, start
-from devices import DEVICE
+from devices import DEVICE, SATURATES
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -126,6 +126,8 @@ def assert_close(found, expected, tolerance):
 
 def same_as_alone(cases):
     for level, kind, accumulate, overflow, groups in cases:
+        # An input of inf overflows in the forward pass; a block begins by clearing the flag of a chip that saturates.
+        overflow = overflow and not SATURATES
         options = {"accumulate": accumulate, "overflow": overflow, "groups": groups}
         expected, skips = train(level, kind, "alone", **options)
         found, skipped = train(level, kind, "combine_ddp", ends=expected, **options)
@@ -193,7 +195,7 @@ def values_of_rank_0():
             if name.startswith("frozen") and level != "O0":  # without masters
                 want = want.to(model.frozen.weight.dtype).float()
             assert torch.equal(value, want), name
-        for pair in optimizer._amp_record.pairs:
+        for pair in optimizer._amp_state.pairs:
             assert torch.equal(pair.model_param, pair.master_param.to(pair.model_param.dtype))
         amp.shutdown()
 

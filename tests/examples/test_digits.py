@@ -125,7 +125,7 @@ def test_comparison_prints_a_table_and_draws_a_picture(run, tmp_path):
     status, out, err = run("--epochs", "2")
     assert status == 0
     assert err == ""
-    assert "\r" not in out  # no terminal here: a log wants lines, not a bar
+    assert "\r" not in out  # without a terminal: lines instead of a progress bar
     for run_name in ("fp32 torch, Adam", "O1, Adam", "O2, NpuFusedAdam, combine_grad"):
         assert f"{run_name}: epoch 2/2" in out
     assert "final loss scale" in out

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models in float16 and masters by hand, against float32 torch."""
+"""Models in float16 with manually kept masters, against float32 torch."""
 
 import copy
 import io
@@ -95,7 +95,7 @@ def test_fp16_model_gives_half_out():
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_masters_by_hand_train_like_float32(flat):
+def test_manually_kept_masters_train_like_float32(flat):
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(DEVICE)
     reference = copy.deepcopy(model)
     model.half()
@@ -197,7 +197,7 @@ MAKER_NAMES = ["SGD", "Adam", "NpuFusedSGD", "FusedAdam"]
 
 @pytest.mark.parametrize("options", [{"static_loss_scale": 128.0}, {"dynamic_loss_scale": True}], ids=str)
 @pytest.mark.parametrize("maker", MAKERS, ids=MAKER_NAMES)
-def test_it_trains_like_masters_kept_by_hand(maker, options):
+def test_it_trains_like_manually_kept_masters(maker, options):
     model, reference = net(torch.float16), net(torch.float16)
     optimizer = FP16_Optimizer(maker(model.parameters()), verbose=False, **options)
     params, masters = fp16_utils.prep_param_lists(reference)
@@ -255,7 +255,7 @@ def test_losses_add_up_however_gradients_are_cleared(delayed, clear):
             torch.testing.assert_close(a.grad, b.grad, rtol=5e-3, atol=5e-4)
         for optimizer in optimizers_:
             optimizer.step()
-        # Both go on from the same values, so that gradients differ by their own rounding alone.
+        # Both continue from the same values, so that gradients differ by their own rounding alone.
         together.load_state_dict(model.state_dict())
         with torch.no_grad():
             torch._foreach_copy_(*(optimizer.param_groups[0]["params"] for optimizer in reversed(optimizers_)))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients that share memory, have a graph, or whose ``.data`` somebody replaces: what plain torch computes."""
+"""Gradients that share memory, have a graph, or whose ``.data`` is replaced: the results of plain torch."""
 
 import gc
 import weakref
@@ -16,7 +16,7 @@ from apex_npu.fusion import grad_slots
 
 @pytest.fixture(autouse=True)
 def large_is_small(monkeypatch):
-    monkeypatch.setattr(grad_slots, "LOOSE_NUMEL", 16)
+    monkeypatch.setattr(grad_slots, "EXTERNAL_NUMEL", 16)
     monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", 16)
 
 
@@ -145,7 +145,7 @@ def test_a_gradient_transposed_in_its_own_memory_is_stepped_as_it_reads():
 
 
 def test_memory_is_let_go_of_at_once():
-    """Without waiting for Python to look for cycles."""
+    """Without a run of Python's garbage collector."""
     gc.collect()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``HostCopy``: a number that goes to the host by itself."""
+"""``HostCopy``: an asynchronous copy of a number to the host."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_a_device_without_events_is_asked_when_the_host_is(monkeypatch):
 
 
 @needs_counts()
-def test_nobody_waits_before_it_is_read_and_nobody_twice():
+def test_the_first_read_waits_and_the_second_does_not():
     number = torch.ones(1, device=DEVICE)
     with SIMULATOR.count() as n:
         copy = HostCopy(number)

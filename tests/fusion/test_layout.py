@@ -8,7 +8,7 @@ import torch
 from apex_npu.fusion.layout import extent_numel, is_dense, overlapping, padded_numel, plan_slots
 
 
-# Worked by hand: round up to 16, add 32.
+# Worked out manually: round up to 16, add 32.
 @pytest.mark.parametrize(("numel", "expected"), [(0, 32), (1, 48), (15, 48), (16, 48), (17, 64), (41 * 123, 5088)])
 def test_padded_numel(numel, expected):
     assert padded_numel(numel) == expected

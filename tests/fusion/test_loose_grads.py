@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Large gradients stay where autograd left them, and nothing but time tells the difference."""
+"""Large gradients stay where autograd left them; only the speed differs."""
 
 import gc
 import weakref
@@ -13,8 +13,8 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 from apex_npu._extension import extension
-from apex_npu.fusion import fuse, grad_slots
-from apex_npu.fusion.grad_slots import LooseFor
+from apex_npu.fusion import FlatGrads, fuse, grad_slots
+from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.ops import is_placed
 
 SHAPES = [(3,), (40, 30), (7, 5), (20, 60), (2,)]
@@ -23,7 +23,7 @@ LARGE = [1, 3]
 
 @pytest.fixture(autouse=True)
 def large_is_small(monkeypatch):
-    monkeypatch.setattr(grad_slots, "LOOSE_NUMEL", 1_000)
+    monkeypatch.setattr(grad_slots, "EXTERNAL_NUMEL", 1_000)
     monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", 1_000)
 
 
@@ -43,10 +43,10 @@ def test_which_stay():
     grads = fuse(params)[0].grads
     set_grads(params, 1)
     before = [p.grad for p in params]
-    states = grads.gather(loose_for=LooseFor.WRITING)
-    assert [i for i, state in enumerate(states) if state == grad_slots.LOOSE] == LARGE
+    states = grads.gather(in_place=InPlace.WRITE)
+    assert [i for i, state in enumerate(states) if state == grad_slots.EXTERNAL] == LARGE
     assert [i for i, (p, g) in enumerate(zip(params, before, strict=True)) if p.grad is g] == LARGE
-    operands = grads.operands(LooseFor.WRITING)
+    operands = grads.operands(InPlace.WRITE)
     if extension is None:
         assert [piece.data_ptr() for piece in operands[:2]] == [before[i].data_ptr() for i in LARGE]
         assert len(operands) == 2 + 3
@@ -54,7 +54,7 @@ def test_which_stay():
         assert len(operands) == 1
         assert is_placed(operands[0])
     assert [i for i, (p, g) in enumerate(zip(params, before, strict=True)) if p.grad is g] == LARGE
-    assert grads.gather().count(grad_slots.PRESENT) == len(params)  # who needs one piece gets it
+    assert grads.gather().count(grad_slots.IN_BUFFER) == len(params)  # requests for one buffer are served
     torch.testing.assert_close(params[1].grad, before[1], rtol=0, atol=0)
 
 
@@ -72,8 +72,8 @@ def test_which_do_not(spoil):
     set_grads(params, 1)
     params[1].grad = spoil(params[1])
     wanted = params[1].grad.clone()
-    states = grads.gather(loose_for=LooseFor.WRITING)
-    assert states[1] == grad_slots.PRESENT
+    states = grads.gather(in_place=InPlace.WRITE)
+    assert states[1] == grad_slots.IN_BUFFER
     torch.testing.assert_close(params[1].grad, wanted, rtol=0, atol=0)
 
 
@@ -86,7 +86,7 @@ def test_steps_are_those_of_gathered_gradients(cls, monkeypatch):
     one, other = cls(ours, lr=0.1), cls(theirs, lr=0.1)
     for i in range(6):
         for params, optimizer, limit in ((ours, one, 1_000), (theirs, other, 10**9)):
-            monkeypatch.setattr(grad_slots, "LOOSE_NUMEL", limit)
+            monkeypatch.setattr(grad_slots, "EXTERNAL_NUMEL", limit)
             monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", limit)
             set_grads(params, i)
             if i == 2:
@@ -118,7 +118,7 @@ def test_memory_of_gradients_is_let_go_of():
 @pytest.mark.parametrize("clip", ["torch", "fused"])
 def test_amp_trains_as_with_gathered_gradients(level, fuse_unscale, clip, monkeypatch):
     def train(limit):
-        monkeypatch.setattr(grad_slots, "LOOSE_NUMEL", limit)
+        monkeypatch.setattr(grad_slots, "EXTERNAL_NUMEL", limit)
         monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", limit)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 40), nn.Linear(40, 2))
@@ -256,3 +256,11 @@ def test_a_negated_view_is_taken_with_its_sign(dtype):
     grads.take(sources, 0.5)
     for p in masters:
         torch.testing.assert_close(p.grad, torch.full_like(p, -0.5))
+
+
+def test_a_gradient_on_another_device_is_refused():
+    param, source = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3, device="meta"))
+    source.grad = torch.zeros(3, device="meta")
+    with pytest.raises(RuntimeError, match=r"parameter 0 .* is on cpu and has a gradient on meta"):
+        FlatGrads.apart([param]).take([source])
+    assert param.grad is None

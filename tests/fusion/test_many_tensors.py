@@ -109,7 +109,7 @@ def test_gradients_of_any_kind_are_zeroed_as_by_zero_():
     zero_grads([])
 
 
-def test_zeroing_leaves_what_lies_around_a_gradient_alone():
+def test_zeroing_does_not_write_around_a_gradient():
     memory = torch.ones(300, device=DEVICE)
     param = nn.Parameter(torch.empty(100, device=DEVICE))
     param.grad = memory[100:200]

@@ -9,18 +9,20 @@ import pickle
 
 import pytest
 import torch
+from implementations import use_pure_torch_storage
 from torch import nn
 
-from apex_npu.fusion import change_data_ptr, is_slot, storage, storage_view
+from apex_npu._extension import extension
+from apex_npu.fusion import change_data_ptr, is_slot, storage, storage_torch, storage_view
 
-needs_extension = pytest.mark.skipif(storage.extension is None, reason="pure torch cannot re-point a storage")
+needs_extension = pytest.mark.skipif(extension is None, reason="pure torch cannot re-point a storage")
 
 
 @pytest.fixture(params=["extension", "pure torch"], autouse=True)
 def implementation(request, monkeypatch):
     if request.param == "pure torch":
-        monkeypatch.setattr(storage, "extension", None)
-    elif storage.extension is None:
+        use_pure_torch_storage(monkeypatch)
+    elif extension is None:
         pytest.skip("the extension is not built")
     return request.param
 
@@ -276,7 +278,7 @@ def test_slot_table_notices_what_moves():
 )
 def test_slot_table_notices_all_that_makes_up_a_place(change, guards, monkeypatch):
     if not guards:
-        monkeypatch.setattr(storage, "_form_guards", lambda tensors: None)
+        monkeypatch.setattr(storage_torch, "_form_guards", lambda tensors: None)
     params = [nn.Parameter(torch.zeros(4, 4)) for _ in range(3)]
     table = storage.slot_table(params)
     former = params[1].data
@@ -296,7 +298,7 @@ def test_slot_table_does_not_mind_what_is_no_place():
     assert storage.slot_table([]).broken([]) == []
 
 
-@pytest.mark.skipif(storage.extension is not None, reason="the extension asks the device, and a CPU has no streams")
+@pytest.mark.skipif(extension is not None, reason="the extension asks the device, and a CPU has no streams")
 def test_record_stream_of_a_slot_is_one_of_its_buffer_too():
     recorded = []
     library = torch.library.Library("aten", "IMPL")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the tests of known faults share: the mark, "right or refused", and models whose gradients can be read off."""
+"""Helpers of the tests of known faults: the mark, "right or refused", and models with simple gradients."""
 
 import functools
 
@@ -15,7 +15,7 @@ CASTING = ("O1", "O4")
 WITH_MASTERS = ("O2", "O5")
 LEVELS = ("O0", *CASTING, *WITH_MASTERS)
 
-# Ways to step: torch's optimizer, the same with gradients in flat buffers, and ours.
+# Ways to step: torch's optimizer, the same with gradients in flat buffers, and fused optimizers.
 KINDS = {
     "torch": (torch.optim.SGD, {}),
     "combine_grad": (torch.optim.SGD, {"combine_grad": True}),

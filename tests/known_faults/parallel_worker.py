@@ -1,17 +1,20 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What two processes find. Run in both; prints the verdict of each check, and goes on with the next one.
+"""Checks that run in two processes; each prints the result of a check, and continues with the next one.
 
 A check does all that the processes do together first, and asserts then, so that a failure leaves none waiting.
 """
 
-import copy
+import contextlib
+import functools
 import json
 import os
+import random
 import sys
 import traceback
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from devices import DEVICE
@@ -20,12 +23,12 @@ from known_faults.common import (
     Weights,
     assert_values,
     backward,
-    right_or_refused,
     start,
     values,
     vector,
 )
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from apex_npu import amp
 from apex_npu.parallel import convert_syncbn_model
@@ -91,6 +94,28 @@ def combine_ddp_taken_back_by_the_script(level, kind):
 
 
 @check(("O1",), ("O2",))
+def combine_ddp_follows_its_attributes(level):
+    rank = dist.get_rank()
+    own, average = 1.0 + 2.0 * rank, 2.0
+    model, optimizer = parallel(Weights(10.0), level=level)
+    expected = 10.0
+    for name, value, step in (("accelerate", False, own), ("accelerate", True, average), ("combine_ddp", False, own)):
+        setattr(optimizer, name, value)
+        train(model, optimizer)
+        expected -= step
+        assert_values(model.parameters(), expected)
+    backward(model(own_input(rank)), optimizer)
+    with pytest.raises(RuntimeError, match="combine_ddp was changed between"):
+        optimizer.combine_ddp = True
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.combine_ddp = True
+    assert optimizer.combine_ddp
+    train(model, optimizer)
+    assert_values(model.parameters(), expected - own - average)
+
+
+@check(("O1",), ("O2",))
 def parameters_of_no_model_keep_their_values(level):
     rank = dist.get_rank()
     model = Weights(10.0)
@@ -99,19 +124,50 @@ def parameters_of_no_model_keep_their_values(level):
     assert_values(gathered([classes])[rank], 20.0 + rank)
 
 
+def with_shards(level, **options):
+    """A model and its optimizer, unequal parts of a classifier and theirs."""
+    model = Weights(10.0)
+    classes = nn.Parameter(torch.full((3 + dist.get_rank(),), 20.0, device=DEVICE))
+    other = torch.optim.SGD([classes], lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"combine_grad": True, "combine_ddp": True, "verbosity": 0, **options}
+    model, (optimizer, other) = amp.initialize(model, [optimizer, other], opt_level=level, **options)
+    return model, optimizer, classes, other
+
+
+@check(("O1",), ("O2",))
+def an_overflow_of_one_shard(level):
+    rank = dist.get_rank()
+    model, optimizer, classes, other = with_shards(level, dynamic_init_scale=64.0)
+    other.combine_ddp = False
+    for step in range(2):
+        loss = model(own_input(rank)) + (classes * (rank + 1.0)).sum() * (torch.inf if rank > step else 1.0)
+        backward(loss, [optimizer, other])
+        for one in (optimizer, other):
+            one.step()
+            assert amp.last_step(one).applied == (step == 1)
+            one.zero_grad()
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 32.0
+    assert_values(model.parameters(), 8.0)
+    assert_values([classes], 19.0 - rank)
+
+
+@check(("O1",))
+def unequal_shards_are_not_averaged(level):
+    model, optimizer, classes, other = with_shards(level)
+    loss = model(own_input(dist.get_rank())) + classes.sum()
+    with pytest.raises(RuntimeError, match="combine_ddp = False takes out of averaging"):
+        backward(loss, [optimizer, other])
+    assert_values([*model.parameters(), classes], 10.0, 20.0)
+
+
 @check(("O1",), ("O2",))
 def shards_of_unequal_length_run(level):
     rank = dist.get_rank()
-    model = Weights(10.0)
-    classes = nn.Parameter(torch.full((3 + rank,), 20.0, device=DEVICE))
-    other = torch.optim.SGD([classes], lr=1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    options = {"combine_grad": True, "combine_ddp": True, "loss_scale": 64.0, "verbosity": 0}
-    model, (optimizer, other) = amp.initialize(model, [optimizer, other], opt_level=level, **options)
+    model, optimizer, classes, other = with_shards(level, loss_scale=64.0)
     other.combine_ddp = other.accelerate = False
     loss = model(own_input(rank)) + (classes * (rank + 1.0)).sum()
-    with amp.scale_loss(loss, [optimizer, other]) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss, [optimizer, other])
     optimizer.step()
     other.step()
     assert_values(model.parameters(), 8.0)
@@ -133,11 +189,48 @@ def initialize_inside_of_ddp(level, kind):
     model = Weights(10.0)
     wrapped = DDP(model)
 
-    def act():
-        _, optimizer = start(model, kind=kind, level=level)
-        train(model, optimizer, wrapped)
+    _, optimizer = start(model, kind=kind, level=level)
+    train(model, optimizer, wrapped, steps=2)
+    assert_equal(model, 6.0)
 
-    right_or_refused(act, lambda _: assert_equal(model, 8.0), model.parameters())
+
+@check()
+def wrappers_that_cannot_be_rebuilt():
+    def refused(found, options=None, level="O2", **initialize_options):
+        model = Weights(10.0)
+        wrapped = DDP(model, **options or {})
+        if options is None:
+            wrapped.register_comm_hook(None, fp16_compress_hook)
+        with pytest.raises(RuntimeError, match=f"inside of a DistributedDataParallel.*{found}"):
+            start(model, level=level, **initialize_options)
+        wrapped(own_input(dist.get_rank())).backward()
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+        assert_values([p.grad for p in model.parameters()], 2.0)
+
+    refused("with a communication hook: opt_level O2 casts .* amp.initialize first")
+    others = dist.new_group([0, 1])
+    refused("with a process group other than the default", {"process_group": others})
+    refused("which averages gradients itself", {}, combine_grad=True, combine_ddp=True)
+
+
+@check()
+def a_failure_inside_of_ddp():
+    """Parameters are put back, and averaged as before; so they are after an ``initialize`` that succeeds."""
+    model = Weights(10.0)
+    wrapped = DDP(model)
+    failing = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=1.0)
+    failing.state[next(model.parameters())] = None
+
+    class Failing(dict):
+        def __setitem__(self, *_):
+            raise ZeroDivisionError
+
+    failing.state = Failing(failing.state)
+    with pytest.raises(ZeroDivisionError):
+        amp.initialize(model, failing, opt_level="O2", verbosity=0)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    wrapped(own_input(dist.get_rank())).backward()
+    assert_values([p.grad for p in model.parameters()], 2.0)
 
 
 def accumulate(level, kind, *, delay):
@@ -145,14 +238,11 @@ def accumulate(level, kind, *, delay):
     model, optimizer = start(Weights(10.0), kind=kind, level=level)
     wrapped = DDP(model)
     x = own_input(dist.get_rank())
-
-    def act():
-        with wrapped.no_sync():
-            backward(wrapped(x), optimizer, delay_unscale=delay)
-        backward(wrapped(x), optimizer)
-        optimizer.step()
-
-    right_or_refused(act, lambda _: assert_equal(model, 6.0), model.parameters())
+    with wrapped.no_sync():
+        backward(wrapped(x), optimizer, delay_unscale=delay)
+    backward(wrapped(x), optimizer)
+    optimizer.step()
+    assert_equal(model, 6.0)
 
 
 @check(*[(level, kind) for level in ("O1", *WITH_MASTERS) for kind in ("torch", "fused", "fuse_unscale")])
@@ -165,21 +255,151 @@ def no_sync(level, kind):
     accumulate(level, kind, delay=False)
 
 
+WRAPPINGS = ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True})
+
+
+class Accumulation:
+    """A model in DistributedDataParallel, trained by ``step(optimizer)`` or by plain torch."""
+
+    def __init__(self, options, optimizer_of):
+        self.model = Weights(10.0, 20.0)
+        self.optimizer = optimizer_of(self.model)
+        self.wrapped = DDP(self.model, **options)
+
+    def forward(self, x, how, only):
+        """The loss; ``how`` says where synchronisation is off, or what else uses the model."""
+        if how == "flag":
+            self.wrapped.require_backward_grad_sync = False
+        with self.wrapped.no_sync() if how in ("no_sync", "forward alone") else contextlib.nullcontext():
+            loss = self.wrapped(x, only)
+        if how == "no_grad between":
+            with torch.no_grad():
+                self.wrapped(x, only)
+        return loss
+
+    def around_backward(self, how):
+        return self.wrapped.no_sync() if how in ("no_sync", "backward alone") else contextlib.nullcontext()
+
+    def after_backward(self):
+        self.wrapped.require_backward_grad_sync = True
+
+
+def random_micro_batches(rng, options):
+    """Steps, each of some micro-batches, of which the last one synchronises."""
+    hows = ["no_sync", "sync", "flag", "forward alone", "backward alone", "no_grad between"]
+    if "static_graph" in options:  # whose first backward torch wants to be synchronised
+        yield True, "sync", None
+    for _ in range(3):
+        count = rng.randint(1, 4)
+        for i in range(count):
+            last = i == count - 1
+            only = rng.choice([None, [0]]) if "find_unused_parameters" in options and not last else None
+            yield last, rng.choice(["sync", "no_grad between"] if last else hows), only
+
+
+@check(*[(level, kind) for level in ("O1", *WITH_MASTERS) for kind in ("torch", "fused", "fuse_unscale")])
+def accumulation_programs(level, kind, seeds=range(12)):
+    """What one training loop gives with plain torch in float32, where all numbers are exact, it gives under amp."""
+    rank = dist.get_rank()
+    for seed in seeds:
+        rng = random.Random(seed)
+        options = rng.choice(WRAPPINGS)
+        dynamic = rng.random() < 0.5
+        scale = {"loss_scale": "dynamic", "dynamic_init_scale": 64.0} if dynamic else {"loss_scale": 64.0}
+        optimizer_of = functools.partial(start, kind=kind, level=level, **scale)
+        ours = Accumulation(options, lambda model, start=optimizer_of: start(model)[1])
+        plain = Accumulation(options, lambda model: torch.optim.SGD(model.parameters(), lr=1.0))
+        for last, how, only in random_micro_batches(rng, options):
+            numbers = [rng.randint(1, 4) for _ in range(2)]  # for each process
+            overflow = dynamic and rng.random() < 0.1
+            x = vector(*[float(numbers[rank])] * 3) * (torch.inf if overflow and rank == 1 else 1.0)
+            loss, plain_loss = ours.forward(x, how, only), plain.forward(x, how, only)
+            with ours.around_backward(how):
+                backward(loss, ours.optimizer)
+            with plain.around_backward(how):
+                plain_loss.backward()
+            ours.after_backward(), plain.after_backward()
+            if not last:
+                continue
+            finite = all(bool(p.grad.isfinite().all()) for p in plain.model.parameters())
+            if finite:
+                plain.optimizer.step()
+            ours.optimizer.step()
+            assert amp.last_step(ours.optimizer).applied == finite, (seed, how)
+            ours.optimizer.zero_grad(), plain.optimizer.zero_grad()
+            assert_values(ours.model.parameters(), *values(plain.model.parameters()))
+        found = [None, None]
+        dist.all_gather_object(found, [amp.state_dict(), values(ours.model.parameters())])
+        assert str(found[0]) == str(found[1])
+        amp.shutdown()
+
+
+@check(("O1", "dynamic"), ("O2", "dynamic"), ("O2", 64.0), ("O5", 1.0))
+def a_step_with_gradients_of_one_process(level, loss_scale):
+    model, optimizer = start(Weights(10.0), level=level, loss_scale=loss_scale, dynamic_init_scale=64.0)
+    wrapped = DDP(model)
+    x = own_input(dist.get_rank())
+    with wrapped.no_sync():
+        backward(wrapped(x), optimizer)
+    with pytest.raises(RuntimeError, match=r"inside of DistributedDataParallel.no_sync\(\).*; before step\(\), close"):
+        optimizer.step()
+    assert_values(model.parameters(), 10.0)
+    optimizer.zero_grad()
+    train(model, optimizer, wrapped)
+    assert_equal(model, 8.0)
+    rewrapped = DDP(model)  # made after the first block; the former is gone
+    del wrapped
+    with rewrapped.no_sync():
+        backward(rewrapped(x), optimizer)
+    backward(rewrapped(x), optimizer)
+    optimizer.step()
+    assert_equal(model, 4.0)
+
+
+@check()
+def a_step_that_torch_takes():
+    """Without masters and with a static scale nothing needs averages."""
+    model, optimizer = start(Weights(10.0), level="O1")
+    wrapped = DDP(model)
+    with wrapped.no_sync():
+        train(model, optimizer, wrapped)
+    assert_values(model.parameters(), 9.0 - 2.0 * dist.get_rank())
+
+
+@check()
+def gradients_can_be_clipped_before_they_are_averaged():
+    """Without masters they are unscaled after each block, as in plain torch."""
+    model, optimizer = start(Weights(10.0), level="O1", loss_scale="dynamic", dynamic_init_scale=64.0)
+    wrapped = DDP(model)
+    x = own_input(dist.get_rank())
+    with wrapped.no_sync():
+        backward(wrapped(x), optimizer)
+    nn.utils.clip_grad_value_(model.parameters(), 2.0)  # 1 and 2
+    backward(wrapped(x), optimizer)
+    optimizer.step()
+    assert_equal(model, 10.0 - (1.5 + 2.0))
+
+
 # ------------------------------------------------------------------------------------------------- batch norms
 
 
 @check()
 def batch_norms_are_synchronised():
     rank = dist.get_rank()
-    whole = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(2)) * 3 + 1
-    plain = nn.BatchNorm1d(3)
-    norm = convert_syncbn_model(copy.deepcopy(plain)).to(DEVICE)
-    expected = plain(whole.flatten(0, 1)).view_as(whole)[rank]
-    found = norm(whole[rank].to(DEVICE))
-    found.square().sum().backward()
-    torch.testing.assert_close(found.cpu(), expected)
-    torch.testing.assert_close(norm.running_mean.cpu(), plain.running_mean)
-    torch.testing.assert_close(norm.running_var.cpu(), plain.running_var)
+    whole = (torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(2)) * 3 + 1).double().requires_grad_()
+    norm = convert_syncbn_model(nn.BatchNorm1d(3)).to(DEVICE)
+    plain = nn.BatchNorm1d(3).double()
+    expected = plain(whole.flatten(0, 1)).view_as(whole)
+    (expected**3).sum().backward()
+    x = whole.detach()[rank].float().to(DEVICE).requires_grad_()
+    found = norm(x)
+    (found**3).sum().backward()
+    pairs = [(found, expected[rank]), (x.grad, whole.grad[rank])]
+    pairs += [(norm.running_mean, plain.running_mean), (norm.running_var, plain.running_var)]
+    for own, one in zip(norm.parameters(), plain.parameters(), strict=True):
+        pairs.append((sum(found[0] for found in gathered([own.grad])), one.grad))
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours.cpu().double(), theirs, rtol=1e-5, atol=1e-5)
 
 
 def main(names):

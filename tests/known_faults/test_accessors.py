@@ -14,7 +14,6 @@ from known_faults.common import (
     X,
     assert_values,
     backward,
-    known_fault,
     levels,
     start,
     train_step,
@@ -24,7 +23,6 @@ from torch import nn
 
 from apex_npu import amp
 
-ONE_PER_GROUP = "there is one buffer per parameter group, and [0] is the first group's alone"
 ACCELERATED = ("combine_grad", "fused")
 accelerated = pytest.mark.parametrize("kind", ACCELERATED)
 
@@ -58,7 +56,6 @@ class Normed(nn.Module):
         return self.layers(x)
 
 
-@known_fault(ONE_PER_GROUP)
 @accelerated
 @levels(("O0", "O1", "O4", *WITH_MASTERS))
 def test_clipping_the_first_gradient_buffer_clips_all_groups(level, kind):
@@ -81,14 +78,13 @@ def test_clipping_every_gradient_buffer_clips_all_groups(level, kind):
     assert norm_of(grads_of(optimizer)) == pytest.approx(1.0, rel=1e-6)
 
 
-@known_fault(ONE_PER_GROUP)
 @accelerated
 @levels(WITH_MASTERS)
 def test_with_masters_there_is_a_buffer_of_masters_and_one_of_float32(level, kind):
     model = Normed().to(DEVICE)
     model, optimizer = start(model, groups_of(model), kind, level)
     backward(model(torch.randn(8, 4, device=DEVICE)).square().sum(), optimizer)
-    masters = {id(pair.master_param) for pair in optimizer._amp_record.pairs}
+    masters = {id(pair.master_param) for pair in optimizer._amp_state.pairs}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     halves = [p.grad for p in params if id(p) in masters]
     float32 = [p.grad for p in params if id(p) not in masters]
@@ -96,7 +92,6 @@ def test_with_masters_there_is_a_buffer_of_masters_and_one_of_float32(level, kin
     assert [norm_of([flat]) for flat in found] == pytest.approx([norm_of(halves), norm_of(float32)], rel=1e-6)
 
 
-@known_fault(ONE_PER_GROUP)
 @accelerated
 @levels(("O0", "O1", *WITH_MASTERS))
 def test_the_mask_of_the_first_gradient_buffer_covers_all_groups(level, kind):
@@ -105,7 +100,6 @@ def test_the_mask_of_the_first_gradient_buffer_covers_all_groups(level, kind):
     assert optimizer.get_optimizer_combined_grad_masks()[0].sum().item() == 9
 
 
-@known_fault(ONE_PER_GROUP)
 @levels(("O0", "O1", *WITH_MASTERS))
 def test_an_average_of_the_first_parameter_buffer_follows_all_groups(level):
     model, optimizer = two_groups(level, "fused")
@@ -117,7 +111,6 @@ def test_an_average_of_the_first_parameter_buffer_follows_all_groups(level):
     assert average.sum().item() == pytest.approx(18.0 + 3 * 1.5, rel=1e-6)
 
 
-@known_fault(ONE_PER_GROUP)
 @levels(("O0", "O1", *WITH_MASTERS))
 def test_the_first_buffer_of_the_model_covers_all_groups(level):
     model, optimizer = two_groups(level, "fused")
@@ -129,7 +122,6 @@ def test_the_first_buffer_of_the_model_covers_all_groups(level):
     assert flat.float().sum().item() == pytest.approx(18.0 + 3, rel=1e-6)
 
 
-@known_fault(ONE_PER_GROUP)
 @levels(("O1",))
 def test_the_first_gradient_buffer_of_the_model_covers_all_groups(level):
     model, optimizer = two_groups(level, "fused")

@@ -8,25 +8,16 @@ What is saved is right on any device.
 import torch
 from devices import DEVICE
 from known_faults.common import (
-    CASTING,
     LEVELS,
-    WITH_MASTERS,
     Weights,
     assert_values,
     levels,
-    levels_where,
     start,
     train_step,
 )
 from torch import nn
 
 from apex_npu import amp
-
-WITHOUT_MASTERS = ("O0", *CASTING)
-PRE_HOOK = "masters are filled before a hook that was registered later changes the values"
-ZERO_DIM = "a master is filled only where shapes are equal, but torch loads shape [1] into a parameter without dims"
-BY_ITSELF = "masters are filled from entries under the parameters' names, which a class that loads by itself has not"
-ELSEWHERE = "state_dict() compares masters with a model that has been moved to another device"
 
 
 class Single(nn.Module):
@@ -67,7 +58,7 @@ def double_on_load(model):
     model.register_load_state_dict_pre_hook(double)
 
 
-@levels_where(WITHOUT_MASTERS, WITH_MASTERS, PRE_HOOK)
+@levels(LEVELS)
 def test_a_hook_registered_after_initialize_that_changes_the_values(level):
     model, optimizer = load_and_train(Single(), {"weight": torch.full((3,), 4.0)}, level, double_on_load)
     assert_values(model.parameters(), 7.0)
@@ -82,7 +73,7 @@ def test_a_hook_registered_before_initialize_that_changes_the_values(level):
     assert_values(amp.master_params(optimizer), 7.0)
 
 
-@levels_where(WITHOUT_MASTERS, WITH_MASTERS, ZERO_DIM)
+@levels(LEVELS)
 def test_a_parameter_without_dims_is_loaded_from_one_element(level):
     _, optimizer = load_and_train(Single(()), {"weight": torch.full((1,), 5.0)}, level)
     assert_values(amp.master_params(optimizer), 4.0)
@@ -94,13 +85,13 @@ def test_a_parameter_without_dims_is_loaded_from_its_like(level):
     assert_values(amp.master_params(optimizer), 4.0)
 
 
-@levels_where(WITHOUT_MASTERS, WITH_MASTERS, BY_ITSELF)
+@levels(LEVELS)
 def test_a_class_that_loads_by_itself(level):
     _, optimizer = load_and_train(LoadsByItself(), {"log2": torch.full((3,), 3.0)}, level)
     assert_values(amp.master_params(optimizer), 7.0)
 
 
-@levels_where(WITHOUT_MASTERS, WITH_MASTERS, BY_ITSELF)
+@levels(LEVELS)
 def test_a_class_that_loads_by_itself_in_the_middle_of_a_training(level):
     model, optimizer = start(LoadsByItself(), level=level)
     train_step(model, optimizer, (1.0, 1.0, 1.0))
@@ -109,12 +100,7 @@ def test_a_class_that_loads_by_itself_in_the_middle_of_a_training(level):
     assert_values(amp.master_params(optimizer), 7.0)
 
 
-@levels_where(
-    LEVELS if DEVICE.type == "cpu" else WITHOUT_MASTERS,
-    () if DEVICE.type == "cpu" else WITH_MASTERS,
-    ELSEWHERE,
-    RuntimeError,
-)
+@levels(LEVELS)
 def test_the_state_of_a_model_that_is_moved_to_the_host_is_saved(level, tmp_path):
     exact = 1.0 + 5 * 2.0**-20
     model, optimizer = start(Weights(exact), level=level, lr=2.0**-20)

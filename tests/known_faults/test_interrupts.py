@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 from devices import DEVICE
-from known_faults.common import WITH_MASTERS, Weights, known_fault, levels, start, train_step, values
+from known_faults.common import WITH_MASTERS, Weights, levels, start, train_step, values
 from known_faults.interrupting import Interrupt
 
 from apex_npu import amp, optimizers
@@ -19,13 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # interrupts in generators' close()
     pytest.mark.filterwarnings("ignore:.*none of its parameters has a gradient:RuntimeWarning"),
 ]
-
-FORGOTTEN = "parameters are noted as listed before what is unfused is known, so that their group is never made"
-TWICE = "a group is kept before its parameters are taken off the unfused, so that a second one steps them as well"
-HALF_MADE = "a buffer is kept before its views are made, and every later step fails on an internal check"
-RUNNING = "a forward is noted as running before the block that takes the note back, and inputs are cast no more"
-NESTED = "a block is noted as open before what takes the note back, and every later one is taken for nested"
-OFF = "casts are switched off before the block that switches them on again"
 
 DTYPES = {"O0": torch.float32, "O1": torch.float16, "O4": torch.bfloat16, "O2": torch.float16, "O5": torch.bfloat16}
 FIRST, STEPS = 10.0, 3
@@ -100,19 +93,16 @@ by_group = pytest.mark.parametrize("level", ["bare", "O2"])
 GROUPS = ("fused", "fused_param_group.py")
 
 
-@known_fault(FORGOTTEN)
 @by_group
 def test_every_group_is_trained(level):
     assert not bad(level, *GROUPS, what=lambda found: isinstance(found, list) and FIRST in found)
 
 
-@known_fault(TWICE)
 @by_group
 def test_no_group_is_trained_twice(level):
     assert not bad(level, *GROUPS, what=lambda found: has_others(found, FIRST, *OLD_OR_NEW))
 
 
-@known_fault(HALF_MADE)
 @levels(("O1", "O2"))
 def test_later_steps_find_whole_buffers(level):
     assert not bad(level, "combine_grad", "flat_buffer.py", what=lambda found: isinstance(found, Exception))
@@ -121,18 +111,18 @@ def test_later_steps_find_whole_buffers(level):
 # --------------------------------------------------------------------------------------------------- blocks and casts
 
 
-@known_fault(NESTED)
+BLOCK = ("scale_loss.py", "block.py", "optimizer_state.py")
+
+
 @levels(("O1", *WITH_MASTERS))
 def test_later_blocks_open(level):
-    assert not bad(level, "torch", "scale_loss.py", what=lambda found: isinstance(found, Exception))
+    assert not bad(level, "torch", *BLOCK, what=lambda found: isinstance(found, Exception))
 
 
 @levels(("O1", *WITH_MASTERS))
 def test_old_or_new_values_after_an_interrupted_block(level):
     right = (FIRST - STEPS, FIRST - STEPS - 1)
-    assert not bad(
-        level, "torch", "scale_loss.py", what=lambda found: isinstance(found, list) and set(found) - set(right)
-    )
+    assert not bad(level, "torch", *BLOCK, what=lambda found: isinstance(found, list) and set(found) - set(right))
 
 
 def wrong_dtypes(level, *files):
@@ -140,13 +130,11 @@ def wrong_dtypes(level, *files):
     return [(at, dtypes) for at, _, dtypes in outcomes(level, "torch", *files) if dtypes != (inputs, DTYPES[level])]
 
 
-@known_fault(RUNNING)
 @levels(WITH_MASTERS)
 def test_inputs_are_cast(level):
     assert not wrong_dtypes(level, "forward_cast.py")
 
 
-@known_fault(OFF)
 @levels(("O1", "O4"))
 def test_functions_are_cast(level):
     assert not wrong_dtypes(level, "casting.py")

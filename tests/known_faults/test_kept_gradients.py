@@ -7,11 +7,10 @@ PCGrad, GradNorm, and whatever compares a gradient with the last step's, keep th
 
 import pytest
 import torch
-from known_faults.common import Weights, assert_values, backward, known_fault, levels, start, train_step, vector
+from known_faults.common import Weights, assert_values, backward, levels, start, train_step, vector
 
 from apex_npu import amp, optimizers
 
-OVERWRITTEN = "the next backward writes its gradient into the buffer that the kept one is a view of"
 ALL = ("O0", "O1", "O4", "O2", "O5")
 TASKS = (1.0, 2.0, -3.0)
 
@@ -35,7 +34,6 @@ def kept_under_amp(kind, level, clear_model=False):
     )
 
 
-@known_fault(OVERWRITTEN)
 @pytest.mark.parametrize("kind", ["combine_grad", "fused"])
 @levels(ALL)
 def test_gradients_of_three_tasks(level, kind):
@@ -47,7 +45,6 @@ def test_gradients_of_three_tasks_with_torchs_optimizer(level):
     assert_values(kept_under_amp("torch", level), *TASKS)
 
 
-@known_fault(OVERWRITTEN)
 @pytest.mark.parametrize("kind", ["combine_grad", "fused"])
 @levels(("O0", "O1", "O4"))
 def test_gradients_of_three_tasks_that_the_model_clears(level, kind):
@@ -63,7 +60,6 @@ def bare(cls):
     return model, optimizer
 
 
-@known_fault(OVERWRITTEN)
 @pytest.mark.parametrize("cls", [optimizers.NpuFusedSGD, optimizers.NpuFusedLamb])
 def test_gradients_of_three_tasks_that_clipping_has_gathered(cls):
     model, optimizer = bare(cls)
@@ -77,7 +73,6 @@ def test_gradients_of_three_tasks_that_clipping_has_gathered(cls):
     assert_values(kept, *TASKS)
 
 
-@known_fault(OVERWRITTEN)
 @pytest.mark.parametrize("kind", ["combine_grad", "fused"])
 @levels(("O0", "O1", "O4"))
 def test_the_gradient_of_the_last_step_for_the_cosine_with_this_one(level, kind):

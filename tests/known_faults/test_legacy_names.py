@@ -16,9 +16,7 @@ from known_faults.common import (
     Weights,
     assert_values,
     initialize,
-    known_fault,
     levels,
-    levels_where,
     start,
     vector,
 )
@@ -28,8 +26,6 @@ import apex_npu
 from apex_npu import amp, optimizers
 
 ROOT = Path(__file__).parents[2]
-NO_MODULE = "there is no module of this name"
-NO_NAME = "the module has no such name"
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +39,6 @@ def named(module, name):
     return getattr(importlib.import_module(module), name)
 
 
-@known_fault(NO_MODULE, ModuleNotFoundError)
 def test_flatten_and_unflatten():
     tensors = [torch.arange(6.0, device=DEVICE).view(2, 3), torch.tensor([7.0, 8.0], device=DEVICE)]
     flat = named("apex_C", "flatten")(tensors)
@@ -52,7 +47,6 @@ def test_flatten_and_unflatten():
         assert torch.equal(found, expected)
 
 
-@known_fault(NO_NAME, AttributeError)
 @pytest.mark.parametrize("memory_efficient", [None, False, True])
 def test_the_function_of_the_fused_layer_norm(memory_efficient):
     function = named("apex.normalization.fused_layer_norm", "FusedLayerNormAffineFunction")
@@ -67,12 +61,25 @@ def test_the_function_of_the_fused_layer_norm(memory_efficient):
         torch.testing.assert_close(one, other)
 
 
-@known_fault(NO_NAME, AttributeError)
+@pytest.mark.parametrize("norm", ["Layer", "RMS"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_other_functions_of_the_fused_norms(norm, mixed):
+    module = importlib.import_module("apex.normalization.fused_layer_norm")
+    x = torch.randn(3, 4, device=DEVICE).to(torch.bfloat16 if mixed else torch.float32)
+    weights = [torch.randn(4, device=DEVICE) for _ in range({"Layer": 2, "RMS": 1}[norm])]
+    function = getattr(module, f"Fused{norm}NormAffine{'MixedDtypes' * mixed}Function")
+    formula = {"Layer": nn.functional.layer_norm, "RMS": nn.functional.rms_norm}[norm]
+    torch.testing.assert_close(
+        function.apply(x, *weights, (4,), 1e-5, True), formula(x.float(), (4,), *weights, eps=1e-5)
+    )
+    plain = getattr(module, f"Fused{norm}NormFunction").apply(x.float(), (4,), 1e-5)
+    torch.testing.assert_close(plain, formula(x.float(), (4,), eps=1e-5))
+
+
 def test_the_containers_of_amp_state():
     assert named("apex.amp._amp_state", "container_abcs").Mapping is collections.abc.Mapping
 
 
-@known_fault(NO_NAME, AttributeError)
 @pytest.mark.parametrize("bad", [False, True])
 def test_scaling_with_a_look_for_overflow(bad):
     scale_check_overflow = named("apex.amp.scaler", "scale_check_overflow_python")
@@ -82,7 +89,14 @@ def test_scaling_with_a_look_for_overflow(bad):
     assert master.tolist() == ([0.0, 0.0, 0.0] if bad else [1.0, 2.0, 0.5])
 
 
-@known_fault(NO_MODULE)
+@pytest.mark.parametrize("bad", [False, True])
+def test_adding_to_a_stashed_gradient_with_a_look_for_overflow(bad):
+    axpby = named("apex.amp.scaler", "axpby_check_overflow_python")
+    grad, stashed = vector(64.0, 128.0, torch.inf if bad else 32.0).half(), vector(1.0, 1.0, 1.0)
+    assert axpby(grad, stashed, stashed, 1 / 64, 2.0, True) is bad
+    assert stashed.tolist() == ([1.0, 1.0, 1.0] if bad else [3.0, 4.0, 2.5])
+
+
 def test_a_launcher_of_several_processes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(f"import sys\nopen({str(tmp_path)!r} + '/' + '-'.join(sys.argv[1:]), 'w')\n")
@@ -129,6 +143,6 @@ def test_parameters_of_another_optimizer_stay_where_they_are(level):
     assert len(set(addresses(level, together=False))) == 1
 
 
-@levels_where(("O0", "O1"), ("O2", "O5"), "the model's flat buffer is made again at each step")
+@levels(("O0", "O1", "O2", "O5"))
 def test_parameters_of_another_group_stay_where_they_are(level):
     assert len(set(addresses(level, together=True))) == 1

@@ -7,10 +7,8 @@ Apex makes masters at the first ``scale_loss``, from what the model holds then.
 
 import pytest
 import torch
-from known_faults.common import WITH_MASTERS, Weights, X, assert_values, kinds, known_fault, levels, start, train_step
+from known_faults.common import WITH_MASTERS, Weights, X, assert_values, kinds, levels, start, train_step
 from torch import nn
-
-LOST = "masters are made by initialize, and the first step writes them over what the model has been given since"
 
 
 def in_place(model):
@@ -30,17 +28,16 @@ def repointed(model):
     model.w[0].data = torch.full_like(model.w[0], 5.0)
 
 
-def loaded_by_hand(model):
+def loaded_by_copy(model):
     backbone = {name: torch.full((3,), 5.0) for name, _ in model.named_parameters() if name == "w.0"}
     for name, value in backbone.items():
         dict(model.named_parameters())[name].data.copy_(value)
 
 
-WRITES = (in_place, through_data, by_init, repointed, loaded_by_hand)
+WRITES = (in_place, through_data, by_init, repointed, loaded_by_copy)
 writes = pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 
 
-@known_fault(LOST)
 @kinds(("torch", "fused", "fuse_unscale"))
 @levels(WITH_MASTERS)
 @writes
@@ -72,7 +69,6 @@ def test_a_weight_that_nothing_was_written_to_keeps_what_casting_would_lose(leve
     assert_values([model.state_dict()["w.0"]], exact)
 
 
-@known_fault(LOST)
 @levels(WITH_MASTERS)
 def test_weights_beside_the_one_that_is_written_keep_their_precision(level):
     exact = 1.0 + 2.0**-20

@@ -13,9 +13,7 @@ from known_faults.common import (
     X,
     assert_values,
     initialize,
-    known_fault,
     levels,
-    levels_where,
     right_or_refused,
     train_step,
     vector,
@@ -26,9 +24,6 @@ from apex_npu import optimizers
 
 WITHOUT_MASTERS = ("O0", *CASTING)
 MOVED = 10.0 - vector(*X).cpu()
-IGNORED = "_group_step, the hook that Ascend's optimizers have for a rule, is never called"
-BY_ATTRIBUTE = "is_npu_fused_optimizer is taken for an optimizer of this package"
-INNER = "the groups inside have the model's parameters, whose gradients are gone when they are stepped"
 
 
 class MovesByAHundred(optimizers.NpuFusedSGD):
@@ -37,7 +32,6 @@ class MovesByAHundred(optimizers.NpuFusedSGD):
             p.data.sub_(100.0)
 
 
-@known_fault(IGNORED)
 @levels((*WITHOUT_MASTERS, *WITH_MASTERS))
 def test_a_subclass_with_a_group_step_of_its_own(level):
     model = Weights(10.0)
@@ -66,7 +60,6 @@ class CopyOfAscends(torch.optim.SGD):
     is_npu_fused_optimizer = True
 
 
-@known_fault(BY_ATTRIBUTE, raises=AttributeError)
 @levels((*WITHOUT_MASTERS, *WITH_MASTERS))
 @pytest.mark.parametrize("fuse_unscale", [False, True])
 def test_an_optimizer_that_a_script_brings_along_and_marks_as_fused(fuse_unscale, level):
@@ -95,13 +88,13 @@ class Both(torch.optim.Optimizer):
 
 
 class SharesGroups(Both):
-    """One over two, whose groups are theirs."""
+    """An optimizer over two others, which shares their groups."""
 
     def all_params(self):
         return [group for optimizer in self.inner for group in optimizer.param_groups]
 
 
-@levels_where(WITHOUT_MASTERS, WITH_MASTERS, INNER)
+@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
 @pytest.mark.parametrize("inner", [torch.optim.SGD, optimizers.NpuFusedSGD])
 def test_one_optimizer_over_two(inner, level):
     model = Weights(10.0, 10.0)
@@ -133,7 +126,7 @@ def alone():
 
 
 @pytest.mark.usefixtures("alone")
-@levels_where(WITHOUT_MASTERS, WITH_MASTERS, INNER)
+@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
 def test_zero_redundancy_optimizer(level):
     model = Weights(10.0)
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What callers may pass, and what they get back: methods of a script's own optimizer, arguments that torch knows."""
+"""Arguments and results: methods of a script's own optimizer, arguments that torch accepts."""
 
 import math
 import warnings
@@ -11,15 +11,12 @@ import torch.distributed as dist
 from devices import DEVICE
 from known_faults.common import (
     LEVELS,
-    WITH_MASTERS,
     Weights,
     X,
     assert_values,
     backward,
     initialize,
-    known_fault,
     levels,
-    levels_where,
     right_or_refused,
     start,
     train_step,
@@ -31,11 +28,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from apex_npu import amp, optimizers
-from apex_npu._extension import extension
-
-ARGUMENTS = "amp's method takes the arguments that torch's has, and no others"
-RESULT = "amp's method returns what the closure returned, and not what the optimizer's own returns"
-STALE = "parameters move to a buffer, and an array of numpy's over one stays on the memory that it had"
 
 
 class Own(torch.optim.SGD):
@@ -58,7 +50,6 @@ def own(level):
     return model, optimizer
 
 
-@known_fault(ARGUMENTS, TypeError)
 @levels(LEVELS)
 @pytest.mark.parametrize("positional", [False, True])
 def test_arguments_of_a_step_of_ones_own(positional, level):
@@ -67,14 +58,12 @@ def test_arguments_of_a_step_of_ones_own(positional, level):
     assert_values(model.parameters(), 10.0 - 2.0 * torch.tensor(X))
 
 
-@known_fault(RESULT)
 @levels(LEVELS)
 def test_the_result_of_a_step_of_ones_own(level):
     _, optimizer = own(level)
     assert optimizer.step() == "stepped"
 
 
-@known_fault(ARGUMENTS, TypeError)
 @levels(LEVELS)
 def test_arguments_of_a_zero_grad_of_ones_own(level):
     _, optimizer = own(level)
@@ -82,7 +71,6 @@ def test_arguments_of_a_zero_grad_of_ones_own(level):
     assert optimizer.reason == "epoch"
 
 
-@known_fault(RESULT)
 @levels(LEVELS)
 def test_the_result_of_a_zero_grad_of_ones_own(level):
     _, optimizer = own(level)
@@ -97,7 +85,6 @@ def test_a_step_of_ones_own_steps(level):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="arrays are in the host's memory")
-@pytest.mark.xfail(extension is not None, reason=STALE, raises=AssertionError, strict=True)
 def test_an_array_over_a_parameter_follows_it_or_something_is_said():
     param = nn.Parameter(torch.full((3,), 10.0))
     array = param.detach().numpy()
@@ -109,7 +96,7 @@ def test_an_array_over_a_parameter_follows_it_or_something_is_said():
     assert said or array.tolist() == param.tolist()
 
 
-@levels_where(("O0", "O1", "O4"), WITH_MASTERS, "a bare KeyError says nothing of checkpoint_view", KeyError)
+@levels(LEVELS)
 def test_states_are_named_by_the_model_or_the_error_names_the_view(level):
     model, optimizer = start(Weights(10.0), level=level, momentum=0.5)
     train_step(model, optimizer)
@@ -126,18 +113,9 @@ def parameter():
 
 ALL = {name: cls for name, cls in vars(optimizers).items() if isinstance(cls, type) and name != "FusedOptimizer"}
 FUSED = {name: cls for name, cls in ALL.items() if issubclass(cls, optimizers.FusedOptimizer)}
-WITHOUT = {"FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=known_fault("the base class promises it, and this one has no such argument", TypeError))
-        if n in WITHOUT
-        else n
-        for n in FUSED
-    ],
-)
+@pytest.mark.parametrize("name", FUSED)
 def test_every_fused_optimizer_takes_fuse_grad_scaler(name):
     param = parameter()
     optimizer = FUSED[name]([param], lr=0.1, fuse_grad_scaler=True)
@@ -151,15 +129,7 @@ def test_every_fused_optimizer_takes_fuse_grad_scaler(name):
     torch.testing.assert_close(param, other)
 
 
-@pytest.mark.parametrize(
-    "count",
-    [
-        pytest.param(value, marks=known_fault("only what is negative or not finite is refused", pytest.fail.Exception))
-        for value in (1.5, torch.tensor(1.5))
-    ]
-    + [-1, math.nan],
-    ids=str,
-)
+@pytest.mark.parametrize("count", [1.5, torch.tensor(1.5), -1, math.nan], ids=str)
 def test_a_step_that_is_no_count_is_refused(count):
     param = parameter()
     optimizer = optimizers.NpuFusedAdam([param])
@@ -171,7 +141,6 @@ def test_a_step_that_is_no_count_is_refused(count):
         optimizer.load_state_dict(state)
 
 
-@known_fault("the groups lack lr_decay and what else torch's have", KeyError)
 def test_the_state_of_fused_adagrad_goes_on_in_torchs():
     ours, theirs = parameter(), parameter()
     first = optimizers.FusedAdagrad([ours], lr=0.1, eps=1e-10)
@@ -186,12 +155,10 @@ def test_the_state_of_fused_adagrad_goes_on_in_torchs():
     torch.testing.assert_close(ours, theirs)
 
 
-@known_fault("a learning rate is asked for, where torch.optim.SGD has a default", TypeError)
 def test_the_default_learning_rate_of_sgd_is_torchs():
     assert optimizers.NpuFusedSGD([parameter()]).defaults["lr"] == torch.optim.SGD([parameter()]).defaults["lr"]
 
 
-@known_fault("each beta is looked at by itself", pytest.fail.Exception)
 @pytest.mark.parametrize("cls", [optimizers.NpuFusedAdam, optimizers.NpuFusedAdamW])
 def test_betas_of_a_float_and_a_tensor_are_refused_as_in_torch(cls):
     with pytest.raises(ValueError, match="betas"):
@@ -199,7 +166,6 @@ def test_betas_of_a_float_and_a_tensor_are_refused_as_in_torch(cls):
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
-@known_fault("O0 is refused as a level that casts, though nothing would be cast", RuntimeError)
 def test_o0_beside_fully_shard():
     dist.init_process_group(
         "gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl", store=dist.HashStore(), rank=0, world_size=1

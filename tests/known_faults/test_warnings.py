@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is said points at the user's line, once for each that it concerns, and advises against nothing that works."""
+"""Warnings point at the user's line, once per cause, and do not advise against working code."""
 
 import logging
 import warnings
@@ -12,23 +12,13 @@ from known_faults.common import (
     LEVELS,
     Weights,
     initialize,
-    known_fault,
     levels,
-    levels_where,
     start,
     train_step,
     vector,
 )
 
 from apex_npu import amp, optimizers
-
-TORCHS_LINE = "the level of the stack is counted without the wrappers that torch puts around a step"
-OUR_LINE = "the level of the stack is counted from a function that the block's end calls"
-ONCE_IN_ALL = "what has been said of one optimizer is not said of another of its class"
-BAD_ADVICE = "a floor of 1 is advised where a scale below 1 is what trains"
-NEVER_SAID = "under a static scale no one looks at gradients, and nothing is said when they overflow"
-NOISE = "buffers of a few bytes are announced with 0.0 MiB"
-LOST = "the lists are made again at each look, and what is done to one is lost"
 
 
 class Said:
@@ -51,7 +41,6 @@ def assert_points_here(found):
     assert [w.filename for w in found] == [__file__]
 
 
-@known_fault(TORCHS_LINE)
 @levels(LEVELS)
 @pytest.mark.parametrize("kind", ["torch", "fused"])
 def test_a_step_without_gradients_is_shown_where_it_is_called(kind, level):
@@ -61,7 +50,6 @@ def test_a_step_without_gradients_is_shown_where_it_is_called(kind, level):
     assert_points_here(said.about("none of its parameters has a gradient"))
 
 
-@known_fault(TORCHS_LINE)
 @levels(("O2", "O5"))
 @pytest.mark.parametrize("kind", ["torch", "fused"])
 def test_a_backward_outside_of_a_block_is_shown_where_the_step_is_called(kind, level):
@@ -98,17 +86,14 @@ def small_scale():
     return said
 
 
-@known_fault(OUR_LINE)
 def test_a_scale_below_one_is_shown_where_the_block_is():
     assert_points_here(small_scale().about("loss scale has fallen"))
 
 
-@known_fault(BAD_ADVICE)
 def test_no_floor_is_advised_where_a_scale_below_one_trains():
     assert not small_scale().about("min_loss_scale=1.0")
 
 
-@known_fault(ONCE_IN_ALL)
 @levels(("O1", "O2"))
 def test_a_step_without_gradients_is_said_of_each_optimizer(level):
     model = Weights(10.0, 10.0)
@@ -130,7 +115,6 @@ def test_a_step_without_gradients_is_said_once_of_an_optimizer(level):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="elsewhere a look costs a wait: diagnostics tell")
-@known_fault(NEVER_SAID)
 @levels(("O1", "O2"))
 def test_an_overflow_under_a_static_scale_is_said_once(level):
     model, optimizer = start(Weights(10.0), level=level)
@@ -141,7 +125,6 @@ def test_an_overflow_under_a_static_scale_is_said_once(level):
     assert len({str(w.message) for w in found}) == 1
 
 
-@known_fault(NOISE)
 @levels(("O1", "O2"))
 def test_small_buffers_are_not_announced(level, caplog):
     model, optimizer = start(Weights(10.0), level=level)
@@ -161,7 +144,7 @@ def edits():
     }
 
 
-@levels_where((), ("O1", "O2"), LOST)
+@levels(("O1", "O2"))
 @pytest.mark.parametrize("edit", edits())
 def test_lists_that_cannot_be_edited_say_so(edit, level):
     _, optimizer = start(Weights(10.0), level=level)

@@ -123,7 +123,7 @@ def dcgan():
 
 
 def private_scales():
-    """Scripts that clamp or reset the loss scale by hand."""
+    """Scripts that clamp or reset the loss scale themselves."""
     model = net()
     optimizer = apex.optimizers.NpuFusedSGD(model.parameters(), lr=0.05, momentum=0.9)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
@@ -172,7 +172,7 @@ def moving_average():
     optimizer = apex.optimizers.NpuFusedSGD(model.parameters(), lr=0.05)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale=128, combine_grad=True, verbosity=0)
     fit(model, optimizer, steps=1)
-    # In the optimizer's buffer the weights lie as in one that is made for the copy alone: the same slots.
+    # In the optimizer's buffer the weights have the layout of one that is made for the copy alone: the same slots.
     flat_ema = combine_npu([p.data for p in ema.parameters()])
     flat_model = optimizer.get_optimizer_combined_params()[0]
     before = [p.clone() for p in ema.parameters()]

@@ -12,15 +12,16 @@ DOT = ("norm", "segment_dot", "segment_add_")
 
 
 def arguments(op):
-    """Of the typed functions, which take ``Segments``."""
+    """Of the typed functions."""
     if op in ("lamb_", "adamp_"):
         direction, starts, lengths, _, *more = segments(op)
         where = ops.Segments.of(starts.tolist(), lengths.tolist(), NUMEL, direction.device)
-        return [*operands(op, NUMEL), torch.zeros(NUMEL, dtype=torch.bfloat16), direction, where, *more]
+        return [*operands(op, NUMEL), torch.zeros(NUMEL, dtype=torch.bfloat16), direction, *where, *more]
     where = ops.Segments.of([0, 60], [50, 40], 112, torch.device("cpu"))
     if op in DOT:
         x, y = operands("sgd_", 112)[:2]
-        return {"norm": [x], "segment_dot": [x, y, where], "segment_add_": [x, y, torch.tensor([2.0, 3.0]), where]}[op]
+        add = [x, y, torch.tensor([2.0, 3.0]), *where]
+        return {"norm": [x], "segment_dot": [x, y, *where], "segment_add_": add}[op]
     return [*operands(op, 112), torch.zeros(112, dtype=torch.bfloat16)]
 
 
@@ -33,7 +34,7 @@ def test_fullgraph(op, backend):
 
     def step(*args):
         result = function(*args, **options)
-        # Something behind the op that depends on what it has written.
+        # An operation after the op that depends on what the op has written.
         return args[0] * 2 if result is None else result + 1
 
     torch._dynamo.reset()

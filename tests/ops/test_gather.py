@@ -49,7 +49,7 @@ def test_every_element_is_looked_at(dtype, bad, where):
     assert found_inf.item() == 1
     gather_(slots, make(dtype), 0.5, found_inf)
     assert found_inf.item() == 1  # what was found earlier stays
-    gather_(slots, grads)  # nobody asks
+    gather_(slots, grads)  # without found_inf
 
 
 def test_the_largest_finite_numbers_are_finite():
@@ -145,7 +145,7 @@ def test_taking_gradients_in_one_call():
     assert params[2].grad is None
     assert [s.tolist() for s in slots] == [[4.0] * 3, [8.0] * 3, [0.0] * 3]
     assert sources[0].grad.dtype == torch.float16  # left where it was
-    # An unfit one is told, and nothing has happened.
+    # An unsuitable one is refused before anything is written.
     params[2].grad = torch.ones(3).to_sparse()
     assert take_grads_(params, params, slots, 0.5) == 2
     assert slots[1].tolist() == [8.0] * 3

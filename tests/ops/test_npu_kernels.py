@@ -1,13 +1,13 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which kernel an NPU gets, with stand-ins for those that torch_npu may bring; they have its signatures."""
+"""Kernel selection on an NPU, with stubs for the kernels that torch_npu may have, of the same signatures."""
 
 import logging
 
 import pytest
 import torch
 
-from apex_npu.ops import aten_fused, npu, reference
+from apex_npu.ops import adam_, aten_fused, npu, segmented, sgd_
 
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "maximize": False, "step": 3}
 SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
@@ -81,7 +81,7 @@ def test_adam_in_one_call_of_the_fused_kernel(apply_adam_w, decoupled, maximize,
     ours, theirs = operands(), operands()
     models = [torch.zeros(1_001, dtype=torch.float16) for _ in range(2)]
     npu.adam_(*ours, None, models[0], **options)
-    reference.adam_(*theirs, None, models[1], **options)
+    adam_.reference(*theirs, None, models[1], **options)
     assert apply_adam_w == [1_001]
     for a, b in zip([*ours, models[0]], [*theirs, models[1]], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
@@ -91,7 +91,7 @@ def test_adam_in_one_call_of_the_fused_kernel(apply_adam_w, decoupled, maximize,
 def test_what_the_fused_kernel_does_not_take(apply_adam_w, monkeypatch):
     taken = []
     monkeypatch.setattr(npu, "has_aten_kernel", lambda name: False)
-    monkeypatch.setattr(reference, "adam_", lambda *args, **options: taken.append(args[0].dtype))
+    monkeypatch.setattr(adam_, "reference", lambda *args, **options: taken.append(args[0].dtype))
     *args, v_max = operands(count=5)
     npu.adam_(*args, v_max, decoupled=True, **ADAM)
     npu.adam_(*operands(torch.bfloat16), None, decoupled=True, **ADAM)
@@ -109,10 +109,10 @@ def test_adam_by_torchs_fused_adamw(decoupled, maximize, amsgrad, monkeypatch):
     options = {**ADAM, "decoupled": decoupled, "maximize": maximize, "beta2": 0.5}  # 1 − beta2 is right in float32
     ours, theirs = ([t[1:] for t in operands(count=5 if amsgrad else 4)] for _ in range(2))
     with monkeypatch.context() as patch:
-        npu.works("_fused_adamw_", torch.device("cpu"))  # the trial asks the reference
-        patch.setattr(reference, "adam_", None)
+        npu.works("_fused_adamw_", torch.device("cpu"))  # the trial calls the reference
+        patch.setattr(adam_, "reference", None)
         npu.adam_(*ours, *([] if amsgrad else [None]), **options)
-    reference.adam_(*theirs, *([] if amsgrad else [None]), **options)
+    adam_.reference(*theirs, *([] if amsgrad else [None]), **options)
     # A unit of the last place of 2 to 4, from which an update may leave little.
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=2.5e-7)
 
@@ -121,16 +121,16 @@ def test_adam_by_torchs_fused_adamw(decoupled, maximize, amsgrad, monkeypatch):
 def test_torchs_fused_optimizers_where_the_device_has_them(kernel, monkeypatch):
     only(kernel, monkeypatch)
     for name in npu._KERNELS:
-        npu.works(name, torch.device("cpu"))  # trials ask the references
+        npu.works(name, torch.device("cpu"))  # trials call the references
     taken = []
-    for module, name in ((npu, "_fused_adamw"), (aten_fused, "sgd_"), (reference, "adam_"), (reference, "sgd_")):
-        call = (module.__name__.rpartition(".")[2], name)
-        monkeypatch.setattr(module, name, lambda *args, _call=call, **options: taken.append(_call))
+    for owner, name in ((npu, "_fused_adamw"), (aten_fused, "sgd_"), (adam_, "reference"), (sgd_, "reference")):
+        call = (owner.__name__.rpartition(".")[2], name)
+        monkeypatch.setattr(owner, name, lambda *args, _call=call, **options: taken.append(_call))
     npu.adam_(*operands(), None, decoupled=True, **ADAM)
     npu.adam_(*operands(), None, decoupled=False, **ADAM)
     npu.sgd_(*operands(count=3), **SGD, step=2)
-    adam = ("npu", "_fused_adamw") if kernel == "_fused_adamw_" else ("reference", "adam_")
-    assert taken == [adam, adam, ("aten_fused" if kernel == "_fused_sgd_" else "reference", "sgd_")]
+    adam = ("npu", "_fused_adamw") if kernel == "_fused_adamw_" else ("adam_", "reference")
+    assert taken == [adam, adam, ("aten_fused", "sgd_") if kernel == "_fused_sgd_" else ("sgd_", "reference")]
 
 
 def test_sgd_without_momentum_is_the_references(monkeypatch):
@@ -156,12 +156,107 @@ def test_the_reference_takes_over(failure, monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "apex_npu"):
         for step in (1, 2):
             npu.sgd_(*ours, **SGD, step=step)
-            reference.sgd_(*theirs, **SGD, step=step)
+            sgd_.reference(*theirs, **SGD, step=step)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == 1
     assert "_fused_sgd_" in said[0]
-    assert "plain torch takes over" in said[0]
+    assert "falling back to plain torch" in said[0]
     assert {"raises": "not in libopapi.so", "computes something else": "its trial step gave"}.get(failure, "") in said[
         0
     ]
+
+
+LAMB = {
+    "lr": 0.01, "beta1": 0.9, "beta2": 0.999, "beta3": 1 - 0.9, "eps": 1e-6, "step": 3, "bias_correction": False,
+    "l2": 0.0, "decay": 0.0, "adapt": True, "max_weight_norm": 10.0, "maximize": False,
+}  # fmt: skip
+# Parameters of 1 to 1,000 elements; the third of zeros, the fourth without a gradient or moments.
+LENGTHS = torch.tensor([1, 1_000, 48, 33, 17])
+STARTS = torch.tensor([0, 48, 1_120, 1_216, 1_312])
+IN_LAMB = 1_392
+
+
+def lamb_operands():
+    """param, grad, exp_avg, exp_avg_sq in slots, and NaN in what a buffer has between them."""
+    generator = torch.Generator().manual_seed(0)
+    buffers = [torch.full((IN_LAMB,), torch.nan) for _ in range(4)]
+    for i, (start, length) in enumerate(zip(STARTS.tolist(), LENGTHS.tolist(), strict=True)):
+        for k, buffer in enumerate(buffers):
+            zero = (i, k) == (2, 0) or (i == 3 and k > 0)
+            values = torch.randn(length, generator=generator)
+            buffer[start : start + length] = 0.0 if zero else values.abs() if k == 3 else values
+    return buffers
+
+
+def in_slots(buffer):
+    ends = (STARTS + LENGTHS).tolist()
+    return torch.cat([buffer[start:end] for start, end in zip(STARTS.tolist(), ends, strict=True)])
+
+
+def step_lamb(lamb_, operands, options, model=None):
+    param, grad, exp_avg, exp_avg_sq = operands
+    direction = torch.full_like(exp_avg, torch.nan)
+    lamb_(param, grad, exp_avg, exp_avg_sq, model, direction, STARTS, LENGTHS, None, **options)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"decay": 0.1},
+        {"maximize": True, "decay": 0.1},
+        {"bias_correction": True, "max_weight_norm": float("inf")},
+        {"eps": 1e-3, "grad_scale": torch.tensor([8.0])},
+        {"beta1": 0.5, "beta3": 0.5, "beta2": 0.9999, "lr": 1.0},
+    ],
+)
+def test_lamb_by_the_fused_kernel_of_adam_and_rows(apply_adam_w, changed):
+    options = {**LAMB, **changed}
+    ours, exact = lamb_operands(), [buffer.double() for buffer in lamb_operands()]
+    model = torch.zeros(IN_LAMB, dtype=torch.float16)
+    step_lamb(npu.lamb_, ours, options, model)
+    step_lamb(segmented.lamb_.reference, exact, options)
+    assert apply_adam_w == [IN_LAMB]
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(in_slots(a).double(), in_slots(b), rtol=2e-6, atol=1e-6)
+    assert torch.equal(in_slots(model), in_slots(ours[0]).half())
+    assert torch.equal(in_slots(ours[1]), in_slots(lamb_operands()[1]))
+
+
+def test_an_overflow_in_lamb_stays_with_its_parameter(apply_adam_w):
+    operands = lamb_operands()
+    operands[1][48] = torch.inf
+    step_lamb(npu.lamb_, operands, LAMB)
+    bad = [bool(operands[0][s : s + n].isnan().any()) for s, n in zip(STARTS.tolist(), LENGTHS.tolist(), strict=True)]
+    assert bad == [False, True, False, False, False]
+    # Once the values are finite again, the padding between them is, too.
+    good = lamb_operands()
+    for now, then in zip(operands, good, strict=True):
+        for start, length in zip(STARTS.tolist(), LENGTHS.tolist(), strict=True):
+            now[start : start + length] = then[start : start + length]
+    step_lamb(npu.lamb_, operands, LAMB)
+    step_lamb(npu.lamb_, good, LAMB)
+    assert torch.equal(in_slots(operands[0]), in_slots(good[0]))
+    assert in_slots(good[0]).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "changed", [{"l2": 0.1}, {"beta3": 1.0}, {"adapt": False}, {"unaligned": True}, {"part": True}, {"half": True}]
+)
+def test_what_lamb_leaves_to_the_reference(apply_adam_w, monkeypatch, changed):
+    monkeypatch.setattr(npu, "has_aten_kernel", lambda name: False)
+    options = {**LAMB, **{name: value for name, value in changed.items() if name in LAMB}}
+    operands, expected = lamb_operands(), lamb_operands()
+    segments = (STARTS, LENGTHS, None)
+    if "unaligned" in changed:
+        segments = (STARTS + 1, LENGTHS, None)
+    if "half" in changed:
+        operands, expected = ([b[0].half(), b[1].half(), *b[2:]] for b in (operands, expected))
+    if "part" in changed:
+        operands, expected = ([torch.cat([b, b])[IN_LAMB:] for b in those] for those in (operands, expected))
+    for lamb_, those in ((npu.lamb_, operands), (segmented.lamb_.reference, expected)):
+        lamb_(*those, None, torch.zeros(IN_LAMB), *segments, **options)
+    assert apply_adam_w == []
+    for a, b in zip(operands, expected, strict=True):
+        torch.testing.assert_close(in_slots(a), in_slots(b), rtol=0, atol=0, equal_nan=True)

@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Each op: registered soundly, its kernels equal the reference, the reference equals float64 arithmetic by the book."""
 
+import math
+
 import pytest
 import torch
 from devices import DEVICE
 
 from apex_npu import ops
-from apex_npu.ops import aten_fused, reference
+from apex_npu.ops import aten_fused
 
 SGD = {
     "lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.01, "nesterov": False, "maximize": False,
@@ -41,7 +43,7 @@ def test_sgd_by_the_book(change, dtype):
     b = g if options["step"] == 1 else options["momentum"] * b + (1 - options["dampening"]) * g
     expected = p - options["lr"] * (g + options["momentum"] * b if options["nesterov"] else b)
     tolerance = {torch.float32: 1e-6, torch.float64: 1e-14}.get(dtype, torch.finfo(dtype).eps)
-    for op in (ops.sgd_, reference.sgd_):
+    for op in (ops.sgd_, ops.sgd_.reference):
         param, _, buffer = run(op, args, options)
         torch.testing.assert_close(param.double(), expected, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(buffer.double(), b, rtol=max(tolerance, 1e-6), atol=1e-6)
@@ -65,7 +67,7 @@ def test_adam_by_the_book(change, amsgrad, dtype):
     denom = v_hat.sqrt() / (1 - o["beta2"] ** o["step"]) ** 0.5 + o["eps"]
     expected = p - o["lr"] / (1 - o["beta1"] ** o["step"]) * m / denom
     tolerance = {torch.float32: 2e-6, torch.float64: 1e-13}.get(dtype, torch.finfo(dtype).eps)
-    for op in (ops.adam_, reference.adam_):
+    for op in (ops.adam_, ops.adam_.reference):
         param, _, exp_avg, exp_avg_sq, _ = run(op, args if amsgrad else [*args[:4], None], o)
         torch.testing.assert_close(param.double(), expected, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(exp_avg.double(), m, rtol=1e-5, atol=1e-6)
@@ -75,7 +77,7 @@ def test_adam_by_the_book(change, amsgrad, dtype):
 @pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 41 * 123])
 def test_any_length(numel):
     args = buffers(4, numel=numel)
-    fused, expected = run(ops.adam_, [*args, None], ADAM), run(reference.adam_, [*args, None], ADAM)
+    fused, expected = run(ops.adam_, [*args, None], ADAM), run(ops.adam_.reference, [*args, None], ADAM)
     torch.testing.assert_close(fused[0], expected[0], rtol=1e-6, atol=1e-6)
 
 
@@ -101,7 +103,8 @@ RULES = {
     "rmsprop_": (RMSPROP, 3),
     "adadelta_": ({"lr": 0.5, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.1, "maximize": False}, 2),
     "adagrad_": ({"lr": 0.1, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True, "maximize": False}, 1),
-    "lamb_": ({"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "beta3": 0.1, "eps": 1e-8, "decay": 0.1}, 2),
+    "lamb_": ({"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "beta3": 0.1, "eps": 1e-8, "decay": 0.1,
+               "max_weight_norm": math.inf}, 2),
     "adamp_": (
         {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "wd_ratio": 0.1, "nesterov": False,
          "maximize": False, "step": 3}, 2,
@@ -111,16 +114,16 @@ NUMEL = 5_000
 
 
 def segments_for(name, dtype, device="cpu"):
-    """What the rules that look at segments take beside the operands: two parameters of 20 rows, and padding."""
+    """Segment arguments of the rules that have any: two parameters of 20 rows, and padding."""
     direction = torch.empty(NUMEL, dtype=dtype, device=device)
     if name == "lamb_":
-        return [direction, ops.Segments.of([0, 2_600], [2_500, 2_300], NUMEL, direction.device)]
+        return [direction, *ops.Segments.of([0, 2_600], [2_500, 2_300], NUMEL, direction.device)]
     starts = [*range(0, 2_500, 125), *range(2_600, 4_900, 115)]
     rows = ops.Segments.of(starts, [125] * 20 + [115] * 20, NUMEL, direction.device)
     owner = torch.tensor([1] * 20 + [2] * 20 + [0], device=device)
     # The first is projected as a whole (its rows are not: a limit of 0), the second by rows.
     limits = torch.tensor([[0.0, 0.0, 1.0], [0.0, 1.0, 1.0]], dtype=dtype, device=device)
-    return [direction, rows, owner, *limits]
+    return [direction, *rows, owner, *limits]
 
 
 def apply(name, operands, model_param=None, **options):
@@ -177,9 +180,7 @@ def test_gradients_of_low_precision_beside_float32_parameters(name, dtype):
 @pytest.mark.parametrize("name", RULES)
 def test_opcheck_every_rule(name):
     operands = operands_of(name, torch.float32)
-    more = []
-    for extra in segments_for(name, torch.float32) if name in ("lamb_", "adamp_") else []:
-        more += [extra.starts, extra.lengths, extra.ids] if isinstance(extra, ops.Segments) else [extra]
+    more = segments_for(name, torch.float32) if name in ("lamb_", "adamp_") else []
     lamb = {"step": 1, "bias_correction": False, "l2": 0.0, "adapt": True, "max_weight_norm": 10.0}
     options = {**RULES[name][0], **({**lamb, "maximize": False} if name == "lamb_" else {})}
     model_param = torch.empty(NUMEL, dtype=torch.float16)
@@ -188,9 +189,7 @@ def test_opcheck_every_rule(name):
 
 @pytest.mark.parametrize("name", RULES)
 def test_opcheck_every_rule_with_numbers_on_the_device(name):
-    more = []
-    for extra in segments_for(name, torch.float32) if name in ("lamb_", "adamp_") else []:
-        more += [extra.starts, extra.lengths, extra.ids] if isinstance(extra, ops.Segments) else [extra]
+    more = segments_for(name, torch.float32) if name in ("lamb_", "adamp_") else []
     lamb = {"step": 1, "bias_correction": True, "l2": 0.0, "adapt": True, "max_weight_norm": 10.0, "maximize": False}
     options = {**RULES[name][0], **(lamb if name == "lamb_" else {})}
     tensors = {"lr_tensor": torch.tensor(0.1), "found_inf": torch.zeros(1)}
@@ -206,7 +205,7 @@ def test_torchs_own_kernels_take_tensors_of_any_dtype_and_any_flag(name, found_i
     options = {**RULES[name][0], **({"dampening": 0.0} if name == "sgd_" else {})}
     before = operands_of(name, torch.float32)
     want, got = (run(lambda *args, **kwargs: None, before, {}) for _ in range(2))
-    getattr(reference, name)(*want, None, **options)
+    getattr(ops, name).reference(*want, None, **options)
     tensors = {"lr": torch.tensor(options["lr"], dtype=torch.float64), "step": torch.tensor(float(options["step"]))}
     getattr(aten_fused, name)(*got, None, **{**options, **tensors}, found_inf=torch.tensor([found_inf]))
     for now, then, wanted in zip(got, before, want, strict=True):
@@ -216,7 +215,7 @@ def test_torchs_own_kernels_take_tensors_of_any_dtype_and_any_flag(name, found_i
 @pytest.mark.parametrize("found_inf", [None, 0.0, 2.0])
 @pytest.mark.parametrize("name", RULES)
 def test_numbers_that_are_tensors(name, found_inf):
-    """On a CPU the op asks for them; elsewhere they are computed with as they are."""
+    """On a CPU the op reads their values; elsewhere they are used as tensors."""
     before = operands_of(name, torch.float32)
     numbers = {"lr": 0.125, **({} if name in ("rmsprop_", "adadelta_", "adagrad_") else {"step": 2})}
     tensors = {number: torch.tensor([float(value)], device=DEVICE) for number, value in numbers.items()}

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients that lie anywhere, as one operand of the C++ kernels: the same bits as of a buffer that they are in."""
+"""Gradients at arbitrary addresses as one operand of the C++ kernels: bit-identical to gradients in one buffer."""
 
 import gc
 import math
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex_npu import ops, optimizers
 from apex_npu._extension import extension
-from apex_npu.fusion.grad_slots import ABSENT, FOREIGN, LOOSE, PRESENT, LooseFor, grad_slots
+from apex_npu.fusion.grad_slots import EXTERNAL, FOREIGN, IN_BUFFER, NONE, InPlace, grad_slots
 
 pytestmark = [
     pytest.mark.skipif(extension is None, reason="there is no extension"),
@@ -239,15 +239,15 @@ def test_modes_and_profilers_can_look_on():
 # Which gradients are left where they are
 
 
-def states(param, grad, loose_for, view=None, slots=None):
+def states(param, grad, in_place, view=None, slots=None):
     param.grad = grad
     shape = torch.empty_like(param, device="meta")
     slots = slots or grad_slots([shape], [0])
-    (state,) = slots.states([param], [param if view is None else view], 0, loose_for, 0)
+    (state,) = slots.states([param], [param if view is None else view], 0, in_place, 0)
     return state
 
 
-READ_AND_WRITTEN, READ, NEITHER = (LOOSE, LOOSE), (LOOSE, FOREIGN), (FOREIGN, FOREIGN)
+READ_AND_WRITTEN, READ, NEITHER = (EXTERNAL, EXTERNAL), (EXTERNAL, FOREIGN), (FOREIGN, FOREIGN)
 
 
 @pytest.mark.parametrize(
@@ -264,51 +264,50 @@ READ_AND_WRITTEN, READ, NEITHER = (LOOSE, LOOSE), (LOOSE, FOREIGN), (FOREIGN, FO
         pytest.param(lambda: torch.ones(3, 4).share_memory_(), READ, id="shared with processes"),
     ],
 )
-def test_which_are_loose(make, expected):
+def test_which_are_external(make, expected):
     param = nn.Parameter(torch.zeros(3, 4))
-    assert tuple(states(param, make(), what) for what in (LooseFor.READING, LooseFor.WRITING)) == expected
-    assert states(param, make(), LooseFor.NOTHING) == FOREIGN
+    assert tuple(states(param, make(), what) for what in (InPlace.READ, InPlace.WRITE)) == expected
+    assert states(param, make(), InPlace.NO) == FOREIGN
 
 
 def test_strides_of_dimensions_of_one_element_do_not_matter():
     param = nn.Parameter(torch.zeros(5, 3, 1, 1))
     grad = torch.empty_strided((5, 3, 1, 1), (3, 1, 7, 9)).fill_(1)
-    assert states(param, grad, LooseFor.WRITING) == LOOSE
+    assert states(param, grad, InPlace.WRITE) == EXTERNAL
 
 
 def test_memory_that_others_look_at_is_not_written():
     param, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
     grad = torch.ones(3)
-    assert states(param, grad, LooseFor.WRITING) == LOOSE  # names in Python do not count
+    assert states(param, grad, InPlace.WRITE) == EXTERNAL  # names in Python do not count
     view = grad[1:]
-    assert states(param, grad, LooseFor.WRITING) == FOREIGN
-    assert states(param, grad, LooseFor.READING) == LOOSE
+    assert states(param, grad, InPlace.WRITE) == FOREIGN
+    assert states(param, grad, InPlace.READ) == EXTERNAL
     del view
-    assert states(param, grad, LooseFor.WRITING) == LOOSE
+    assert states(param, grad, InPlace.WRITE) == EXTERNAL
     other.grad = grad
-    assert states(param, grad, LooseFor.WRITING) == FOREIGN
+    assert states(param, grad, InPlace.WRITE) == FOREIGN
 
 
-def test_absent_and_present():
+def test_none_and_in_buffer():
     param = nn.Parameter(torch.zeros(3))
     view = torch.zeros(3)
-    assert states(param, None, LooseFor.READING, view) == ABSENT
-    assert states(param, view, LooseFor.READING, view) == PRESENT
+    assert states(param, None, InPlace.READ, view) == NONE
+    assert states(param, view, InPlace.READ, view) == IN_BUFFER
 
 
-def test_what_has_been_stepped_and_stays_is_no_longer_loose_to_be_stepped():
+def test_what_has_been_stepped_and_stays_is_no_longer_external():
     param = nn.Parameter(torch.zeros(3))
     slots = grad_slots([torch.empty(3, device="meta")], [0])
     grad = torch.ones(3)
-    assert states(param, grad, LooseFor.STEPPING, slots=slots) == LOOSE
+    assert states(param, grad, InPlace.READ, slots=slots) == EXTERNAL
     slots.place([param], 0, 3, False)
-    assert states(param, grad, LooseFor.STEPPING, slots=slots) == LOOSE
+    assert states(param, grad, InPlace.READ, slots=slots) == EXTERNAL
     slots.place([param], 0, 3, True)
-    assert states(param, grad, LooseFor.STEPPING, slots=slots) == FOREIGN
-    assert states(param, grad, LooseFor.READING, slots=slots) == LOOSE
-    assert states(param, torch.ones(3), LooseFor.STEPPING, slots=slots) == LOOSE
+    assert states(param, grad, InPlace.READ, slots=slots) == FOREIGN
+    assert states(param, torch.ones(3), InPlace.READ, slots=slots) == EXTERNAL
     slots.forget_stepped()
-    assert states(param, grad, LooseFor.STEPPING, slots=slots) == LOOSE
+    assert states(param, grad, InPlace.READ, slots=slots) == EXTERNAL
 
 
 def test_neither_operands_nor_slots_keep_gradients_for_good():

@@ -23,7 +23,7 @@ if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
 
 
 def compile_for(cache, *arguments):
-    """What the worker says of every launch."""
+    """The worker's report of every launch."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, str(Path(__file__).with_name("triton_compile_worker.py")), *arguments]

@@ -29,13 +29,14 @@ from triton_cases import (
 )
 from triton_interpreter import DEVICE, INTERPRETED, interpreter, mend
 
+from apex_npu import ops
 from apex_npu.ops import cuda, wide_dtype
 from apex_npu.ops.triton_kernels import launches, plans
 
 OPS = sorted(OPTIONS)
 
 
-# numpy, in which the interpreter computes, tells of every nan; kernels do not.
+# numpy, in which the interpreter computes, warns of every nan; kernels do not.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 
 
@@ -90,7 +91,7 @@ def test_every_rule_gives_what_float64_gives(op, change, without, dtypes):
 @pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 1024, 1025, 41 * 123])
 @pytest.mark.parametrize("op", ["sgd_", "adam_", "rmsprop_", "adadelta_", "adagrad_"])
 def test_any_length_at_any_place_and_nothing_beside_it(op, numel):
-    """Views that start one element behind an aligned address: what lies before and behind them stays."""
+    """Views that start one element after an aligned address: the elements around them are not written."""
     padded = [torch.nn.functional.pad(a, (1, 5), value=7.0).to(DEVICE) for a in operands(op, numel)]
     plan = getattr(plans, op)(*(a[1 : 1 + numel] for a in padded), **OPTIONS[op])
     plan.run(DEVICE)
@@ -185,13 +186,13 @@ def test_without_beta1_nothing_is_left_of_the_average_before():
 def test_norm_of_large_tiny_odd_and_no_values(dtype):
     for x in (torch.full((300,), 1e30), torch.full((300,), 1e-30), torch.randn(10_003), torch.zeros(0)):
         x = x.to(dtype)
-        _, got = launch("norm", [x])
+        _, got = launch("plain_norm", [x])
         assert got.dtype == wide_dtype(dtype)
         torch.testing.assert_close(got, torch.linalg.vector_norm(x.double()).to(got.dtype), rtol=1e-7, atol=0)
     for bad, place in itertools.product((math.inf, math.nan), (0, 500, 1_000)):
         x = torch.randn(1_001).to(dtype)
         x[place] = bad
-        assert not launch("norm", [x])[1].isfinite()
+        assert not launch("plain_norm", [x])[1].isfinite()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -199,7 +200,7 @@ def test_norm_looks_for_elements_that_are_not_finite(dtype):
     for numel in (0, 1, 15, 17, 5_001):
         x, found_inf = torch.full((numel,), torch.finfo(dtype).max).to(dtype), torch.zeros(1)
         (_, flag), got = launch("checked_norm", [x, found_inf])
-        assert torch.equal(got, launch("norm", [x])[1])  # which overflows, in float32
+        assert torch.equal(got, launch("plain_norm", [x])[1])  # which overflows, in float32
         assert flag.item() == 0.0
         for bad, place in itertools.product(
             (math.inf, -math.inf, math.nan), (0, numel // 2, numel - 1) if numel else ()
@@ -214,7 +215,7 @@ def test_norm_looks_for_elements_that_are_not_finite(dtype):
 def test_a_norm_of_more_blocks_than_programs(monkeypatch):
     monkeypatch.setattr(plans, "_NORM_PROGRAMS", 2)
     x = torch.randn(5 * 2048 + 3)
-    torch.testing.assert_close(launch("norm", [x])[1], x.double().norm().float(), rtol=1e-7, atol=0)
+    torch.testing.assert_close(launch("plain_norm", [x])[1], x.double().norm().float(), rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("aligned", [False, True])
@@ -262,7 +263,7 @@ def test_every_rule_that_looks_at_segments_gives_what_float64_gives(op, change, 
 @pytest.mark.parametrize("bad", [math.inf, math.nan, 0.0])
 @pytest.mark.parametrize("op", ["lamb_", "adamp_"])
 def test_inf_nan_and_zero_norms_go_where_they_go_in_torch(op, bad, aligned):
-    """A segment with such a gradient, and one whose parameters are such; padding of nan reaches nobody."""
+    """A segment with such a gradient, and one whose parameters are such; NaN in the padding has no effect."""
     args = [*operands(op, NUMEL), None, *segments(op, aligned=aligned)]
     inner, first, second = inside(op, aligned), slice(0, 5000), slice(5056, 7300)
     if bad == 0.0:
@@ -304,7 +305,7 @@ def test_how_many_launches_a_step_takes(op, count):
     numel = NUMEL if more else 100
     plan = getattr(plans, op)(*operands(op, numel), torch.zeros(numel, dtype=torch.float16), *more, **OPTIONS[op])
     assert len(plan.launches) == count
-    assert len(plans.norm(torch.zeros(5)).launches) == 2
+    assert len(plans.plain_norm(torch.zeros(5)).launches) == 2
 
 
 def test_the_same_bits_every_time():
@@ -314,7 +315,7 @@ def test_the_same_bits_every_time():
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="takes the interpreter's program ids")
-def test_elements_behind_two_to_the_31(monkeypatch):
+def test_elements_after_two_to_the_31(monkeypatch):
     """The last block of a buffer of 2³¹ + 100 elements, of which no other page is ever touched."""
     numel = 2**31 + 100
     param, grad = (torch.empty(numel, dtype=torch.float16) for _ in range(2))
@@ -329,7 +330,7 @@ def test_elements_behind_two_to_the_31(monkeypatch):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="its memory is only reserved, which takes a CPU")
-def test_segments_behind_two_to_the_31():
+def test_segments_after_two_to_the_31():
     numel = 2**31 + 4096
     x = torch.empty(numel, dtype=torch.float16)
     x[-4000:] = 1.0
@@ -348,12 +349,12 @@ def adam_args():
 
 def stepped(args=None):
     args = adam_args() if args is None else args
-    cuda.adam_(*args, **OPTIONS["adam_"])
+    cuda.KERNELS[ops.adam_](*args, **OPTIONS["adam_"])
     return args[0]
 
 
 @pytest.fixture
-def decide_anew():
+def decide_again():
     """Nothing that was found out before, or is found out here, counts elsewhere."""
     cuda._plans.cache_clear()
     yield
@@ -370,14 +371,14 @@ def counted(monkeypatch):
     return calls
 
 
-@pytest.mark.usefixtures("decide_anew")
+@pytest.mark.usefixtures("decide_again")
 def test_triton_is_taken_where_it_can_be(counted):
     stepped()
     assert counted == ["adam"]
     assert cuda.takes_ranges()
 
 
-@pytest.mark.usefixtures("decide_anew")
+@pytest.mark.usefixtures("decide_again")
 @pytest.mark.parametrize("how", ["missing", "old", "switched off"])
 def test_torch_takes_over_where_there_is_no_triton(how, monkeypatch, counted, caplog):
     expected = stepped()
@@ -403,7 +404,7 @@ def test_torch_takes_over_where_there_is_no_triton(how, monkeypatch, counted, ca
     assert all(words in caplog.text for words in said[how])
 
 
-@pytest.mark.usefixtures("decide_anew")
+@pytest.mark.usefixtures("decide_again")
 @pytest.mark.parametrize("op", ["adam_", "lamb_"])
 def test_what_triton_cannot_compile_torch_does_instead_and_nothing_is_half_done(op, monkeypatch, counted, caplog):
     """The last kernel fails: had the first already run, moments would have been blended twice."""
@@ -420,25 +421,26 @@ def test_what_triton_cannot_compile_torch_does_instead_and_nothing_is_half_done(
 
     monkeypatch.setattr(launches.Launch, "compile", compile_)
     monkeypatch.setattr(launches, "_compiled", set())
-    getattr(cuda, op)(*args, **OPTIONS[op])
+    cuda.KERNELS[getattr(ops, op)](*args, **OPTIONS[op])
     for got, want in zip(args[:4], expected[:4], strict=True):
         torch.testing.assert_close(got.cpu()[inside(op)].double(), want[inside(op)], rtol=1e-5, atol=1e-6)
-    getattr(cuda, op)(*args, **OPTIONS[op])
+    cuda.KERNELS[getattr(ops, op)](*args, **OPTIONS[op])
     assert not counted
     assert len(caplog.records) == 1
     assert op in caplog.text
     assert "Failed to find C compiler" in caplog.text
 
 
-@pytest.mark.usefixtures("decide_anew")
+@pytest.mark.usefixtures("decide_again")
 def test_scattered_segments_are_left_to_torch(counted):
     """Rows of a transposed matrix are no ranges of memory: there is a map from elements to segments instead."""
     x = torch.arange(100.0, device=DEVICE)
     ids = torch.arange(100, device=DEVICE) % 2
-    halves = cuda.segment_dot(x, x, torch.tensor([0, 1]), torch.tensor([50, 50]), ids)
+    segment_dot = cuda.KERNELS[ops.segment_dot]
+    halves = segment_dot(x, x, torch.tensor([0, 1]), torch.tensor([50, 50]), ids)
     assert halves.tolist() == [sum(i * i for i in range(k, 100, 2)) for k in (0, 1)]
     assert not counted
-    assert cuda.segment_dot(x, x, torch.tensor([10]), torch.tensor([3]), None).tolist() == [100 + 121 + 144]
+    assert segment_dot(x, x, torch.tensor([10]), torch.tensor([3]), None).tolist() == [100 + 121 + 144]
     assert counted == ["dot_parts", "segment_sums"]
 
 
@@ -463,4 +465,4 @@ def test_operands_that_do_not_fit_are_refused_before_anything_is_written(op, spo
 @pytest.mark.parametrize("op", [*OPS, "norm", "segment_dot", "segment_add_"])
 def test_cuda_has_a_kernel_of_its_own_for_every_op(op):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"apex_npu::{op}", "CUDA")
-    assert callable(getattr(cuda, op))
+    assert [declared.name for declared in cuda.KERNELS].count(op) == 1

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compiles Triton's kernels for GPUs that are not there, and prints what came of each launch as a line of JSON.
+"""Compiles Triton's kernels for GPUs without having one, and prints the result of each launch as a line of JSON.
 
 A process of its own: one that interprets kernels cannot compile them. Triton's compiler and ptxas need no GPU, only the
 driver does, so a stand-in tells for which one to compile, and takes what is launched.
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class NoGpu:
-    """What Triton asks of a driver; a launch is only counted."""
+    """The driver interface that Triton uses; a launch is only counted."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
@@ -65,7 +65,7 @@ def all_plans(everything: bool) -> Iterator[tuple[str, Plan]]:
                 continue
             yield op, getattr(plans, op)(*operands(op, 1504, *dtypes, without), None, **{**OPTIONS[op], **change})
         a, b = operands("sgd_", NUMEL, *dtypes)[:2]
-        yield "norm", plans.norm(a)
+        yield "norm", plans.plain_norm(a)
         if a.dtype != torch.float64:
             yield "checked_norm", plans.checked_norm(a, torch.zeros(1))
         for aligned in (True, False):

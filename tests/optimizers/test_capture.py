@@ -142,7 +142,7 @@ def test_what_a_graph_reads_outlives_another_cut():
 
     def tables():
         (group,) = pair.optimizer.fused_groups()
-        return weakref.ref(group._runs[0].segments().starts)
+        return weakref.ref(group.runs.current[0].segments().starts)
 
     pair.step(0)
     eager = tables()
@@ -165,7 +165,7 @@ def test_a_graph_that_steps_together_what_is_stepped_apart_is_warned_of():
         warnings.simplefilter("error")
         pair.step(3, without=(0, 2, 3))
         pair.step(4)
-    with pytest.warns(RuntimeWarning, match="graph steps together are being stepped apart.*capture anew"):
+    with pytest.warns(RuntimeWarning, match="graph steps together are being stepped apart.*capture a new one"):
         pair.step(5, without=(2,))
 
 
@@ -308,7 +308,7 @@ def move(optimizer):
     param.data = param.data.clone()
 
 
-def load_anew(optimizer):
+def load_into_new(optimizer):
     (param,) = optimizer.param_groups[0]["params"]
     fresh = dampened(nn.Parameter(param.detach().clone()))
     fresh.load_state_dict(optimizer.state_dict())
@@ -330,7 +330,7 @@ def step_or_skip(optimizer, overflow):
 
 
 @needs_device
-@pytest.mark.parametrize("then", [add_group, move, load_anew, copy.deepcopy])
+@pytest.mark.parametrize("then", [add_group, move, load_into_new, copy.deepcopy])
 def test_a_first_step_that_was_skipped_is_still_the_first(then):
     """With dampening the first step differs from later ones."""
     optimizer = dampened(nn.Parameter(torch.ones(3, device=DEVICE)))
@@ -346,7 +346,7 @@ def test_a_first_step_that_was_skipped_is_still_the_first(then):
 
 @needs_device
 def test_a_first_step_that_was_skipped_is_the_first_on_a_host_and_only_that():
-    """What the device has counted is counted on, by whoever loads it."""
+    """A state dict continues the count of the device in the optimizer that loads it."""
     optimizer = dampened(nn.Parameter(torch.ones(3, device=DEVICE)))
     step_or_skip(optimizer, overflow=True)
     param = nn.Parameter(torch.ones(3))
@@ -426,8 +426,8 @@ def test_tables_of_another_delta_do_not_take_the_place_of_a_graphs():
     graph = Capture()
     with graph:
         optimizer.step()
-    (run,) = optimizer.fused_groups()[0]._runs
-    tables = [weakref.ref(t) for _, made in run._remembered.values() for t in made if isinstance(t, torch.Tensor)]
+    (run,) = optimizer.fused_groups()[0].runs.current
+    tables = [weakref.ref(t) for t in run._remembered["AdamP"][1] if isinstance(t, torch.Tensor)]
     assert tables
     del graph
     optimizer.param_groups[0]["delta"] = 0.5
@@ -452,7 +452,7 @@ def test_a_gradient_that_was_made_outside_of_the_capture_is_refused():
     optimizer.step()
     optimizer.zero_grad()
     give(ours, 1)
-    says = r"shape \(5, 7\) was made behind the step before, and outside"
+    says = r"shape \(5, 7\) was made after the previous step, and outside"
     with pytest.raises(RuntimeError, match=says), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
 
@@ -474,7 +474,7 @@ def test_without_capturable_a_capture_is_refused_with_nothing_done(name):
     assert not torch.equal(param, before)
 
 
-def test_without_cuda_nobody_asks_about_captures(monkeypatch):
+def test_without_cuda_captures_are_not_queried(monkeypatch):
     def fail():
         raise AssertionError("this could make a CUDA context in a process that needs none")
 

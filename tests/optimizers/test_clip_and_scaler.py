@@ -66,6 +66,25 @@ def test_before_the_first_backward():
     assert optimizer.clip_model_grad_norm_fused(1.0).item() == 0
 
 
+@pytest.mark.parametrize("level", [None, "O1", "O2"])
+def test_the_name_in_torch_npus_optimizers(level):
+    model = nn.Linear(5, 7)
+    optimizer = NpuFusedSGD(model.parameters(), lr=0.1)
+    if level is not None:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=16.0, verbosity=0)
+        with amp.scale_loss(model(torch.ones(3, 5)).float().square().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    else:
+        model(torch.ones(3, 5)).square().sum().backward()
+    params = list(amp.master_params(optimizer))
+    twins = [nn.Parameter(p.detach().clone()) for p in params]
+    for p, q in zip(params, twins, strict=True):
+        q.grad = p.grad.clone()
+    norm = optimizer.clip_grad_norm_fused_(0.25, 3)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(twins, 0.25, 3))
+    torch.testing.assert_close([p.grad for p in params], [q.grad for q in twins])
+
+
 @pytest.mark.parametrize("combine_grad", [None, True])
 @pytest.mark.parametrize("make", [torch.optim.SGD, NpuFusedSGD])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -115,7 +134,7 @@ def test_combined_tensors(make, combine_grad):
     assert (grads[0] * (1 - masks[0])).count_nonzero() == 0
     if make is NpuFusedSGD:
         (flat,) = optimizer.get_model_combined_params()
-        flat.mul_(2)  # as moving averages by hand do
+        flat.mul_(2)  # as handwritten moving averages do
         assert model.weight.data_ptr() == flat.data_ptr()
 
 

@@ -115,7 +115,7 @@ def test_an_update_that_fails_half_way_says_that_it_cannot_be_repeated(monkeypat
         optimizer.step()
 
 
-def test_memory_that_runs_out_behind_a_group_that_has_been_stepped_cannot_be_made_up_for(monkeypatch):
+def test_memory_that_runs_out_after_a_group_has_been_stepped_cannot_be_undone(monkeypatch):
     params = make_params()
     optimizer = NpuFusedLamb([{"params": params[:2]}, {"params": params[2:]}], lr=0.1)
     set_grads(params, 0)

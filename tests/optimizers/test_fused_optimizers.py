@@ -14,12 +14,13 @@ from itertools import zip_longest
 import pytest
 import torch
 from devices import DEVICE, needs, require
+from implementations import use_pure_torch_storage
 from lockstep import FLOAT64_TOLERANCE, LOW_PRECISION, assert_equal_params, assert_equal_states
 from optimizer_specs import DTYPES, MATRIX, SPECS, needs_dtype
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from apex_npu.fusion.grad_slots import LOOSE_NUMEL
+from apex_npu.fusion.grad_slots import EXTERNAL_NUMEL
 from apex_npu.optimizers import (
     FusedLAMB,
     FusedNovoGrad,
@@ -216,7 +217,7 @@ def test_add_param_group_after_steps(pair):
 
 @for_all
 @pytest.mark.parametrize("what", ["data", "to and back", "contiguous again"])
-def test_parameters_moved_by_hand(pair, what):
+def test_parameters_moved_by_the_user(pair, what):
     for i in range(3):
         pair.step(i)
     for params in pair.params:
@@ -253,7 +254,7 @@ def test_parameter_objects_replaced(pair):
 
 
 @for_all
-def test_state_replaced_by_hand(pair):
+def test_state_replaced_by_the_user(pair):
     for i in range(3):
         pair.step(i)
     for params, optimizer in pair.each():
@@ -444,7 +445,7 @@ def test_a_view_of_a_larger_buffer_stays_there():
 
 
 def test_a_parameter_in_two_optimizers():
-    """The later fusion keeps it; both go on stepping the same memory, as torch's do."""
+    """The later fusion keeps it; both step the same memory, as torch's do."""
     results = []
     for cls in (NpuFusedSGD, torch.optim.SGD):
         shared, own = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(4))
@@ -479,7 +480,7 @@ def test_sparse_gradient_is_refused_before_anything_moves():
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("numel", [3, LOOSE_NUMEL])
+@pytest.mark.parametrize("numel", [3, EXTERNAL_NUMEL])
 def test_gradient_without_memory_of_its_own_is_refused_before_anything_moves(numel):
     params = [nn.Parameter(torch.ones(n)) for n in (3, numel)]
     optimizer = NpuFusedSGD(params, lr=0.1)
@@ -731,9 +732,7 @@ def test_a_rule_must_be_complete():
 
 @for_all
 def test_without_the_extension(pair, monkeypatch):
-    from apex_npu.fusion import storage
-
-    monkeypatch.setattr(storage, "extension", None)
+    use_pure_torch_storage(monkeypatch)
     for i in range(10):
         pair.step(i, skip=(i % 4,))
     pair.params[0][0].data = pair.params[0][0].data.clone()
@@ -754,7 +753,7 @@ def test_compiled_model_with_fused_parameters():
             forward(torch.full((3, 4), float(i))).square().mean().backward()
             optimizer.step()
         assert_equal_params(list(model.parameters()), list(twin.parameters()))
-        twin.load_state_dict(model.state_dict())  # else the next gradients would tell how these were rounded
+        twin.load_state_dict(model.state_dict())  # otherwise the next gradients depend on the rounding of these
 
 
 @pytest.mark.parametrize("size", [1e-5, 1e5])
@@ -774,7 +773,7 @@ def test_small_and_large_gradients(pair, size):
 
 @pytest.mark.parametrize("cls", [NpuFusedLamb, FusedLAMB, FusedNovoGrad], ids=lambda cls: cls.__name__)
 def test_norms_of_long_parameters(cls):
-    """Two million elements of one sign: whoever adds them up in one float32 number loses the last ones."""
+    """Two million elements of one sign: a single float32 accumulator loses the last ones."""
     spec = next(spec for spec in SPECS if spec.cls is cls)
     ends = []
     for make in (spec.cls, spec.reference):

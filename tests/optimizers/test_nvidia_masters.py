@@ -80,7 +80,7 @@ def test_small_steps_add_up(dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_weights_that_are_set_by_hand_become_masters(dtype):
+def test_weights_that_a_script_sets_become_masters(dtype):
     model = nn.ParameterList(make_params(dtype))
     optimizer = FusedAdam(model.parameters(), lr=0.01, master_weights=True)
     saved = copy.deepcopy(model.state_dict())
@@ -192,7 +192,7 @@ def test_gradients_that_are_scaled_are_divided_in_the_step():
         set_grads(params, 0)
         for p in params:
             p.grad.mul_(scale)
-        optimizer.grad_scale_of_step = torch.full((1,), scale, device=DEVICE)
+        optimizer.grad_scale = torch.full((1,), scale, device=DEVICE)
         optimizer.step()
         ends.append(masters_of(optimizer, params))
     for end, expected in zip(*ends, strict=True):

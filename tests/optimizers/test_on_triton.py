@@ -12,12 +12,12 @@ from optimizer_specs import SPECS
 from triton_interpreter import INTERPRETED, mend
 
 from apex_npu.fusion import fused_group, grad_slots
-from apex_npu.fusion.step_counts import _DeviceSteps
-from apex_npu.ops import cpu, cuda
-from apex_npu.ops.calls import taking_tensors
+from apex_npu.fusion.graph_runs import _DeviceStepCounts
+from apex_npu.ops import cpu, cuda, elementwise, segmented
+from apex_npu.ops.dispatch import Rule
 from apex_npu.ops.triton_kernels import launches
 
-OPS = ("sgd_", "adam_", "rmsprop_", "adadelta_", "adagrad_", "lamb_", "adamp_", "segment_dot", "segment_add_", "norm")
+OPS = (*elementwise.RULES, *segmented.RULES, segmented.segment_dot, segmented.segment_add_, segmented.plain_norm)
 
 CAN_OVERRIDE = "allow_override" in inspect.signature(torch.library.Library.impl).parameters
 
@@ -33,17 +33,17 @@ pytestmark = [
 def launched(monkeypatch):
     """The names of the kernels that have run, on the CPU."""
     mend(monkeypatch)
-    for least in ("LOOSE_NUMEL", "WRITTEN_NUMEL"):  # only the CPU's own kernels read gradients anywhere
+    for least in ("EXTERNAL_NUMEL", "WRITTEN_NUMEL"):  # only the CPU's own kernels read gradients anywhere
         monkeypatch.setattr(grad_slots, least, sys.maxsize)
     names = []
     run = launches.Launch.run
     monkeypatch.setattr(launches.Launch, "run", lambda self: (names.append(self.kernel.__name__), run(self)))
     with torch.library._scoped_library("apex_npu", "IMPL") as library:
         for op in OPS:
-            library.impl(op, getattr(cuda, op), "CPU", allow_override=True)
-            if hasattr(getattr(torch.ops.apex_npu, op), "on_device"):
-                on_device = taking_tensors(getattr(cuda, op))
-                library.impl(f"{op}.on_device", on_device, "CPU", allow_override=True)
+            kernel = cuda.KERNELS[op]
+            library.impl(op.name, kernel, "CPU", allow_override=True)
+            if isinstance(op, Rule):
+                library.impl(f"{op.name}.on_device", op.device_scalars(kernel), "CPU", allow_override=True)
         yield names
 
 
@@ -74,8 +74,8 @@ def test_optimizers_on_triton_step_like_their_references(spec, launched):
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.cls.supports_capture], ids=str)
 def test_capturable_optimizers_on_triton_step_like_their_references(spec, launched, monkeypatch):
-    """As on a GPU, counts lie on the device, and so do the learning rate and overflow, of which step 1 has one."""
-    monkeypatch.setattr(fused_group, "step_counts", lambda count, device, capturable: _DeviceSteps(count, device))
+    """As on a GPU, counts are on the device, and so are the learning rate and overflow, of which step 1 has one."""
+    monkeypatch.setattr(fused_group, "StepCounts", lambda count: _DeviceStepCounts(count, torch.device("cpu")))
     options = spec.variants[-1]
     ours, theirs = params(), params()
     reference = spec.reference(theirs, **options)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Random programs of what users do, run in lockstep on a fused optimizer and on its reference.
+"""Random sequences of user operations, run in lockstep on a fused optimizer and on its reference.
 
 After every action the parameters are compared, and those of the reference set to ours: so each step is judged by
 itself, while the states, which are not touched, have to stay right all along.
@@ -21,6 +21,8 @@ from lockstep import FLOAT64_TOLERANCE, assert_equal_params
 from optimizer_specs import MATRIX, SPECS
 from torch import nn
 
+from apex_npu.fusion import HasFusedGroups
+
 SHAPES = [(5, 7), (17,), (), (3, 2, 2), (0,), (1,), (5, 7)]
 INDEX = st.integers(0, len(SHAPES) - 1)
 BACKWARD = st.one_of(st.just(frozenset()), st.sets(INDEX))  # the parameters that the loss does not depend on
@@ -34,6 +36,7 @@ def actions(dtype):
         "step with closure": BACKWARD,
         "accumulate": BACKWARD,
         "zero grad": st.booleans(),
+        "combined buffers": st.sampled_from([0.5, 2.0]),
         "inf gradient": INDEX,
         "freeze": INDEX,
         "unfreeze": INDEX,
@@ -106,6 +109,27 @@ class Machine:
 
     def zero_grad(self, set_to_none):
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        self.optimizer.step()
+
+    def combined_buffers(self, factor):
+        """Multiply gradients, subtract them from the parameters, and step; ours by buffers, if they can be had."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.accumulate(())
+        present = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads, params = [p.grad for p in present], [p.detach() for p in present]
+        if isinstance(self.optimizer, HasFusedGroups):
+            try:
+                found = self.optimizer.get_optimizer_combined_grads(), self.optimizer.get_optimizer_combined_params()
+            except RuntimeError as error:
+                assert "cannot be moved into a combined buffer" in str(error)  # noqa: PT017 - or it is none
+            else:
+                grads, params = found
+                assert sum(int(grad.count_nonzero()) for grad in grads) == sum(
+                    int(p.grad.count_nonzero()) for p in present
+                )
+        for grad, param in zip(grads, params, strict=True):
+            grad.mul_(factor)
+            param.sub_(grad)
         self.optimizer.step()
 
     def inf_gradient(self, i):

@@ -11,7 +11,7 @@ from apex_npu.optimizers import FusedLAMB, Lamb, NpuFusedBertAdam, NpuFusedLamb,
 from apex_npu.optimizers.bert_adam import SCHEDULES
 
 
-# Worked by hand.
+# Worked out manually.
 @pytest.mark.parametrize(
     ("name", "x", "warmup", "expected"),
     [

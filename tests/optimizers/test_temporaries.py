@@ -16,7 +16,7 @@ LARGEST = 1 << 20
 
 
 def largest_allocation(action):
-    """Bytes of the largest piece of memory that ``action`` asks torch's allocator for."""
+    """Bytes of the largest allocation that ``action`` requests from torch's allocator."""
     action()
     action()  # buffers are there by now
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

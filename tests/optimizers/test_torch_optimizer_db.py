@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The inputs and error inputs with which torch tests its own optimizers, put to ours of the same rule."""
+"""torch's inputs and error inputs for its own optimizers, applied to the fused optimizers of the same rule."""
 
 import warnings
 
@@ -20,7 +20,7 @@ OURS = {
     torch.optim.RMSprop: optimizers.NpuFusedRMSprop,
 }
 INFOS = [info for info in common_optimizers.optim_db if info.optim_cls in OURS]
-# Ways to run torch's own implementations: ours has one.
+# Options that select torch's implementations; the fused optimizers have one.
 IMPLEMENTATION_ARGUMENTS = {"foreach", "fused", "capturable", "differentiable"}
 
 

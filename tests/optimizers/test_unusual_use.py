@@ -210,7 +210,7 @@ def test_a_state_dict_from_before_the_first_step(lockstep):
 
 
 def test_a_state_dict_that_was_not_copied(lockstep):
-    """It shows the state as it goes on, as torch's does."""
+    """It shows the live state, as torch's does."""
 
     def scenario(make, params):
         optimizer = make(params)

@@ -116,5 +116,5 @@ def test_conversion_keeps_parameters_buffers_and_mode():
 
 
 def test_a_lazy_batch_norm_is_not_converted():
-    with pytest.raises(RuntimeError, match="does not know its channels yet"):
+    with pytest.raises(RuntimeError, match="has no number of channels yet"):
         convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm1d()))

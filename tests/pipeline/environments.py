@@ -48,7 +48,7 @@ class Environment:
 
 
 def run(*command: str | Path, cwd: Path | None = None, **variables: str) -> Done:
-    """``command``, in an environment that knows nothing of the tests."""
+    """``command``, in an environment without variables of the tests."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "APEX_NPU"))}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **variables}
     return subprocess.run(

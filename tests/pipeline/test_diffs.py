@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from apex_npu.pipeline import diffs, eras, making
-from apex_npu.pipeline.errors import PipelineError
+from apex_npu.compat.pipeline import diffs, eras, make_patch
+from apex_npu.compat.pipeline.errors import PipelineError
 
 TEXTS = st.builds(
     lambda lines, end: ("\n".join(lines) + ("\n" if end else "")).encode(),
@@ -48,7 +48,7 @@ def test_a_hunk_is_found_where_lines_have_moved_and_named_where_they_are_gone():
     _, reasons = file.apply(b"one\nTWO\nthree\nten\nnine\n")
     assert reasons == [
         "f, hunk 1 at line 2: it changes what stands at 'two', and there is no such line",
-        "f, hunk 2 at line 9: its lines are there, but not one behind the other",
+        "f, hunk 2 at line 9: its lines are there, but not one after the other",
     ]
     assert "end with CR LF" in file.apply(moved.replace(b"\n", b"\r\n"))[1][0]
     assert file.apply(None)[1] == ["f is not there"]
@@ -69,7 +69,7 @@ def test_patches_that_rename_or_hold_no_text_are_refused():
 @pytest.mark.parametrize("era", eras.load().eras, ids=lambda era: era.name)
 def test_patches_are_small_say_why_and_have_their_rows(era):
     patch = era.patch_file().read_bytes()
-    making.check_limits(patch)
+    make_patch.check_limits(patch)
     table = (eras.FOLDER / "README.md").read_text(encoding="utf-8")
     assert all(f"\n| `{file.path}`" in table for file in diffs.parse(patch))
     assert not any(line.startswith((b"-", b"+")) and line.rstrip() != line for line in patch.splitlines())
@@ -78,9 +78,9 @@ def test_patches_are_small_say_why_and_have_their_rows(era):
 def test_large_patches_and_silent_hunks_are_refused():
     large = b"diff --git a/f b/f\n--- /dev/null\n+++ b/f\n@@ -0,0 +1,61 @@\n" + b"+# apex_npu: a line\n" * 61
     with pytest.raises(PipelineError, match="at most 8 files and 60 lines; this one has 1 and 61"):
-        making.check_limits(large)
+        make_patch.check_limits(large)
     with pytest.raises(PipelineError, match=r"one of f does not"):
-        making.check_limits(b"diff --git a/f b/f\n--- /dev/null\n+++ b/f\n@@ -0,0 +1 @@\n+import this\n")
+        make_patch.check_limits(b"diff --git a/f b/f\n--- /dev/null\n+++ b/f\n@@ -0,0 +1 @@\n+import this\n")
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no tomllib")
@@ -99,6 +99,6 @@ def test_more_of_toml_than_is_read_is_refused(line):
 
 
 def test_the_package_ships_the_patches():
-    # setup.py copies what lies behind the link.
+    # setup.py copies the target of the link.
     assert (Path(eras.__file__).with_name("patch") / "ERAS.toml").is_file()
     assert all(era.patch_file().is_file() for era in eras.load().eras)

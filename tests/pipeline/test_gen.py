@@ -13,8 +13,8 @@ from pipeline import synthetic
 from pipeline.environments import ROOT, run, script
 from pipeline.synthetic import git, snapshot
 
-from apex_npu.pipeline.errors import PipelineError
-from apex_npu.pipeline.fetching import generate
+from apex_npu.compat.pipeline.errors import PipelineError
+from apex_npu.compat.pipeline.fetching import generate
 
 
 def test_clone_patch_again_and_back(tree, era, tmp_path):
@@ -44,7 +44,7 @@ def test_nothing_but_git_and_python_is_needed(tree_2025, tmp_path):
         "-c",
         program,
         tmp_path,
-        ROOT / "apex_npu",
+        ROOT / "apex_npu" / "compat",
         "gen",
         "--source",
         tree_2025,
@@ -58,7 +58,7 @@ def test_nothing_but_git_and_python_is_needed(tree_2025, tmp_path):
 def test_colons_in_paths_are_no_obstacle(tree_2025, tmp_path):
     """PYTHONPATH would be cut at one."""
     here = tmp_path / "a:b c"
-    for part in ("scripts", "patch", "apex_npu/pipeline"):
+    for part in ("scripts", "patch", "apex_npu/compat/pipeline"):
         shutil.copytree(ROOT / part, here / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     out = here / "out:apex"
     done = run(
@@ -114,7 +114,7 @@ def test_a_source_that_the_patch_does_not_fit_leaves_nothing(tmp_path):
     tree = synthetic.write(tmp_path / "apex", files)
     out = tmp_path / "out"
     with pytest.raises(PipelineError, match=f"does not fit the commit of {out}, ") as said:
-        generate(str(tree), "HEAD", out)  # a folder without --ref is looked at before it is copied
+        generate(str(tree), "HEAD", out)  # a folder without --ref is checked before it is copied
     assert "unfinished" not in str(said.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["apex"]
 

@@ -17,16 +17,16 @@ from pipeline import synthetic
 from pipeline.synthetic import git, snapshot
 
 from apex_npu.__main__ import main
-from apex_npu.pipeline import eras, making, replacing
-from apex_npu.pipeline.checkout import Checkout
-from apex_npu.pipeline.errors import PipelineError
-from apex_npu.pipeline.patching import State, bring
+from apex_npu.compat.pipeline import eras, files, make_patch, replacing
+from apex_npu.compat.pipeline.checkout import Checkout
+from apex_npu.compat.pipeline.errors import PipelineError
+from apex_npu.compat.pipeline.patching import State, bring
 
 ROOT = Path(__file__).parents[2]
 
 
 def refused(folder: Path, wanted: State = State.PATCHED) -> str:
-    """What is said of a tree that stays as it is."""
+    """The error for a tree that is not changed."""
     before = snapshot(folder)
     with pytest.raises(PipelineError) as said:
         bring(Checkout(folder), wanted)
@@ -217,9 +217,6 @@ class _Nth:
     def __init__(self, function, n, error):
         self.function, self.left, self.error = function, n, error
 
-    def __get__(self, owner, kind):
-        return lambda *arguments: self(owner, *arguments)
-
     def __call__(self, *arguments, **options):
         self.left -= 1
         if self.left == 0:
@@ -229,7 +226,7 @@ class _Nth:
 
 @pytest.mark.parametrize("wanted", State)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device", "x")])
-@pytest.mark.parametrize(("owner", "name", "calls"), [(replacing, "_write", 11), (Path, "replace", 4)])
+@pytest.mark.parametrize(("owner", "name", "calls"), [(files, "write", 11), (files, "rename", 4)])
 def test_an_interruption_anywhere_is_undone(tree_2025, monkeypatch, wanted, error, owner, name, calls):
     bring(Checkout(tree_2025), State.PATCHED if wanted is State.ORIGINAL else State.ORIGINAL)
     before = snapshot(tree_2025)
@@ -252,34 +249,34 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
+from pipeline import files
 from pipeline.checkout import Checkout
 from pipeline.patching import State, bring
-left, replace = int(sys.argv[3]), Path.replace
-def killing(self, target):
+left, rename = int(sys.argv[3]), files.rename
+def killing(*arguments):
     global left
     if left == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     left -= 1
-    return replace(self, target)
-Path.replace = killing
+    return rename(*arguments)
+files.rename = killing
 bring(Checkout(Path(sys.argv[2])), State.PATCHED)
 """
 _SETUP = KILLED[: KILLED.index("bring(")].replace("SIGKILL", "SIGTERM").replace("left == 0", "left == -1")
 SIGNALLED = {
     # While files move: when the third is renamed.
-    "replace": _SETUP.replace("left == -1", "left == 0"),
-    # Before any has: when the third is written aside.
+    "rename": _SETUP.replace("left == -1", "left == 0"),
+    # Before any has: when the third is written to its temporary name.
     "write": _SETUP
     + """
-from pipeline import replacing
-write = replacing._write
+write = files.write
 def signalling(*arguments, **options):
     global left
     left -= 1
     if left == 0:
         os.kill(os.getpid(), signal.SIGTERM)
     return write(*arguments, **options)
-replacing._write = signalling
+files.write = signalling
 """,
 }
 
@@ -287,7 +284,7 @@ replacing._write = signalling
 @pytest.mark.parametrize("renamed", [0, 1, 3])
 def test_what_a_killed_process_has_left_is_taken_back_first(tree_2025, renamed):
     before = snapshot(tree_2025)
-    command = [sys.executable, "-c", KILLED, str(ROOT / "apex_npu"), str(tree_2025), str(renamed)]
+    command = [sys.executable, "-c", KILLED, str(ROOT / "apex_npu" / "compat"), str(tree_2025), str(renamed)]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     assert snapshot(tree_2025) != before
     said = bring(Checkout(tree_2025), State.ORIGINAL)
@@ -297,18 +294,18 @@ def test_what_a_killed_process_has_left_is_taken_back_first(tree_2025, renamed):
 
 
 def test_what_was_edited_after_a_kill_is_left_alone(tree_2025):
-    command = [sys.executable, "-c", KILLED, str(ROOT / "apex_npu"), str(tree_2025), "2"]
+    command = [sys.executable, "-c", KILLED, str(ROOT / "apex_npu" / "compat"), str(tree_2025), "2"]
     subprocess.run(command, check=False)
     (tree_2025 / "setup.py").write_text("mine\n")
     assert "setup.py has been edited since" in refused(tree_2025)
 
 
-@pytest.mark.parametrize(("method", "ends"), [("write", State.ORIGINAL), ("replace", State.PATCHED)])
+@pytest.mark.parametrize(("method", "ends"), [("write", State.ORIGINAL), ("rename", State.PATCHED)])
 def test_sigterm_waits_while_files_move(tree_2025, tmp_path, method, ends):
     expected = shutil.copytree(tree_2025, tmp_path / "expected")
     bring(Checkout(expected), ends)
     program = SIGNALLED[method] + "from pipeline.__main__ import main\nsys.exit(main(['patch', sys.argv[2]]))"
-    command = [sys.executable, "-c", program, str(ROOT / "apex_npu"), str(tree_2025), "2"]
+    command = [sys.executable, "-c", program, str(ROOT / "apex_npu" / "compat"), str(tree_2025), "2"]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 130
     assert "interrupted; every tree is whole" in done.stderr
@@ -337,9 +334,9 @@ def test_an_edited_tree_gives_the_same_patch_each_time(tree, era, tmp_path):
     pin = eras.load().named(era).commit
     table.write_text(table.read_text().replace(pin, git(tree, "rev-parse", "HEAD")))
     bring(Checkout(tree), State.PATCHED)
-    assert making.make_patch(Checkout(tree), folder).startswith("written: ")
+    assert make_patch.make_patch(Checkout(tree), folder).startswith("written: ")
     patch = (folder / era / "npu.patch").read_bytes()
-    assert making.make_patch(Checkout(tree), folder).startswith("unchanged: ")
+    assert make_patch.make_patch(Checkout(tree), folder).startswith("unchanged: ")
     assert os.listdir(folder / era) == ["npu.patch"]
     # Only the places differ from the patch that is made from upstream's longer files.
     kept = [line for line in patch.splitlines() if not line.startswith((b"@@", b"index"))]
@@ -347,4 +344,4 @@ def test_an_edited_tree_gives_the_same_patch_each_time(tree, era, tmp_path):
     assert kept == [line for line in original if not line.startswith((b"@@", b"index"))]
     assert git(tree, "diff", "--cached") == ""
     with pytest.raises(PipelineError, match="expected a checkout at 4ef930c1"):
-        making.make_patch(Checkout(tree))
+        make_patch.make_patch(Checkout(tree))

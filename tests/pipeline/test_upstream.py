@@ -13,7 +13,7 @@ from pipeline.environments import ROOT, Environment, script
 from pipeline.lifecycle import build, live_through
 from pipeline.test_patched_tree import EVERY_MODULE
 
-from apex_npu.pipeline import eras
+from apex_npu.compat.pipeline import eras
 
 UPSTREAM = os.environ.get("APEX_UPSTREAM", "")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not UPSTREAM, reason="APEX_UPSTREAM names no clone of Apex")]

@@ -28,7 +28,7 @@ def test_a_wheel_without_the_extension(tmp_path, era):
     assert Path(str(wheel.filename)).name == "apex-0.1+ascend-py3-none-any.whl"
     names = set(wheel.namelist())
     assert {"apex/__init__.py", "apex_npu/__init__.py", "apex_npu/LICENSE", "change_data_ptr.py"} <= names
-    assert {"apex_npu/pipeline/patch/ERAS.toml", f"apex_npu/pipeline/patch/{era}/npu.patch"} <= names
+    assert {"apex_npu/compat/pipeline/patch/ERAS.toml", f"apex_npu/compat/pipeline/patch/{era}/npu.patch"} <= names
     assert not [name for name in names if name.startswith(("apex/amp", "apex/parallel", "apex/normalization"))]
     assert "apex/optimizers/fused_sgd.py" not in names
     metadata = wheel.read("apex-0.1+ascend.dist-info/METADATA").decode()
@@ -90,14 +90,14 @@ def refused(environment: Environment, tmp_path: Path, *options: str, **variables
     return done.stderr
 
 
-def install_by_hand(environment: Environment, version: str = "9.9") -> None:
+def add_dist_info(environment: Environment, version: str = "9.9") -> None:
     info = environment.site / f"apex_npu-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: apex_npu\nVersion: {version}\n")
 
 
 def test_an_apex_npu_of_its_own_is_refused(environment, tmp_path):
-    install_by_hand(environment)
+    add_dist_info(environment)
     said = refused(environment, tmp_path)
     assert "apex_npu 9.9 is installed by itself in the environment of" in said
     assert "pip uninstall apex_npu" in said
@@ -149,7 +149,7 @@ def test_wrong_options(tmp_path, arguments):
 
 
 def test_two_copies_are_noticed_when_apex_is_imported(environment, tmp_path):
-    """As if the wheel had been unpacked by pip; then something else of ours is put over it, or before it."""
+    """As if pip had unpacked the wheel; then another copy of the package is installed over it, or before it."""
     info = environment.site / "apex-0.1+ascend.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: apex\nVersion: 0.1+ascend\n")
@@ -163,7 +163,7 @@ def test_two_copies_are_noticed_when_apex_is_imported(environment, tmp_path):
     assert environment.run("-c", "from apex import amp").returncode == 0
     before = environment.run("-c", "from apex import amp", PYTHONPATH=str(ROOT)).stderr
     assert f"but another apex_npu, in {ROOT.resolve()}, was imported first" in before
-    install_by_hand(environment)
+    add_dist_info(environment)
     over = environment.run("-c", "from apex import amp").stderr
     assert "apex_npu 9.9 is installed there by itself as well" in over
     assert "pip uninstall apex apex_npu" in over
@@ -172,13 +172,13 @@ def test_two_copies_are_noticed_when_apex_is_imported(environment, tmp_path):
 @pytest.mark.slow
 def test_a_patched_tree_may_be_installed_beside_apex_npu(environment, tmp_path):
     """`python -m apex_npu patch DIR`, then pip: the wheel requires apex_npu and does not bring it."""
-    from apex_npu.pipeline.checkout import Checkout
-    from apex_npu.pipeline.patching import State, bring
+    from apex_npu.compat.pipeline.checkout import Checkout
+    from apex_npu.compat.pipeline.patching import State, bring
 
     tree = synthetic.write(tmp_path / "upstream", synthetic.files("2025"))
     bring(Checkout(tree), State.PATCHED)
     shutil.copytree(ROOT / "apex_npu", environment.site / "apex_npu", ignore=shutil.ignore_patterns("__pycache__"))
-    install_by_hand(environment, "0.1.0")
+    add_dist_info(environment, "0.1.0")
     environment.pip("install", "--no-build-isolation", tree)
     program = (
         "from apex import amp; import importlib.metadata as m; print(m.requires('apex'), amp.initialize.__module__)"

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Faces told apart with a margin between angles: the head computes in float32, with casts disabled."""
+"""Face recognition with an angular margin: the head computes in float32, with casts disabled."""
 
 import torch
 from apex import amp

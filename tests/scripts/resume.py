@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Training that stops, saves what belongs together, and goes on from the file with everything made anew."""
+"""Training that stops, saves what belongs together, and resumes from the file with new objects."""
 
 import os
 import tempfile

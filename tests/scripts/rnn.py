@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The sum of a sequence by an LSTM: O1, gradients clipped behind the block."""
+"""The sum of a sequence by an LSTM: O1, gradients clipped after the block."""
 
 import torch
 from apex import amp

@@ -22,7 +22,7 @@ from pipeline.lifecycle import build
 HERE = Path(__file__).parent
 SCRIPTS = sorted(path.stem for path in HERE.glob("*.py") if not path.stem.startswith("test_"))
 # What float16 may stray from float32, as a part of the first loss. The GAN's two models chase each other; the learning
-# rate of bert's warm-up goes on while steps are skipped.
+# rate of bert's warm-up continues while steps are skipped.
 TOLERANCE = dict.fromkeys(SCRIPTS, 0.02) | {"gan": 0.1, "bert": 0.1}
 
 

@@ -59,6 +59,9 @@ def collectives(rank: int, size: int) -> None:
     dist.all_gather_into_tensor(whole, ramp(rank).npu())
     everything = torch.cat([ramp(r) for r in range(size)])
     equal(whole, everything)
+    row = torch.empty(1, 6 * size, device="npu")  # of any shape, as for nccl
+    dist.all_gather_into_tensor(row, ramp(rank).npu())
+    equal(row[0], everything)
 
     mine = torch.empty(6, device="npu")
     dist.reduce_scatter_tensor(mine, everything.npu() * (rank + 1))

@@ -101,7 +101,7 @@ def test_widest(op: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> N
         assert op(low, low).dtype == dtype
 
 
-def test_values_are_those_of_casting_by_hand() -> None:
+def test_values_are_those_of_explicit_casts() -> None:
     x, w = torch.randn(3, 5), torch.randn(4, 5)
     with torch.autocast("npu", dtype=torch.float16):
         y = F.linear(x.npu(), w.npu())

@@ -97,7 +97,7 @@ def test_saturation_in_place_views_and_copies() -> None:
     assert flag()
     assert half.eq(top).all()
     full()
-    torch.tensor([INF, NAN], dtype=torch.float16).npu()  # copies from the host are not looked at
+    torch.tensor([INF, NAN], dtype=torch.float16).npu()  # copies from the host are not checked
     assert not flag()
 
 

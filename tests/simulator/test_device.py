@@ -399,7 +399,7 @@ def test_a_thousand_steps_leak_nothing() -> None:
 
     def resident_pages() -> int:
         statm = Path("/proc/self/statm")
-        return int(statm.read_text().split()[1]) if statm.is_file() else 0  # Linux alone tells
+        return int(statm.read_text().split()[1]) if statm.is_file() else 0  # reported on Linux alone
 
     steps(100)
     before, pages = figures(), resident_pages()

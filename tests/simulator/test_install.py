@@ -166,7 +166,7 @@ def test_builds_are_cached(tmp_path: Path) -> None:
     built = next(PACKAGE.glob("_C*.so"))
     shutil.copy(built, folder / built.name)
     build = [str(source / "setup.py"), "build", "--build-base", str(tmp_path / "build")]
-    result = python(*build, CXX="no-such-compiler")  # which is not asked
+    result = python(*build, CXX="no-such-compiler")  # which is not called
     assert result.returncode == 0, result.stderr
     assert f"npu_simulator: using {folder / built.name}" in result.stdout
     (note,) = (tmp_path / "build").rglob("_C.torch_version")

@@ -35,7 +35,7 @@ def test_modules() -> None:
         assert module is importlib.import_module(f"torch_npu.{name}")
     assert importlib.import_module("torch.npu.amp") is torch.npu.amp
     with pytest.raises(ImportError):
-        importlib.import_module("torch_npu.optim")  # libraries ask whether it is there
+        importlib.import_module("torch_npu.optim")  # libraries check for its presence
     for name in ("get_npu_format", "npu_format_cast", "npu_format_cast_", "get_storage_size", "empty_with_format"):
         assert callable(getattr(torch_npu, name))
     utils = importlib.import_module("torch_npu.npu.utils")

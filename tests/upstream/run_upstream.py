@@ -51,7 +51,7 @@ def for_device(source: str, device: str) -> str:
 
 
 class TestFinder(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
-    """Imports the checkout's test modules, which lie flat in one folder, from rewritten source."""
+    """Imports the checkout's test modules, all in one folder, from rewritten source."""
 
     def __init__(self, folder: Path, device: str) -> None:
         super().__init__("", "")

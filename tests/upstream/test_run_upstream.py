@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The runner of Apex's own tests: what it makes of their source, and what it says of their outcomes."""
+"""The runner of Apex's own tests: its source rewriting, and its report of outcomes."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module
 @pytest.fixture(scope="session")
 def npu() -> torch.device:
     """The device, without torch_npu's task queue: there an operator raises where it is called."""
-    # With the queue, all later tests of the process would compute nothing. It is asked for when it is first used.
+    # With the queue, all later tests of the process would compute nothing. It is read at its first use.
     os.environ.setdefault("TASK_QUEUE_ENABLE", "0")
     return torch.device("npu:0")
 

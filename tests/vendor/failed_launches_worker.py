@@ -27,7 +27,7 @@ OPTIMIZERS = {
     "AdamP": lambda params: NpuFusedAdamP(params, lr=0.01),
     "torch.optim.SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False),
 }
-# What a device says of a launch: an exception in its cores.
+# A device's error for a launch: an exception in its cores.
 CORE_EXCEPTION = 507015
 
 
@@ -57,7 +57,7 @@ def values(model, optimizer):
 
 
 def run(make, level, failing=None):
-    """Values after three steps, and what the second has said where its launch ``failing`` has failed."""
+    """Values after three steps, and the error of the second if its launch ``failing`` has failed."""
     model, optimizer = start(make, level)
     said = None
     for step in range(3):

@@ -36,7 +36,7 @@ class Attention(nn.Module):
         self.embedding = nn.Linear(6, 16)
         self.norm = nn.LayerNorm(16)
         self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-        # The NPU's GELU is that of tanh, whatever it is asked for.
+        # The NPU's GELU is that of tanh for any argument.
         self.feed_forward = nn.Sequential(nn.Linear(16, 32), nn.GELU(approximate="tanh"), nn.Linear(32, 16))
         self.head = nn.Linear(16, 3)
 

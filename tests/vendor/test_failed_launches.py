@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""After a launch that has failed, a step can be repeated as if nothing had happened, or says that it cannot."""
+"""After a failed launch a step can be repeated with the same result, or raises an error that says it cannot."""
 
 import json
 import os

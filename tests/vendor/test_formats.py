@@ -43,7 +43,7 @@ def make_lamb(params):
 
 
 def train(make, level, tile_before=()):
-    """Losses, and what the model's state dict says at the end."""
+    """Losses, and the model's final state dict."""
     model = make_model()
     if "initialize" in tile_before:
         tile(model)

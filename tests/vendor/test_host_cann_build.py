@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where the host CANN's libraries are built, once, and what is said where they cannot be; no compiler is needed."""
+"""Builds of the host CANN's libraries, once per version, and the errors where they fail; no compiler is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from host_cann import BuildError, build, installation
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stand-ins for what a build needs to know of torch and torch_npu, and a cache of its own."""
+    """Stubs for the properties of torch and torch_npu that a build reads, and a separate cache."""
     for name in ("torch", "torch_npu"):
         (tmp_path / name / "include/third_party/acl/inc").mkdir(parents=True)
     monkeypatch.setattr(build, "_package", lambda name: tmp_path / name)

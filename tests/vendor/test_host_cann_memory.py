@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Device memory of the host CANN: poisoned, out of the host's reach, limited, and given back."""
+"""Device memory of the host CANN: poisoned, inaccessible to the host, limited, and released."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_an_operator_fails_when_it_runs(npu: torch.device) -> None:
     z = y + 1  # what follows on the stream is not done
     with pytest.raises(RuntimeError):
         torch.npu.synchronize()
-    torch.npu.synchronize()  # and the host is told once
+    torch.npu.synchronize()  # and the host gets the error once
     assert z.shape == (3,)
     assert (x * 4).tolist() == [4, 4, 4]
 

@@ -10,13 +10,14 @@ import host_cann
 import pytest
 import torch
 
-from apex_npu.ops import npu, reference
+from apex_npu.ops import adam_, npu, reference
 from apex_npu.optimizers import (
     FusedAdam,
     NpuFusedAdam,
     NpuFusedAdamP,
     NpuFusedAdamW,
     NpuFusedBertAdam,
+    NpuFusedLamb,
     NpuFusedSGD,
 )
 
@@ -63,6 +64,14 @@ def counted_step(cls, absent=(), **options):
 GATHERED = {"aclnnCat": 1}
 CORRECTED = {"aclnnInplaceAddcmul": 1}
 WHOLE = {**GATHERED, **CORRECTED, "aclop ApplyAdamW": 1}
+# The direction; what shares a row of 16 elements with a parameter, the norms of rows and of parameters; the step.
+LAMB = {
+    **WHOLE,
+    **{"aclnnInplaceZero": 2, "aclnnInplaceIndexFill": 2, "aclnnLinalgVectorNorm": 2, "aclnnInplacePowTensorScalar": 1},
+    **{"aclnnScatterAdd": 1, "aclnnReduceSum": 1, "aclnnInplaceSqrt": 1, "aclnnInplaceClampMax": 1},
+    **{"aclnnInplaceDiv": 1, "aclnnEqScalar": 1, "aclnnAny": 1, "aclnnInplaceMaskedFillScalar": 1},
+    **{"aclnnIndex": 1, "aclnnInplaceAddcmul": 2},
+}
 ON_VIEWS = {**GATHERED, **CORRECTED, "aclnnSubs": 1, "aclnnApplyAdamWV2": 1}
 
 
@@ -76,6 +85,7 @@ ON_VIEWS = {**GATHERED, **CORRECTED, "aclnnSubs": 1, "aclnnApplyAdamWV2": 1}
         (NpuFusedAdamW, {}, WHOLE),
         (NpuFusedAdamW, {"amsgrad": True}, ON_VIEWS),
         (NpuFusedBertAdam, {}, WHOLE),
+        (NpuFusedLamb, {}, LAMB),
         (FusedAdam, {}, WHOLE),
         (NpuFusedSGD, {"momentum": 0.9}, {"aclnnFusedSgd": 1}),
         (NpuFusedSGD, {}, {**GATHERED, "aclnnInplaceAdd": 1}),
@@ -121,8 +131,23 @@ def test_chunks_of_a_large_buffer_are_not_copied(monkeypatch, weight_decay, scal
     assert counted.by_op["aclop ApplyAdamW"] == (0 if in_chunks else 1)
     assert counted.by_op["aclnnInplaceCopy"] == 0
     options["grad_scale"] = torch.full((1,), 8.0) if scaled else None
-    reference.adam_(*before, None, **options)
+    adam_.reference(*before, None, **options)
     torch.testing.assert_close([t.cpu() for t in there], before, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("norm_type", [1, 2, float("inf")])
+@pytest.mark.parametrize("max_norm", [0.5, 1e4])
+def test_clipping_by_the_vendors_name_is_the_vendors(max_norm, norm_type):
+    import torch_npu
+
+    ours, theirs = make_params(DEVICE), make_params(DEVICE)
+    norms = []
+    for cls, params in ((NpuFusedSGD, ours), (torch_npu.optim.NpuFusedSGD, theirs)):
+        set_grads(params, 1)
+        norms.append(cls(params, lr=0.1, momentum=0.9).clip_grad_norm_fused_(max_norm, norm_type).cpu())
+    torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p.grad.cpu(), q.grad.cpu(), rtol=1e-5, atol=1e-6)
 
 
 def test_adamp_does_not_wait():
@@ -171,7 +196,7 @@ def test_adam_within_rounding_of_the_rule_in_float64(options, betas, part):
             (ours, grad.to(DEVICE), None if scale is None else torch.full((1,), scale, device=DEVICE)),
             (exact, grad.double(), None if scale is None else torch.full((1,), scale)),
         ):
-            kernel = npu.adam_ if p is ours[0] else reference.adam_
+            kernel = npu.adam_ if p is ours[0] else adam_.reference
             model_param = rounded if p is ours[0] else None
             kernel(p, g, *states[:2], states[2] if amsgrad else None, model_param, step=step, grad_scale=s, **rule)
     errors = [(a.cpu().double() - b).abs() for a, b in zip(ours, exact, strict=True)]
@@ -252,7 +277,7 @@ def test_a_kernel_that_computes_something_else_is_not_taken(cls, forgotten, monk
     with caplog.at_level(logging.WARNING, "apex_npu"):
         counted = counted_step(cls, **({"momentum": 0.9} if cls is NpuFusedSGD else {}))
     assert not {"aclop ApplyAdamW", "aclnnApplyAdamWV2", "aclnnFusedSgd"} & counted.by_op.keys()
-    assert f"{name} on npu:0: plain torch takes over" in caplog.text
+    assert f"{name} on npu:0: falling back to plain torch" in caplog.text
     assert "its trial step gave" in caplog.text
     assert caplog.text.count(name) == 1  # one decision for all steps
 
@@ -265,7 +290,7 @@ def test_a_kernel_that_raises_is_not_taken(forgotten, monkeypatch, caplog):
     host_cann.fail_after(0, "aclnnFusedSgd", 161001)
     with caplog.at_level(logging.WARNING, "apex_npu"):
         optimizer.step()
-    assert "_fused_sgd_ on npu:0: plain torch takes over" in caplog.text
+    assert "_fused_sgd_ on npu:0: falling back to plain torch" in caplog.text
     set_grads(params, 0)
     with host_cann.count() as counted:
         optimizer.step()

@@ -126,7 +126,7 @@ def test_a_scale_that_is_handed_over():
 
 
 class ReadsFlat(NpuFusedSGD):
-    """A subclass whose rule knows of flat gradients alone."""
+    """A subclass whose rule supports flat gradients alone."""
 
     def update(self, run, group):
         run.param.sub_(run.grad, alpha=group["lr"])

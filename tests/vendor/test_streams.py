@@ -81,7 +81,7 @@ def test_parameters_that_are_fused_on_another_stream_keep_their_values():
         param.grad = grad
         optimizer.step()
     assert is_slot(param)
-    new = allocate_again()  # where the parameter lay, whose values are still to be copied
+    new = allocate_again()  # the parameter's former memory, whose values are still to be copied
     in_order(torch.npu.current_stream(), stepping)
     assert param.unique().tolist() == [3.0]
     assert all(t.unique().tolist() == [7.0] for t in new)

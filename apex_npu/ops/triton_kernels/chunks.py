@@ -23,15 +23,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Where the chunks of some segments lie; int64, on the device.
+    """The ranges of the chunks of some segments; int64, on the device.
 
     Attributes:
         begins: The first element of each chunk.
-        ends: One behind the last.
+        ends: One past the last.
         owners: The index of its segment.
         firsts: For each segment the index of its first chunk; and at the end the number of chunks.
         size: How many elements a chunk has at most: a power of two.
-        aligned: Every segment begins at a multiple of 16, and padding goes on to the next one behind it.
+        aligned: Every segment begins at a multiple of 16, and padding goes on to the next one.
     """
 
     begins: Tensor

@@ -45,7 +45,7 @@ def lamb_directions(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Without ADAPT nothing is left to do behind it. ``AVERAGE``: beta3 is 1 − beta1. ``share2``: 1 − beta2."""
+    """Without ADAPT this is the whole step. ``AVERAGE``: beta3 is 1 − beta1. ``share2``: 1 − beta2."""
     offsets, mask, inside = chunk_offsets(begins, ends, ALIGNED, BLOCK)
     mask = unless_overflowed(numbers, mask)
     p, g = load_decayed(param, grad, grad_scale, offsets, mask, number(l2, DTYPE), L2, False, MAXIMIZE, DTYPE)

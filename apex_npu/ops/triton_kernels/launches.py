@@ -49,7 +49,7 @@ class Launch:
             self._call(warmup=False)
 
     def _call(self, *, warmup: bool) -> Any:
-        # Products are fused into sums, as in torch's own kernels: what Triton does unasked differs between versions.
+        # Products are fused into sums, as in torch's own kernels: what Triton does by default differs between versions.
         options = {"num_warps": self.warps, "enable_fp_fusion": True}
         return self.kernel.run(*self.args, grid=(self.programs, 1, 1), warmup=warmup, **options, **self.constants)
 
@@ -69,7 +69,7 @@ class Plan:
     result: Tensor | None = None
 
     def compile(self) -> None:
-        """Compile what has not been compiled yet: behind it launching cannot fail half way.
+        """Compile what has not been compiled yet: after it launching cannot fail half way.
 
         Raises:
             CompilationError: The cause is what Triton has raised.
@@ -101,5 +101,5 @@ class Plan:
 
 
 def _kind(argument: float | int | None) -> Hashable:
-    """What Triton compiles anew for, as far as numbers go: floats are never constants."""
+    """What Triton compiles another kernel for, as far as numbers go: floats are never constants."""
     return (argument % 16 == 0, argument == 1) if isinstance(argument, int) else argument is None

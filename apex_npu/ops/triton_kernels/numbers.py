@@ -65,7 +65,7 @@ def step_numbers(
 
 @triton.jit
 def chosen(numbers, WHICH: tl.constexpr, x, DTYPE: tl.constexpr):
-    """The number at WHICH, in the dtype that is computed in; or ``x``, where the host knows it."""
+    """The number at WHICH, in the dtype that is computed in; or ``x``, where the host has it."""
     if numbers is not None:
         return tl.load(numbers + WHICH).to(DTYPE)
     else:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What kernels can be given: they follow pointers for as many elements as the first operand has, unasked."""
+"""What kernels can be given: they follow pointers for as many elements as the first operand has, unchecked."""
 
 from __future__ import annotations
 

@@ -1,21 +1,25 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""For each op what it launches, or None where its segments are not what kernels can follow, and plain torch can.
+"""For each op, under its declared name, what it launches; None where plain torch has to follow its segments.
 
 Everything that depends on hyper-parameters alone is computed here, in float64; or by a launch of one program, where the
-device alone knows them.
+only the device has them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace as Arguments
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from apex_npu.ops import elementwise, segmented
+from apex_npu.ops.dispatch import Op
 from apex_npu.ops.reference import wide_dtype
 from apex_npu.ops.triton_kernels import adamp, lamb, numbers, rules, sums
 from apex_npu.ops.triton_kernels.chunks import Chunks, Rows
@@ -51,22 +55,20 @@ class _Numbers:
     @classmethod
     def of(
         cls,
-        param: Tensor,
-        lr: float | Tensor,
-        step: int | Tensor,
-        found_inf: Tensor | None,
+        given: Arguments,
         *,
         betas: tuple[float, float] | None = None,
         decay: float = 0.0,
         decay_if_projected: float = 0.0,
     ) -> _Numbers:
         """Without ``betas`` nothing is corrected."""
+        lr, step, found_inf = given.lr, getattr(given, "step", 0), given.found_inf
         if isinstance(lr, Tensor) or isinstance(step, Tensor) or found_inf is not None:
-            on_device = param.new_empty(numbers.COUNT, dtype=torch.float64)
-            lr_tensor, rate = (_beside(lr, param), 0.0) if isinstance(lr, Tensor) else (None, lr)
-            step_tensor, count = (_beside(step, param), 0.0) if isinstance(step, Tensor) else (None, float(step))
+            on_device = given.param.new_empty(numbers.COUNT, dtype=torch.float64)
+            lr_tensor, rate = (_beside(lr, given.param), 0.0) if isinstance(lr, Tensor) else (None, lr)
+            step_tensor, count = (_beside(step, given.param), 0.0) if isinstance(step, Tensor) else (None, float(step))
             logs = [math.log(beta) if beta else -math.inf for beta in betas or (0.0, 0.0)]
-            tensors = (on_device, lr_tensor, step_tensor, _beside(found_inf, param))
+            tensors = (on_device, lr_tensor, step_tensor, _beside(found_inf, given.param))
             args = (*tensors, rate, count, *logs, decay, decay_if_projected)
             launch = Launch(numbers.step_numbers, 1, args, {"CORRECTED": betas is not None}, 1)
             return cls(on_device=on_device, launches=(launch,))
@@ -82,157 +84,66 @@ class _Numbers:
         )
 
 
-def sgd_(
-    param: Tensor,
-    grad: Tensor,
-    momentum_buffer: Tensor | None,
-    model_param: Tensor | None = None,
-    *,
-    lr: float | Tensor,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-    step: int | Tensor,
-    decoupled: bool = False,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> Plan:
+def _planning(op: Op[..., Any]) -> Callable[[Callable[[Arguments], Plan | None]], Callable[..., Plan | None]]:
+    """Give a plan the declared arguments of ``op`` by name."""
+
+    def decorate(plan: Callable[[Arguments], Plan | None]) -> Callable[..., Plan | None]:
+        def bound(*operands: Tensor | None, **options: Any) -> Plan | None:
+            given = dict(zip(op.operands, operands, strict=False))
+            return plan(Arguments(**{**op.defaults, **given, **options}))
+
+        return bound
+
+    return decorate
+
+
+@_planning(elementwise.sgd_)
+def sgd_(given: Arguments) -> Plan:
     """See ``apex_npu.ops.elementwise.sgd_``."""
-    known = _Numbers.of(param, lr, step, found_inf, decay=weight_decay)
-    decay, flags = _decay(weight_decay, decoupled, known.kept)
-    flags |= {"NESTEROV": nesterov, "FIRST": known.first, "MAXIMIZE": maximize}
-    operands = {"param": param, "grad": grad, "momentum_buffer": momentum_buffer, "model_param": model_param}
-    return _elementwise(
-        "sgd_", rules.sgd, operands, grad_scale, known, (known.lr, momentum, 1 - dampening, decay), flags
-    )
+    known = _Numbers.of(given, decay=given.weight_decay)
+    decay, flags = _decay(given, known.kept)
+    flags |= {"NESTEROV": given.nesterov, "FIRST": known.first}
+    arguments = (known.lr, given.momentum, 1 - given.dampening, decay)
+    return _elementwise(elementwise.sgd_, rules.sgd, given, known, arguments, flags)
 
 
-def adam_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor | None,
-    model_param: Tensor | None = None,
-    *,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    maximize: bool,
-    step: int | Tensor,
-    bias_correction: bool = True,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> Plan:
+@_planning(elementwise.adam_)
+def adam_(given: Arguments) -> Plan:
     """See ``apex_npu.ops.elementwise.adam_``."""
-    betas = (beta1, beta2) if bias_correction else None
-    known = _Numbers.of(param, lr, step, found_inf, betas=betas, decay=weight_decay)
-    decay, flags = _decay(weight_decay, decoupled, known.kept)
-    operands = {
-        "param": param,
-        "grad": grad,
-        "exp_avg": exp_avg,
-        "exp_avg_sq": exp_avg_sq,
-        "max_exp_avg_sq": max_exp_avg_sq,
-        "model_param": model_param,
-    }
-    arguments = (known.step_size, 1 - beta1, beta2, 1 - beta2, eps, decay, known.root_correction2)
-    return _elementwise("adam_", rules.adam, operands, grad_scale, known, arguments, flags | {"MAXIMIZE": maximize})
+    beta1, beta2 = given.beta1, given.beta2
+    known = _Numbers.of(given, betas=(beta1, beta2) if given.bias_correction else None, decay=given.weight_decay)
+    decay, flags = _decay(given, known.kept)
+    arguments = (known.step_size, 1 - beta1, beta2, 1 - beta2, given.eps, decay, known.root_correction2)
+    return _elementwise(elementwise.adam_, rules.adam, given, known, arguments, flags)
 
 
-def rmsprop_(
-    param: Tensor,
-    grad: Tensor,
-    square_avg: Tensor,
-    grad_avg: Tensor | None,
-    momentum_buffer: Tensor | None,
-    model_param: Tensor | None = None,
-    *,
-    lr: float | Tensor,
-    alpha: float,
-    eps: float,
-    weight_decay: float,
-    momentum: float,
-    eps_inside_sqrt: bool,
-    decoupled: bool,
-    lr_in_momentum: bool,
-    maximize: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> Plan:
+@_planning(elementwise.rmsprop_)
+def rmsprop_(given: Arguments) -> Plan:
     """See ``apex_npu.ops.elementwise.rmsprop_``."""
-    known = _Numbers.of(param, lr, 0, found_inf)
-    decay, flags = _decay(weight_decay, decoupled, 1 - weight_decay)
-    flags |= {"EPS_INSIDE_SQRT": eps_inside_sqrt, "LR_IN_MOMENTUM": lr_in_momentum, "MAXIMIZE": maximize}
-    operands = {
-        "param": param,
-        "grad": grad,
-        "square_avg": square_avg,
-        "grad_avg": grad_avg,
-        "momentum_buffer": momentum_buffer,
-        "model_param": model_param,
-    }
-    arguments = (known.lr, alpha, 1 - alpha, eps, decay, momentum)
-    return _elementwise("rmsprop_", rules.rmsprop, operands, grad_scale, known, arguments, flags)
+    known = _Numbers.of(given)
+    decay, flags = _decay(given, 1 - given.weight_decay)
+    flags |= {"EPS_INSIDE_SQRT": given.eps_inside_sqrt, "LR_IN_MOMENTUM": given.lr_in_momentum}
+    arguments = (known.lr, given.alpha, 1 - given.alpha, given.eps, decay, given.momentum)
+    return _elementwise(elementwise.rmsprop_, rules.rmsprop, given, known, arguments, flags)
 
 
-def adadelta_(
-    param: Tensor,
-    grad: Tensor,
-    square_avg: Tensor,
-    acc_delta: Tensor,
-    model_param: Tensor | None = None,
-    *,
-    lr: float | Tensor,
-    rho: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> Plan:
+@_planning(elementwise.adadelta_)
+def adadelta_(given: Arguments) -> Plan:
     """See ``apex_npu.ops.elementwise.adadelta_``."""
-    known = _Numbers.of(param, lr, 0, found_inf)
-    flags = {"L2": weight_decay != 0, "MAXIMIZE": maximize}
-    operands = {
-        "param": param,
-        "grad": grad,
-        "square_avg": square_avg,
-        "acc_delta": acc_delta,
-        "model_param": model_param,
-    }
-    arguments = (known.lr, rho, 1 - rho, eps, weight_decay)
-    return _elementwise("adadelta_", rules.adadelta, operands, grad_scale, known, arguments, flags)
+    known = _Numbers.of(given)
+    arguments = (known.lr, given.rho, 1 - given.rho, given.eps, given.weight_decay)
+    return _elementwise(elementwise.adadelta_, rules.adadelta, given, known, arguments, {"L2": given.weight_decay != 0})
 
 
-def adagrad_(
-    param: Tensor,
-    grad: Tensor,
-    square_sum: Tensor,
-    model_param: Tensor | None = None,
-    *,
-    lr: float | Tensor,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    maximize: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> Plan:
+@_planning(elementwise.adagrad_)
+def adagrad_(given: Arguments) -> Plan:
     """See ``apex_npu.ops.elementwise.adagrad_``."""
-    known = _Numbers.of(param, lr, 0, found_inf, decay=weight_decay)
-    decay, flags = _decay(weight_decay, decoupled, known.kept)
-    flags |= {"MAXIMIZE": maximize}
-    operands = {"param": param, "grad": grad, "square_sum": square_sum, "model_param": model_param}
-    return _elementwise("adagrad_", rules.adagrad, operands, grad_scale, known, (known.lr, eps, decay), flags)
+    known = _Numbers.of(given, decay=given.weight_decay)
+    decay, flags = _decay(given, known.kept)
+    return _elementwise(elementwise.adagrad_, rules.adagrad, given, known, (known.lr, given.eps, decay), flags)
 
 
-def norm(x: Tensor) -> Plan:
+def plain_norm(x: Tensor) -> Plan:
     """See ``apex_npu.ops.segmented.norm``."""
     return _norm(x, None)
 
@@ -276,117 +187,68 @@ def segment_add_(
     return Plan((_over_chunks(sums.segment_add, chunks, args, {"DTYPE": _dtype(x)}),))
 
 
-def lamb_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    model_param: Tensor | None,
-    direction: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    ids: Tensor | None,
-    *,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    beta3: float,
-    eps: float,
-    step: int | Tensor,
-    bias_correction: bool,
-    l2: float,
-    decay: float,
-    adapt: bool,
-    max_weight_norm: float,
-    maximize: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> Plan | None:
+@_planning(segmented.lamb_)
+def lamb_(given: Arguments) -> Plan | None:
     """See ``apex_npu.ops.segmented.lamb_``."""
-    operands = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "model_param": model_param}
-    if ids is not None:
+    if given.ids is not None:
         return None
-    check_operands("lamb_", **operands, direction=direction)
-    chunks = Chunks.of(starts, lengths, param)
+    operands, param = _buffers(segmented.lamb_, given), given.param
+    chunks = Chunks.of(given.starts, given.lengths, param)
     count, dtype = chunks.begins.numel(), {"DTYPE": _dtype(param)}
     parts = param.new_empty(2 * count, dtype=torch.float64)
-    flags = {"ADAPT": adapt, "AVERAGE": beta3 == 1 - beta1, "L2": l2 != 0, "DECAY": decay != 0, "MAXIMIZE": maximize}
-    known = _Numbers.of(param, lr, step, found_inf, betas=(beta1, beta2) if bias_correction else None)
-    scale = _beside(grad_scale, param)
-    moments = (*operands.values(), scale, known.on_device, direction, parts, chunks.begins, chunks.ends, count)
-    arguments = (known.lr, beta1, beta3, beta2, 1 - beta2, eps, known.correction1, known.root_correction2, l2, decay)
-    launches = [*known.launches, _over_chunks(lamb.lamb_directions, chunks, (*moments, *arguments), flags | dtype)]
-    if adapt:
-        ratios = direction.new_empty(starts.numel())
-        finish = (parts, ratios, chunks.firsts, count, max_weight_norm)
+    beta1, beta2, beta3 = given.beta1, given.beta2, given.beta3
+    flags = {"ADAPT": given.adapt, "AVERAGE": beta3 == 1 - beta1, "L2": given.l2 != 0, "DECAY": given.decay != 0}
+    flags |= {"MAXIMIZE": given.maximize}
+    known = _Numbers.of(given, betas=(beta1, beta2) if given.bias_correction else None)
+    *moments, direction = operands
+    scale = _beside(given.grad_scale, param)
+    operands = (*moments, scale, known.on_device, direction, parts, chunks.begins, chunks.ends, count)
+    arguments = (known.lr, beta1, beta3, beta2, 1 - beta2, given.eps, known.correction1, known.root_correction2)
+    decays = (given.l2, given.decay)
+    launches = [
+        *known.launches,
+        _over_chunks(lamb.lamb_directions, chunks, (*operands, *arguments, *decays), flags | dtype),
+    ]
+    if given.adapt:
+        ratios = direction.new_empty(given.starts.numel())
+        finish = (parts, ratios, chunks.firsts, count, given.max_weight_norm)
         where = (chunks.begins, chunks.ends, chunks.owners)
-        move = (param, model_param, direction, ratios, known.on_device, *where, known.lr)
+        move = (param, given.model_param, direction, ratios, known.on_device, *where, known.lr)
         launches.append(_over_segments(lamb.lamb_ratios, ratios.numel(), finish, dtype))
         launches.append(_over_chunks(lamb.lamb_step, chunks, move, dtype))
     return Plan(tuple(launches))
 
 
-def adamp_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    model_param: Tensor | None,
-    direction: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    ids: Tensor | None,
-    owner: Tensor,
-    row_limit: Tensor,
-    whole_limit: Tensor,
-    *,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    wd_ratio: float,
-    nesterov: bool,
-    maximize: bool,
-    step: int | Tensor,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> Plan | None:
+@_planning(segmented.adamp_)
+def adamp_(given: Arguments) -> Plan | None:
     """See ``apex_npu.ops.segmented.adamp_``."""
-    operands = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "model_param": model_param}
-    if ids is not None:
+    if given.ids is not None:
         return None
-    check_operands("adamp_", **operands, direction=direction)
-    params, row_count = whole_limit.numel() - 1, starts.numel()
-    rows = Rows.of(owner, params)
+    *moments, model_param, direction = _buffers(segmented.adamp_, given)
+    param, eps = given.param, given.eps
+    params, row_count = given.whole_limit.numel() - 1, given.starts.numel()
+    rows = Rows.of(given.owner, params)
     if rows is None:
         return None
-    chunks = Chunks.of(starts, lengths, param)
+    chunks = Chunks.of(given.starts, given.lengths, param)
     count, dtype = chunks.begins.numel(), {"DTYPE": _dtype(param)}
     parts = param.new_empty(4 * count, dtype=torch.float64)
     row_sums = parts.new_empty(4 * row_count)
     decisions = parts.new_empty(2 * (params + 1))
     where = (chunks.begins, chunks.ends)
-    known = _Numbers.of(
-        param,
-        lr,
-        step,
-        found_inf,
-        betas=(beta1, beta2),
-        decay=weight_decay,
-        decay_if_projected=weight_decay * wd_ratio,
-    )
-    scale = _beside(grad_scale, param)
-    moments = (param, grad, exp_avg, exp_avg_sq, scale, known.on_device, direction, parts, *where, count)
+    beta1, beta2, decay = given.beta1, given.beta2, given.weight_decay
+    known = _Numbers.of(given, betas=(beta1, beta2), decay=decay, decay_if_projected=decay * given.wd_ratio)
+    scale = _beside(given.grad_scale, param)
+    operands = (*moments, scale, known.on_device, direction, parts, *where, count)
     arguments = (beta1, 1 - beta1, beta2, 1 - beta2, eps, known.root_correction2)
-    decide = (row_sums, rows.firsts, row_limit, whole_limit, decisions, row_count, params, eps)
-    finish = (param, model_param, direction, known.on_device, row_sums, decisions, owner, *where, chunks.owners)
+    decide = (row_sums, rows.firsts, given.row_limit, given.whole_limit, decisions, row_count, params, eps)
+    finish = (param, model_param, direction, known.on_device, row_sums, decisions, given.owner, *where, chunks.owners)
     rates = (row_count, params, known.step_size, known.kept, known.kept_if_projected, eps)
-    flags = {"NESTEROV": nesterov, "MAXIMIZE": maximize}
+    flags = {"NESTEROV": given.nesterov, "MAXIMIZE": given.maximize}
     return Plan(
         (
             *known.launches,
-            _over_chunks(adamp.adamp_directions, chunks, (*moments, *arguments), flags | dtype),
+            _over_chunks(adamp.adamp_directions, chunks, (*operands, *arguments), flags | dtype),
             _over_segments(adamp.adamp_rows, row_count, (parts, row_sums, chunks.firsts, count, row_count), {}),
             _over_segments(adamp.adamp_decisions, params, decide, {}),
             _over_chunks(adamp.adamp_step, chunks, (*finish, *rates), dtype),
@@ -394,27 +256,35 @@ def adamp_(
     )
 
 
-def _decay(weight_decay: float, decoupled: bool, kept: float) -> tuple[float, dict[str, Any]]:
-    """What ``load_decayed`` wants: a number, and what it means."""
-    decays = weight_decay != 0
-    return kept if decoupled else weight_decay, {"L2": decays and not decoupled, "DECOUPLED": decays and decoupled}
+def _decay(given: Arguments, kept: float) -> tuple[float, dict[str, Any]]:
+    """What ``load_decayed`` reads: a number, and what it means."""
+    decays, decoupled = given.weight_decay != 0, given.decoupled
+    return kept if decoupled else given.weight_decay, {
+        "L2": decays and not decoupled,
+        "DECOUPLED": decays and decoupled,
+    }
 
 
 def _elementwise(
-    op: str,
+    op: Op[..., Any],
     kernel: Any,
-    operands: dict[str, Tensor | None],
-    grad_scale: Tensor | None,
+    given: Arguments,
     known: _Numbers,
     arguments: tuple[float, ...],
     flags: dict[str, Any],
 ) -> Plan:
-    check_operands(op, **operands)
-    param = operands["param"]
-    assert param is not None
-    constants = {**flags, "DTYPE": _dtype(param), "BLOCK": _BLOCK}
-    args = (*operands.values(), _beside(grad_scale, param), known.on_device, param.numel(), *arguments)
+    operands, param = _buffers(op, given), given.param
+    constants = {**flags, "MAXIMIZE": given.maximize, "DTYPE": _dtype(param), "BLOCK": _BLOCK}
+    args = (*operands, _beside(given.grad_scale, param), known.on_device, param.numel(), *arguments)
     return Plan((*known.launches, Launch(kernel, -(-param.numel() // _BLOCK), args, constants, _WARPS)))
+
+
+def _buffers(op: Op[..., Any], given: Arguments) -> tuple[Any, ...]:
+    """The operands of one length, checked."""
+    names = op.operands[: op.operands.index("starts")] if "starts" in op.operands else op.operands
+    buffers = {name: getattr(given, name) for name in names}
+    check_operands(op.name, **buffers)
+    return tuple(buffers.values())
 
 
 def _beside(number: Tensor | None, param: Tensor) -> Tensor | None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Update rules that look at one element at a time: one launch, every operand read and written once.
+"""Elementwise update rules: one launch, every operand read and written once.
 
 All alike: gradients and parameters are widened to the states' dtype, the rule of ``apex_npu.ops.elementwise``
 follows, and what has changed is rounded and stored. Options are constants, for each of which Triton compiles a kernel

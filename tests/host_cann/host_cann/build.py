@@ -202,7 +202,7 @@ class _Builder:
         self._run(*self.compiler, "-shared", *where, *map(str, parts))
 
     def _stubs(self) -> Path:
-        """Functions for what torch_npu links against and is not here, that say so when they are called."""
+        """Stubs for functions that torch_npu links against and that are not implemented; a call names the function."""
         users = [*self.torch_npu.glob("_C*.so"), *(self.torch_npu / "lib").glob("*.so")]
         missing = _symbols("--undefined-only", *users) - _symbols("--defined-only", *self.out.glob("*.so"))
         names = sorted(name for name in missing if name.startswith(("acl", "rt", "Msprof")) and "_" not in name)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What tests see of the device, and the failures that they can ask for."""
+"""Counters of the device for tests, and failures that tests can inject."""
 
 from __future__ import annotations
 
@@ -210,12 +210,12 @@ def live_storages() -> int:
 
 
 def saturates() -> bool:
-    """Whether the chip (``HOST_CANN_SOC``) has neither inf nor NaN in float16, and raises a flag instead."""
+    """Whether the chip (``HOST_CANN_SOC``) has neither inf nor NaN, and raises a flag instead."""
     return bool(runtime().host_cann_saturates())
 
 
 def missing_operators() -> dict[str, list[str]]:
-    """Operators of CANN that this process asked for and that are not implemented here.
+    """Operators of CANN that this process looked up or called and that are not implemented here.
 
     Returns:
         ``"called"``: what has failed for it. ``"sought"``: aclnn operators that torch_npu has looked up in vain. For
@@ -232,7 +232,7 @@ def missing_operators() -> dict[str, list[str]]:
 def _lines(function: str) -> list[str]:
     call = getattr(runtime(), function)
     call.restype = ctypes.c_size_t
-    room = call(None, ctypes.c_size_t(0)) + 65536  # other threads may go on meanwhile
+    room = call(None, ctypes.c_size_t(0)) + 65536  # other threads may run meanwhile
     text = ctypes.create_string_buffer(room)
     call(text, ctypes.c_size_t(room))
     return text.value.decode().splitlines()

@@ -45,7 +45,7 @@ def install(folder: str | os.PathLike[str] | None = None) -> None:
     built = build.build()
     os.environ["ASCEND_HOME_PATH"] = str(built)
     os.environ["ASCEND_OPP_PATH"] = str(built / "opp")
-    # torch_npu then logs which operators it looks for in vain, which is how missing_operators() knows.
+    # torch_npu then logs the operators that it fails to look up; missing_operators() reads this log.
     os.environ.setdefault("ASCEND_GLOBAL_LOG_LEVEL", "2")
     _load(built)
 
@@ -67,7 +67,7 @@ def _set_dtypes() -> None:
 def _load(built: Path) -> None:
     import torch  # noqa: F401 -- libopapi.so computes with its libraries, which have to be there first
 
-    # By their full paths, and before torch_npu asks the dynamic linker for their names. libascendcl.so is global, since
+    # By their full paths, and before torch_npu loads them by name. libascendcl.so is global, since
     # torch_npu looks up some of its functions without saying in which library.
     for name in build.LIBRARIES:
         scope = ctypes.RTLD_GLOBAL if name == "libascendcl.so" else ctypes.RTLD_LOCAL

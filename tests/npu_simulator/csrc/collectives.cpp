@@ -120,8 +120,9 @@ class HcclBackend final : public c10d::Backend {
     return work(gloo_->allgather(host_outputs, host, opts), outputs.empty() ? Tensors{} : outputs[0]);
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
-    at::Tensor host = start("all_gather_into_tensor", {input})[0];
-    at::Tensor host_output = to_host(output);
+    // gloo cuts the first dimension, whatever there is in it; hccl, like nccl, takes elements in their order.
+    at::Tensor host = start("all_gather_into_tensor", {input})[0].reshape({-1});
+    at::Tensor host_output = to_host(output).view({-1});
     return work(gloo_->_allgather_base(host_output, host, opts), {output});
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,

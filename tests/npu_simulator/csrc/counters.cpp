@@ -64,7 +64,12 @@ OpInfo::OpInfo(const c10::OperatorHandle& op) : op_name(op.operator_name()) {
     written.push_back(argument.alias_info() != nullptr && argument.alias_info()->isWrite());
     writes |= written.back();
     if (has_type(argument, c10::TypeKind::GeneratorType)) generator_arg = static_cast<int>(i);
+    const bool is_index = argument.name() == "index" || argument.name() == "target";
+    if (is_index && has_type(argument, c10::TypeKind::TensorType) && !written.back()) index_arg = static_cast<int>(i);
   }
+  const std::string base = name.substr(0, name.find('.'));
+  if (base == "convolution") bias_arg = 2, like_arg = 0;
+  if (base == "addmm" || base == "baddbmm") bias_arg = 0, like_arg = 1;
   bool returns_new = false;
   bool returns_tensor = false;
   for (const c10::Argument& argument : schema.returns()) {

@@ -12,6 +12,8 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -32,6 +34,7 @@ class HostCall {
     arguments_to_host();
     check_devices();
     count();
+    to_dtypes_of_host();
     call(kernel);
     written_to_npu();
     returns_to_npu();
@@ -178,6 +181,26 @@ class HostCall {
     const int64_t launches = split ? std::max<int64_t>(1, static_cast<int64_t>(tensors_.size()) - 2) : 1;
     count_launch(info_.name.c_str(), device_, launches);
     info_.launched.fetch_add(launches, std::memory_order_relaxed);
+  }
+
+  // Kernels of an NPU take more dtypes than the CPU's.
+  void to_dtypes_of_host() {
+    const auto argument = [this](int index) -> c10::IValue& {
+      return (*stack_)[stack_->size() - op_.schema().arguments().size() + index];
+    };
+    const auto is = [](const c10::IValue& value, std::initializer_list<at::ScalarType> dtypes) {
+      if (!value.isTensor() || !value.toTensor().defined()) return false;
+      return std::find(dtypes.begin(), dtypes.end(), value.toTensor().scalar_type()) != dtypes.end();
+    };
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    if (info_.index_arg >= 0 && is(argument(info_.index_arg), {at::kInt})) {
+      argument(info_.index_arg) = argument(info_.index_arg).toTensor().to(at::kLong);
+    }
+    if (info_.bias_arg >= 0 && is(argument(info_.bias_arg), {at::kFloat}) &&
+        is(argument(info_.like_arg), {at::kHalf, at::kBFloat16})) {
+      argument(info_.bias_arg) =
+          argument(info_.bias_arg).toTensor().to(argument(info_.like_arg).toTensor().scalar_type());
+    }
   }
 
   void call(HostKernel kernel) {

@@ -28,6 +28,9 @@ struct OpInfo {
   std::string name;           // without "aten::"
   std::vector<bool> written;  // per argument: changed in place
   int generator_arg = -1;
+  int index_arg = -1;            // indices or targets: the CPU's kernels take int64 alone, an NPU's int32, too
+  int bias_arg = -1;             // a bias, which on an NPU may be float32 where ...
+  int like_arg = -1;             // ... this argument is float16 or bfloat16
   bool draws_unasked = false;    // random, but its schema has no Generator to pass
   bool launches = true;          // false for views and questions about metadata
   bool syncs = false;            // the host has to wait for a value or for a shape
@@ -43,7 +46,7 @@ using HostKernel = void (*)(const c10::OperatorHandle& op, torch::jit::Stack* st
 // Runs `kernel`, which sees CPU tensors on the stack, for an operator that has npu tensors there.
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::DispatchKey host_key, HostKernel kernel);
 
-// The boxed kernel that every operator of the device gets unless it is registered by hand.
+// The boxed kernel that every operator of the device gets unless it is registered explicitly.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 }  // namespace npu_simulator

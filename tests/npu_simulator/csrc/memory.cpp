@@ -45,7 +45,7 @@ void reserve(c10::DeviceIndex index, int64_t nbytes) {
 void release(c10::DeviceIndex index, int64_t nbytes) noexcept { device_memory[index].allocated.fetch_sub(nbytes); }
 
 // Written in front of the bytes, so that context and data are one pointer: torch asks for that before it shares memory
-// copy-on-write. Of memory that a host kernel has allocated only the owner stands behind it.
+// copy-on-write. For memory that a host kernel has allocated it only holds the owner.
 struct alignas(c10::gAlignment) Header {
   int64_t nbytes;
   c10::DeviceIndex index;
@@ -57,7 +57,7 @@ struct Adopted {
   c10::Storage storage;
 };
 
-// One deleter for both: whoever compares it with the allocator's learns that the memory is this device's own.
+// One deleter for both: a comparison with the allocator's deleter shows that the memory is this device's own.
 void free_device_memory(void* context) {
   auto* header = static_cast<Header*>(context) - 1;
   release(header->index, header->nbytes);
@@ -103,7 +103,7 @@ struct NpuAllocator final : AllocatorBase {
   void copy_data(void* to, const void* from, size_t nbytes) const override { default_copy_data(to, from, nbytes); }
 
 #ifdef NPU_SIMULATOR_DEVICE_ALLOCATOR
-  // Nothing is cached and nothing runs behind the host's back, so most of what a caching allocator is asked is idle.
+  // Nothing is cached and nothing runs asynchronously, so most methods of a caching allocator do nothing.
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t /*pool*/ = {0, 0}) override {}
   void recordStream(const c10::DataPtr& /*data*/, c10::Stream /*stream*/) override {}

@@ -70,7 +70,7 @@ c10::Allocator* npu_allocator();
 c10::Allocator* pinned_allocator();
 bool is_pinned(const void* data);
 
-// A storage that remembers its private format, as torch_npu's do. The format outlives a change of the memory behind.
+// A storage that remembers its private format, as torch_npu's do. The format outlives a change of the memory.
 struct NpuStorageImpl final : c10::StorageImpl {
   NpuStorageImpl(use_byte_size_t use, c10::SymInt nbytes, c10::DataPtr data, c10::Allocator* allocator, bool resizable);
   ~NpuStorageImpl() override;

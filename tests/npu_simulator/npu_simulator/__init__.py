@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A torch device called "npu" that lives in host memory, and a stand-in for ``torch_npu``.
+"""A torch device called "npu" in host memory, and a stand-in for ``torch_npu``.
 
 import npu_simulator
 npu_simulator.install()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a test can ask of the device that no real device offers: counters, another chip's habits, faults."""
+"""Controls for tests that no real device offers: counters, the behaviour of other chips, faults."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def configure(
 
 
 def current_settings() -> Settings:
-    """What ``configure`` was last told."""
+    """The settings of the last ``configure``."""
     saturate, fused_foreach, padded_format, limit = _extension().settings()
     names = {number: name for name, number in _SATURATE.items()}
     return Settings(names[saturate], fused_foreach, padded_format, None if limit < 0 else limit)

@@ -45,7 +45,7 @@ _PRIVATE = {
 
 
 def get_npu_format(tensor: Tensor) -> int:
-    """The number of the format that ``tensor`` lies in."""
+    """The number of the format of ``tensor``."""
     _check_npu(tensor, "get_npu_format")
     number = int(_C.storage_format(tensor))
     if number >= 0:
@@ -60,7 +60,7 @@ def get_storage_size(tensor: Tensor) -> int:
 
 
 def npu_format_cast(tensor: Tensor, acl_format: int | Tensor) -> Tensor:
-    """``tensor`` in another format: a copy, or ``tensor`` itself where it lies in that format already.
+    """``tensor`` in another format: a copy, or ``tensor`` itself if it has that format already.
 
     On a chip without private formats (``npu_simulator.configure(padded_format=False)``, the default) all formats are
     the plain one.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import threading
 import warnings
@@ -14,7 +15,10 @@ from types import ModuleType
 
 import torch
 
+_SPAWNED = str(Path(__file__).with_name("spawned"))
+_DEVICES = "NPU_SIMULATOR_DEVICES"  # the number of devices, for processes that this one starts
 _lock = threading.Lock()
+_libraries: list[torch.library.Library] = []  # of operators in Python
 _device_count: int | None = None  # what install() was called with, once it has been
 
 
@@ -24,13 +28,14 @@ def installed() -> bool:
 
 
 def install(device_count: int | None = None) -> bool:
-    """Give torch the device "npu", and ``import torch_npu`` something to find.
+    """Give torch the device "npu", and ``import torch_npu`` something to find, also in processes that are spawned.
 
     Calling it again with the same arguments does nothing. Where a real ``torch_npu`` can be imported, the device is the
     real one and the simulator stays out of the way.
 
     Args:
-        device_count: How many devices there are: npu:0, npu:1, ... By default two, or as many as there are already.
+        device_count: How many devices there are: npu:0, npu:1, ... By default as many as there are already, in this
+            process or in the one that has started it, or else two.
 
     Returns:
         True where the device is simulated, False where it is real.
@@ -52,7 +57,7 @@ def install(device_count: int | None = None) -> bool:
         if _real_torch_npu() is not None:
             return False
         if device_count is None:
-            device_count = 2
+            device_count = int(os.environ.get(_DEVICES, "2"))
         if isinstance(device_count, bool) or not isinstance(device_count, int):
             raise TypeError(f"device_count must be an int, got {device_count!r}")
         if not 1 <= device_count <= 16:
@@ -66,12 +71,16 @@ def install(device_count: int | None = None) -> bool:
         _load_extension().register(device_count)
         _name_device()
         _device_count = device_count
+        os.environ[_DEVICES] = str(device_count)
+        if _SPAWNED not in sys.path:
+            sys.path.insert(1, _SPAWNED)  # in front of a torch_npu that cannot be imported; the first is the script's
         return True
 
 
 def _real_torch_npu() -> ModuleType | None:
     """The real package where it is installed and its drivers are, else None."""
-    if importlib.util.find_spec("torch_npu") is None:
+    spec = importlib.util.find_spec("torch_npu")
+    if spec is None or (spec.origin or "").startswith(_SPAWNED):
         return None
     try:
         return importlib.import_module("torch_npu")
@@ -100,12 +109,13 @@ def _load_extension() -> ModuleType:
 
 def _name_device() -> None:
     torch.utils.rename_privateuse1_backend("npu")
-    from npu_simulator import npu, shutdown, stand_in
+    from npu_simulator import npu, shutdown, stand_in, sync_batch_norm
 
     torch._register_device_module("npu", npu)
     sys.modules["torch.npu"] = npu
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     stand_in.install()
+    _libraries.append(sync_batch_norm.register())
     shutdown.register()
     if torch.distributed.is_available():
         from npu_simulator import hccl

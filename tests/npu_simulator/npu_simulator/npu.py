@@ -21,7 +21,7 @@ from npu_simulator import _C  # type: ignore[attr-defined]
 from npu_simulator.type_names import type_names
 
 DeviceLike = torch.device | str | int | None
-_TOTAL_BYTES = 1 << 36  # what a device without a memory limit says it has: 64 GiB
+_TOTAL_BYTES = 1 << 36  # reported by a device without a memory limit: 64 GiB
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def ipc_collect() -> None:
 
 
 class _Generators:
-    """The default generators, by device index; made when asked, because the device may be younger than this module."""
+    """The default generators, by device index; made on first use: the device may be registered after the import."""
 
     def __getitem__(self, index: int) -> torch.Generator:
         if not 0 <= index < device_count():
@@ -328,7 +328,7 @@ def set_autocast_dtype(dtype: torch.dtype) -> None:
 
 
 def is_support_inf_nan() -> bool:
-    """Whether arithmetic knows inf and NaN, as since the 910B; False where it saturates and raises a flag."""
+    """Whether arithmetic has inf and NaN, as since the 910B; False where it saturates and raises a flag."""
     return int(_C.settings()[0]) == 0
 
 
@@ -389,7 +389,7 @@ globals().update(type_names())
 
 
 class autocast(torch.amp.autocast):
-    """``torch.autocast("npu", ...)``, float16 unless told."""
+    """``torch.autocast("npu", ...)``, float16 by default."""
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
         super().__init__("npu", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)

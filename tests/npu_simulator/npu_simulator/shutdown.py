@@ -36,7 +36,7 @@ def _wait() -> None:
 
 
 def _autograd_threads() -> list[str]:
-    """What the kernel says of each thread of autograd: S, asleep, or R, running or about to."""
+    """The kernel's state of each thread of autograd: S, asleep, or R, running or runnable."""
     states = []
     for task in _TASKS.iterdir():
         try:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The stand-in for ``torch_npu`` in ``sys.modules``: what scripts and libraries for Ascend ask of the package."""
+"""The stand-in for ``torch_npu`` in ``sys.modules``: the names that scripts and libraries for Ascend use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from npu_simulator import formats, npu
+from npu_simulator import formats, modules, npu, operators
 
 VERSION = "0.0.0+simulated"
 
@@ -21,10 +21,17 @@ def install() -> None:
     package = _module("torch_npu", npu=npu, __version__=VERSION, Format=formats.Format)
     for name in ("get_npu_format", "get_storage_size", "npu_format_cast", "npu_format_cast_", "empty_with_format"):
         setattr(package, name, getattr(formats, name))
+    for name, operator in operators.OPERATORS.items():
+        setattr(package, name, operator)
     package.npu_dtype_cast = lambda tensor, dtype: tensor.to(dtype)
     sys.modules["torch_npu.npu"] = npu
     package.contrib = _module("torch_npu.contrib")
-    # `from torch_npu.contrib import transfer_to_npu` is what asks for the redirection, so that it cannot be made here.
+    layers = {"DropoutWithByteMask": modules.DropoutWithByteMask, "NpuPreGenDropout": modules.NpuPreGenDropout}
+    package.contrib.module = _module("torch_npu.contrib.module", **layers)
+    for name in ("ensemble_dropout", "npu_modules"):
+        setattr(package.contrib.module, name, _module(f"torch_npu.contrib.module.{name}", **layers))
+    operators.take_float32_biases()
+    # `from torch_npu.contrib import transfer_to_npu` requests the redirection, so that it cannot be made here.
     sys.meta_path.append(_TransferFinder())
 
 
@@ -38,7 +45,7 @@ def _module(name: str, **attributes: Any) -> ModuleType:
 
 
 class _TransferFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Redirects torch.cuda to npu when the module whose import asks for it is imported."""
+    """Redirects torch.cuda to npu when the module that requests it is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

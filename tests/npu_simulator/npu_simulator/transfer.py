@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from npu_simulator import npu
 
 _device_class = torch.device
 
-# Functions of torch, and methods, that can be told a device.
+# Functions of torch, and methods, that take a device.
 _FUNCTIONS = (
     "arange as_tensor asarray bartlett_window blackman_window empty empty_like empty_permuted empty_strided eye full "
     "full_like hamming_window hann_window kaiser_window linspace load logspace normal ones ones_like rand rand_like "
@@ -66,11 +67,19 @@ def redirect_cuda() -> Redirection:
         _redirect_tensors_and_modules(redirection)
         _redirect_device_arguments(redirection)
         _redirect_distributed(redirection)
+        for name in ("script", "script_method"):
+            redirection.replace(torch.jit, name, _unscripted)
     return _active
 
 
+def _unscripted(obj: Any, *args: Any, **kwargs: Any) -> Any:
+    """As torch_npu has it: ``obj``. What stands for torch's functions cannot be compiled."""
+    warnings.warn("torch.jit.script compiles nothing after transfer_to_npu", RuntimeWarning, stacklevel=2)
+    return obj
+
+
 def _npu_for(value: Any) -> Any:
-    """``value``, with npu where it says cuda."""
+    """``value``, with cuda replaced by npu."""
     if isinstance(value, str):
         if value == "cuda" or value.startswith("cuda:"):
             return "npu" + value[4:]

@@ -14,6 +14,11 @@ namespace {
 
 using Operands = OlderOperands;
 
+std::vector<int64_t> sizes_from(const at::Tensor& numbers) {
+  const at::Tensor sizes = numbers.to(at::kLong).contiguous();
+  return {sizes.const_data_ptr<int64_t>(), sizes.const_data_ptr<int64_t>() + sizes.numel()};
+}
+
 // ---- elementwise operators, which torch_npu takes for tensors in private formats ----
 
 template <at::Tensor (*function)(const at::Tensor&)>
@@ -102,6 +107,135 @@ void conv2d_grad_filter(const Operands& o) {
   conv2d_grad(o, o.read(0), at::empty(o.out.at(0).sizes), o.read(2), false);
 }
 
+// sizes of y, x, filter[, bias] -> y; the output is padded by the last two of four numbers
+void conv2d_transpose(const Operands& o) {
+  using List = std::vector<int64_t>;
+  const auto a = convolution_attributes(o);
+  const List extra = o.attribute("output_padding", List{0, 0, 0, 0});
+  const auto bias = o.has(3) ? std::optional<at::Tensor>(o.read(3).to(at::kFloat)) : std::nullopt;
+  o.write(0, at::conv_transpose2d(o.read(1).to(at::kFloat), o.read(2).to(at::kFloat), bias, a.stride, a.padding,
+                                  {extra.at(2), extra.at(3)}, a.groups, a.dilation));
+}
+
+// ---- reductions, comparisons, activations and pooling, on older chips ----
+
+at::Tensor wide(const at::Tensor& x) { return x.is_floating_point() ? x.to(at::kFloat) : x; }
+
+// x, dimensions; integers are summed as such
+void reduce_sum(const Operands& o) {
+  o.write(0, at::sum(wide(o.read(0)), sizes_from(o.read(1)), o.attribute("keep_dims", false)));
+}
+void is_close(const Operands& o) {
+  o.write(0, at::isclose(o.read(0), o.read(1), o.attribute("rtol", 1e-5f), o.attribute("atol", 1e-8f),
+                         o.attribute("equal_nan", false)));
+}
+
+// dy, x or y -> dx
+void relu_grad(const Operands& o) { o.write(0, o.read(0) * (o.read(1) > 0)); }
+
+struct PoolAttributes {
+  std::vector<int64_t> size, stride, padding;
+  bool ceil_mode, counts_padding;
+  std::optional<int64_t> divisor;
+};
+// Of [batch, channels, depth, height, width], which sizes and strides may have all of; paddings are those of six sides.
+PoolAttributes pool_attributes(const Operands& o) {
+  using List = std::vector<int64_t>;
+  const auto last_three = [&](const char* name) {
+    const List all = o.attribute(name, List{1, 1, 1});
+    return List(all.end() - std::min<int64_t>(3, all.size()), all.end());
+  };
+  const List pads = o.attribute("pads", List{0, 0, 0, 0, 0, 0});
+  TORCH_CHECK(pads.at(0) == pads.at(1) && pads.at(2) == pads.at(3) && pads.at(4) == pads.at(5),
+              "a pool padded on one side more");
+  const auto divisor = o.attribute("divisor_override", int64_t(0));
+  return {last_three("ksize"),
+          last_three("strides"),
+          {pads.at(0), pads.at(2), pads.at(4)},
+          o.attribute("ceil_mode", false),
+          o.attribute("count_include_pad", true),
+          divisor ? std::optional<int64_t>(divisor) : std::nullopt};
+}
+void avg_pool3d(const Operands& o) {
+  const auto a = pool_attributes(o);
+  o.write(0, at::avg_pool3d(wide(o.read(0)), a.size, a.stride, a.padding, a.ceil_mode, a.counts_padding, a.divisor));
+}
+// sizes of x, dy -> dx
+void avg_pool3d_grad(const Operands& o) {
+  const auto a = pool_attributes(o);
+  const at::Tensor x = at::empty(o.out.at(0).sizes);
+  o.write(0, at::avg_pool3d_backward(wide(o.read(1)), x, a.size, a.stride, a.padding, a.ceil_mode, a.counts_padding,
+                                     a.divisor));
+}
+
+// ---- batch norm, on older chips: of [batch, channels, ...], with statistics of [channels] ----
+
+struct Channels {
+  at::Tensor x;                // in float32
+  std::vector<int64_t> shape;  // in which statistics meet x
+  std::vector<int64_t> others;
+  explicit Channels(const at::Tensor& given) : x(given.to(at::kFloat)), shape(given.dim(), 1) {
+    shape.at(1) = given.size(1);
+    for (int64_t d = 0; d < given.dim(); ++d) {
+      if (d != 1) others.push_back(d);
+    }
+  }
+  double count() const { return static_cast<double>(x.numel()) / static_cast<double>(x.size(1)); }
+  at::Tensor spread(const at::Tensor& statistic) const { return statistic.to(at::kFloat).reshape(shape); }
+  at::Tensor sum(const at::Tensor& of) const { return of.sum(others); }
+};
+at::Tensor inverse_root(const Operands& o, const at::Tensor& variance) {
+  return (variance.to(at::kFloat) + o.attribute("epsilon", 1e-5f)).rsqrt();
+}
+at::Tensor normalized(const Operands& o, const Channels& c, const at::Tensor& mean, const at::Tensor& variance) {
+  return (c.x - c.spread(mean)) * c.spread(inverse_root(o, variance));
+}
+void write_statistic(const Operands& o, size_t i, const at::Tensor& value) {
+  o.write(i, value.reshape(o.out.at(i).sizes));
+}
+
+// x -> sum, sum of squares
+void batch_norm_reduce(const Operands& o) {
+  const Channels c(o.read(0));
+  write_statistic(o, 0, c.sum(c.x));
+  write_statistic(o, 1, c.sum(c.x * c.x));
+}
+// x sum square_sum scale offset running_mean running_var -> y running_mean running_var mean variance
+void batch_norm_update(const Operands& o) {
+  const Channels c(o.read(0));
+  const double n = c.count(), factor = o.attribute("factor", 0.1f);
+  const at::Tensor mean = o.read(1) / n, variance = (o.read(2) / n - mean * mean).clamp_min(0);
+  const at::Tensor running_mean = o.read(5) * (1 - factor) + mean * factor;
+  const at::Tensor running_var = o.read(6) * (1 - factor) + variance * (factor * n / std::max(n - 1, 1.0));
+  o.write(0, normalized(o, c, mean, variance) * c.spread(o.read(3)) + c.spread(o.read(4)));
+  write_statistic(o, 1, running_mean);
+  write_statistic(o, 2, running_var);
+  write_statistic(o, 3, mean);
+  write_statistic(o, 4, variance);
+}
+// x scale offset mean variance -> y
+void batch_norm_infer(const Operands& o) {
+  const Channels c(o.read(0));
+  o.write(0, normalized(o, c, o.read(3), o.read(4)) * c.spread(o.read(1)) + c.spread(o.read(2)));
+}
+// dy x mean variance -> d scale, d offset
+void batch_norm_update_grad(const Operands& o) {
+  const Channels dy(o.read(0)), c(o.read(1));
+  write_statistic(o, 0, c.sum(dy.x * normalized(o, c, o.read(2), o.read(3))));
+  write_statistic(o, 1, c.sum(dy.x));
+}
+// dy x d_scale d_offset scale mean variance -> dx
+void batch_norm_reduce_grad(const Operands& o) {
+  const Channels dy(o.read(0)), c(o.read(1));
+  const at::Tensor shared = normalized(o, c, o.read(5), o.read(6)) * c.spread(o.read(2)) + c.spread(o.read(3));
+  o.write(0, (dy.x - shared / c.count()) * c.spread(o.read(4).to(at::kFloat) * inverse_root(o, o.read(6))));
+}
+// dy scale variance -> dx
+void batch_norm_infer_grad(const Operands& o) {
+  const Channels dy(o.read(0));
+  o.write(0, dy.x * dy.spread(o.read(1).to(at::kFloat) * inverse_root(o, o.read(2))));
+}
+
 // ---- what torch_npu has functions of its own for ----
 
 void confusion_transpose(const Operands& o) {
@@ -124,10 +258,6 @@ void one_hot(const Operands& o, int64_t classes, const at::Tensor& on, const at:
 void one_hot_d(const Operands& o) { one_hot(o, o.attribute("depth", int64_t(0)), o.read(1), o.read(2)); }
 void one_hot_v1(const Operands& o) { one_hot(o, o.read(1).item<int64_t>(), o.read(2), o.read(3)); }
 
-std::vector<int64_t> sizes_from(const at::Tensor& numbers) {
-  const at::Tensor sizes = numbers.to(at::kLong).contiguous();
-  return {sizes.const_data_ptr<int64_t>(), sizes.const_data_ptr<int64_t>() + sizes.numel()};
-}
 // sizes, probability to keep -> a byte an element
 void draw_bytes(const Operands& o) {
   const auto seed = o.attribute("seed", int64_t(0)), second = o.attribute("seed2", int64_t(0));
@@ -292,7 +422,19 @@ const std::map<std::string, OlderKernel>& kernels() {
   static const auto* all = new std::map<std::string, OlderKernel>{
       {"Add", add},
       {"ApplyAdamW", apply_adam_w},
+      {"AvgPool3D", avg_pool3d},
+      {"AvgPool3DGrad", avg_pool3d_grad},
       {"AxpyV2", axpy},
+      {"BN3DTrainingReduce", batch_norm_reduce},
+      {"BN3DTrainingReduceGrad", batch_norm_reduce_grad},
+      {"BN3DTrainingUpdate", batch_norm_update},
+      {"BN3DTrainingUpdateGrad", batch_norm_update_grad},
+      {"BNInfer", batch_norm_infer},
+      {"BNInferGrad", batch_norm_infer_grad},
+      {"BNTrainingReduce", batch_norm_reduce},
+      {"BNTrainingReduceGrad", batch_norm_reduce_grad},
+      {"BNTrainingUpdate", batch_norm_update},
+      {"BNTrainingUpdateGrad", batch_norm_update_grad},
       {"BatchMatMul", mat_mul},
       {"BatchMatMulV2", mat_mul},
       {"Cast", copy},
@@ -300,6 +442,7 @@ const std::map<std::string, OlderKernel>& kernels() {
       {"Conv2D", conv2d},
       {"Conv2DBackpropFilter", conv2d_grad_filter},
       {"Conv2DBackpropInput", conv2d_grad_input},
+      {"Conv2DTranspose", conv2d_transpose},
       {"Div", binary<at::div>},
       {"DropOutDoMask", drop_by_bits},
       {"DropOutDoMaskV3", drop_by_bytes},
@@ -313,6 +456,7 @@ const std::map<std::string, OlderKernel>& kernels() {
       {"Exp", unary<at::exp>},
       {"Fill", fill},
       {"Identity", copy},
+      {"IsClose", is_close},
       {"LpNormReduceV2", norm_reduce},
       {"LpNormUpdateV2", norm_update},
       {"MatMul", mat_mul},
@@ -331,7 +475,9 @@ const std::map<std::string, OlderKernel>& kernels() {
       {"OneHotD", one_hot_d},
       {"OnesLike", ones_like},
       {"RealDiv", binary<at::div>},
+      {"ReduceSum", reduce_sum},
       {"Relu", unary<at::relu>},
+      {"ReluGrad", relu_grad},
       {"Sigmoid", unary<at::sigmoid>},
       {"SoftmaxCrossEntropyWithLogits", softmax_cross_entropy},
       {"Sqrt", unary<at::sqrt>},

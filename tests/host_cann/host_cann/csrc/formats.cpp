@@ -50,11 +50,12 @@ void to_tiles(void* data, const aclTensor& of, const at::Tensor& value) {
   tiles.copy_(dense.reshape(split).transpose(d - 3, d - 2).transpose(d - 4, d - 3));
 }
 
+// CANN's documentation of aclrtFloatOverflowMode: an infinite result becomes the largest number of its type, NaN 0.
 at::Tensor saturated(at::Tensor value) {
-  if (!saturates() || value.scalar_type() != at::kHalf || value.numel() == 0) return value;
+  if (!saturates() || !value.is_floating_point() || value.numel() == 0) return value;
   if (at::isfinite(value).all().item<bool>()) return value;
   overflowed = true;
-  return at::nan_to_num(value, 0.0, 65504.0, -65504.0);
+  return at::nan_to_num(value, 0.0);
 }
 
 bool overflow_flag() { return overflowed; }

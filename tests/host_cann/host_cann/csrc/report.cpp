@@ -94,7 +94,7 @@ int fail(int code, const std::string& message) {
 int not_implemented(const std::string& name) {
   {
     std::lock_guard<std::mutex> guard(report().lock);
-    report().missing.insert(name);
+    if (report().missing.insert(name).second) append_line("HOST_CANN_NOT_FOUND", name);
   }
   return fail(ACL_ERROR_API_NOT_SUPPORT, name + " is not implemented by the host CANN");
 }

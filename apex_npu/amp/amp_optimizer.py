@@ -1,0 +1,546 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""An optimizer under amp: ``adopt`` gives it amp's behaviour by class, and the state that amp keeps of it.
+
+The class is swapped for one with ``AmpOptimizerMixin`` leftmost, so ``step``, ``zero_grad`` and ``add_param_group`` are
+ordinary methods, deepcopy and pickle carry the state along, and nothing on the instance has to be put back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from apex_npu.amp.accessors import OptimizerAccessors
+from apex_npu.amp.capture import check_step
+from apex_npu.amp.data_parallel import GradSync
+from apex_npu.amp.deferred_inf_check import Deferral, DeferredInfCheck
+from apex_npu.amp.device_skip import check_for_device, report_later, say_skipped
+from apex_npu.amp.fused_unscale import (
+    clip_at_step,
+    clip_now,
+    divide_before_step,
+    holds,
+    take_step,
+    unscale_now_,
+)
+from apex_npu.amp.grad_groups import GradGroup
+from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, fused_groups, state_of
+from apex_npu.amp.session import COPIED_WRITTEN, Session, current, disable_casts, warn_once
+from apex_npu.amp.step_decision import explain_skips
+from apex_npu.backends import is_capturing
+from apex_npu.backends._torch_private import disable_dynamo
+from apex_npu.fusion import FlatGrads, FusedGroup, HasFusedGroups, check_combinable, clip_grad_norm_, drop_grads, joined
+
+logger = logging.getLogger(__name__)
+
+
+class AmpOptimizerMixin(OptimizerAccessors):
+    """What amp adds to an optimizer: skipped steps, masters, and clearing the gradients of both of a pair."""
+
+    _amp_state: AmpOptimizerState
+
+    @disable_dynamo
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """One step of the optimizer, or none if the gradients have overflowed; then masters are copied to the model.
+
+        Args:
+            *args: Those of the optimizer's own step. A closure is called before it, so that an overflow skips the step.
+            **kwargs: Likewise.
+
+        Returns:
+            What the optimizer's own step returns; where it is skipped, what the closure has returned, or None.
+
+        Raises:
+            RuntimeError: A closure where amp cannot honour it; or a CUDA graph has captured the block, and not this.
+        """
+        # What torch's learning rate schedulers record, and the marks by which they detect that this needs no wrapper.
+        self._opt_called = True
+        state = self._amp_state
+        if state.stage is Stage.CAPTURED or is_capturing():
+            check_step(self, state)
+        result = None
+        if args or kwargs:
+            result, args, kwargs = _evaluate_closure(self, args, kwargs)
+        try:
+            if state.deferral is not None:
+                own = super().step
+                return _deferred_step(self, state, lambda: own(*args, **kwargs), result)
+            if state.skip:
+                _skip_step(self, state)
+                return result
+            _check_ready(self, state)
+            with disable_casts():
+                result = super().step(*args, **kwargs)
+            _end_step(self, state)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                _end_interrupted_step(self, state)
+            raise
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    @disable_dynamo
+    def zero_grad(self, set_to_none: bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Clear the gradients of all parameters, and of the model parameters that have masters.
+
+        Args:
+            set_to_none: As of the optimizer's own; None: as that does it by default.
+            *args: Others that it takes.
+            **kwargs: Likewise.
+
+        Returns:
+            What it returns.
+        """
+        state = self._amp_state
+        if state.deferral is not None:
+            state.deferral.resolve()  # while the gradients are still there
+        adopted: Any = type(self)
+        if set_to_none is None:
+            result = super().zero_grad(*args, **kwargs)
+            set_to_none = _default_set_to_none(adopted)
+            if set_to_none is None:
+                set_to_none = bool(getattr(self, "set_grad_none", True))
+        elif not args and _takes_set_to_none_by_name(adopted):
+            result = super().zero_grad(set_to_none=set_to_none, **kwargs)
+        else:
+            result = super().zero_grad(set_to_none, *args, **kwargs)
+        state.clear(set_to_none)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the optimizer.
+
+        Raises:
+            RuntimeError: ``torch.distributed.checkpoint.state_dict`` looks for the model's parameters in the groups,
+                which have masters; it would fail with a KeyError.
+        """
+        frame = inspect.currentframe()
+        caller = None if frame is None or frame.f_back is None else frame.f_back.f_globals.get("__name__")
+        if caller == "torch.distributed.checkpoint.state_dict" and self._amp_state.masters.masters:
+            raise RuntimeError(
+                f"{caller} names states by the model's parameters, which at {self._amp_state.policy.opt_level} are not "
+                "in optimizer.param_groups: their fp32 masters are. Give it amp.checkpoint_view(optimizer)"
+            )
+        return super().state_dict()
+
+    def clip_optimizer_grad_norm_fused(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip what ``amp.master_params(optimizer)`` gives to a common norm; see ``FusedOptimizer``.
+
+        Call it after scale_loss, before ``step``. Without combined gradients they are clipped one by one. With
+        ``fuse_unscale`` nothing is written: the next step multiplies by what is missing.
+
+        Raises:
+            RuntimeError: Gradients are still to be unscaled: a scale_loss is open, or the last had ``delay_unscale``.
+        """
+        state = self._amp_state
+        # At a scale of 1 a plain backward is as good as a block, but for masters, and only a block ends what is left to
+        # a step.
+        fuses = state.policy.fuse_unscale and (state.grad_scale != 1.0 or state.masters.masters)
+        if not fuses:
+            return self._clip_at_once(max_norm, norm_type, error_if_nonfinite)
+        _check_unscaled(state, "clipping")
+        state.drop_cleared()
+        flats, unfused = _gradients_of(state.grad_groups(self))
+        return clip_at_step(state, flats, unfused, max_norm, norm_type, error_if_nonfinite)
+
+    def _clip_at_once(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        state = self._amp_state
+        _check_unscaled(state, "clipping")
+        if state.deferral is not None:
+            state.deferral.start()  # an inf that is clipped is none any more
+        groups = state.grad_groups(self)
+        clip_now(state, groups)
+        state.drop_cleared()
+        return clip_grad_norm_(*_gradients_of(groups), max_norm, norm_type, error_if_nonfinite)
+
+    def clip_model_grad_norm_fused(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Like ``clip_optimizer_grad_norm_fused`` where the model's parameters are the optimizer's.
+
+        Raises:
+            RuntimeError: The level has masters: clipping the model's own gradients would do nothing.
+        """
+        _require_no_masters(self._amp_state, "clip_model_grad_norm_fused", "clip_optimizer_grad_norm_fused")
+        return self.clip_optimizer_grad_norm_fused(max_norm, norm_type, error_if_nonfinite)
+
+    def get_optimizer_combined_params(self) -> list[Tensor]:
+        """All parameters that the optimizer trains; see ``FusedOptimizer``. Masters come first.
+
+        Raises:
+            RuntimeError: As there; or the optimizer is not a fused one of this package.
+        """
+        if not isinstance(self, HasFusedGroups):
+            raise RuntimeError(
+                f"{type(self).__name__} does not keep its parameters in combined buffers: use an optimizer of "
+                "apex_npu.optimizers, or the parameters themselves (amp.master_params)"
+            )
+        self._amp_state.masters.show_new()
+        found: list[Tensor] = super().get_optimizer_combined_params()  # type: ignore[misc]
+        self._amp_state.grad_groups(self)  # which take over from those of other buffers
+        return found
+
+    def get_optimizer_combined_grads(self) -> list[Tensor]:
+        """The gradients of all that the optimizer trains: one flat buffer over all param groups.
+
+        With masters there are two, of the masters and of the parameters that have none; and there is one for each
+        device and dtype. A gradient that is None is zeros, and stays None; what else is written to a buffer the next
+        step takes. Call it after each block. Empty without combined gradients.
+
+        Raises:
+            RuntimeError: As of ``FusedOptimizer.get_optimizer_combined_params``.
+        """
+        flats = _combined_grads(self, self._amp_state)
+        return [joined(flat.show() for flat in members) for members in flats]
+
+    def get_optimizer_combined_grad_masks(self) -> list[Tensor]:
+        """For each of these buffers float32 ones where there is a gradient now, and zeros elsewhere."""
+        flats = _combined_grads(self, self._amp_state)
+        return [torch.cat([flat.mask() for flat in members]) for members in flats]
+
+    def get_model_combined_params(self) -> list[Tensor]:
+        """The model's parameters: the buffers of what the optimizer steps, with those of masters' model parameters.
+
+        These are laid out like the masters. The next step overwrites what is written to them.
+
+        Raises:
+            RuntimeError: As of ``get_optimizer_combined_params``; or a model parameter shares its memory.
+        """
+        found, masters = self.get_optimizer_combined_params(), self._amp_state.masters
+        if not masters.masters:
+            return found
+        kinds: list[list[FusedGroup]] = self.combined_groups()  # type: ignore[attr-defined]
+        return masters.combined_model(fused_groups(self), kinds)
+
+    def leading_params(self) -> list[Tensor]:
+        """See ``HasFusedGroups``."""
+        return self._amp_state.masters.masters
+
+    def check_combining(self) -> None:
+        """See ``HasFusedGroups``."""
+        if self._amp_state.stage is Stage.SCALED:
+            raise RuntimeError(
+                "combined buffers cannot be made inside of amp.scale_loss, which is at work on the gradients: call the "
+                "accessor after the block, or once before it. Nothing has moved"
+            )
+        check_combinable()
+
+    def get_model_combined_grads(self) -> list[Tensor]:
+        """The flat buffers of the model's gradients, without masters."""
+        _require_no_masters(self._amp_state, "get_model_combined_grads", "get_optimizer_combined_grads")
+        return self.get_optimizer_combined_grads()
+
+    def get_model_combined_grad_masks(self) -> list[Tensor]:
+        """Their masks, without masters."""
+        _require_no_masters(self._amp_state, "get_model_combined_grad_masks", "get_optimizer_combined_grad_masks")
+        return self.get_optimizer_combined_grad_masks()
+
+    @property
+    def combine_ddp(self) -> bool:
+        """Gradients are averaged over processes. Setting it to False, on all of them, takes this optimizer out of that.
+
+        Raises:
+            RuntimeError: It is set between ``scale_loss`` and ``step``, or to True without ``initialize``'s.
+        """
+        return self._amp_state.averages
+
+    @combine_ddp.setter
+    def combine_ddp(self, value: bool) -> None:
+        self._amp_state.combine(combine_ddp=bool(value))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; those in low precision get masters where the level has any."""
+        super().add_param_group(param_group)
+        state = state_of(self)
+        session = current()
+        if state is None or not state.policy.master_weights or state.masters.retired:
+            return
+        if state.masters.make(self) and session is not None:
+            session.take_in(self, state)
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """What torch.distributed.algorithms.Join requires; optimizers that torch has made joinable have it.
+
+        Raises:
+            RuntimeError: Gradients are averaged by ``combine_ddp``, which Join does not support.
+        """
+        if self._amp_state.sync is not None:
+            raise RuntimeError(
+                "Join cannot let a process that has run out of data stand in for itself under combine_ddp=True: all "
+                "processes have to call amp.scale_loss equally often. Pad or drop the last batches (DistributedSampler "
+                "does either), or wrap the model in DistributedDataParallel instead, which has join()"
+            )
+        return super().join_hook(**kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Classes made by ``adopt`` are found again through the class they were made from."""
+        state = {**self.__getstate__(), "_amp_state": self._amp_state}
+        return new_adopted, (type(self).__bases__[1],), state
+
+
+# Functions rather than methods: a name of the mixin would hide the same name of the class it is put before.
+
+
+def _gradients_of(groups: list[GradGroup]) -> tuple[list[FlatGrads], list[Tensor]]:
+    """Buffers of gradients, and parameters whose gradients are in none."""
+    flats = [group.flat for group in groups if group.flat is not None]
+    return flats, [p for group in groups if group.flat is None for p in group.params]
+
+
+def _combined_grads(optimizer: Optimizer, state: AmpOptimizerState) -> list[list[FlatGrads]]:
+    """What each combined buffer of gradients spans; they are as ``step`` takes them, outside of blocks."""
+    if state.stage not in (Stage.SCALED, Stage.DELAYED):
+        groups = state.grad_groups(optimizer)
+        if state.deferral is not None:
+            state.deferral.start()  # an inf that a script overwrites is none any more
+        if holds(state):
+            unscale_now_(state, groups)
+        for group in groups:
+            group.drop_cleared()
+    return state.grads.combined(optimizer, state)
+
+
+@functools.cache
+def _takes_set_to_none_by_name(adopted: Any) -> bool:
+    """Whether ``zero_grad`` of the class that ``adopted`` was made from takes it as a keyword."""
+    parameters = inspect.signature(adopted.__bases__[1].zero_grad).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return "set_to_none" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+@functools.cache
+def _default_set_to_none(adopted: Any) -> bool | None:
+    """What ``zero_grad`` of the class that ``adopted`` was made from does without an argument, if it says so."""
+    parameter = inspect.signature(adopted.__bases__[1].zero_grad).parameters.get("set_to_none")
+    return None if parameter is None or parameter.default is None else bool(parameter.default)
+
+
+def _evaluate_closure(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Call the closure among the arguments of a step, if there is one.
+
+    Returns:
+        What it has returned, and the arguments with one in its place that returns the same.
+    """
+    positional = bool(args) and callable(args[0])
+    closure = args[0] if positional else kwargs.get("closure")
+    if closure is None:
+        return None, args, kwargs
+    loss = _evaluate(optimizer, closure)
+    results = [loss]
+
+    def evaluated() -> Any:
+        if not results:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() calls its closure more than once, but under amp the gradients of "
+                "each backward are checked before the step: call scale_loss, backward and the parts of the step one by "
+                "one, without a closure"
+            )
+        return results.pop()
+
+    return (loss, (evaluated, *args[1:]), kwargs) if positional else (loss, args, {**kwargs, "closure": evaluated})
+
+
+def _evaluate(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    """The loss of ``closure``: here, not inside the optimizer, so that an overflow in it still skips the step."""
+    state = state_of(optimizer)
+    if isinstance(optimizer, LBFGS) or (state is not None and state.masters.masters):
+        raise RuntimeError(
+            "Currently, Amp does not support closure use with optimizers. Compute the loss, call scale_loss "
+            "and backward, then step() without arguments"
+        )
+    with torch.enable_grad():
+        return closure()
+
+
+def _check_ready(optimizer: Optimizer, state: AmpOptimizerState) -> None:
+    """Require gradients that ``step`` can take."""
+    if state.stage is not Stage.UNSCALED:
+        _check_unscaled(state, "step()")
+    if state.stage is Stage.LOCAL:
+        raise RuntimeError(
+            "the gradients are those of this process alone: the last scale_loss was inside of "
+            "DistributedDataParallel.no_sync(); before step(), close one outside of it, or call zero_grad()"
+        )
+    if state.masters.first_new < len(state.masters.masters):
+        state.masters.follow(optimizer)
+    if state.sync is not None:
+        state.sync.check_averaged()
+    for group in state.grads.groups:
+        group.drop_cleared()
+        if group.edited:
+            group.edited = False
+            warn_once(optimizer, COPIED_WRITTEN)
+    if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        _warn_of_missing_gradients(optimizer, state)
+
+
+def _check_unscaled(state: AmpOptimizerState, caller: str) -> None:
+    if not state.awaits_block:
+        return
+    if state.stage is Stage.SCALED:
+        reason = f"{caller} was called inside scale_loss, at whose end they are unscaled and checked; call it after it"
+    else:
+        reason = (
+            "the last scale_loss had delay_unscale=True, or was inside of DistributedDataParallel.no_sync(), where "
+            f"gradients wait for their average; before {caller}, close one outside of both, or call zero_grad()"
+        )
+    raise RuntimeError(f"the gradients are still multiplied with the loss scale {state.grad_scale}: {reason}")
+
+
+def _warn_of_missing_gradients(optimizer: Optimizer, state: AmpOptimizerState) -> None:
+    if any(group.has_uncopied() for group in state.grad_groups(optimizer)):
+        warn_once(
+            optimizer,
+            "the model has gradients, but its fp32 masters, which this step updates, have none: was backward() "
+            "called outside amp.scale_loss? Use `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+            "scaled_loss.backward()`",
+        )
+    elif current() is not None:
+        warn_once(
+            optimizer,
+            f"{type(optimizer).__name__}.step() was called, but none of its parameters has a gradient: was backward() "
+            "called, and after zero_grad() rather than before it?",
+        )
+
+
+def _deferred_step(optimizer: Optimizer, state: AmpOptimizerState, step: Callable[[], Any], loss: Any) -> Any:
+    """A step to which blocks have left something; see ``fused_unscale``. Returns ``loss`` where it is skipped."""
+
+    def without_casts() -> Any:
+        with disable_casts():
+            return step()
+
+    state.drop_cleared()  # first: an inf that has been cleared is none
+    check = check_for_device(optimizer, state)
+    if check is None:
+        divide_before_step(optimizer, state)
+        if state.skip:
+            _skip_step(optimizer, state)
+            return loss
+    _check_ready(optimizer, state)
+    result = take_step(optimizer, state, check, without_casts)
+    _end_step(optimizer, state, check)
+    return result
+
+
+def _end_step(optimizer: Optimizer, state: AmpOptimizerState, check: DeferredInfCheck | None = None) -> None:
+    """Copy masters to the model, and record how the step has ended: by ``check``, where the device decides that."""
+    try:
+        state.masters.copy_to_model(fused_groups(optimizer), None if check is None else check.flag)
+    except BaseException:
+        # Another step() finds no gradients, and does nothing but copy again.
+        for group in optimizer.param_groups:
+            drop_grads(group["params"])
+        raise
+    finally:
+        if state.masters.masters:
+            _drop_master_grads(state)
+        if check is not None:
+            report_later(state, check)
+        else:
+            state.end_step()
+
+
+def _end_interrupted_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
+    """Have the model follow masters that may have been stepped, and drop the gradients, so that none steps twice."""
+    state.masters.copy_to_model(fused_groups(optimizer))
+    for group in optimizer.param_groups:
+        drop_grads(group["params"])
+    state.clear(set_to_none=True)
+
+
+def _skip_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
+    _check_unscaled(state, "step()")
+    report = state.end_step()
+    say_skipped(report)
+    session = current()
+    if session is not None and report.skips_in_a_row == session.skip_alarm:
+        logger.error("%s: %s", type(optimizer).__name__, explain_skips(report, _named_grads(session, optimizer, state)))
+    if state.masters.masters:
+        _drop_master_grads(state)
+    if holds(state):
+        unscale_now_(state, state.grad_groups(optimizer))  # what is not cleared now is a gradient like any other
+
+
+def _drop_master_grads(state: AmpOptimizerState) -> None:
+    drop_grads(state.masters.masters)
+    for group in state.grads.groups:
+        group.end_step()
+
+
+def _named_grads(session: Session, optimizer: Optimizer, state: AmpOptimizerState) -> Iterator[tuple[str, Tensor]]:
+    names = session.parameter_names()
+    for group in state.grad_groups(optimizer):
+        for param, source in zip(group.params, group.sources, strict=True):
+            if param.grad is not None:
+                yield names.get(source, f"a parameter of shape {tuple(param.shape)}"), param.grad
+
+
+def _require_no_masters(state: AmpOptimizerState, name: str, instead: str) -> None:
+    if state.masters.masters:
+        raise RuntimeError(
+            f"{name} can only be used when opt_level='O1' (or without masters); at "
+            f"{state.policy.opt_level} the gradients that count are the masters': use {instead}"
+        )
+
+
+@functools.cache
+def _adopted_class(cls: Any) -> Any:
+    return type(
+        cls.__name__, (AmpOptimizerMixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    )
+
+
+def new_adopted(cls: Any) -> Optimizer:
+    """An optimizer of the class that ``adopt`` makes from ``cls``, with nothing in it yet: what pickles call."""
+    adopted: type[Optimizer] = _adopted_class(cls)
+    return adopted.__new__(adopted)
+
+
+def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tensor]) -> None:
+    """Give ``optimizer`` amp's behaviour, and masters where the policy has them.
+
+    Args:
+        optimizer: Has passed ``check_adoptable``.
+        session: The session whose policy applies, and which registers the masters.
+        fp32_values: ``id(param)`` → the value before the model was cast.
+    """
+    vars(optimizer).pop("step", None)
+    policy = session.policy
+    state = AmpOptimizerState(policy)
+    if session.data_parallel is not None:
+        state.sync = GradSync(session.data_parallel)
+    if policy.fuse_unscale or getattr(optimizer, "capturable", False):
+        state.deferral = Deferral()
+    optimizer._amp_state = state  # type: ignore[attr-defined]
+    cls: Any = type(optimizer)
+    optimizer.__class__ = _adopted_class(cls)
+    if policy.check_combined_tensors is not None and isinstance(optimizer, HasFusedGroups):
+        optimizer.check_combined_tensors = policy.check_combined_tensors  # type: ignore[attr-defined]
+    if policy.master_weights:
+        state.masters.make(optimizer, fp32_values)
+    session.take_in(optimizer, state)
+
+
+def release(optimizer: Optimizer, cls: Any) -> None:
+    """Take ``adopt`` back, as far as it got: ``cls`` is the class that the optimizer had."""
+    state = state_of(optimizer)
+    for pair in [] if state is None else state.pairs:
+        if pair.master_param in optimizer.state:
+            optimizer.state[pair.model_param] = optimizer.state.pop(pair.master_param)
+    optimizer.__class__ = cls
+    vars(optimizer).pop("_amp_state", None)

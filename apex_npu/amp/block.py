@@ -1,0 +1,292 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``Block``: what one ``scale_loss`` block does around the user's backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from torch.optim import Optimizer
+
+from apex_npu.amp.grad_groups import (
+    GradGroup,
+    any_raised,
+    clear_saturation,
+    has_saturated,
+    look_for_overflow,
+    separate,
+    unscale,
+)
+from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
+from apex_npu.amp.scaler import LossScaler
+from apex_npu.amp.session import Session
+from apex_npu.amp.step_decision import StepDecision
+from apex_npu.backends._torch_private import disable_dynamo
+
+Work = list[tuple[AmpOptimizerState, list[GradGroup]]]
+Delay = Literal["delay_unscale", "delay_overflow_check", "no_sync"]
+# The stage in which a block leaves its optimizers.
+STAGE_AFTER: dict[Delay | None, Stage] = {
+    None: Stage.UNSCALED,
+    "delay_unscale": Stage.DELAYED,
+    "delay_overflow_check": Stage.UNCHECKED,
+    "no_sync": Stage.LOCAL,
+}
+
+
+class Block:
+    """A block: ``begin``, the user's backward, then ``end``, or ``abandon`` after an exception.
+
+    Attributes:
+        optimizers: Those whose gradients backward computes.
+        work: Their states, and how their gradients get to them; also as ``states`` and ``groups``.
+        scale: What the loss is multiplied with.
+        dynamic: The scale is dynamic, so that gradients are checked, and the block waits for the device.
+        ending: ``end`` has begun: some gradients may be unscaled.
+    """
+
+    # Whether gradients reach masters in this block, and whether it decides about the next step.
+    copies_grads = True
+    decides = True
+
+    def __init__(
+        self, session: Session, optimizers: Sequence[Optimizer], work: Work, scaler: LossScaler, loss_id: int
+    ) -> None:
+        """Nothing has changed yet."""
+        self.optimizers, self.work = optimizers, work
+        self.states = [state for state, _ in work]
+        self.groups = [group for _, groups in work for group in groups]
+        self.scale, self.dynamic = scaler.scale, scaler.dynamic
+        self.ending = False
+        self._waited: dict[int, Stage] = {}
+        self._unchecked = False
+        self._session, self._scaler, self._loss_id = session, scaler, loss_id
+
+    @disable_dynamo
+    def begin(self) -> None:
+        """Bring the gradients that are there to the loss scale, so that backward adds like to like."""
+        if len(self.groups) > 1:
+            separate(self.groups)
+        scaled: list[tuple[GradGroup, float]] = []
+        try:
+            for state, groups in self.work:
+                if state.skip:
+                    state.drop_overflowed()
+                factor = self.scale / state.grad_scale
+                self._unchecked |= state.grads.unchecked
+                if state.stage in (Stage.DELAYED, Stage.LOCAL):
+                    self._begin_delayed(state, groups)
+                for group in groups:
+                    group.begin_block(factor)
+                    scaled.append((group, 1.0 / factor))
+            self._end_with(Stage.SCALED, self.scale)
+        except Exception:
+            for group, factor in scaled:
+                group.abandon_block(factor)
+            raise
+        except BaseException:
+            self.drop_all()  # an interrupt: some are scaled by now and some are not
+            raise
+
+    def end(self) -> None:
+        """Unscale and check the gradients, and decide about the next step."""
+        self.ending = True
+        self.decide(self.unscale())
+
+    @disable_dynamo
+    def unscale(self) -> bool:
+        """Bring gradients to the optimizers' parameters, unscaled; True: one of them is inf or NaN."""
+        if self._session.open_checks:  # of blocks inside of this one, of other optimizers
+            self._session.resolve_checks(self._scaler)
+        check = self.dynamic or (self.scale != 1.0 and self._watches())
+        flags = unscale(self.groups, self.scale, check=check)
+        if self._unchecked and self.dynamic:
+            flags += look_for_overflow(self.groups)
+        found_inf = any_raised(flags)
+        self._end_with(Stage.UNSCALED)
+        return found_inf
+
+    def _watches(self) -> bool:
+        """Under a static scale: look for overflow all the same, to warn, where the pass that divides does it, too."""
+        return not self._scaler.said and all(g.device.type == "cpu" for g in self.groups)
+
+    def _end_with(self, stage: Stage, grad_scale: float = 1.0) -> None:
+        for state, _ in self.work:
+            state.stage, state.grad_scale = stage, grad_scale
+            if stage is Stage.UNSCALED:
+                state.grads.unchecked = False
+
+    def _begin_delayed(self, state: AmpOptimizerState, groups: list[GradGroup]) -> None:
+        self._waited[id(state)] = state.stage
+        for group in groups:
+            group.drop_cleared()
+            group.note_delayed()  # a script may have scaled others
+
+    @staticmethod
+    def _leave_delayed(state: AmpOptimizerState, groups: list[GradGroup]) -> None:
+        state.stage = Stage.DELAYED
+        for group in groups:
+            group.note_delayed()
+
+    def decide(self, found_inf: bool) -> None:
+        """Move the loss scale, and have the next step skipped where a gradient is inf or NaN."""
+        decide(self.states, self._loss_id, self._scaler, found_inf)
+
+    @disable_dynamo
+    def abandon(self, error: BaseException) -> None:
+        """After ``error`` in the block: drop what backward has left, or unscale it with what was there before.
+
+        Where blocks with ``delay_unscale`` have left gradients for masters, these stay delayed.
+        """
+        if self.ending:
+            self.drop_all()
+            return
+        for state, groups in self.work:
+            if state.stage is not Stage.SCALED:
+                continue
+            if self._waited.get(id(state)) is Stage.DELAYED and state.policy.master_weights:
+                self._leave_delayed(state, groups)
+            else:
+                self._abandon_groups(state, groups)
+
+    def _abandon_groups(self, state: AmpOptimizerState, groups: list[GradGroup]) -> None:
+        for group in groups:
+            group.abandon_block(1.0 / self.scale)
+        state.grad_scale = 1.0
+        self._end_abandoned(state)
+
+    def _end_abandoned(self, state: AmpOptimizerState) -> None:
+        """What DistributedDataParallel has left to this process is not averaged yet."""
+        local = self._waited.get(id(state)) is Stage.LOCAL
+        state.stage = Stage.LOCAL if local else Stage.READY
+
+    @disable_dynamo
+    def drop_all(self) -> None:
+        """Drop all gradients, of which some are unscaled by now and some are not."""
+        for state, groups in self.work:
+            for group in groups:
+                for tensor in (*group.params, *group.sources):
+                    tensor.grad = None
+                group.forget_copied(set_to_none=True)
+            state.stage, state.grad_scale = Stage.READY, 1.0
+            if state.deferral is not None:
+                state.deferral.clear()
+            if state.sync is not None:
+                state.sync.clear()
+
+
+class UnscaledBlock(Block):
+    """A block at a static loss scale of 1, without masters: gradients are what backward leaves."""
+
+    def begin(self) -> None:
+        """See ``Block``."""
+        self._end_with(Stage.SCALED)
+
+    def unscale(self) -> bool:
+        """See ``Block``."""
+        self._end_with(Stage.UNSCALED)
+        return False
+
+    def abandon(self, error: BaseException) -> None:
+        """See ``Block``."""
+        self._end_with(Stage.READY)
+
+
+class DelayingBlock(Block):
+    """A block with ``delay_unscale`` or ``delay_overflow_check``, or where DistributedDataParallel may not average."""
+
+    def __init__(
+        self,
+        session: Session,
+        optimizers: Sequence[Optimizer],
+        work: Work,
+        scaler: LossScaler,
+        loss_id: int,
+        delay: Delay | None,
+    ) -> None:
+        """See ``scale_loss`` for ``delay``."""
+        super().__init__(session, optimizers, work, scaler, loss_id)
+        self.set_delay(delay)
+
+    def _end_with(self, stage: Stage, grad_scale: float = 1.0) -> None:
+        super()._end_with(stage, grad_scale)
+        for state, groups in self.work:
+            if stage in STAGE_AFTER.values() and stage is not Stage.UNSCALED:
+                state.grads.unchecked |= self.copies_grads
+            if stage is Stage.DELAYED:
+                self._leave_delayed(state, groups)
+
+    def set_delay(self, delay: Delay | None) -> None:
+        """Delay this; None: nothing."""
+        self.delay = delay
+        self.copies_grads = delay != "delay_unscale"
+        self.decides = delay is None
+
+    def leave_to_averages(self) -> None:
+        """Delay, for a block that has averages, what needs them: masters' gradients, or the decision about the step."""
+        if any(state.masters.masters for state in self.states):
+            self.set_delay("delay_unscale")
+        elif self.copies_grads and self.dynamic:
+            self.set_delay("no_sync")
+
+    @disable_dynamo
+    def unscale(self) -> bool:
+        """See ``Block``."""
+        if self.decides:
+            return super().unscale()
+        if self.copies_grads:
+            unscale(self.groups, self.scale, check=False)
+        self._end_with(STAGE_AFTER[self.delay], 1.0 if self.copies_grads else self.scale)
+        return False
+
+    def decide(self, found_inf: bool) -> None:
+        """See ``Block``; or nothing, as a later block decides."""
+        if self.decides:
+            super().decide(found_inf)
+
+
+class SaturatingBlock:
+    """``block`` on a device that saturates where others give inf, and raises a flag instead."""
+
+    def __init__(self, block: Block) -> None:
+        """The gradients of ``block`` are on such a device."""
+        self._block = block
+        self.scale = block.scale
+
+    def begin(self) -> None:
+        """See ``Block``. While gradients of an earlier backward are not checked, the flag may be about them."""
+        if all(state.stage not in (Stage.DELAYED, Stage.UNCHECKED, Stage.LOCAL) for state, _ in self._block.work):
+            clear_saturation(self._block.groups)
+        self._block.begin()
+
+    def end(self) -> None:
+        """See ``Block``."""
+        self._block.ending = True
+        self.decide(self.unscale())
+
+    def unscale(self) -> bool:
+        """See ``Block``."""
+        found_inf = self._block.unscale()
+        checks = self._block.dynamic and self._block.decides
+        return (has_saturated(self._block.groups) or found_inf) if checks else False
+
+    def decide(self, found_inf: bool) -> None:
+        """See ``Block``."""
+        self._block.decide(found_inf)
+
+    def abandon(self, error: BaseException) -> None:
+        """See ``Block``."""
+        self._block.abandon(error)
+
+
+def decide(states: Iterable[AmpOptimizerState], loss_id: int, scaler: LossScaler, found_inf: bool) -> None:
+    """Move the loss scale of ``scaler``, and have the next steps of ``states`` skipped where ``found_inf``."""
+    before = scaler.scale
+    try:
+        scaler.update(found_inf)
+    finally:  # it may warn, and a warning be an error: the step is to be skipped all the same
+        decision = StepDecision(found_inf and scaler.dynamic, loss_id, before, scaler.scale)
+        for state in states:
+            if not state.skip:  # that a step is to be skipped stands until the step
+                state.decision = decision

@@ -1,0 +1,224 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a model that amp has cast to low precision is in float32: its copies, and itself once amp is done with it.
+
+deepcopy and pickle copy a module by its ``__reduce_ex__``, which is an attribute of each module here, as ``forward`` is
+of the model. A copy becomes float32 when it is complete, and is put back at its level if its optimizer is copied by the
+same call, before or after it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from apex_npu.amp.master_params import fp32_value, give_fp32_state_dict, own_tensors, remove_fp32_state_dict
+from apex_npu.amp.session import current
+from apex_npu.autocast.containers import cast_floating
+from apex_npu.autocast.forward_cast import is_wrapped, unwrap
+from apex_npu.autocast.submodule_cast import unwatch
+from apex_npu.autocast.undo import Undo
+from apex_npu.ops import LOW_PRECISION
+
+_HOOKS = (
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+_ATTRIBUTES = ("forward", "_replicate_for_data_parallel", "__reduce_ex__", "__deepcopy__")
+
+Masters = Mapping[Tensor, Tensor] | WeakTensorKeyDictionary
+
+
+class CopyLink:
+    """What the modules of a model share with its optimizers: copies that one call makes of these share a copy of it.
+
+    Attributes:
+        joined: An optimizer has been copied.
+    """
+
+    def __init__(self) -> None:
+        """No optimizer so far."""
+        self.joined = False
+        self._undo = Undo()
+
+    def __reduce__(self) -> Any:
+        """A copy starts afresh."""
+        return CopyLink, ()
+
+    def end_copy(self, module: nn.Module, values: Mapping[str, Tensor]) -> None:
+        """Make ``module``, a copy that is complete, float32, unless its optimizer has been copied as well."""
+        if not self.joined and is_cast(module):
+            takes_inputs = is_wrapped(module)
+            to_float32(module, values, self._undo)
+            if takes_inputs:
+                module.register_forward_pre_hook(_widen_inputs, with_kwargs=True)
+
+    def join(self) -> None:
+        """An optimizer has been copied: put the modules that have been made float32 back at their level."""
+        self.joined = True
+        self._undo.close()
+
+
+@dataclass(eq=False)
+class ModuleCopies:
+    """Stands in for ``module.__reduce_ex__``."""
+
+    module: nn.Module
+    link: CopyLink
+
+    def __call__(self, protocol: Any) -> Any:
+        """What the class's own returns, and the values in float32."""
+        cls = type(self.module)
+        reduced: Any = cls.__reduce_ex__(self.module, protocol)
+        function, args, *rest = reduced
+        if not rest or rest[0] is None:
+            return function, args, *rest  # nothing is called at the end of such a copy
+        return _begin_copy, (function, args), (rest[0], _exact_values(self.module, _masters()))
+
+    def deepcopy(self, memo: dict[int, Any]) -> nn.Module:
+        """In front of a ``__deepcopy__`` of the class."""
+        cls: Any = type(self.module)
+        twin: nn.Module = cls.__deepcopy__(self.module, memo)
+        values = {name: value.clone() for name, value in _exact_values(self.module, _masters()).items()}
+        copy.deepcopy(self.link, memo).end_copy(twin, values)
+        return twin
+
+
+def _begin_copy(function: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
+    module = function(*args)
+    vars(module)["__setstate__"] = partial(_end_copy, module)
+    return module
+
+
+def _end_copy(module: nn.Module, state_and_values: tuple[Any, dict[str, Tensor]]) -> None:
+    del vars(module)["__setstate__"]
+    state, values = state_and_values
+    module.__setstate__(state)
+    copies = vars(module).get("__reduce_ex__")
+    if not isinstance(copies, ModuleCopies):
+        return
+    if copies.module is module:
+        copies.link.end_copy(module, values)
+    else:  # a shallow copy, which has the parameters and the hooks of the original
+        vars(module)["__reduce_ex__"] = ModuleCopies(module, copies.link)
+
+
+def _masters() -> Masters:
+    session = current()
+    return {} if session is None else session.masters
+
+
+def _exact_values(module: nn.Module, masters: Masters) -> dict[str, Tensor]:
+    """In float32 those of its own low-precision parameters that have masters."""
+    low = [(name, t.detach(), masters.get(t)) for name, t in own_tensors(module) if t.dtype in LOW_PRECISION]
+    return {name: fp32_value(t, master) for name, t, master in low if master is not None}
+
+
+def _widen_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of a float32 copy, which takes the inputs that the model takes."""
+    return (
+        tuple([cast_floating(value, torch.float32) for value in args]),
+        {name: cast_floating(value, torch.float32) for name, value in kwargs.items()},
+    )
+
+
+def is_cast(module: nn.Module) -> bool:
+    """True for a module of a model that amp has cast to low precision."""
+    return isinstance(vars(module).get("__reduce_ex__"), ModuleCopies)
+
+
+def show_float32(model: nn.Module, link: CopyLink) -> None:
+    """Have state dicts and copies of ``model``, and of its submodules, be float32.
+
+    Args:
+        model: Has been cast to low precision. A module of another such model is left as it is.
+        link: Copies of the model and of its optimizers find each other by it.
+    """
+    for module in model.modules():
+        if not is_cast(module):
+            give_fp32_state_dict(module)
+            copies = ModuleCopies(module, link)
+            vars(module)["__reduce_ex__"] = copies
+            if hasattr(type(module), "__deepcopy__"):
+                vars(module)["__deepcopy__"] = copies.deepcopy
+
+
+def undo_show_float32(model: nn.Module, link: CopyLink) -> None:
+    """Undo ``show_float32``, called with the same arguments."""
+    for module in filter(is_cast, model.modules()):
+        if vars(module)["__reduce_ex__"].link is link:
+            _remove_attributes(module)
+
+
+def _remove_attributes(module: nn.Module) -> None:
+    remove_fp32_state_dict(module)
+    for name in ("__deepcopy__", "__reduce_ex__"):  # the last one by which ``is_cast`` tells: this can be done again
+        vars(module).pop(name, None)
+
+
+def restore_float32(model: nn.Module, masters: Masters, undo: Undo | None = None) -> None:
+    """Undo the conversion of ``model`` and its submodules, and give them the values of their masters.
+
+    Args:
+        model: Left as it is where it has not been cast to low precision.
+        masters: Model parameter → master.
+        undo: Takes the callbacks that convert the model again.
+    """
+    undo = undo or Undo()
+    for module in filter(is_cast, reversed(list(model.modules()))):
+        values = {name: value.clone() for name, value in _exact_values(module, masters).items()}
+        to_float32(module, values, undo)
+
+
+def to_float32(module: nn.Module, values: Mapping[str, Tensor], undo: Undo) -> None:
+    """Make ``module``, without its submodules, a float32 module without hooks of amp.
+
+    Args:
+        module: One for which ``is_cast`` is true.
+        values: What its own parameters of these names are in float32; others are widened.
+        undo: Takes the callback that puts everything back.
+    """
+    attributes = {name: vars(module)[name] for name in _ATTRIBUTES if name in vars(module)}
+    hooks = [(entries, dict(entries)) for entries in map(vars(module).__getitem__, _HOOKS)]
+    data: list[tuple[Tensor, Tensor]] = []
+    grads: list[tuple[Tensor, Tensor]] = []
+
+    def put_back() -> None:
+        for tensor, former in reversed(data):
+            tensor.data = former
+        for tensor, grad in grads:
+            tensor.grad = grad
+        for entries, former_entries in hooks:
+            entries.clear()
+            entries.update(former_entries)
+        vars(module).update(attributes)
+        _flatten(module)
+
+    undo.callback(put_back)
+    for name, tensor in own_tensors(module):
+        if name in values and tensor.grad is not None:  # has been stepped with, or is multiplied with a loss scale
+            grads.append((tensor, tensor.grad))
+            tensor.grad = None
+        for target in (tensor, tensor.grad if tensor.is_leaf else None):
+            if target is not None and target.dtype in LOW_PRECISION:
+                data.append((target, target.data))
+                target.data = values[name] if target is tensor and name in values else target.data.float()
+    _flatten(module)
+    _remove_attributes(module)
+    unwatch(module)
+    unwrap(module)  # last, as the model is in ``restore_float32``: until then the model counts as converted
+
+
+def _flatten(module: nn.Module) -> None:
+    if isinstance(module, nn.RNNBase):
+        module.flatten_parameters()

@@ -1,0 +1,366 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``AmpOptimizerState``: amp's state of one optimizer, and how it is looked up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from apex_npu.amp.deferred_inf_check import Deferral
+from apex_npu.amp.grad_groups import GradGroup, make_grad_groups, saturates, take_over
+from apex_npu.amp.master_params import MasterPair, MasterParams
+from apex_npu.amp.policy import Policy
+from apex_npu.amp.session import current
+from apex_npu.amp.step_decision import StepDecision, StepReport
+from apex_npu.fusion import (
+    FlatGrads,
+    FusedGroup,
+    HasFusedGroups,
+    are_same,
+    combined,
+    drop_grads,
+    low_precision_of,
+    split_by_kind,
+    zero_grads,
+)
+
+
+class Stage(Enum):
+    """Where an optimizer is between two steps.
+
+    ============  =====================================================================================
+    READY         no ``scale_loss`` block since the last step, or since gradients were cleared
+    SCALED        a block is open: gradients are multiplied with the loss scale
+    DELAYED       they still are, after a block with ``delay_unscale``
+    UNCHECKED     they are unscaled, and have not been checked for inf or NaN (``delay_overflow_check``)
+    UNSCALED      they are as ``step`` takes them, and checked, or their check is pending
+    CAPTURED      the same, in a CUDA graph that is being captured
+    LOCAL         they are unscaled, not checked, and those of one process: DistributedDataParallel averages them later
+    ============  =====================================================================================
+    """
+
+    READY = 0
+    SCALED = 1
+    DELAYED = 2
+    UNCHECKED = 3
+    UNSCALED = 4
+    CAPTURED = 5
+    LOCAL = 6
+
+
+@dataclass(eq=False)
+class AmpOptimizerState:
+    """Amp's state of one optimizer.
+
+    Attributes:
+        policy: Of the ``initialize`` that adopted it, and what the script has set on the optimizer since.
+        stage: Where it is between two steps.
+        grad_scale: What the gradients of ``param_groups`` are multiplied with. With ``fuse_unscale`` that is the loss
+            scale from the first block until they are cleared; else 1, but in a block and after ``delay_unscale``.
+        decision: What ``scale_loss`` has decided about the next step; None: nothing since the last one.
+        report: How the last call of ``step`` ended of which that is known.
+        masters: The fp32 masters of low-precision parameters.
+        grads: How gradients get from backward to the optimizer's parameters.
+        deferral: What blocks leave to the step, with ``fuse_unscale`` or on a device that skips steps; else None.
+        sync: Which processes average gradients, with ``combine_ddp``; else None.
+        legacy: What a package above amp keeps with an optimizer; its ``clear`` is called when gradients are cleared.
+        links: What copies of the optimizer and of the models that it steps find each other by.
+    """
+
+    policy: Policy
+    stage: Stage = Stage.READY
+    grad_scale: float = 1.0
+    decision: StepDecision | None = None
+    report: StepReport | None = None
+    masters: MasterParams = field(default_factory=MasterParams)
+    grads: OptimizerGrads = field(default_factory=lambda: OptimizerGrads())
+    deferral: Deferral | None = None
+    sync: Any = None
+    legacy: Any = None
+    links: list[Any] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without buffers, which a copy makes for itself, and as outside of a block."""
+        self.resolve()
+        # Parameters are copied without their gradients.
+        return {**self.__dict__, "stage": Stage.READY, "grad_scale": 1.0, "grads": OptimizerGrads()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore ``state``, and register it, so that the copied model's state dicts find their masters."""
+        self.__dict__.update(state)
+        session = current()
+        if self.sync is not None:
+            parallel = None if session is None else session.data_parallel
+            if parallel is None:
+                self.sync = None
+            else:
+                self.sync.parallel = parallel
+        if session is not None:
+            session.register(self)
+        for link in self.links:
+            link.join()
+
+    @property
+    def skip(self) -> bool:
+        """The next step is to be skipped."""
+        if self.deferral is not None:
+            self.deferral.resolve()
+        return self.decision is not None and self.decision.skip
+
+    def resolve(self) -> None:
+        """Have everything decided that has been left to the device, or to the step."""
+        if self.deferral is not None:
+            self.deferral.resolve_all()
+
+    @property
+    def averages(self) -> bool:
+        """Its gradients are averaged over processes, unless the script has taken it out of that."""
+        return bool(self.sync is not None and self.policy.combine_ddp and self.policy.combine_grad)
+
+    def combine(self, **options: Any) -> None:
+        """Change ``combine_grad`` or ``combine_ddp`` of this optimizer alone, between two steps.
+
+        Raises:
+            RuntimeError: There are gradients of a block, or its gradients would be averaged without an agreement on
+                parameters and values, which only ``initialize`` makes. Nothing has changed then.
+        """
+        policy = replace(self.policy, **options)
+        if policy == self.policy:
+            return
+        if policy.combine_ddp and self.sync is None:
+            raise RuntimeError(
+                "combine_ddp = True was set on an optimizer that amp.initialize has not prepared for it; pass "
+                "combine_grad=True and combine_ddp=True there"
+            )
+        if self.sync is not None and self.stage is not Stage.READY:
+            raise RuntimeError(
+                f"{' and '.join(options)} was changed between amp.scale_loss and step(), where some gradients are "
+                "averages by now and some are not; change it after step() or zero_grad()"
+            )
+        self.policy = policy
+
+    @property
+    def pairs(self) -> list[MasterPair]:
+        """Model parameters and their masters."""
+        return self.masters.pairs
+
+    def retire(self) -> None:
+        """Forget the model, whose parameters another optimizer steps: a step shall not write them."""
+        self.masters, self.grads = MasterParams(retired=True), OptimizerGrads()
+
+    @property
+    def is_unscaled(self) -> bool:
+        """Gradients are as backward has left them, and stay so in a block at a scale of 1."""
+        skips = self.decision is not None and self.decision.skip
+        return self.grad_scale == 1.0 and not self.policy.master_weights and not skips
+
+    @property
+    def awaits_block(self) -> bool:
+        """Gradients are to be unscaled, or copied to masters, by the end of a block, before a step or clipping."""
+        if self.stage in (Stage.SCALED, Stage.DELAYED):
+            return self.grad_scale != 1.0 or bool(self.policy.master_weights)
+        return self.grad_scale != 1.0 and not self.policy.fuse_unscale
+
+    def clips_like_torch(self, optimizer: Optimizer) -> bool:
+        """All gradients are in float32 buffers, unscaled: clipping these gives what torch's function would."""
+        groups = self.grad_groups(optimizer)
+        buffered = all(group.flat is not None and group.params[0].dtype == torch.float32 for group in groups)
+        return self.grad_scale == 1.0 and bool(groups) and buffered
+
+    def prepare_masters(self, optimizer: Optimizer) -> bool:
+        """Make masters for what has been added or unfrozen.
+
+        Returns:
+            True where there are some that have not followed the model yet, to its values or its device.
+        """
+        for group in optimizer.param_groups:
+            if low_precision_of(group["params"]):
+                self.masters.make(optimizer)
+        masters, model_params = self.masters.masters, self.masters.model_params
+        # Of what is not new one pair is looked at: Module.to moves all.
+        moved = bool(masters) and masters[0].device != model_params[0].device
+        return moved or self.masters.first_new < len(masters)
+
+    def grad_groups(self, optimizer: Optimizer) -> list[GradGroup]:
+        """How the gradients of ``optimizer`` get to its parameters."""
+        return self.grads.fit(optimizer, self)
+
+    def drop_cleared(self) -> None:
+        """Clear the gradients of masters whose model parameter's gradient has been cleared."""
+        if self.stage is not Stage.SCALED:  # there, those of the model are set aside
+            for group in self.grads.groups:
+                group.drop_cleared()
+
+    def drop_overflowed(self) -> None:
+        """Before a block, where the step is to be skipped: what the block finds to be inf shall be its own.
+
+        Gradients that overflowed are filled with zeros; where all have been cleared the decision is dropped with them.
+        """
+        self.drop_cleared()
+        if any(group.has_grads() for group in self.grads.groups):
+            for group in self.grads.groups:
+                group.zero_()
+        else:
+            self.decision = None
+
+    def end_step(self) -> StepReport:
+        """Record that ``step`` has ended as decided, which is not for another step."""
+        if self.deferral is not None:
+            self.deferral.resolve_step()  # in order
+        decision, former = self.decision, self.report
+        skip = decision is not None and decision.skip
+        self.report = StepReport(
+            applied=not skip,
+            loss_id=None if decision is None else decision.loss_id,
+            scale_before=None if decision is None else decision.scale_before,
+            scale_after=None if decision is None else decision.scale_after,
+            skipped_steps=(0 if former is None else former.skipped_steps) + skip,
+            skips_in_a_row=0 if not skip else 1 + (0 if former is None else former.skips_in_a_row),
+        )
+        self.decision, self.grads.unchecked = None, False
+        if self.stage is not Stage.SCALED:
+            self.stage = Stage.READY
+        return self.report
+
+    def clear(self, set_to_none: bool) -> None:
+        """Take note that the gradients of ``param_groups`` have been cleared, and clear those of the model."""
+        if self.masters.masters:
+            if set_to_none:
+                drop_grads(self.masters.model_params)
+            else:
+                self.drop_cleared()  # what has been dropped does not become zeros
+                zero_grads(self.masters.model_params)
+            self.grads.forget_copied(set_to_none)
+        self.decision, self.grads.unchecked = None, False
+        if self.stage is not Stage.SCALED:  # there, what backward is about to add is scaled
+            self.stage, self.grad_scale = Stage.READY, 1.0
+        for rare in (self.deferral, self.sync, self.legacy):
+            if rare is not None:
+                rare.clear()
+
+
+class OptimizerGrads:
+    """How the gradients of one optimizer get to its parameters.
+
+    Attributes:
+        groups: Made again when its parameters, or their buffers, have changed.
+        saturates: They are on a device that saturates instead of giving inf.
+        unchecked: Some have been brought to the optimizer's parameters without a check for inf or NaN.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is known of the optimizer yet."""
+        self.groups: list[GradGroup] = []
+        self.saturates = False
+        self.unchecked = False
+        self._device: torch.device | None = None
+        self._fitted_to: list[list[Any]] = []
+        self._own_flats: list[FlatGrads] = []
+
+    def fit(self, optimizer: Optimizer, state: AmpOptimizerState) -> list[GradGroup]:
+        """The groups for ``optimizer`` as it is now."""
+        if isinstance(optimizer, HasFusedGroups):
+            flats = optimizer.flat_grads()
+        else:
+            flats = self._combined(optimizer) if state.policy.combine_grad else []
+        fitted_to: list[list[Any]] = [flats, *[group["params"] for group in optimizer.param_groups]]
+        fits = len(fitted_to) == len(self._fitted_to) and all(map(are_same, fitted_to, self._fitted_to))
+        if not fits or (self.groups and self.groups[0].device != self._device):
+            self._make(optimizer, state, flats)
+            self._fitted_to = [list(part) for part in fitted_to]
+        return self.groups
+
+    def _make(self, optimizer: Optimizer, state: AmpOptimizerState, flats: list[FlatGrads]) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        model_param_of = {id(pair.master_param): pair.model_param for pair in state.pairs}
+        groups = make_grad_groups(params, flats, model_param_of)
+        take_over(groups, self.groups)
+        self.saturates = saturates(groups)
+        self._device = groups[0].device if groups else None
+        self.groups = groups  # last: what they know of copied gradients is all there
+
+    def _combined(self, optimizer: Optimizer) -> list[FlatGrads]:
+        params = [p for group in _trainable(optimizer) for p in group]
+        held = {id(p) for flat in self._own_flats for p in flat.params}
+        if held != {id(p) for p in params} or any(flat.broken() for flat in self._own_flats):
+            self._own_flats = _combine_grads(optimizer, self._own_flats)
+        return self._own_flats
+
+    def combined(self, optimizer: Any, state: AmpOptimizerState) -> list[list[FlatGrads]]:
+        """What each combined buffer spans; memory is laid out so now if it was not."""
+        if isinstance(optimizer, HasFusedGroups):
+            flats_of = [[fused.grads for fused in groups] for groups in optimizer.combined_groups()]
+        else:
+            flats_of = self._combined_own(optimizer, state)
+        self.fit(optimizer, state)  # groups take over from those of other buffers
+        return flats_of
+
+    def _combined_own(self, optimizer: Any, state: AmpOptimizerState) -> list[list[FlatGrads]]:
+        flats = self._combined(optimizer) if state.policy.combine_grad else []
+        leading = {id(p) for p in optimizer.leading_params()}
+        found = combined(flats, leading, attrgetter("flat"))
+        if found is None:
+            optimizer.check_combining()
+            kinds = split_by_kind(_trainable(optimizer), leading)
+            found = [FlatGrads.in_one([params for _, params in members]) for members in kinds]
+            self._own_flats = [flat for members in found for flat in members]
+        return found
+
+    def forget_copied(self, set_to_none: bool) -> None:
+        """The gradients of the model and of the masters have been cleared."""
+        for group in self.groups:
+            group.forget_copied(set_to_none)
+
+    def materialize(self) -> None:
+        """Masters that share the model's gradients, until the step, are about to be read: give them their own."""
+        for group in self.groups:
+            group.materialize_grads()
+
+
+def _trainable(optimizer: Optimizer) -> list[list[Tensor]]:
+    """The parameters of each group that need a gradient, or have one."""
+    return [[p for p in group["params"] if p.requires_grad or p.grad is not None] for group in optimizer.param_groups]
+
+
+def _combine_grads(optimizer: Optimizer, former: list[FlatGrads]) -> list[FlatGrads]:
+    """One gradient buffer per (param_group, device, dtype) of an optimizer that has none of its own.
+
+    Those of ``former`` stay that still fit. What replaces a parameter gets a buffer apart from the others, as it may be
+    replaced in every step.
+    """
+    groups = _trainable(optimizer)
+    there = {id(p) for params in groups for p in params}
+    flats = [flat for flat in former if all(id(p) in there for p in flat.params) and not flat.broken()]
+    held = {id(p) for flat in flats for p in flat.params}
+    known = {id(p) for flat in former for p in flat.params}
+    for params in groups:
+        members: dict[tuple[bool, torch.device, torch.dtype], list[Tensor]] = {}
+        for p in params:
+            if id(p) not in held:
+                members.setdefault((id(p) in known, p.device, p.dtype), []).append(p)
+        flats.extend(map(FlatGrads.apart, members.values()))
+    return flats
+
+
+def fused_groups(optimizer: Any) -> list[FusedGroup]:
+    """What a fused optimizer has stepped; nothing for others."""
+    return optimizer.fused_groups() if isinstance(optimizer, HasFusedGroups) else []
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """What a wrapper that changes gradients before the step, such as LARC, has as ``optim``; else ``optimizer``."""
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, Optimizer) and not isinstance(optimizer, Optimizer) else optimizer
+
+
+def state_of(optimizer: Any) -> AmpOptimizerState | None:
+    """Amp's state of ``optimizer``, or None where it was never passed to ``initialize``."""
+    state: AmpOptimizerState | None = getattr(optimizer, "_amp_state", None)
+    return state

@@ -1,0 +1,85 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The outcome of a step: ``StepDecision`` is what scale_loss decides, ``StepReport`` what ``amp.last_step`` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepDecision:
+    """What a scale_loss block has decided about the step that follows it."""
+
+    skip: bool
+    loss_id: int
+    scale_before: float
+    scale_after: float
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """How one call of ``optimizer.step()`` under amp ended.
+
+    Attributes:
+        applied: False: it was skipped, because a gradient was inf or nan.
+        loss_id: The loss that decided it; None where no scale_loss came before the step.
+        scale_before: That loss's scale in the backward before the step.
+        scale_after: Its scale from then on.
+        skipped_steps: Steps of this optimizer that have been skipped so far.
+        skips_in_a_row: How many of those were the last ones; 0 where this step was applied.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        >>> with amp.scale_loss(loss_fn(model(input), target), optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> optimizer.step()
+        >>> amp.last_step(optimizer).applied
+        True
+    """
+
+    applied: bool
+    loss_id: int | None
+    scale_before: float | None
+    scale_after: float | None
+    skipped_steps: int
+    skips_in_a_row: int
+
+    @property
+    def skipped(self) -> bool:
+        """The opposite of ``applied``."""
+        return not self.applied
+
+
+# Of a step with ``enabled=False``, where amp decides nothing.
+APPLIED = StepReport(True, None, None, None, 0, 0)
+
+
+def explain_skips(report: StepReport, named_grads: Iterable[tuple[str, Tensor]]) -> str:
+    """Where to look after many skipped steps; reads the gradients, which waits for the device.
+
+    Args:
+        report: Of the last of them.
+        named_grads: Gradients as the overflow has left them, with their parameters' names.
+    """
+    named = [(name, grad) for name, grad in named_grads if grad.is_floating_point() and grad.numel()]
+    finite = [bool(grad.isfinite().all()) for _, grad in named]
+    bad = [name for (name, _), fine in zip(named, finite, strict=True) if not fine]
+    if bad and len(bad) == len(named):
+        where = f"the gradients of all {len(bad)} parameters are not finite, so look at the loss itself"
+    elif bad:
+        shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+        where = f"not finite are the gradients of {shown}; all others are, so look at these layers"
+    else:
+        where = "the gradients are finite by now; look at the loss itself"
+    return (
+        f"{report.skips_in_a_row} steps in a row have been skipped, because gradients held inf or nan; the scale of "
+        f"loss {report.loss_id} is down to {report.scale_after}. Of the last backward {where}: a logarithm, root or "
+        "division at 0, a learning rate that has already ruined the weights, nan in the data. To find the operation, "
+        "run one step at opt_level='O0' under torch.autograd.set_detect_anomaly(True)"
+    )

@@ -1,0 +1,251 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which function runs in which precision at O1: nothing but data.
+
+Names without a dot are aten operators with a single (default) overload, ``name.overload`` the others. A table says what
+Apex promises; what a device's autocast already does is subtracted when the overlay is built (``autocast_ops.py``), so a
+name that a later torch casts by itself adds no cost here.
+
+Left out on purpose, because torch does the promised thing without help:
+
+* ``add``, ``mul``, ``div``, the comparisons, ``addcmul``, ``addcdiv``, ``atan2``, ``equal``, ``cat`` and ``stack``
+  promote half and float to float. (A 0-dim float does not promote a half tensor, in torch as here.)
+* ``normalize``, ``softmin`` and ``einsum`` are made of operators that are listed.
+* ``half += float`` stays half and stays in place; a wrapper that rebinds the name would break every alias of it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from apex_npu.ops import LOW_PRECISION
+
+# What a "half" function narrows. float64 was asked for by name and stays.
+AUTOCAST_FLOATS = LOW_PRECISION | {torch.float32}
+# What a whole-model cast (O0, O2, O3) converts. 8-bit floats are storage formats with scales of their own, and stay.
+MODEL_FLOATS = AUTOCAST_FLOATS | {torch.float64}
+
+HALF_OPS = (
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d.input",
+    "conv_transpose3d.input",
+    "conv_tbc",
+    "linear",
+    "prelu",
+    "addmm",
+    "addmv",
+    "addr",
+    "matmul",
+    "mm",
+    "mv",
+    "addbmm",
+    "baddbmm",
+    "bmm",
+    "lstm_cell",
+    "gru_cell",
+    "rnn_tanh_cell",
+    "rnn_relu_cell",
+    # not Apex's: nn.MultiheadAttention in eval without grad, whose parts would give half
+    "_native_multi_head_attention",
+)
+
+# Not on cuda, where autocast has a kernel for cuDNN's, which casts the weights into one flat buffer.
+SEQUENCE_RNNS = (
+    "lstm.input",
+    "lstm.data",
+    "gru.input",
+    "gru.data",
+    "rnn_tanh.input",
+    "rnn_tanh.data",
+    "rnn_relu.input",
+    "rnn_relu.data",
+)
+
+FLOAT_OPS = (
+    # pointwise
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "pow.Scalar",
+    "gelu",
+    "softplus",
+    # reductions; torch.norm and Tensor.norm arrive as one of the linalg and *_norm operators
+    "cumprod",
+    "cumsum",
+    "dist",
+    "norm.Scalar",
+    "norm.ScalarOpt_dim",
+    "linalg_vector_norm",
+    "linalg_matrix_norm",
+    "linalg_matrix_norm.str_ord",
+    "nuclear_norm",
+    "nuclear_norm.dim",
+    "frobenius_norm.dim",
+    "prod",
+    "prod.dim_int",
+    "sum",
+    "sum.dim_IntList",
+    "std",
+    "std.dim",
+    "std.correction",
+    "var",
+    "var.dim",
+    "var.correction",
+    "renorm",
+    # torch.nn.functional
+    "softmax.int",
+    "log_softmax.int",
+    "layer_norm",
+    "group_norm",
+    "cosine_similarity",
+    "grid_sampler",
+    "poisson_nll_loss",
+    "cosine_embedding_loss",
+    "hinge_embedding_loss",
+    "kl_div",
+    "l1_loss",
+    "mse_loss",
+    "margin_ranking_loss",
+    "multilabel_margin_loss",
+    "multi_margin_loss",
+    "nll_loss",
+    "nll_loss2d",
+    "cross_entropy_loss",
+    "binary_cross_entropy_with_logits",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+    "ctc_loss.IntList",
+    "ctc_loss.Tensor",
+    # not Apex's: nn.TransformerEncoderLayer in eval without grad, which ends in a layer_norm
+    "_transformer_encoder_layer_fwd",
+)
+
+# Not Apex's: decompositions and solvers, which no device computes in half, and matrix_exp, whose half results are
+# garbage on cpu. Autocast on cpu runs most of them in float, on accelerators none.
+# (torch.nn.utils.parametrizations.orthogonal needs some.)
+LINALG_FLOAT_OPS = (
+    "cholesky",
+    "cholesky_inverse",
+    "cholesky_solve",
+    "geqrf",
+    "inverse",
+    "linalg_cholesky",
+    "linalg_cholesky_ex",
+    "linalg_cond",
+    "linalg_cond.p_str",
+    "linalg_det",
+    "linalg_eig",
+    "linalg_eigh",
+    "linalg_eigvals",
+    "linalg_eigvalsh",
+    "linalg_householder_product",
+    "linalg_inv",
+    "linalg_inv_ex",
+    "linalg_lstsq",
+    "linalg_lu",
+    "linalg_lu_factor",
+    "linalg_lu_factor_ex",
+    "linalg_matrix_exp",
+    "linalg_matrix_rank",
+    "linalg_matrix_rank.atol_rtol_float",
+    "linalg_matrix_rank.atol_rtol_tensor",
+    "linalg_matrix_rank.tol_tensor",
+    "linalg_pinv",
+    "linalg_pinv.atol_rtol_float",
+    "linalg_pinv.atol_rtol_tensor",
+    "linalg_pinv.rcond_tensor",
+    "linalg_qr",
+    "linalg_slogdet",
+    "linalg_solve",
+    "linalg_solve_ex",
+    "linalg_solve_triangular",
+    "linalg_svd",
+    "linalg_svdvals",
+    "linalg_tensorinv",
+    "linalg_tensorsolve",
+    "logdet",
+    "lu_solve",
+    "orgqr",
+    "ormqr",
+    "pinverse",
+    "qr",
+    "svd",
+    "triangular_solve",
+)
+
+# Registered by every accelerator's autocast in a way that does not keep Apex's promise: ours go on top. grid_sampler
+# takes the widest type there; matrix norms ask for float results, and then refuse half arguments.
+# On cpu torch runs these in float already.
+ACCELERATOR_FORCED_OPS = ("grid_sampler", "linalg_matrix_norm", "linalg_matrix_norm.str_ord")
+
+# The widest type wins; torch itself refuses mixed arguments.
+PROMOTE_OPS = ("bilinear", "cross", "dot")
+
+# In place: the other arguments take the type of self; torch itself refuses mixed arguments.
+MATCH_SELF_OPS = (
+    "addmm_",
+    "addmv_",
+    "addr_",
+    "addbmm_",
+    "baddbmm_",
+    # not Apex's: x[indices] = y and its like
+    "index_put_",
+    "index_copy_",
+    "index_add_",
+    "masked_scatter_",
+    "scatter_.src",
+    "scatter_add_",
+    "scatter_reduce_.two",
+)
+
+
+def policies(device_type: str) -> dict[str, str]:
+    """Operator → policy, on devices of one type.
+
+    A policy is "half", "float", "promote" or "match_self".
+    """
+    table = dict.fromkeys(HALF_OPS, "half")
+    table.update(dict.fromkeys((*FLOAT_OPS, *LINALG_FLOAT_OPS), "float"))
+    table.update(dict.fromkeys(PROMOTE_OPS, "promote"))
+    table.update(dict.fromkeys(MATCH_SELF_OPS, "match_self"))
+    if device_type != "cuda":
+        table.update(dict.fromkeys(SEQUENCE_RNNS, "half"))
+    return table
+
+
+# torch.nn.functional names made of several operators of which autocast casts only some, or none.
+FLOAT_FUNCTIONS = ("interpolate", "local_response_norm", "multilabel_soft_margin_loss")
+
+# The in-place forms of "float" functions cannot widen their argument. Attributes, not operators: torch's own kernels
+# call the operators on half temporaries (logsumexp calls log_), and must not be refused.
+INPLACE_ERROR_FUNCTIONS = (
+    "acos_",
+    "asin_",
+    "cosh_",
+    "exp_",
+    "expm1_",
+    "log_",
+    "log10_",
+    "log2_",
+    "reciprocal_",
+    "rsqrt_",
+    "sinh_",
+    "tan_",
+)
+INPLACE_ERROR_METHODS = (*INPLACE_ERROR_FUNCTIONS, "erfinv_", "pow_", "cumprod_", "cumsum_", "renorm_")

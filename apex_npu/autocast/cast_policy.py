@@ -1,0 +1,41 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``CastPolicy``: what is to be cast, and to which dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class CastPolicy:
+    """Which casts there are. ``None`` in a tri-state field means that it does not apply.
+
+    Attributes:
+        enabled: False: nothing is cast.
+        cast_model_type: O0, O2, O3: the dtype of the model's floating parameters and of its forward's inputs; False or
+            None: no cast.
+        patch_torch_functions: O1: run under torch.autocast, completed by ``autocast_ops.py`` and ``monkey_patches.py``.
+        keep_batchnorm_fp32: Affine BatchNorms keep float32 in a model that is cast.
+        user_cast_preferred: The lists do not act on functions that casts are registered for.
+        allow_banned: O1: functions that are not safe with half arguments get them in float32, rather than refuse them.
+        cast_model_outputs: The dtype of the forward's outputs.
+        autocast_dtype: The low-precision dtype that ``patch_torch_functions`` casts to.
+    """
+
+    enabled: bool = True
+    cast_model_type: torch.dtype | Literal[False] | None = None
+    patch_torch_functions: bool = False
+    keep_batchnorm_fp32: bool | None = None
+    user_cast_preferred: bool | None = None
+    allow_banned: bool = False
+    cast_model_outputs: torch.dtype | None = None
+    autocast_dtype: torch.dtype = torch.float16
+
+    @property
+    def model_dtype(self) -> torch.dtype | None:
+        """The dtype the model is cast to, or None where it keeps its own."""
+        return self.cast_model_type or None

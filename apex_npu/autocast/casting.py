@@ -1,0 +1,211 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The two casts of a policy: ``convert_model`` (the model itself) and ``enable_casts`` (O1's functions).
+
+O1 is torch's autocast, enabled permanently instead of for a block, and completed by the overlay. Four rules make it
+safe, all of them kept here and in ``forward_cast.py``:
+
+* Outside a model's forward autocast keeps no copies of weights, so that an in-place change of a weight takes effect;
+  inside, an ordinary autocast region keeps them and drops them at its end.
+* The ambient part does not count as an autocast block, so that the end of a user's own block still clears the cache.
+* Backward runs with autocast off: each operator's derivative runs in the dtype of its forward.
+* The backward of a Python ``autograd.Function`` is a user's formula, and runs with autocast as it was in its forward.
+
+Autocast is a property of a thread. A bare module called in another thread is not cast; a converted model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.autograd
+from torch.autograd.function import BackwardCFunction
+
+from apex_npu.autocast.autocast_ops import install_dispatch_overlay
+from apex_npu.autocast.cast_policy import CastPolicy
+from apex_npu.autocast.forward_cast import ModelCast, convert_model
+from apex_npu.autocast.monkey_patches import Patch, install_attribute_overlay, patch_attribute
+from apex_npu.autocast.undo import Undo
+from apex_npu.backends._torch_private import data_worker
+
+__all__ = ["CastHandle", "ModelCast", "convert_model", "enable_casts"]
+
+
+def enable_casts(
+    policy: CastPolicy, device_types: Sequence[str], patches: Sequence[Patch] = (), undo: Undo | None = None
+) -> CastHandle:
+    """Switch O1's casts on in this thread, or do nothing for a policy that has none.
+
+    Call it outside of autocast blocks: the end of a block puts back the autocast state of its beginning. Several
+    handles may be alive at once if they are undone last one first. A forked process inherits the casts, except for a
+    DataLoader's worker.
+
+    Args:
+        policy: Its ``patch_torch_functions``, ``autocast_dtype`` and ``allow_banned`` count.
+        device_types: Device types whose tensors are cast, for example ``("npu",)``.
+        patches: Functions that users have registered; they go on top of what O1 patches itself.
+        undo: Takes the callback that undoes it.
+
+    Returns:
+        The handle that undoes it.
+    """
+    handle = CastHandle(tuple(dict.fromkeys(device_types)), policy.autocast_dtype)
+    if undo is not None:
+        undo.callback(handle.undo)
+    handle.enable(policy, patches)
+    return handle
+
+
+class CastHandle:
+    """O1's casts: switch them on, off for a while with ``disabled()``, or for ever with ``undo()``.
+
+    Attributes:
+        device_types: Device types whose tensors are cast.
+        dtype: The low-precision dtype.
+        active: True from ``enable`` to ``undo``.
+    """
+
+    def __init__(self, device_types: tuple[str, ...], dtype: torch.dtype) -> None:
+        """Nothing is enabled here."""
+        self.device_types = device_types
+        self.dtype = dtype
+        self.active = False
+        self._undo = Undo()
+
+    def enable(self, policy: CastPolicy, patches: Sequence[Patch] = ()) -> None:
+        """See ``enable_casts``. Where this fails, ``undo`` takes back what has been done."""
+        if not (policy.enabled and policy.patch_torch_functions):
+            return
+        try:
+            for device_type in self.device_types:
+                install_dispatch_overlay(self._undo, device_type)
+            install_attribute_overlay(self._undo, self.device_types, allow_banned=policy.allow_banned)
+            self._patch_backward(self._undo)
+            patch_attribute(self._undo, data_worker(), "_worker_loop", self._in_worker)
+            self._enable_autocast(self._undo)
+            for patch in patches:
+                patch_attribute(self._undo, *patch)
+        except BaseException:
+            self.undo()
+            raise
+        self.active = True
+
+    def undo(self) -> None:
+        """Put back everything that enabling changed, last change first. May be called again.
+
+        Call it in the thread that enabled the casts: autocast's state belongs to that thread.
+        """
+        self.active = False
+        self._undo.close()
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Casts are off inside the block, in this thread; afterwards they are as they were before it."""
+        if not self.active:
+            yield
+            return
+        restoring = self._restoring()
+        try:
+            self._switch_off()
+            yield
+        finally:
+            if self.active:  # undone since, nothing of ours is left
+                list(restoring)
+
+    def call_without(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``function`` with casts off, in this thread; afterwards they are as they were before it."""
+        restoring = self._restoring()
+        try:
+            self._switch_off()
+            return function(*args, **kwargs)
+        finally:
+            if self.active:
+                list(restoring)
+
+    def _restoring(self) -> Iterator[None]:
+        """Puts autocast back to what it is now when it is exhausted.
+
+        That takes one call, with no place in it for an interrupt, as a function of this class would have.
+        """
+        enabled = list(map(torch.is_autocast_enabled, self.device_types))
+        return map(torch.set_autocast_enabled, self.device_types, enabled)
+
+    def _switch_off(self) -> None:
+        for device_type in self.device_types:
+            torch.set_autocast_enabled(device_type, False)
+
+    def _enable_autocast(self, undo: Undo) -> None:
+        undo.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+        for device_type in self.device_types:
+            _set_autocast(undo, device_type, self.dtype)
+
+    def _in_worker(self, worker_loop: Callable[..., Any]) -> Callable[..., Any]:
+        def without_casts(*args: Any, **kwargs: Any) -> Any:
+            self._switch_off()  # permanently: this process is the worker's own
+            return worker_loop(*args, **kwargs)
+
+        return without_casts
+
+    # ---------------------------------------------------------------------------------------------------- backward
+
+    def _patch_backward(self, undo: Undo) -> None:
+        # The one way into the engine from Tensor.backward, autograd.backward and autograd.grad.
+        patch_attribute(undo, torch.autograd, "_engine_run_backward", self._without_autocast)
+        # One of these is made before the forward of each Python Function, and its backward is called through it.
+        patch_attribute(undo, BackwardCFunction, "__init__", self._remembering_autocast)
+        for name in ("apply", "apply_boxed"):
+            if hasattr(BackwardCFunction, name):  # apply_boxed: newer torch
+                patch_attribute(undo, BackwardCFunction, name, self._with_remembered_autocast)
+
+    def _without_autocast(self, run_backward: Callable[..., Any]) -> Callable[..., Any]:
+        def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+            return self.call_without(run_backward, *args, **kwargs)
+
+        return engine_run_backward
+
+    def _remembering_autocast(self, init: Callable[..., Any]) -> Callable[..., Any]:
+        def init_remembering(function: Any, *args: Any, **kwargs: Any) -> None:
+            init(function, *args, **kwargs)
+            if _is_users_formula(type(function)._forward_cls):
+                function._apex_npu_autocast = [
+                    (device_type, torch.get_autocast_dtype(device_type))
+                    for device_type in self.device_types
+                    if torch.is_autocast_enabled(device_type)
+                ]
+
+        return init_remembering
+
+    def _with_remembered_autocast(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        def apply_with_autocast(function: Any, *args: Any) -> Any:
+            remembered = getattr(function, "_apex_npu_autocast", None)
+            if not self.active or not remembered:
+                return apply(function, *args)
+            restore = Undo()
+            try:
+                restore.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+                torch.set_autocast_cache_enabled(False)
+                for device_type, dtype in remembered:
+                    _set_autocast(restore, device_type, dtype)
+                return apply(function, *args)
+            finally:
+                restore.close()
+
+        return apply_with_autocast
+
+
+def _set_autocast(undo: Undo, device_type: str, dtype: torch.dtype) -> None:
+    undo.callback(torch.set_autocast_dtype, device_type, torch.get_autocast_dtype(device_type))
+    undo.callback(torch.set_autocast_enabled, device_type, torch.is_autocast_enabled(device_type))
+    torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_enabled(device_type, True)
+
+
+def _is_users_formula(function: type) -> bool:
+    """False for torch's own Functions (checkpoint, compiled graphs, collectives), which manage autocast themselves."""
+    module = function.__module__
+    # What torch.compile and torch.func make of a user's Function lives in that one module of torch.
+    return module.partition(".")[0] != "torch" or module == "torch._functorch.autograd_function"

@@ -1,0 +1,394 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``convert_model``: a model's parameters, and what goes into and comes out of its forward, in the policy's dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from apex_npu.autocast.cast_lists import MODEL_FLOATS
+from apex_npu.autocast.cast_policy import CastPolicy
+from apex_npu.autocast.containers import cast_floating
+from apex_npu.autocast.submodule_cast import unwatch_submodules, watch_submodules
+from apex_npu.backends import for_device
+from apex_npu.ops import LOW_PRECISION, joins_lists
+
+
+@dataclasses.dataclass(eq=False)
+class Ambient:
+    """Where O1's casts are on outside of models, too: in one thread, for as long as their session is the current one.
+
+    Attributes:
+        thread_id: The thread.
+        active: False once another session's casts have taken their place.
+    """
+
+    thread_id: int = dataclasses.field(default_factory=threading.get_ident)
+    active: bool = True
+
+    def is_here(self) -> bool:
+        """True where the autocast state of the moment is O1's, and so ``disable_casts`` and user's blocks count."""
+        # torch.compile cannot trace get_ident. It guards on the autocast state: the state of the moment is right.
+        return self.active and (torch.compiler.is_compiling() or threading.get_ident() == self.thread_id)
+
+
+def convert_model(
+    model: nn.Module, policy: CastPolicy, device_types: Sequence[str], ambient: Ambient | None = None
+) -> ModelCast:
+    """Cast ``model`` and wrap its forward as ``policy`` says; all of it, or nothing if something fails.
+
+    O0, O2, O3: floating parameters, buffers and existing gradients take ``policy.model_dtype`` (an affine BatchNorm
+    keeps its own where ``keep_batchnorm_fp32``); so do floating tensors passed to the model's forward. Its outputs take
+    ``cast_model_outputs``, by default float32. A submodule that is called by itself (``model.encoder(x)``) has its
+    inputs cast, too, but not its outputs; compiled or exported by itself it has not.
+
+    O1: the forward is an autocast region; outputs are cast only where ``cast_model_outputs`` says so.
+
+    The wrapper is an instance attribute ``forward``, as upstream's is. Copies run their own weights; pickling,
+    DataParallel replicas, ``torch.compile`` and ``inspect.signature`` work. Convert first and compile afterwards: a
+    copy of a compiled module, or of an ``fx.GraphModule``, makes itself a new forward. What an earlier call wrapped is
+    unwrapped.
+
+    Args:
+        model: Changed in place; parameters keep their identity.
+        policy: What to do.
+        device_types: Device types that O1 casts on.
+        ambient: Of the casts that belong to the model; by default those of this thread.
+
+    Returns:
+        The handle that takes the wrapper off again.
+    """
+    previous = vars(model).get("forward")
+    inner = previous.inner if isinstance(previous, CastForward) else previous
+    if inner is None and isinstance(model, torch.jit.ScriptModule):
+        inner = model.forward  # its class has no forward to call
+    settings = _forward_settings(policy, device_types, ambient or Ambient())
+    if policy.enabled and policy.model_dtype is not None:
+        cast_parameters(model, policy.model_dtype, keep_batchnorm=bool(policy.keep_batchnorm_fp32))
+    forward = CastForward(model, inner, settings)
+    if settings is not None:
+        if settings.input_dtype in LOW_PRECISION:
+            watch_submodules(model, settings.input_dtype)
+        vars(model)["forward"] = forward
+        vars(model)["_replicate_for_data_parallel"] = _Replicate(model)
+    else:
+        _remove_wrapper(model, inner)
+    return ModelCast(model, forward)
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """True where ``convert_model`` has wrapped the forward of ``model``."""
+    return isinstance(vars(model).get("forward"), CastForward)
+
+
+def unwrap(model: nn.Module) -> None:
+    """Give ``model`` its own forward back where it is wrapped; its submodules keep their hooks."""
+    if is_wrapped(model):
+        _put_forward_back(model, vars(model)["forward"].inner)
+
+
+def _put_forward_back(model: nn.Module, inner: Callable[..., Any] | None) -> None:
+    vars(model).pop("_replicate_for_data_parallel", None)
+    if inner is not None:  # last: until then the model counts as wrapped, and this can be done again
+        vars(model)["forward"] = inner
+    else:
+        vars(model).pop("forward", None)
+
+
+def _remove_wrapper(model: nn.Module, inner: Callable[..., Any] | None) -> None:
+    unwatch_submodules(model)
+    _put_forward_back(model, inner)
+
+
+def wrapper_of(model: nn.Module) -> dict[str, Any]:
+    """What an earlier ``convert_model`` has put on the model, for ``put_wrapper_back``."""
+    return {name: vars(model)[name] for name in ("forward", "_replicate_for_data_parallel") if name in vars(model)}
+
+
+def put_wrapper_back(model: nn.Module, wrapper: dict[str, Any]) -> None:
+    """Undo a second conversion: the first one's wrapper is on the model again, and works as it did."""
+    if not isinstance(wrapper.get("forward"), CastForward):
+        _remove_wrapper(model, None)
+    vars(model).update(wrapper)
+
+
+class ModelCast:
+    """A converted model's undo handle."""
+
+    def __init__(self, model: nn.Module, forward: CastForward) -> None:
+        """Made by ``convert_model``."""
+        # Weak, so that a reference to the handle does not keep the model alive.
+        self._model = weakref.ref(model)
+        self._forward = weakref.ref(forward)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, or None once it is gone, or converted again."""
+        model: nn.Module | None = self._model()
+        return model if self._forward() is not None else None
+
+    def shield(self, ambient: Ambient, device_types: Sequence[str]) -> None:
+        """Keep another session's casts out of this model's forward; one that casts for itself needs no shield."""
+        forward = self._forward()
+        if forward is not None and forward.settings is not None and not forward.settings.device_types:
+            forward.shield = (ambient, tuple(device_types))
+
+    def undo(self) -> None:
+        """Give the model its forward back; dtypes stay. May be called again, or after another conversion."""
+        model: nn.Module | None = self._model()
+        forward: CastForward | None = self._forward()
+        if forward is None:
+            return
+        inner = forward.inner
+        # A wrapper that was installed later keeps calling this object, which now passes everything through.
+        forward.settings = None
+        if model is not None and vars(model).get("forward") is forward:
+            _remove_wrapper(model, inner)
+
+
+# ------------------------------------------------------------------------------------------------------------- forward
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardSettings:
+    """What a wrapped forward does. Shared by a model's copies; a pickle forgets where casts were on.
+
+    Attributes:
+        input_dtype: Floating inputs are cast to it; None: left alone.
+        output_dtype: Floating outputs are cast to it; None: left alone.
+        device_types: The forward is an autocast region for these.
+        autocast_dtype: The region's dtype, except under ``ambient``.
+        ambient: Where the casts are on, and can be disabled: there the region keeps the state of the moment.
+    """
+
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    device_types: tuple[str, ...]
+    autocast_dtype: torch.dtype
+    ambient: Ambient | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardSettings:
+        """Itself: it cannot change."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but ``ambient``: another process may give the thread's number to any of its own."""
+        return {**vars(self), "ambient": None}
+
+
+def _forward_settings(policy: CastPolicy, device_types: Sequence[str], ambient: Ambient) -> ForwardSettings | None:
+    if not policy.enabled:
+        return None
+    input_dtype, output_dtype = policy.model_dtype, policy.cast_model_outputs
+    if input_dtype is not None and output_dtype is None:
+        output_dtype = torch.float32
+    regions = tuple(dict.fromkeys(device_types)) if policy.patch_torch_functions else ()
+    if input_dtype is None and output_dtype is None and not regions:
+        return None
+    return ForwardSettings(input_dtype, output_dtype, regions, policy.autocast_dtype, ambient)
+
+
+@dataclasses.dataclass(eq=False)
+class CastForward:
+    """Stands in for ``model.forward``.
+
+    An object rather than a closure or a bound function: deepcopy and pickle then follow ``model`` to the copy. (A
+    pickled bound function is looked up by name on the class, which would find the forward without casts.)
+
+    Attributes:
+        model: Whose forward this is.
+        inner: The instance attribute ``forward`` that was there before, or None for the class's method.
+        settings: What to do; None after an undo: call straight through.
+        shield: Casts to keep out of this forward, and the device types they act on.
+        running: The threads that are inside it, one entry per call. A list, as append and remove are atomic.
+    """
+
+    model: nn.Module
+    inner: Callable[..., Any] | None
+    settings: ForwardSettings | None
+    running: list[int] = dataclasses.field(default_factory=list)
+    shield: tuple[Ambient, tuple[str, ...]] | None = None
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """What floating inputs are cast to, or None."""
+        return None if self.settings is None else self.settings.input_dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward as the settings say."""
+        settings = self.settings
+        if settings is None or self._calls_itself():
+            return self._call_inner(args, kwargs)
+        if settings.input_dtype is not None:
+            args = tuple([cast_floating(value, settings.input_dtype) for value in args])
+            kwargs = {name: cast_floating(value, settings.input_dtype) for name, value in kwargs.items()}
+        output = self._call_marked(settings, args, kwargs)
+        return output if settings.output_dtype is None else cast_floating(output, settings.output_dtype)
+
+    def _calls_itself(self) -> bool:
+        # As for submodules: inside the model's forward nothing is cast twice.
+        return bool(self.running) and not torch.compiler.is_compiling() and threading.get_ident() in self.running
+
+    def _call_inner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return type(self.model).forward(self.model, *args, **kwargs)
+
+    def _call_marked(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if settings.input_dtype is None or torch.compiler.is_compiling():
+            return self._call_shielded(settings, args, kwargs)
+        thread_id = threading.get_ident()
+        try:
+            self.running.append(thread_id)  # within: an interrupt comes after it, and has it taken back
+            return self._call_shielded(settings, args, kwargs)
+        finally:
+            self.running.remove(thread_id)
+
+    def _call_shielded(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.shield is None or not self.shield[0].is_here():
+            return self._call_in_regions(settings, settings.device_types, args, kwargs)
+        with ExitStack() as regions:
+            for device_type in self.shield[1]:
+                regions.enter_context(torch.autocast(device_type, enabled=False))
+            return self._call_inner(args, kwargs)
+
+    def _call_in_regions(
+        self, settings: ForwardSettings, device_types: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not device_types:
+            return self._call_inner(args, kwargs)
+        device_type, rest = device_types[0], device_types[1:]
+        enabled, dtype = True, settings.autocast_dtype
+        if settings.ambient is not None and settings.ambient.is_here():
+            enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        if not enabled:
+            return self._call_in_regions(settings, rest, args, kwargs)
+        with torch.autocast(device_type, dtype=dtype, cache_enabled=True):
+            return self._call_in_regions(settings, rest, args, kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The forward's own: trainers read it to see which inputs a model takes."""
+        return inspect.signature(self._inner_or_method())
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """The forward's own: torch.export quotes its place in the source."""
+        code: types.CodeType = self._inner_or_method().__code__
+        return code
+
+    def _inner_or_method(self) -> Any:
+        return self.inner if self.inner is not None else types.MethodType(type(self.model).forward, self.model)
+
+    def bound_to(self, model: nn.Module) -> CastForward:
+        """The same wrapper for another model, a shallow copy of this one's."""
+        inner = self.inner
+        if isinstance(inner, types.MethodType) and inner.__self__ is self.model:
+            inner = types.MethodType(inner.__func__, model)
+        # Submodules of a replica have the hooks of the original, which look here.
+        return CastForward(model, inner, self.settings, self.running, self.shield)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what belongs to this process."""
+        return {**vars(self), "running": [], "shield": None}
+
+
+@dataclasses.dataclass(eq=False)
+class _Replicate:
+    """Stands in for ``model._replicate_for_data_parallel``, so that a replica's forward runs the replica's weights."""
+
+    model: nn.Module
+
+    def __call__(self) -> nn.Module:
+        replicate: Callable[[nn.Module], nn.Module] = type(self.model)._replicate_for_data_parallel
+        replica = replicate(self.model)
+        forward = vars(replica).get("forward")
+        if isinstance(forward, CastForward):
+            vars(replica)["forward"] = forward.bound_to(replica)
+        return replica
+
+
+# ---------------------------------------------------------------------------------------------------------- parameters
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> None:
+    """Cast the floating parameters, buffers and gradients of ``model`` in place; all of them, or none if that fails.
+
+    Args:
+        model: Its parameters keep their identity.
+        dtype: What to cast to.
+        keep_batchnorm: Leave affine batch norms as they are.
+    """
+    before: list[tuple[Tensor, Tensor]] = []
+    try:
+        modules = [m for m in model.modules() if not (keep_batchnorm and isinstance(m, _BatchNorm) and m.affine)]
+        casts = _casts_of_lists([t for m in modules for t in _own_tensors(m)], dtype)
+        for module in modules:
+            cast_own_parameters(module, dtype, before, casts)
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
+    except BaseException:
+        for tensor, data in reversed(before):
+            tensor.data = data
+        raise
+
+
+def cast_own_parameters(
+    module: nn.Module,
+    dtype: torch.dtype,
+    before: list[tuple[Tensor, Tensor]],
+    casts: Mapping[Tensor, Tensor] = MappingProxyType({}),
+) -> None:
+    """Cast those of ``module`` itself, not its children's; what they were is appended to ``before``.
+
+    ``casts`` may have been computed already.
+    """
+    for tensor in _own_tensors(module):
+        _cast_data(tensor, dtype, before, casts)
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    return [t for t in chain(module._parameters.values(), module._buffers.values()) if t is not None]
+
+
+def _casts_of_lists(tensors: Iterable[Tensor], dtype: torch.dtype) -> dict[Tensor, Tensor]:
+    """For those of ``tensors`` that are better cast as a list what they are in ``dtype``; see ``ops.joins_lists``."""
+    listed: dict[torch.device, list[Tensor]] = {}
+    for tensor in dict.fromkeys(tensors):
+        changes = tensor.dtype in MODEL_FLOATS and tensor.dtype != dtype
+        if not changes or not joins_lists(tensor.device) or type(tensor.data) is not Tensor:
+            continue
+        if not for_device(tensor.device).has_private_format(tensor):
+            listed.setdefault(tensor.device, []).append(tensor)
+    casts: dict[Tensor, Tensor] = {}
+    for members in listed.values():
+        values = [tensor.data for tensor in members]
+        made = [torch.empty_like(value, dtype=dtype) for value in values]
+        torch._foreach_copy_(made, values)
+        casts.update(zip(members, made, strict=True))
+    return casts
+
+
+def _cast_data(
+    tensor: Tensor, dtype: torch.dtype, before: list[tuple[Tensor, Tensor]], casts: Mapping[Tensor, Tensor]
+) -> None:
+    # .data, not a new Parameter: optimizers, tied weights and RNNs hold the object.
+    for target in (tensor, tensor.grad if tensor.is_leaf else None):
+        if target is not None and target.dtype in MODEL_FLOATS and target.dtype != dtype:
+            data = target.data
+            cast = casts[target] if target in casts else data.to(dtype)
+            before.append((target, data))
+            target.data = cast

@@ -1,0 +1,182 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Names of torch that are patched as attributes while O1 is on, since no single operator can keep their promise.
+
+They act only where autocast is enabled for the tensor's device, so switching autocast off switches them off. Each
+function registers how to undo itself on the ``Undo`` it is given.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from apex_npu.autocast import cast_lists
+from apex_npu.autocast.undo import Undo
+from apex_npu.ops import LOW_PRECISION
+
+Function = Callable[..., Any]
+_ABSENT = object()
+
+
+class Patch(NamedTuple):
+    """``make(owner.name)`` takes the place of ``owner.name``.
+
+    Attributes:
+        owner: A module, a class, or an object.
+        name: The attribute, which must exist.
+        make: Gets the attribute's value and returns the replacement.
+    """
+
+    owner: Any
+    name: str
+    make: Callable[[Any], Any]
+
+
+def patch_attribute(undo: Undo, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Put a ``Patch`` in place until ``undo`` is closed.
+
+    Args:
+        undo: Takes the callback that puts the attribute back, or deletes it where ``owner`` only inherited it.
+        owner: See ``Patch``.
+        name: See ``Patch``.
+        make: See ``Patch``.
+    """
+    own = vars(owner).get(name, _ABSENT)
+    kind = type(inspect.getattr_static(owner, name)) if isinstance(owner, type) else None
+    if kind in (staticmethod, classmethod):
+        original = inspect.getattr_static(owner, name).__func__
+        replacement = kind(functools.wraps(original)(make(original)))
+    else:
+        original = getattr(owner, name)
+        replacement = functools.wraps(original)(make(original))
+    undo.callback(_put_back, owner, name, own)  # first: what is interrupted after the change is undone, too
+    setattr(owner, name, replacement)
+
+
+def _put_back(owner: Any, name: str, own: Any) -> None:
+    if own is not _ABSENT:
+        setattr(owner, name, own)
+    elif name in vars(owner):
+        delattr(owner, name)
+
+
+def install_attribute_overlay(undo: Undo, device_types: tuple[str, ...], *, allow_banned: bool) -> None:
+    """Patch the names whose promise no single operator can keep.
+
+    Args:
+        undo: Takes the callbacks that restore each attribute.
+        device_types: Where tensors live that the patches care about; others pass straight through.
+        allow_banned: Functions that are not safe with half arguments get them in float, rather than refuse them.
+    """
+
+    def casting(value: Any) -> bool:
+        if not isinstance(value, Tensor):
+            return False
+        device_type = value.device.type
+        return device_type in device_types and torch.is_autocast_enabled(device_type)
+
+    def low_precision(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dtype in LOW_PRECISION and casting(value)
+
+    for name in cast_lists.FLOAT_FUNCTIONS:
+        patch_attribute(undo, F, name, functools.partial(_float_function, low_precision))
+    bce = _float_bce if allow_banned else _banned_bce
+    patch_attribute(undo, F, "binary_cross_entropy", functools.partial(bce, casting, low_precision))
+    for name in cast_lists.INPLACE_ERROR_FUNCTIONS:
+        patch_attribute(undo, torch, name, functools.partial(_refusing_function, low_precision))
+    for name in cast_lists.INPLACE_ERROR_METHODS:
+        patch_attribute(undo, Tensor, name, functools.partial(_refusing_method, low_precision))
+    patch_attribute(undo, Tensor, "__ipow__", functools.partial(_widening_ipow, low_precision))
+    patch_attribute(undo, Tensor, "cpu", functools.partial(_widening_cpu, low_precision))
+
+
+Test = Callable[[Any], bool]
+
+
+def _float_function(low_precision: Test, original: Function) -> Function:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return original(
+            *[value.float() if low_precision(value) else value for value in args],
+            **{name: value.float() if low_precision(value) else value for name, value in kwargs.items()},
+        )
+
+    return function
+
+
+def _float_bce(casting: Test, low_precision: Test, original: Function) -> Function:
+    def without_autocast(*args: Any, **kwargs: Any) -> Any:
+        device_type = next((value.device.type for value in (*args, *kwargs.values()) if casting(value)), None)
+        if device_type is None:
+            return original(*args, **kwargs)
+        # Autocast on accelerators refuses this function whatever the dtype; in float there is no reason to.
+        with torch.autocast(device_type, enabled=False):
+            return original(*args, **kwargs)
+
+    return _float_function(low_precision, without_autocast)
+
+
+def _banned_bce(casting: Test, low_precision: Test, original: Function) -> Function:
+    in_float = _float_bce(casting, low_precision, original)
+
+    def binary_cross_entropy(*args: Any, **kwargs: Any) -> Any:
+        if any(low_precision(value) for value in (*args, *kwargs.values())):
+            raise NotImplementedError(
+                "binary_cross_entropy (also called by torch.nn.BCELoss) is not safe with fp16 arguments: probabilities "
+                "near 0 and 1 round to them, and their logarithm is infinite. Ways out: leave out the sigmoid and use "
+                "binary_cross_entropy_with_logits (torch.nn.BCEWithLogitsLoss); or let the sigmoid run in float32, "
+                "with amp.register_float_function(torch, 'sigmoid') before amp.initialize; or cast the arguments with "
+                ".float() and compute the loss under amp.disable_casts(); or, if half probabilities are good enough, "
+                "allow_banned=True of amp.init."
+            )
+        return in_float(*args, **kwargs)
+
+    return binary_cross_entropy
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return "fp16" if dtype == torch.float16 else "bf16"
+
+
+def _refusing_function(low_precision: Test, original: Function) -> Function:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if low_precision(value):
+                raise NotImplementedError(
+                    f"Cannot call in-place function {original.__name__} with {_name_of(value.dtype)} arguments."
+                )
+        return original(*args, **kwargs)
+
+    return function
+
+
+def _refusing_method(low_precision: Test, original: Function) -> Function:
+    def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if low_precision(self):
+            raise NotImplementedError(
+                f"Cannot call in-place method {original.__name__} on {_name_of(self.dtype)} Tensors."
+            )
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def _widening_ipow(low_precision: Test, original: Function) -> Function:
+    def __ipow__(self: Tensor, other: Any) -> Any:
+        return torch.pow(self, other) if low_precision(self) else original(self, other)
+
+    return __ipow__
+
+
+def _widening_cpu(low_precision: Test, original: Function) -> Function:
+    def cpu(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copy: Tensor = original(self, *args, **kwargs)
+        return copy.float() if low_precision(self) else copy
+
+    return cpu

@@ -1,0 +1,105 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Submodules of a cast model, called by themselves: ``model.encoder(x)`` takes what ``model(x)`` would have taken.
+
+Inside the model's own forward nothing is cast a second time: there the author of the model decides.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from apex_npu.autocast.containers import cast_floating
+from apex_npu.backends._torch_private import is_in_backward
+
+
+class Wrapper(Protocol):
+    """What a hook requires of the model's wrapped forward."""
+
+    # The dtype of inputs, or None where nothing is cast.
+    input_dtype: torch.dtype | None
+    # Threads that are inside it, one entry per call.
+    running: list[int]
+
+
+@dataclass(eq=False)
+class CastInputs:
+    """Forward pre-hook of a submodule of ``model``; a copy's own has the copy.
+
+    Attributes:
+        model: The model with the wrapped forward.
+        alone: The last forward has called the submodule by itself.
+    """
+
+    model: nn.Module
+    alone: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CastInputs:
+        """For a submodule that is copied without its model: that is not copied for it."""
+        return CastInputs(memo.get(id(self.model), self.model), self.alone)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Cast the inputs, unless the model itself is running in this thread, or is no longer wrapped.
+
+        Within backward the model is not running, yet what checkpointing calls there is the forward again.
+        """
+        # A compiled graph starts at the model; what a thread does elsewhere cannot be asked while tracing.
+        if torch.compiler.is_compiling():
+            return None
+        wrapper: Wrapper | None = self.model.__dict__.get("forward")
+        dtype = getattr(wrapper, "input_dtype", None)
+        if wrapper is None or dtype is None:
+            return None
+        if not is_in_backward():
+            self.alone = threading.get_ident() not in wrapper.running
+        if not self.alone:
+            return None
+        return (
+            tuple([cast_floating(value, dtype) for value in args]),
+            {name: cast_floating(value, dtype) for name, value in kwargs.items()},
+        )
+
+
+def watch_submodules(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give every submodule that holds parameters of ``dtype`` a ``CastInputs``, if it has none of this model's."""
+    for module in _submodules(model):
+        if type(module) is nn.Sequential:
+            continue  # it only hands its input on
+        if any(p.dtype == dtype for p in module.parameters()) and not _own_hooks(module, model):
+            module.register_forward_pre_hook(CastInputs(model), with_kwargs=True)
+
+
+def unwatch_submodules(model: nn.Module) -> None:
+    """Take them off again."""
+    for module in model.modules():
+        _remove(module, _own_hooks(module, model))
+
+
+def unwatch(module: nn.Module) -> None:
+    """Take those of any model off ``module``, without its submodules."""
+    _remove(module, [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, CastInputs)])
+
+
+def _submodules(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        # A hook anywhere in such a layer would switch off its fused path for inference; scripted ones take none.
+        if not isinstance(child, (nn.TransformerEncoderLayer, torch.jit.ScriptModule)):
+            yield child
+            yield from _submodules(child)
+
+
+def _remove(module: nn.Module, keys: list[int]) -> None:
+    for key in keys:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _own_hooks(module: nn.Module, model: nn.Module) -> list[int]:
+    hooks = module._forward_pre_hooks.items()
+    return [key for key, hook in hooks if isinstance(hook, CastInputs) and hook.model is model]

@@ -1,0 +1,163 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The private names of torch that the package touches, each with the reason.
+
+What belongs here: a name of torch, or of an attribute of its objects, that begins with an underscore or is in a module
+that does. What does not: operators of ATen (``torch._foreach_*``, ``torch._fused_*``,
+``torch._amp_foreach_non_finite_check_and_unscale_``, ``torch._debug_has_internal_overlap``), whose schemas torch keeps
+for saved programs, and attributes that the package itself sets.
+
+``NAMES`` lists all of them; ``tests/test_torch_private.py`` fails with those that the installed torch no longer has.
+What belongs to a module of torch is reached through the functions below, which look the name up when they are called:
+a name that is missing fails what needs it, not the import. Attributes of objects are read where they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# Each name and why no public one does. "()" stands for an instance.
+NAMES: dict[str, str] = {
+    # Memory
+    "torch.UntypedStorage._cdata": "identifies a storage; data_ptr() is 0 for all that are empty",
+    "torch._C._storage_Use_Count": "how many tensors look at a storage",
+    "torch.Tensor._use_count": "how many hold a tensor: whether a gradient may be written in place",
+    "torch.Tensor._version": "how often a tensor has been written; public only as increment_version",
+    "torch.distributed.tensor.DTensor._local_tensor": "to_local() is differentiable, and makes a view for each call",
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "whether a subclass has tensors inside",
+    # Dispatcher
+    "torch._C._dispatch_keys": "whether a tensor has a dispatch of its own",
+    "torch._C._dispatch_has_kernel_for_dispatch_key": "whether a device has a kernel for an operator",
+    "torch._C._dispatch_get_registrations_for_dispatch_key": "which operators a device's autocast casts",
+    "torch._C._dispatch_keyset_full_after": "redispatch below a key",
+    "torch._C.DispatchKeySet": "redispatch below a key",
+    "torch._C._get_privateuse1_backend_name": "the device type of an out-of-tree backend",
+    "torch.library.Library._destroy": "takes back what a library has registered, before it is collected",
+    "torch.library._impls": "which kernels Python has registered",
+    # Autocast and torch.compile
+    "torch._C._DisableAutocast": "TensorGuards compare autocast's state, too",
+    "torch._C._dynamo.guards.TensorGuards": "compares the sizes, strides and dtypes of many tensors in one call",
+    "torch._compile._disable_dynamo": "torch.compiler.disable imports all of dynamo, which takes seconds",
+    # Autograd
+    "torch._C._current_graph_task_id": "whether this is within a backward",
+    "torch.autograd._engine_run_backward": "patched, so that backward runs without ambient autocast",
+    "torch.autograd.function.BackwardCFunction()._forward_cls": "whose backward runs: a user's or torch's",
+    "torch.nn.utils.clip_grad._no_grad": "wraps the clipping functions; what the wrapper calls is patched",
+    # Data loading
+    "torch.utils.data._utils.worker._worker_loop": "patched, so that workers do not inherit ambient autocast",
+    # Modules
+    "torch.nn.Module()._parameters": "a module's own parameters, with names, None included",
+    "torch.nn.Module()._buffers": "a module's own buffers, with names, None included",
+    "torch.nn.Module()._forward_pre_hooks": "removes own hooks from copies of a model",
+    "torch.nn.Module()._forward_pre_hooks_with_kwargs": "removes own hooks from copies of a model",
+    "torch.nn.Module()._load_state_dict_pre_hooks": "removes own hooks from copies of a model",
+    "torch.nn.Module()._load_state_dict_post_hooks": "removes own hooks from copies of a model",
+    "torch.nn.Module()._state_dict_hooks": "removes own hooks from copies of a model",
+    "torch.nn.Module._replicate_for_data_parallel": "the forward of a replica has to run the replica's weights",
+    "torch.nn.modules.batchnorm._BatchNorm": "the base of all batch norms, SyncBatchNorm included",
+    # Optimizers
+    "torch.optim.Optimizer()._optimizer_step_pre_hooks": "hooks need unscaled gradients; skipped steps call none",
+    "torch.optim.Optimizer()._optimizer_step_post_hooks": "skipped steps call none",
+    "torch.optim.optimizer._global_optimizer_pre_hooks": "as the optimizer's own",
+    "torch.optim.optimizer._global_optimizer_post_hooks": "as the optimizer's own",
+    "torch.optim.Optimizer()._zero_grad_profile_name": "zero_grad() is profiled under torch's name",
+    # GradScaler
+    "torch.amp.GradScaler()._per_optimizer_states": "stage and found_inf of an optimizer that takes scaled gradients",
+    "torch.amp.GradScaler()._check_inf_per_device": "found_inf of gradients that are unscaled within the step",
+    "torch.amp.GradScaler()._get_scale_async": "the scale, without waiting for the device",
+    "torch.amp.GradScaler()._growth_tracker": "a key of its state_dict(), which amp's loss scaler loads",
+    # Distributed
+    "torch.distributed.distributed_c10d._get_default_store": "progress of ranks, without a collective",
+    "torch._C._distributed_c10d.Reducer.get_backward_stats": "whether DistributedDataParallel has averaged a backward",
+    "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": "whether it has a communication hook",
+    "torch._utils._flatten_dense_tensors": "Apex's parallel module exports them as flatten and unflatten",
+    "torch._utils._unflatten_dense_tensors": "Apex's parallel module exports them as flatten and unflatten",
+}
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """How many hold ``storage``, the Python object that is passed included."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def has_python_dispatch(tensor: Tensor) -> bool:
+    """True for a subclass that intercepts operators."""
+    return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
+
+
+def has_kernel(operator: str, key: str) -> bool:
+    """True where ``operator``, with its namespace, has a kernel for the dispatch key ``key``."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+
+
+def operators_with_kernel(key: str) -> list[str]:
+    """The operators, with namespaces, that have a kernel for the dispatch key ``key``."""
+    return torch._C._dispatch_get_registrations_for_dispatch_key(key)
+
+
+def operators_implemented_in_python() -> set[str]:
+    """Namespace, operator and dispatch key, with slashes, of what ``torch.library`` has registered."""
+    found: set[str] = getattr(torch.library, "_impls", set())
+    return found
+
+
+def keys_below(keys: Any, key: str) -> Any:
+    """Those of a kernel's ``keys`` that are dispatched to after ``key``."""
+    return keys & torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
+
+
+def privateuse1_device_type() -> str:
+    """The device type of the out-of-tree backend."""
+    return torch._C._get_privateuse1_backend_name()
+
+
+def destroy_library(library: torch.library.Library) -> None:
+    """Take back what ``library`` has registered."""
+    destroy: Callable[[], None] = library._destroy
+    destroy()
+
+
+def autocast_disabler() -> Callable[[], AbstractContextManager[Any]]:
+    """What makes contexts without autocast."""
+    make: Callable[[], AbstractContextManager[Any]] = torch._C._DisableAutocast
+    return make
+
+
+def tensor_guards() -> Any:
+    """What torch.compile compares tensors with; None where this torch has none."""
+    return getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
+
+def disable_dynamo(function: _F) -> _F:
+    """Let torch.compile run ``function`` as it is: compiled code does not see that slots and buffers share memory."""
+    from torch._compile import _disable_dynamo
+
+    disabled: Any = _disable_dynamo(function)
+    return cast(_F, disabled)
+
+
+def wraps_tensors(tensor: Any) -> bool:
+    """True for a subclass that has no memory but that of the tensors inside."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def is_in_backward() -> bool:
+    """True within a backward of this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def data_worker() -> ModuleType:
+    """The module that has the main loop of a DataLoader's worker process."""
+    from torch.utils.data._utils import worker
+
+    return worker

@@ -1,0 +1,160 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The API before ``amp.initialize``: ``amp.init()`` and the handle that it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from apex_npu.amp.policy import resolve
+from apex_npu.amp.scale_loss import scale_loss
+from apex_npu.amp.session import Session, current, disable_casts, install
+from apex_npu.amp.user_casts import registered_patches
+from apex_npu.compat.amp.opt import OptimWrapper
+
+__all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "init", "scale_loss"]
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle | NoOpHandle:
+    """Switch O1's casts on for the accelerator, or for the CPU where there is none. Prefer ``amp.initialize``.
+
+    Args:
+        enabled: False: nothing is cast, and the handle passes everything through.
+        loss_scale: For the optimizers that the handle will wrap: "dynamic" or a positive number.
+        enable_caching: Accepted. Casts are kept inside the forward of models given to ``amp.initialize`` alone.
+        verbose: Accepted; single casts cannot be printed, since they happen inside torch.
+        allow_banned: Run ``binary_cross_entropy`` in float instead of refusing it.
+
+    Returns:
+        The handle. It is the current one until the next ``init`` or ``initialize``.
+
+    Example::
+
+        >>> handle = amp.init()
+        >>> optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with optimizer.scale_loss(loss_fn(model(input), target)) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> optimizer.step()
+    """
+    if not enabled:
+        return NoOpHandle()
+    policy = replace(resolve("O1", loss_scale=loss_scale), allow_banned=allow_banned)
+    session = Session(policy, [], verbosity=2 if verbose else 1)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    session.device_types = ["cpu" if accelerator is None else accelerator.type]
+    session.patches = registered_patches(session.policy)
+    install(session)
+    return AmpHandle(session, has_cache=enable_caching)
+
+
+class AmpHandle:
+    """The casts of a session."""
+
+    def __init__(self, session: Session, has_cache: bool = True) -> None:
+        """A view of ``session``."""
+        self._session = session
+        self._has_cache = has_cache
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AmpHandle) and other._session is self._session
+
+    def __hash__(self) -> int:
+        return id(self._session)
+
+    def is_active(self) -> bool:
+        """True while functions are cast: False once deactivated, replaced, or inside a block that disables casts."""
+        casts = self._session.casts
+        return (
+            current() is self._session
+            and casts is not None
+            and casts.active
+            and any(torch.is_autocast_enabled(device_type) for device_type in casts.device_types)
+        )
+
+    def _disable_casts(self) -> AbstractContextManager[Any]:
+        casts = self._session.casts
+        return nullcontext() if casts is None else casts.disabled()
+
+    def _deactivate(self) -> None:
+        """Remove the casts permanently."""
+        if self._session.casts is not None:
+            self._session.casts.undo()
+
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """Give ``optimizer`` a loss scale for each of ``num_loss`` losses per step."""
+        return OptimWrapper(optimizer, self, num_loss)
+
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> NoReturn:
+        """No longer there.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "The old Amp API is no longer supported. Either call `model, optimizer = amp.initialize(model, optimizer, "
+            'opt_level="O1")` and then `with amp.scale_loss(loss, optimizer) as scaled_loss`, or `optimizer = '
+            "handle.wrap_optimizer(optimizer)` and then `with optimizer.scale_loss(loss) as scaled_loss`"
+        )
+
+    def _clear_cache(self) -> None:
+        torch.clear_autocast_cache()
+
+    @property
+    def has_cache(self) -> bool:
+        """What ``enable_caching`` was."""
+        return self._has_cache
+
+    @property
+    def cache(self) -> dict[Any, Any]:
+        """Empty: casts that are kept are torch's own."""
+        return {}
+
+    def remove_cache(self, param: Tensor) -> None:
+        """Nothing: a cast that is kept ends with the forward that made it."""
+
+    @property
+    def verbose(self) -> bool:
+        """What ``verbose`` was."""
+        return self._session.verbosity > 1
+
+
+class NoOpHandle:
+    """What ``init(enabled=False)`` returns: everything passes through."""
+
+    has_cache = False
+    verbose = False
+
+    def is_active(self) -> bool:
+        """False."""
+        return False
+
+    def _disable_casts(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """A wrapper that passes through."""
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        """Yield ``loss`` as it is."""
+        yield loss
+
+    def _clear_cache(self) -> None:
+        pass
+
+    def _deactivate(self) -> None:
+        pass

@@ -1,0 +1,64 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Names of functions, taken from the tables of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from apex_npu.autocast import cast_lists
+
+
+class CastList(tuple[str, ...]):
+    """Names that cannot be edited: the error says what to do instead."""
+
+    __slots__ = ()
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise RuntimeError(
+            "amp's lists are there to be read. To have a function cast differently, call amp.register_half_function, "
+            "register_float_function or register_promote_function with its module and name before amp.initialize"
+        )
+
+    append = extend = insert = remove = pop = clear = __setitem__ = __delitem__ = __iadd__ = _refuse
+
+
+# Promoted by torch itself, without help, so no table of ours has them.
+_PROMOTED = [
+    "add", "addcdiv", "addcmul", "atan2", "bilinear", "cross", "div", "dot",
+    "eq", "equal", "ge", "gt", "le", "lt", "mul", "ne",
+]  # fmt: skip
+_SEQUENCES = ["cat", "stack"]
+# Made of listed operators, so they follow.
+_COMPOSED = ["cross_entropy", "normalize", "softmin"]
+_OPERATORS = {
+    "__matmul__": "matmul", "__pow__": "pow", "__rpow__": "pow", "__ipow__": "pow",
+    **{f"__{kind}{name}__": name for name in ("add", "div", "mul") for kind in ("", "i", "r")},
+    "__truediv__": "div", "__itruediv__": "div", "__rtruediv__": "div",
+    "__sub__": "add", "__isub__": "add", "__rsub__": "add",
+    **{f"__{name}__": name for name in ("eq", "ge", "gt", "le", "lt", "ne")},
+}  # fmt: skip
+
+
+def cast_list(owner: Any, kind: str) -> CastList:
+    """The names in ``owner`` that run in half ("half"), in float ("float"), or in the widest type ("promote").
+
+    "sequence" gives those that take a list of tensors whose widest type counts.
+    """
+    listed = {
+        "half": cast_lists.HALF_OPS,
+        "float": (*cast_lists.FLOAT_OPS, *cast_lists.FLOAT_FUNCTIONS, *_COMPOSED),
+        "promote": _PROMOTED,
+        "sequence": _SEQUENCES,
+    }[kind]
+    names = {op.partition(".")[0] for op in listed}
+    names |= {"grid_sample"} if "grid_sampler" in names else set()
+    return CastList(_existing(owner, names))
+
+
+def _existing(owner: Any, names: Iterable[str]) -> list[str]:
+    names = set(names)
+    # Modules have operators as well, as every object has; tensors' are what is meant.
+    operators = {name for name, of in _OPERATORS.items() if of in names and isinstance(owner, type)}
+    return sorted(operators | {name for name in names if callable(getattr(owner, name, None))})

@@ -1,0 +1,13 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which names of torch are cast."""
+
+import torch
+
+from apex_npu.compat.amp.lists.names import cast_list
+
+MODULE = torch
+FP16_FUNCS = cast_list(MODULE, "half")
+FP32_FUNCS = cast_list(MODULE, "float")
+CASTS = cast_list(MODULE, "promote")
+SEQUENCE_CASTS = cast_list(MODULE, "sequence")

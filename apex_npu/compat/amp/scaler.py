@@ -1,0 +1,281 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``LossScaler``: Apex's face of a loss scaler. The arithmetic is in ``amp/scaler.py``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
+from apex_npu.amp.scaler import LossScaler as Scaler
+from apex_npu.amp.session import current
+from apex_npu.ops import unscale_grads
+
+__all__ = ["LossScaler", "axpby_check_overflow_python", "scale_check_overflow_python"]
+
+# Apex's name of each option that can be seen and set from outside.
+_OPTIONS = {"_max_loss_scale": "max_scale", "_min_loss_scale": "min_scale", "_scale_seq_len": "growth_interval"}
+
+
+class LossScaler:
+    """A loss scale, with the attributes and methods that Apex's scaler has.
+
+    Args:
+        loss_scale: "dynamic", or a positive number.
+        init_scale: First dynamic scale.
+        scale_factor: The scale grows and shrinks by it. (In Apex it was ignored.)
+        scale_window: Steps without overflow before the scale grows.
+        min_loss_scale: It never gets smaller; None or 0: no floor.
+        max_loss_scale: It never gets larger.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value is no number.
+    """
+
+    has_fused_kernel = False
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        backoff = 1.0 / scale_factor if scale_factor else 0.0
+        options = DynamicScaleOptions(
+            init_scale, scale_factor, backoff, scale_window, min_loss_scale or None, max_loss_scale
+        )
+        self._own = make_scaler("dynamic" if loss_scale == "dynamic" else _checked(loss_scale), options)
+
+    @classmethod
+    def view(cls, scaler: Scaler) -> LossScaler:
+        """A live view of ``scaler``."""
+        view = cls.__new__(cls)
+        view._own = scaler
+        return view
+
+    @property
+    def _scaler(self) -> Scaler:
+        session = current()
+        if session is not None:
+            session.resolve_checks(self._own)  # its last block may have moved it
+        return self._own
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LossScaler) and other._own is self._own
+
+    def __hash__(self) -> int:
+        return id(self._own)
+
+    # ---------------------------------------------------------------------------------------------- what scripts read
+
+    @property
+    def dynamic(self) -> bool:
+        """False: a scale that stays."""
+        return self._scaler.dynamic
+
+    @property
+    def _loss_scale(self) -> float:
+        return self._scaler.scale
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self._scaler.scale = _checked(value)
+
+    @property
+    def _unskipped(self) -> int:
+        return self._scaler.good_steps
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self._scaler.good_steps = int(value)
+
+    @property
+    def _has_overflow(self) -> bool:
+        return self._scaler.found_inf
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self._scaler.found_inf = bool(value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OPTIONS:
+            return getattr(getattr(self._scaler, "options", DynamicScaleOptions()), _OPTIONS[name])
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _OPTIONS:
+            object.__setattr__(self, name, value)
+        elif isinstance(options := getattr(self._scaler, "options", None), DynamicScaleOptions):
+            self._scaler.options = replace(options, **{_OPTIONS[name]: value})  # type: ignore[attr-defined]
+
+    def loss_scale(self) -> float:
+        """What the loss is multiplied with."""
+        return self._scaler.scale
+
+    # ------------------------------------------------------------------------------------------------ what scripts call
+
+    def clear_overflow_state(self) -> None:
+        """Forget an overflow, before the gradients of a new step are unscaled."""
+        self._has_overflow = False
+
+    def update_scale(self) -> bool:
+        """Choose the next scale; True: the gradients that were unscaled last have overflowed, skip the step."""
+        should_skip = self.dynamic and self._has_overflow
+        self._scaler.update(should_skip)
+        return should_skip
+
+    def unscale(
+        self,
+        model_grads: Sequence[Tensor | None],
+        master_grads: Sequence[Tensor],
+        unused_scale: float | None = None,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
+        """Write model gradients, divided by the scale, into master gradients; after an overflow do nothing.
+
+        Args:
+            model_grads: Gradients; where one is None, its master's stays as it is.
+            master_grads: Where to write; may be the same tensors.
+            unused_scale: Not used; accepted as in Apex.
+            models_are_masters: The two lists are the same; with a static scale of 1 there is nothing to do then.
+            scale_override: Divide by this instead of by the scale.
+        """
+        if self._has_overflow:
+            return
+        scale = self._loss_scale if scale_override is None else _checked(scale_override)
+        if scale == 1.0 and models_are_masters and not self.dynamic:
+            return
+        written = []
+        with torch.no_grad():
+            for model, master in zip(model_grads, master_grads, strict=True):
+                if model is not None:
+                    if master is not model:
+                        master.copy_(model)
+                    written.append(master)
+        self._unscale(written, 1.0 / scale)
+
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[Tensor],
+        stashed_master_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:
+        """Write model gradients divided by the scale, plus those stashed before, into master gradients.
+
+        Only the model's are checked for inf and nan. After an overflow nothing is done.
+
+        Args:
+            model_grads: New, scaled gradients.
+            stashed_master_grads: Gradients from before.
+            master_grads: Where to write the sums; may be the tensors of either list.
+            scale_override: The scales of the first, of the second, and of the sum; otherwise this scale, 1 and 1.
+        """
+        if self._has_overflow:
+            return
+        model_scale, stashed_scale, out_scale = scale_override or (self._loss_scale, 1.0, 1.0)
+        with torch.no_grad():
+            new = [
+                model.detach().to(master.dtype, copy=True)
+                for model, master in zip(model_grads, master_grads, strict=True)
+            ]
+            self._unscale(new, out_scale / model_scale)
+            for grad, stashed, master in zip(new, stashed_master_grads, master_grads, strict=True):
+                master.copy_(grad.add_(stashed, alpha=out_scale / stashed_scale))
+
+    def _unscale(self, grads: list[Tensor], inv_scale: float) -> None:
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for grad in grads:
+            alike.setdefault((grad.device, grad.dtype), []).append(grad)
+        flags: dict[torch.device, Tensor] = {}
+        for (device, _), members in alike.items():
+            if self.dynamic and device not in flags:
+                flags[device] = torch.zeros(1, dtype=torch.float32, device=device)
+            unscale_grads(members, inv_scale, flags.get(device))
+        self._has_overflow = self._has_overflow or any(bool(flag) for flag in flags.values())
+
+    # ------------------------------------------------------------------------------------------- pickles, Apex's format
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("dynamic", "_loss_scale", "_unskipped", "_has_overflow")}
+        return {**own, **{name: getattr(self, name) for name in _OPTIONS}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        dynamic = state["dynamic"]
+        self.__init__(  # type: ignore[misc]
+            "dynamic" if dynamic else state["_loss_scale"],
+            scale_window=state["_scale_seq_len"],
+            min_loss_scale=state["_min_loss_scale"],
+            max_loss_scale=state["_max_loss_scale"],
+        )
+        for name in ("_loss_scale", "_unskipped", "_has_overflow"):
+            setattr(self, name, state[name])
+
+
+def _checked(value: Any) -> float:
+    scale = float(value)
+    if not 0.0 < scale < math.inf:
+        raise ValueError(f"a loss scale must be positive and finite, got {value!r}")
+    return scale
+
+
+# -------------------------------------------------------------------------- Apex's functions on one gradient, in Python
+
+
+@torch.no_grad()
+def scale_check_overflow_python(
+    model_grad: Tensor, master_grad: Tensor, scale: float, check_overflow: bool = False
+) -> bool:
+    """Write ``model_grad`` times ``scale`` into ``master_grad``, which may be the same tensor.
+
+    Args:
+        model_grad: A gradient.
+        master_grad: Where to write.
+        scale: The factor.
+        check_overflow: Look for inf and nan in ``model_grad`` first; waits for the device.
+
+    Returns:
+        True where one was found; nothing has been written then.
+    """
+    if check_overflow and _has_inf_or_nan(model_grad):
+        return True
+    master_grad.copy_(model_grad).mul_(scale)
+    return False
+
+
+@torch.no_grad()
+def axpby_check_overflow_python(
+    model_grad: Tensor, stashed_grad: Tensor, master_grad: Tensor, a: float, b: float, check_overflow: bool = False
+) -> bool:
+    """Write ``a * model_grad + b * stashed_grad`` into ``master_grad``, which may be one of the two.
+
+    Args:
+        model_grad: A new gradient.
+        stashed_grad: The gradient from before.
+        master_grad: Where to write.
+        a: The factor of ``model_grad``.
+        b: The factor of ``stashed_grad``.
+        check_overflow: Look for inf and nan in ``model_grad`` first; waits for the device.
+
+    Returns:
+        True where one was found; nothing has been written then.
+    """
+    if check_overflow and _has_inf_or_nan(model_grad):
+        return True
+    master_grad.copy_(model_grad.to(master_grad.dtype) * a + stashed_grad * b)
+    return False
+
+
+def _has_inf_or_nan(grad: Tensor) -> bool:
+    return not bool(torch.isfinite(grad).all())

@@ -1,0 +1,143 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``_amp_state``: Apex's shared object, here a live view of the current session."""
+
+from __future__ import annotations
+
+import collections.abc as container_abcs
+from typing import Any
+
+from apex_npu.amp.frontend import master_params
+from apex_npu.amp.policy import PRINTED_OPTIONS, Policy
+from apex_npu.amp.scaler import DynamicScaleOptions
+from apex_npu.amp.session import Session, current, is_first_rank, settings
+from apex_npu.backends.script_warnings import warn
+from apex_npu.compat.amp.handle import AmpHandle
+from apex_npu.compat.amp.scaler import LossScaler
+
+__all__ = ["AmpState", "_amp_state", "container_abcs", "master_params", "maybe_print", "warn_or_err"]
+
+
+class OptProperties:
+    """What the level and the overrides of ``initialize`` have come to: read-only.
+
+    Attributes:
+        options: All of it, as a dict.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        """A view of ``policy``."""
+        vars(self)["options"] = {name: getattr(policy, name) for name in PRINTED_OPTIONS}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return vars(self)["options"][name]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"opt_properties.{name} is fixed by amp.initialize; call it again with {name}={value!r}")
+
+
+class AmpState:
+    """What Apex's modules shared, as far as scripts read it.
+
+    As in Apex, what only ``initialize`` sets is no attribute before it, so that ``hasattr`` can be used.
+
+    Attributes:
+        hard_override: Makes ``warn_or_err`` print instead of raise. It lifts no check of this library.
+    """
+
+    _hard_override = False
+
+    @property
+    def hard_override(self) -> bool:
+        """See the class."""
+        return self._hard_override
+
+    @hard_override.setter
+    def hard_override(self, value: bool) -> None:
+        if value:
+            warn("hard_override lifts no check of amp.initialize here: drop the arguments that contradict opt_level")
+        self._hard_override = bool(value)
+
+    @property
+    def allow_incoming_model_not_fp32(self) -> bool:
+        """True: ``initialize`` accepts models with float16 or bfloat16 parameters."""
+        return settings.accept_low_precision_models
+
+    @allow_incoming_model_not_fp32.setter
+    def allow_incoming_model_not_fp32(self, value: bool) -> None:
+        settings.accept_low_precision_models = bool(value)
+
+    @property
+    def verbosity(self) -> int:
+        """0 silent, 1 normal; can be assigned."""
+        session = current()
+        return 1 if session is None else session.verbosity
+
+    @verbosity.setter
+    def verbosity(self, value: int) -> None:
+        _session("verbosity").verbosity = int(value)
+
+    @property
+    def opt_properties(self) -> OptProperties:
+        """What the level and the overrides have come to."""
+        return OptProperties(_session("opt_properties").policy)
+
+    @property
+    def loss_scalers(self) -> list[LossScaler]:
+        """A live view of each loss's scaler."""
+        return [LossScaler.view(scaler) for scaler in _session("loss_scalers").scalers]
+
+    @property
+    def handle(self) -> AmpHandle:
+        """O1's casts; at other levels there is none."""
+        session = _session("handle")
+        if not (session.policy.enabled and session.policy.patch_torch_functions):
+            raise AttributeError(f"amp has a handle at O1 alone, not at {session.policy.opt_level}")
+        return AmpHandle(session)
+
+    @property
+    def min_loss_scale(self) -> float | None:
+        """The floor of dynamic loss scales."""
+        return _options("min_loss_scale").min_scale
+
+    @property
+    def max_loss_scale(self) -> float:
+        """Their ceiling."""
+        return _options("max_loss_scale").max_scale
+
+
+def _session(name: str) -> Session:
+    session = current()
+    if session is None:
+        raise AttributeError(f"_amp_state.{name} is there once amp.initialize has been called")
+    return session
+
+
+def _options(name: str) -> DynamicScaleOptions:
+    for scaler in _session(name).scalers:
+        if isinstance(options := getattr(scaler, "options", None), DynamicScaleOptions):
+            return options
+    return DynamicScaleOptions()
+
+
+_amp_state = AmpState()
+
+
+def warn_or_err(msg: str) -> None:
+    """Raise, or with ``hard_override`` print, ``msg``.
+
+    Raises:
+        RuntimeError: ``msg``.
+    """
+    if not _amp_state.hard_override:
+        raise RuntimeError(msg)
+    print(f"Warning:  {msg}")
+
+
+def maybe_print(msg: str, rank0: bool = False) -> None:
+    """Print ``msg`` unless amp is silent; with ``rank0`` on the first rank alone."""
+    if _amp_state.verbosity > 0 and (not rank0 or is_first_rank()):
+        print(msg)

@@ -1,0 +1,138 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``install_as_apex``: for this process, and those it spawns, the name ``apex`` answers with this package.
+
+A folder that holds a package ``apex`` of one line (``names/``) goes onto ``sys.path`` as well, since spawned processes
+inherit that and nothing else. An Apex that has been patched (``patch/``) asks ``apex_hook.py`` for the same modules.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from apex_npu.compat.finder import MARK, OldModules, forget_modules
+from apex_npu.compat.table import APEX
+
+__all__ = ["install_as_apex", "uninstall_apex"]
+
+_ROOTS = ("apex", "apex_C", "change_data_ptr")
+_FOLDER = str(Path(__file__).with_name("names"))
+
+
+def install_as_apex(force: bool = False) -> None:
+    """Let ``import apex``, ``apex_C`` and ``change_data_ptr`` import this package, until ``uninstall_apex``.
+
+    An Apex that has been patched to answer with this package is left in place: nothing is done then.
+
+    Args:
+        force: Also where another package of that name is installed; it comes back with ``uninstall_apex``.
+
+    Raises:
+        RuntimeError: There is another one; nothing has been changed.
+
+    Example::
+
+        >>> apex_npu.install_as_apex()
+        >>> from apex import amp
+    """
+    if _undo() is not None:
+        return
+    if not force:
+        _check_name_is_free("apex")
+        if _is_patched_apex():
+            return
+        for root in _ROOTS:
+            _check_name_is_free(root)
+    undo = ExitStack()
+    # Hidden as a whole: submodules of another Apex would not fit ours.
+    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in _ROOTS}
+    undo.callback(sys.modules.update, {n: module for n, module in hidden.items() if not hasattr(module, MARK)})
+    undo.callback(forget_modules, APEX)
+    with undo.pop_all() as attempt:
+        forget_modules(hidden)
+        finder = OldModules(APEX)
+        sys.meta_path.insert(0, finder)
+        attempt.callback(sys.meta_path.remove, finder)
+        for root in _ROOTS:
+            importlib.import_module(root)
+        sys.path.insert(0 if force else len(sys.path), _FOLDER)
+        attempt.callback(_remove_folder)
+        vars(sys.modules["apex"])["_undo"] = attempt.pop_all()
+
+
+def uninstall_apex() -> None:
+    """Take ``install_as_apex`` back. What has been imported from ``apex`` stays usable.
+
+    Example::
+
+        >>> apex_npu.install_as_apex()
+        >>> from apex import amp
+        >>> apex_npu.uninstall_apex()
+    """
+    undo = _undo()
+    if undo is not None:
+        undo.close()
+
+
+def _undo() -> ExitStack | None:
+    # On the module rather than in this one: code that has replaced it in sys.modules has taken the name over.
+    undo = getattr(sys.modules.get("apex"), "_undo", None)
+    return undo if isinstance(undo, ExitStack) else None
+
+
+def _remove_folder() -> None:
+    if _FOLDER in sys.path:
+        sys.path.remove(_FOLDER)
+
+
+def _origin(root: str) -> str | None:
+    """The file of the module that ``import root`` would load, or None where there is none."""
+    loaded = sys.modules.get(root)
+    if loaded is not None:
+        return getattr(loaded, "__file__", None) or "memory"
+    spec = importlib.util.find_spec(root)
+    # A folder without an __init__.py, a checkout of Apex for instance, is no package that scripts could mean.
+    return None if spec is None else spec.origin
+
+
+def _is_ours(root: str, origin: str) -> bool:
+    loaded = sys.modules.get(root)
+    if loaded is not None:
+        return bool(getattr(loaded, MARK, False))
+    path = Path(origin)
+    return path.suffix == ".py" and f"{MARK} = True" in path.read_text(encoding="utf-8", errors="replace")
+
+
+def _is_patched_apex() -> bool:
+    """Whether what answers to ``apex``, which no other package has, does so without us: an Apex that is patched."""
+    origin = _origin("apex")
+    return origin is not None and Path(_FOLDER) not in Path(origin).parents
+
+
+def _check_name_is_free(root: str) -> None:
+    """Raise if ``root`` is the name of a module that is not ours, imported or not."""
+    origin = _origin(root)
+    if origin is not None and not _is_ours(root, origin):
+        raise RuntimeError(_refusal(root, origin, imported=root in sys.modules))
+
+
+def _refusal(root: str, origin: str, *, imported: bool) -> str:
+    folder = Path(origin).parent
+    has = [name for name in ("amp", "optimizers") if (folder / name).is_dir() or (folder / f"{name}.py").is_file()]
+    if root != "apex":
+        what = "another module of this name"
+    elif has:
+        what = f"NVIDIA's Apex or a relative of it, with apex.{' and apex.'.join(has)}"
+    elif (folder / "lib" / "libapex.py").is_file():
+        what = "PyPI's apex, a toolkit for logins in web applications made with Pyramid, unrelated to NVIDIA's Apex"
+    else:
+        what = "a stranger: an unrelated package of this name, which has neither apex.amp nor apex.optimizers"
+    state = "has been imported already" if imported else "is installed"
+    return (
+        f"{root} {state} ({origin}), {what}. Uninstall it, or pass force=True (python -m apex_npu run --force) to hide "
+        "it from this process; nothing has been changed"
+    )

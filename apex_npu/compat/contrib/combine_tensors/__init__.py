@@ -1,0 +1,109 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The names that scripts import from apex.contrib.combine_tensors: thin functions over ``apex_npu.fusion``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from apex_npu.backends import for_device
+from apex_npu.fusion import FlatBuffer, change_data_ptr, owns_storage, plan, storage_view
+from apex_npu.fusion.layout import extent_numel, padded_numel
+
+__all__ = [
+    "change_data_ptr",
+    "combine_npu",
+    "get_aligned_storage_size",
+    "get_part_combined_tensor",
+    "is_combined_tensor_valid",
+]
+
+
+def get_aligned_storage_size(tensor: Tensor) -> int:
+    """Elements that ``tensor`` takes up in a combined tensor: ``ceil(n / 16) * 16 + 32`` for n in its storage.
+
+    Raises:
+        RuntimeError: It is not of a floating dtype.
+    """
+    if not tensor.is_floating_point():
+        raise RuntimeError(f"only floating-point tensors can be combined, got {tensor.dtype}")
+    return padded_numel(for_device(tensor.device).storage_numel(tensor))
+
+
+def combine_npu(list_of_tensor: Sequence[Tensor], require_copy_value: bool = True) -> Tensor | None:
+    """Move tensors into one new, flat tensor; each keeps its identity, shape and aliases, and shares the memory.
+
+    Args:
+        list_of_tensor: Dense tensors of one dtype and device. Those that share a storage share a slot; a tensor listed
+            twice counts once.
+        require_copy_value: False leaves zeros in place of the values.
+
+    Returns:
+        The flat tensor, 1-D, slots padded with zeros; None for an empty list.
+
+    Raises:
+        TypeError: An item is no tensor, is sparse or a tensor subclass, or dtypes differ. Nothing has moved then.
+        ValueError: Devices differ, or an item is a small view of a larger storage: that is another owner's buffer.
+        torch.OutOfMemoryError: The buffer does not fit.
+    """
+    tensors = list(list_of_tensor)
+    for i, t in enumerate(tensors):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"list_of_tensor[{i}] must be a tensor, got {type(t).__name__}")
+        if t.layout != torch.strided:
+            raise TypeError(f"list_of_tensor[{i}] must be dense, got layout {t.layout}")
+    if not tensors:
+        return None
+    planned = plan(tensors)
+    for slot in range(len(planned.layout.slots)):
+        sharing = [t for t, s in zip(tensors, planned.layout.slot_of, strict=True) if s == slot]
+        if not owns_storage(sharing):
+            raise ValueError(
+                f"list_of_tensor[{planned.layout.slot_of.index(slot)}] of shape {tuple(sharing[0].shape)} is a view of "
+                f"a storage of {planned.layout.slots[slot].numel} elements, another owner's buffer; combine all its "
+                "parts together, or pass a clone()"
+            )
+    buffer = FlatBuffer(planned.layout.total_numel, planned.dtype, planned.device)
+    buffer.adopt(tensors, planned.layout, copy_values=require_copy_value)
+    return buffer.flat
+
+
+def get_part_combined_tensor(combined_tensor: Tensor | None, index: int, size: int) -> Tensor | None:
+    """Elements [index, index + size) of a combined tensor, sharing its memory.
+
+    Returns:
+        A 1-D tensor, or None where there is nothing to show: no combined tensor, or size 0.
+
+    Raises:
+        ValueError: The range is not inside the tensor.
+    """
+    if combined_tensor is None or size == 0:
+        return None
+    if index < 0 or size < 0 or index + size > combined_tensor.numel():
+        raise ValueError(
+            f"elements [{index}, {index + size}) are outside the combined tensor, which has {combined_tensor.numel()}"
+        )
+    return storage_view(combined_tensor, index, (size,), (1,))
+
+
+def is_combined_tensor_valid(combined_tensor: Tensor | None, list_of_tensor: Sequence[Tensor | None]) -> bool:
+    """True where every tensor of the list is wholly inside ``combined_tensor`` and has its dtype and device.
+
+    An empty list is valid; a list with None in it, or with no combined tensor, is not.
+    """
+    if not list_of_tensor:
+        return True
+    if combined_tensor is None:
+        return False
+    begin = combined_tensor.data_ptr()
+    end = begin + combined_tensor.numel() * combined_tensor.element_size()
+    for t in list_of_tensor:
+        if t is None or t.dtype != combined_tensor.dtype or t.device != combined_tensor.device:
+            return False
+        reach = extent_numel(t.size(), t.stride()) * t.element_size()
+        if not begin <= t.data_ptr() <= end - reach:
+            return False
+    return True

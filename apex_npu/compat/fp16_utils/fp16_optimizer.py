@@ -1,0 +1,304 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``FP16_Optimizer``: masters and a loss scale around an optimizer, for a model that is in float16 already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from apex_npu.amp.master_params import copy_masters_to_model
+from apex_npu.amp.optimizer_state import AmpOptimizerState, inner_optimizer
+from apex_npu.amp.policy import OPT_LEVELS
+from apex_npu.compat.amp.scaler import LossScaler
+from apex_npu.compat.amp.stash import Aside, bring_grads, set_grads_aside
+from apex_npu.ops import LOW_PRECISION
+
+__all__ = ["FP16_Optimizer"]
+
+# Below it, what overflows does not do so because of the scale.
+_HOPELESS_SCALE = 2.0**-24
+
+
+class FP16_Optimizer:
+    """An optimizer that steps float32 masters of the low-precision parameters it was given.
+
+    ``optimizer.zero_grad()``, ``optimizer.backward(loss)`` in place of ``loss.backward()``, ``optimizer.step()``. New
+    code is better served by ``amp.initialize(model, optimizer, opt_level="O2")``.
+
+    Args:
+        init_optimizer: Any optimizer, or a LARC; its parameter groups will hold the masters.
+        static_loss_scale: A scale that stays.
+        dynamic_loss_scale: A dynamic one instead.
+        dynamic_loss_args: Arguments of ``amp.scaler.LossScaler`` for it.
+        verbose: Print each parameter.
+
+    Raises:
+        TypeError: ``init_optimizer`` is no optimizer, or a parameter is neither in float32 nor in low precision.
+
+    Attributes:
+        optimizer: The optimizer.
+        loss_scaler: The scaler.
+        overflow: The gradients that were unscaled last have overflowed: the next step will be skipped.
+        fp16_groups: Per group, the parameters that have masters.
+        fp32_from_fp16_groups: Per group, these masters.
+        fp32_from_fp32_groups: Per group, the trainable float32 parameters.
+
+    Example::
+
+        >>> network = fp16_utils.network_to_half(model)
+        >>> optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        >>> optimizer = fp16_utils.FP16_Optimizer(optimizer, static_loss_scale=128.0, verbose=False)
+        >>> optimizer.zero_grad()
+        >>> optimizer.backward(loss_fn(network(input).float(), target))
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        if not isinstance(inner_optimizer(init_optimizer), Optimizer):
+            raise TypeError(f"init_optimizer must be a torch optimizer, got {type(init_optimizer).__name__}")
+        for group in init_optimizer.param_groups:
+            for param in group["params"]:
+                if param.requires_grad and param.dtype not in LOW_PRECISION and param.dtype != torch.float32:
+                    raise TypeError(
+                        "Wrapped parameters must be in torch.float32, torch.float16 or torch.bfloat16, received one of "
+                        f"shape {tuple(param.shape)} in {param.dtype}; cast the model with network_to_half or .half()"
+                    )
+        self.verbose = verbose
+        self.optimizer = init_optimizer
+        self.dynamic_loss_scale = dynamic_loss_scale
+        self.loss_scaler = LossScaler(
+            "dynamic" if dynamic_loss_scale else static_loss_scale,
+            **((dynamic_loss_args or {}) if dynamic_loss_scale else {}),
+        )
+        self.overflow = False
+        self.first_closure_call_this_step = True
+        self.clip_grad_norm = clip_grad_norm_
+        self._make_masters()
+        # Of the gradients that backward() without update_master_grads has left scaled; None: there are none.
+        self._aside: Aside | None = None
+        # Among the gradients that have been added up since they were cleared there is an inf or nan.
+        self._spoiled = False
+
+    def _make_masters(self) -> None:
+        self._state = AmpOptimizerState(OPT_LEVELS["O2"])
+        self._state.masters.make(self.optimizer)
+        # Brings state that was there already to the masters' dtype.
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
+        model_of = {id(pair.master_param): pair.model_param for pair in self._state.pairs}
+        self.fp16_groups: list[list[Tensor]] = []
+        self.fp32_from_fp16_groups: list[list[Tensor]] = []
+        self.fp32_from_fp32_groups: list[list[Tensor]] = []
+        for i, group in enumerate(self.optimizer.param_groups):
+            masters = [p for p in group["params"] if id(p) in model_of]
+            self.fp32_from_fp16_groups.append(masters)
+            self.fp16_groups.append([model_of[id(p)] for p in masters])
+            self.fp32_from_fp32_groups.append([p for p in group["params"] if id(p) not in model_of and p.requires_grad])
+            self.maybe_print(f"FP16_Optimizer processing param group {i}:")
+            for param in (*self.fp16_groups[-1], *self.fp32_from_fp32_groups[-1]):
+                self.maybe_print(f"FP16_Optimizer received {param.dtype} with {param.size()}")
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """The parameters that have masters."""
+        return [p for group in self.fp16_groups for p in group]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """Their masters."""
+        return [p for group in self.fp32_from_fp16_groups for p in group]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """The trainable float32 parameters."""
+        return [p for group in self.fp32_from_fp32_groups for p in group]
+
+    def maybe_print(self, msg: str) -> None:
+        """Print ``msg`` if ``verbose`` was set."""
+        if self.verbose:
+            print(msg)
+
+    # ------------------------------------------------------------------------------------------------------ one step
+
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:
+        """Clear the gradients of model and masters.
+
+        Args:
+            set_grads_to_None: To None rather than to zero.
+        """
+        self.optimizer.zero_grad(set_to_none=set_grads_to_None)
+        for param in self.all_fp16_params:
+            if set_grads_to_None:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad = param.grad.detach().zero_()
+        self._aside = None
+        self._spoiled = False
+
+    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """Backward from the scaled loss, then ``update_master_grads``. Gradients of several calls add up.
+
+        Args:
+            loss: In any precision; it is scaled in float32.
+            update_master_grads: False: leave gradients scaled, for further calls; a saving. Call
+                ``update_master_grads`` before ``step`` then.
+            retain_graph: As in ``Tensor.backward``.
+        """
+        if self._aside is None:
+            self._aside = set_grads_aside(self._state.grad_groups(self.optimizer))
+        (loss.float() * self.loss_scaler.loss_scale()).backward(retain_graph=retain_graph)
+        if update_master_grads:
+            self.update_master_grads()
+
+    def update_master_grads(self) -> None:
+        """Unscale the gradients, copy them to the masters, check for inf and nan, and update the scale."""
+        self.loss_scaler.clear_overflow_state()
+        bring_grads(self._state.grad_groups(self.optimizer), self._aside or {}, self.loss_scaler)
+        self._aside = None
+        self.overflow = self._spoiled = self.loss_scaler.update_scale() or self._spoiled
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip the masters' gradients to a common norm.
+
+        Returns:
+            Their norm before; −1 after an overflow, when there is nothing to clip.
+        """
+        return -1 if self.overflow else self.clip_grad_norm(self._stepped(), max_norm, norm_type)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the masters and round them into the model; after an overflow do neither.
+
+        Args:
+            closure: Computes the loss, and calls ``zero_grad`` and ``backward`` of this object. It is called again for
+                as long as its gradients overflow.
+        """
+        if closure is None:
+            if self.overflow:
+                print(f"Gradient overflow.  Skipping step, reducing loss scale to {self.loss_scaler.loss_scale()}")
+                self.zero_grad(set_grads_to_None=True)
+                return None
+            result: Any = self.optimizer.step()
+        else:
+            result = self.optimizer.step(lambda: self._loss_without_overflow(closure))
+            self.first_closure_call_this_step = True
+        self._master_params_to_model_params()
+        return result
+
+    def _loss_without_overflow(self, closure: Callable[[], Any]) -> Any:
+        if not self.first_closure_call_this_step:
+            # The optimizer has moved the masters since: it asks for the loss there.
+            self._master_params_to_model_params()
+        self.first_closure_call_this_step = False
+        loss = closure()
+        while self.overflow:
+            scale = self.loss_scaler.loss_scale()
+            if scale < _HOPELESS_SCALE:
+                raise RuntimeError(
+                    f"the gradients of the closure overflow even with a loss scale of {scale}: the loss itself, or the "
+                    "model, holds inf or nan"
+                )
+            print(f"OVERFLOW within closure! Skipping step, reducing loss scale to {scale}")
+            self.zero_grad(set_grads_to_None=True)
+            loss = closure()
+        return loss
+
+    def _master_params_to_model_params(self) -> None:
+        copy_masters_to_model(self._state.pairs)
+
+    def _stepped(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """Per group, the gradients of what the optimizer steps; None, and a warning, after an overflow."""
+        if self.overflow:
+            print(
+                "Warning:  calling FP16_Optimizer.inspect_master_grad_data while in an overflow state. Gradients are "
+                "inf, nan or stale.  Returning None."
+            )
+            return None
+        return [
+            [None if p.grad is None else p.grad.detach() for p in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
+
+    # --------------------------------------------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that is needed to go on: scaler, flags, the optimizer's state and the masters."""
+        return {
+            "loss_scaler": self.loss_scaler,
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": self.fp32_from_fp16_groups,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from such a dict. Load the model first.
+
+        Raises:
+            ValueError: The masters do not fit; nothing has been loaded then.
+        """
+        saved = [master for group in state_dict["fp32_from_fp16"] for master in group]
+        own = self.all_fp32_from_fp16_params
+        if [p.shape for p in saved] != [p.shape for p in own]:
+            raise ValueError(
+                f"the state dict has {len(saved)} masters, this optimizer {len(own)}, or their shapes differ; make the "
+                "optimizer for the same model and parameter groups"
+            )
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        self.loss_scaler = state_dict["loss_scaler"]
+        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
+        self.overflow = state_dict["overflow"]
+        self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
+        with torch.no_grad():
+            for master, value in zip(own, saved, strict=True):
+                master.copy_(value)
+
+    def __getstate__(self) -> NoReturn:
+        raise RuntimeError("FP16_Optimizer should be serialized using state_dict().")
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")
+
+    # ------------------------------------------------------------------------------------------- what is passed on
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale; can be assigned."""
+        return self.loss_scaler.loss_scale()
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler._loss_scale = value
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's; can be assigned."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's; can be assigned."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value

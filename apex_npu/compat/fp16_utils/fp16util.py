@@ -1,0 +1,221 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Explicit conversion: models to float16, masters to float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import clip_grad_norm_
+
+from apex_npu.autocast.forward_cast import cast_own_parameters, cast_parameters
+
+__all__ = [
+    "BN_convert_float",
+    "FP16Model",
+    "clip_grad_norm",
+    "convert_module",
+    "convert_network",
+    "master_params_to_model_params",
+    "model_grads_to_master_grads",
+    "network_to_half",
+    "prep_param_lists",
+    "to_python_float",
+    "tofp16",
+]
+
+clip_grad_norm = clip_grad_norm_
+
+
+# ------------------------------------------------------------------------------------------------------------- models
+
+
+class tofp16(nn.Module):
+    """A layer that casts its input to float16.
+
+    Example::
+
+        >>> network = nn.Sequential(fp16_utils.tofp16(), nn.Linear(4, 2).half())
+        >>> network(torch.ones(3, 4)).dtype
+        torch.float16
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` in float16."""
+        return input.half()
+
+
+def BN_convert_float(module: nn.Module) -> nn.Module:
+    """Bring every affine batch norm in ``module`` to float32, in place, and return ``module``.
+
+    Example::
+
+        >>> network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).half()
+        >>> fp16_utils.BN_convert_float(network)[1].weight.dtype
+        torch.float32
+    """
+    for child in module.modules():
+        if isinstance(child, _BatchNorm) and child.affine:
+            child.float()
+    return module
+
+
+def network_to_half(network: nn.Module) -> nn.Sequential:
+    """``network`` in float16 except for affine batch norms, preceded by a layer that casts its input.
+
+    Example::
+
+        >>> network = fp16_utils.network_to_half(model)
+        >>> network(input).dtype
+        torch.float16
+    """
+    return nn.Sequential(tofp16(), convert_network(network, torch.float16))
+
+
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the floating parameters, gradients and buffers of ``module`` itself, not of its children, in place.
+
+    Example::
+
+        >>> layer = nn.Linear(4, 2)
+        >>> fp16_utils.convert_module(layer, torch.float16)
+        >>> layer.weight.dtype
+        torch.float16
+    """
+    cast_own_parameters(module, dtype, [])
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast ``network``, in place, but for its affine batch norms, and return it.
+
+    Example::
+
+        >>> network = fp16_utils.convert_network(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.float16)
+        >>> [p.dtype for p in network[0].parameters()]
+        [torch.float16, torch.float16]
+    """
+    cast_parameters(network, dtype, keep_batchnorm=True)
+    return network
+
+
+class FP16Model(nn.Module):
+    """A network in float16, affine batch norms excepted; inputs are cast, outputs are not.
+
+    Args:
+        network: Converted in place.
+
+    Example::
+
+        >>> network = fp16_utils.FP16Model(nn.Linear(4, 2))
+        >>> network(torch.ones(3, 4)).dtype
+        torch.float16
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = convert_network(network, torch.float16)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """The network's output for ``inputs`` in float16."""
+        return self.network(*(input.half() for input in inputs))
+
+
+# ------------------------------------------------------------------------------------------------------------ masters
+
+
+def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """The trainable parameters of ``model``, and float32 masters with their values.
+
+    Args:
+        model: Stays as it is.
+        flat_master: One flat master for all of them, with a gradient of zeros.
+
+    Raises:
+        TypeError: ``flat_master``, and parameters of several dtypes.
+
+    Example::
+
+        >>> network = nn.Linear(4, 2).half()
+        >>> model_params, master_params = fp16_utils.prep_param_lists(network)
+        >>> optimizer = torch.optim.SGD(master_params, lr=0.1)
+        >>> network(torch.ones(3, 4).half()).sum().backward()
+        >>> fp16_utils.model_grads_to_master_grads(model_params, master_params)
+        >>> optimizer.step()
+        >>> fp16_utils.master_params_to_model_params(model_params, master_params)
+    """
+    model_params = [param for param in model.parameters() if param.requires_grad]
+    if not flat_master:
+        return model_params, [param.detach().clone().float().requires_grad_() for param in model_params]
+    dtypes = {param.dtype for param in model_params}
+    if len(dtypes) > 1:
+        raise TypeError(
+            f"flat_master=True needs parameters of one dtype, got {', '.join(sorted(map(str, dtypes)))}; use "
+            "flat_master=False, or FP16_Optimizer"
+        )
+    master = nn.Parameter(torch.cat([param.detach().reshape(-1) for param in model_params]).float())
+    master.grad = torch.zeros_like(master)
+    return model_params, [master]
+
+
+def _parts(flat: Tensor, model_params: Sequence[Tensor]) -> list[Tensor]:
+    pieces = flat.split([param.numel() for param in model_params])
+    return [piece.view(param.shape) for piece, param in zip(pieces, model_params, strict=True)]
+
+
+@torch.no_grad()
+def model_grads_to_master_grads(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Copy the gradients of ``model_params`` to ``master_params``, the two lists of ``prep_param_lists``.
+
+    Where the model has none, neither has the master; a flat one has zeros there.
+
+    Example::
+
+        >>> network = nn.Linear(4, 2).half()
+        >>> model_params, master_params = fp16_utils.prep_param_lists(network)
+        >>> network(torch.ones(3, 4).half()).sum().backward()
+        >>> fp16_utils.model_grads_to_master_grads(model_params, master_params)
+    """
+    if not flat_master:
+        for model, master in zip(model_params, master_params, strict=True):
+            # Never shared, even where the dtypes agree: clipping the master's must not clip the model's.
+            master.grad = None if model.grad is None else model.grad.detach().to(master.dtype, copy=True)
+        return
+    (master,) = master_params
+    if master.grad is None:
+        master.grad = torch.empty_like(master)
+    for model, part in zip(model_params, _parts(master.grad, model_params), strict=True):
+        part.zero_() if model.grad is None else part.copy_(model.grad)
+
+
+@torch.no_grad()
+def master_params_to_model_params(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Copy the values of ``master_params`` to ``model_params``, the two lists of ``prep_param_lists``.
+
+    Example::
+
+        >>> network = nn.Linear(4, 2).half()
+        >>> model_params, master_params = fp16_utils.prep_param_lists(network)
+        >>> fp16_utils.master_params_to_model_params(model_params, master_params)
+    """
+    values = _parts(master_params[0], model_params) if flat_master else list(master_params)
+    for model, value in zip(model_params, values, strict=True):
+        model.copy_(value)
+
+
+def to_python_float(t: Any) -> Any:
+    """The one value of a tensor.
+
+    Example::
+
+        >>> fp16_utils.to_python_float(torch.tensor([0.5]))
+        0.5
+    """
+    return t.item() if hasattr(t, "item") else t[0]

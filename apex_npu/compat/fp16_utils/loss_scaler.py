@@ -1,0 +1,91 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The loss scalers of apex.fp16_utils, for loops that scale the loss explicitly. ``FP16_Optimizer`` uses amp's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_npu.compat.fp16_utils.fp16util import to_python_float
+
+__all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
+
+
+class LossScaler:
+    """A loss scale that stays.
+
+    Args:
+        scale: The scale.
+
+    Example::
+
+        >>> scaler = fp16_utils.LossScaler(128.0)
+        >>> scaler.backward(loss_fn(model(input), target))
+    """
+
+    def __init__(self, scale: float = 1) -> None:
+        self.cur_scale = scale
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of now."""
+        return self.cur_scale
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """False: a static scale does not look."""
+        return False
+
+    def update_scale(self, overflow: bool) -> None:
+        """Nothing."""
+
+    def scale_gradient(self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any) -> tuple[Tensor, ...]:
+        """A module's backward hook: its input gradients times the scale."""
+        return tuple(self.loss_scale * grad for grad in grad_in)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Backward from the loss times the scale."""
+        (loss * self.loss_scale).backward(retain_graph=retain_graph)
+
+
+class DynamicLossScaler(LossScaler):
+    """A loss scale that shrinks at an overflow, to 1 at the least, and grows after enough steps without.
+
+    Args:
+        init_scale: The first scale.
+        scale_factor: What it grows and shrinks by.
+        scale_window: It grows when the steps since the last overflow are a multiple of this.
+
+    Example::
+
+        >>> scaler = fp16_utils.DynamicLossScaler(init_scale=2.0**16)
+        >>> scaler.loss_scale
+        65536.0
+    """
+
+    def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
+        super().__init__(init_scale)
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+        self.scale_factor = scale_factor
+        self.scale_window = scale_window
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """True where a gradient of ``params`` holds inf or nan."""
+        return any(param.grad is not None and self._has_inf_or_nan(param.grad) for param in params)
+
+    @staticmethod
+    def _has_inf_or_nan(x: Tensor) -> bool:
+        return not bool(torch.isfinite(x).all())
+
+    def update_scale(self, overflow: bool) -> None:
+        """Take note of one step's outcome."""
+        if overflow:
+            self.cur_scale = max(self.cur_scale / self.scale_factor, 1)
+            self.last_overflow_iter = self.cur_iter
+        elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
+            self.cur_scale *= self.scale_factor
+        self.cur_iter += 1

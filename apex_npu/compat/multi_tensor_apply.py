@@ -1,0 +1,58 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``multi_tensor_applier``: Apex's way to call its CUDA kernels, of which there are none here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["MultiTensorApply", "multi_tensor_applier"]
+
+
+class MultiTensorApply:
+    """Calls an operator on lists of tensors.
+
+    ``available`` is False, on which scripts fall back to plain torch: the kernels of ``amp_C`` are not part of this
+    package. An operator of the caller's own is called.
+
+    Attributes:
+        available: Whether there is ``amp_C``.
+        chunk_size: The first argument of operators.
+
+    Example::
+
+        >>> def scale(chunk_size, overflow, tensor_lists, factor):
+        ...     torch._foreach_mul_(tensor_lists[0], factor)
+        >>> apply = multi_tensor_apply.MultiTensorApply(2048 * 32)
+        >>> apply(scale, torch.zeros(1, dtype=torch.int), [[torch.ones(4)]], 0.5)
+    """
+
+    available = False
+    warned = False
+    import_err = ImportError("apex_npu has no amp_C: its optimizers and amp do without")
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def check_avail(self) -> None:
+        """Raise, since there is no ``amp_C``.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "Attempted to call MultiTensorApply method, but MultiTensorApply is not available: apex_npu has no amp_C. "
+            "Look at multi_tensor_applier.available first, and use torch._foreach functions where it is False"
+        ) from self.import_err
+
+    def __call__(
+        self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any
+    ) -> Any:
+        """``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``."""
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)

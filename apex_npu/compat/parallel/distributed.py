@@ -1,0 +1,207 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Apex's DistributedDataParallel, Reducer and flat_dist_call over torch.distributed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+
+from apex_npu.compat.flattening import flatten, unflatten
+
+__all__ = ["DistributedDataParallel", "Reducer", "flat_dist_call", "flatten", "unflatten"]
+
+_MIB = 2**20
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """torch's DistributedDataParallel with Apex's arguments. Wrap the model after ``amp.initialize``.
+
+    As in Apex, parameters without a gradient are tolerated, and buffers are not broadcast at each forward. Both can be
+    changed with torch's own arguments: ``find_unused_parameters=False`` saves a walk over the graph per iteration.
+
+    Args:
+        module: The model, the same in every process.
+        message_size: Elements per bucket of gradients that is reduced at once.
+        delay_allreduce: Reduce all gradients in one bucket.
+        shared_param: Must be None.
+        allreduce_trigger_params: Accepted; torch decides itself when to reduce.
+        retain_allreduce_buffers: Must be False.
+        allreduce_always_fp32: Reduce low-precision gradients in float32.
+        num_allreduce_streams: Accepted; torch has one.
+        allreduce_communicators: Must be None; pass ``process_group``.
+        gradient_average: Divide by the number of processes.
+        gradient_predivide_factor: Divide by this before reducing, and by the rest afterwards.
+        gradient_average_split_factor: Accepted, as in Apex.
+        prof: Accepted.
+        **options: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
+
+    Raises:
+        ValueError: Arguments that contradict each other, or that are no longer supported.
+
+    Example::
+
+        >>> # with a process group
+        >>> optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        >>> model = parallel.DistributedDataParallel(model)
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 10_000_000,
+        delay_allreduce: bool = False,
+        shared_param: Any = None,
+        allreduce_trigger_params: Sequence[Tensor] | None = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Any = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+        **options: Any,
+    ) -> None:
+        for name, given, way_out in (
+            ("shared_param", shared_param is not None, "use delay_allreduce=True to reduce at the end of backward"),
+            ("retain_allreduce_buffers", retain_allreduce_buffers, "use gradient_as_bucket_view=True"),
+            ("allreduce_communicators", allreduce_communicators is not None, "pass process_group"),
+        ):
+            if given:
+                raise ValueError(f"{name} is not supported; {way_out}")
+        if delay_allreduce and (allreduce_trigger_params is not None or num_allreduce_streams > 1):
+            raise ValueError(
+                "allreduce_trigger_params and num_allreduce_streams say how to reduce during backward, "
+                "delay_allreduce=True that it is done after it; leave one of them out"
+            )
+        numel = sum(p.numel() for p in module.parameters()) if delay_allreduce else message_size
+        options.setdefault("bucket_cap_mb", max(1, -(-4 * numel // _MIB)))
+        # Newer torch has another name for the same, and warns of the old one.
+        names = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+        if "broadcast_buffers" not in options:
+            options.setdefault(
+                "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers", False
+            )
+        options.setdefault("find_unused_parameters", True)
+        super().__init__(module, **options)
+        if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
+            reduction = _Reduction(
+                self.process_group, allreduce_always_fp32, gradient_average, gradient_predivide_factor
+            )
+            self.register_comm_hook(None, reduction)
+
+    def disable_allreduce(self) -> None:
+        """Keep gradients to this process from now on."""
+        self.require_backward_grad_sync = False
+
+    def enable_allreduce(self) -> None:
+        """Reduce them again."""
+        self.require_backward_grad_sync = True
+
+    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
+        # torch refuses its SyncBatchNorm on the CPU, where ours works.
+        if self.device_type != "cpu" or any(type(m) is nn.SyncBatchNorm for m in module.modules()):
+            super()._passing_sync_batchnorm_handle(module)  # type: ignore[no-untyped-call]
+
+
+class _Reduction:
+    """A communication hook: how one bucket of gradients is reduced."""
+
+    def __init__(self, group: Any, in_fp32: bool, average: bool, predivide_factor: float) -> None:
+        self.group = group
+        self.in_fp32 = in_fp32
+        self.predivide_factor = predivide_factor
+        self.postdivide_factor = dist.get_world_size(group) / predivide_factor if average else 1.0
+        # torch quotes them when the hook is registered.
+        self.__name__ = self.__qualname__ = "apex_reduction"
+
+    def __call__(self, state: Any, bucket: Any) -> Future[Tensor]:
+        buffer: Tensor = bucket.buffer()
+        reduced = buffer.float() if self.in_fp32 else buffer
+        if self.predivide_factor != 1.0:
+            reduced.div_(self.predivide_factor)
+        work = dist.all_reduce(reduced, group=self.group, async_op=True)
+
+        def finish(future: Future[Any]) -> Tensor:
+            # Into the bucket, from which gradients may be views.
+            return buffer.copy_(reduced.div_(self.postdivide_factor))
+
+        reduced_later: Future[Tensor] = work.get_future().then(finish)
+        return reduced_later
+
+
+# torch asks for none, or for the class GradBucket, which it has not everywhere.
+_Reduction.__call__.__annotations__.clear()
+
+
+def flat_dist_call(
+    tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
+) -> None:
+    """A collective on many tensors, in one call per dtype and device.
+
+    Args:
+        tensors: Receive what the collective leaves.
+        call: Such as ``torch.distributed.broadcast``; with ``all_reduce`` the sums are divided by the number of
+            processes.
+        extra_args: What ``call`` gets after the tensor.
+
+    Example::
+
+        >>> # with a process group
+        >>> parallel.flat_dist_call([p.detach() for p in model.parameters()], torch.distributed.broadcast, (0,))
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+    for members in alike.values():
+        flat = flatten(members)
+        call(flat, *(extra_args or ()))
+        if call is dist.all_reduce:
+            flat /= dist.get_world_size()
+        torch._foreach_copy_(members, unflatten(flat, members))
+
+
+class Reducer:
+    """Averages gradients over processes when it is told to.
+
+    Args:
+        module_or_grads_list: A module, whose parameters are broadcast from rank 0 at once; or gradients.
+
+    Example::
+
+        >>> # with a process group
+        >>> reducer = parallel.Reducer(model)
+        >>> loss_fn(model(input), target).backward()
+        >>> reducer.reduce()
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Iterable[Any]) -> None:
+        self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
+        self.grads: list[Tensor] = []
+        if self.module is not None:
+            flat_dist_call(self.module.parameters(), dist.broadcast, (0,))
+        else:
+            self.grads = list(_tensors(module_or_grads_list))
+
+    def reduce(self) -> None:
+        """Average."""
+        grads = self.grads
+        if self.module is not None:
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        flat_dist_call(grads, dist.all_reduce)
+
+
+def _tensors(nested: Any) -> Iterable[Tensor]:
+    if isinstance(nested, Tensor):
+        yield nested
+    elif isinstance(nested, Iterable):
+        for item in nested:
+            yield from _tensors(item)

@@ -1,0 +1,73 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""From an edited checkout back to the patch: the same tree gives the same bytes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from . import diffs, eras
+from .checkout import Checkout
+from .errors import PipelineError
+
+MAX_FILES = 8
+MAX_LINES = 60
+# One line of context finds the place; more of it would fail to, where upstream has edited nearby.
+_OPTIONS = (
+    *("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--full-index", "--unified=1"),
+    *("--inter-hunk-context=0", "--diff-algorithm=myers", "--no-indent-heuristic"),
+    *("--src-prefix=a/", "--dst-prefix=b/", "--ignore-submodules=all"),
+)
+
+
+def difference(checkout: Checkout) -> bytes:
+    """The patch that leads from the commit of ``checkout`` to its files, new ones included that git does not ignore."""
+    checkout.git("read-tree", "HEAD")
+    # git would look into submodules by what their own configuration says; no patch changes them.
+    for entry in filter(None, checkout.git("ls-tree", "-r", "-z", "HEAD").split(b"\0")):
+        if entry.startswith(b"160000 "):
+            path = entry.partition(b"\t")[2]
+            checkout.git("update-index", "--force-remove", "--", os.fsdecode(path))
+    checkout.git("-c", "core.autocrlf=false", "add", "--all", ".")
+    return checkout.git("diff", "--cached", *_OPTIONS, "HEAD")
+
+
+def check_limits(patch: bytes) -> None:
+    """Raise unless ``patch`` is small, and says why it is there."""
+    files = diffs.parse(patch)
+    lines = sum(file.changed_lines for file in files)
+    if len(files) > MAX_FILES or lines > MAX_LINES:
+        raise PipelineError(
+            f"a patch points at apex_npu, in at most {MAX_FILES} files and {MAX_LINES} lines; this one has "
+            f"{len(files)} and {lines} ({', '.join(file.path for file in files)}): put the logic into apex_npu"
+        )
+    for file in files:
+        if not all(any(b"# apex_npu: " in line for line in hunk.new) for hunk in file.hunks):
+            raise PipelineError(f"every hunk says why in a comment `# apex_npu: ...`; one of {file.path} does not")
+
+
+def make_patch(checkout: Checkout, folder: Path = eras.FOLDER) -> str:
+    """Write the patch of the era whose commit ``checkout`` has.
+
+    Returns:
+        A line that says what has been done.
+
+    Raises:
+        PipelineError: It is no era's commit, or its changes are no patch.
+    """
+    known = eras.load(folder)
+    era = next((era for era in known.eras if era.commit == checkout.head), None)
+    if era is None:
+        pins = ", ".join(f"{era.commit[:8]} ({era.name})" for era in known.eras)
+        raise PipelineError(f"expected a checkout at {pins}, found {checkout.describe()}")
+    patch = difference(checkout)
+    check_limits(patch)
+    target = era.patch_file(folder)
+    if target.exists() and target.read_bytes() == patch:
+        return f"unchanged: {target}"
+    target.parent.mkdir(exist_ok=True)
+    aside = target.with_name(f".{target.name}.tmp")
+    aside.write_bytes(patch)
+    aside.replace(target)
+    return f"written: {target}"

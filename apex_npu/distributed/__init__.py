@@ -1,0 +1,22 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Processes that train together: averages of their gradients, what they agree on, parameters cut into parts.
+
+Above ``fusion``, whose flat buffers travel, and below ``amp`` and ``optimizers``. Start at ``grad_reducer.py``.
+"""
+
+from apex_npu.distributed.grad_reducer import GradReducer, ReduceOptions
+from apex_npu.distributed.rank_progress import RankProgress
+from apex_npu.distributed.shards import is_partial, is_sharded, local_grad, local_part, local_part_as, sharded_like
+
+__all__ = [
+    "GradReducer",
+    "RankProgress",
+    "ReduceOptions",
+    "is_partial",
+    "is_sharded",
+    "local_grad",
+    "local_part",
+    "local_part_as",
+    "sharded_like",
+]

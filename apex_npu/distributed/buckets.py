@@ -1,0 +1,94 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which gradients are reduced together: integers only, no tensors.
+
+A row of slots is cut into buckets, ranges of neighbours. Backward reaches the last slots first, so the row is cut from
+its end, and the bucket at the end is sent first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Below this a collective is all latency: 1 MiB takes about as long to send as to start, on links of 100 Gbit/s.
+MIN_BUCKET_NBYTES = 2**20
+# Nothing is computed while the last bucket travels, so it must not be large.
+MAX_BUCKET_NBYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Which elements of a bucket's average each rank needs.
+
+    Attributes:
+        parts: Into how many ranges of one length, the last ones perhaps shorter, a bucket is cut; rank r owns range r
+            modulo ``parts``. 1: every rank owns everything.
+    """
+
+    parts: int = 1
+
+    def owned(self, rank: int, numel: int) -> range:
+        """Of a bucket of ``numel`` elements those that ``rank`` owns."""
+        length = -(-numel // self.parts)
+        first = min(rank % self.parts * length, numel)
+        return range(first, min(first + length, numel))
+
+
+def bucket_nbytes(
+    total_nbytes: int, count: int, floor_nbytes: int = MIN_BUCKET_NBYTES, cap_nbytes: int = MAX_BUCKET_NBYTES
+) -> int:
+    """The size of a bucket for a request of ``count`` buckets; floor and cap take precedence over the count."""
+    return min(max(-(-total_nbytes // count), floor_nbytes, 1), cap_nbytes)
+
+
+def plan_buckets(slot_nbytes: Sequence[int], target_nbytes: int) -> list[range]:
+    """Cut slots into ranges of at least ``target_nbytes`` each, but for the last, which is what remains.
+
+    Args:
+        slot_nbytes: The size of each slot, in the order of memory.
+        target_nbytes: A bucket is closed as soon as it is as large.
+
+    Returns:
+        Ranges of slots, the end of the row first. Every slot is in one of them.
+    """
+    buckets = []
+    end, size = len(slot_nbytes), 0
+    for first in reversed(range(len(slot_nbytes))):
+        size += slot_nbytes[first]
+        if size >= target_nbytes or first == 0:
+            buckets.append(range(first, end))
+            end, size = first, 0
+    return buckets
+
+
+def order_of_completion(buckets: Sequence[Sequence[int]], arrival: Sequence[int]) -> list[int]:
+    """The indices of ``buckets`` in the order in which they are complete.
+
+    Args:
+        buckets: The slots of each.
+        arrival: For each slot the place at which its gradient came; equal for those that never came.
+    """
+    return sorted(range(len(buckets)), key=lambda b: (max(arrival[i] for i in buckets[b]), b))
+
+
+def waits_little(buckets: Sequence[Sequence[int]], slot_nbytes: Sequence[int], arrival: Sequence[int]) -> bool:
+    """True where no bucket has to wait while more than another bucket's worth of gradients arrives for later ones.
+
+    Args:
+        buckets: In the order in which they are to be sent.
+        slot_nbytes: The size of each slot.
+        arrival: For each slot the place at which its gradient came; all are different.
+    """
+    arrived_nbytes = [0] * len(arrival)
+    total = 0
+    for slot in sorted(range(len(arrival)), key=arrival.__getitem__):
+        total += slot_nbytes[slot]
+        arrived_nbytes[slot] = total
+    sizes = [sum(slot_nbytes[i] for i in bucket) for bucket in buckets]
+    sent = 0
+    for bucket, size in zip(buckets, sizes, strict=True):
+        sent += size
+        if max(arrived_nbytes[i] for i in bucket) - sent > max(sizes):
+            return False
+    return True

@@ -1,0 +1,163 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the processes of a group agree on before they train together: that all are well, parameters and values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+# Values are broadcast in pieces of this size.
+_PIECE_NBYTES = 32 * 2**20
+
+# One line for each thing that must be the same: its name, and what it is.
+Description = list[tuple[str, str]]
+
+
+class RanksDifferError(RuntimeError):
+    """Processes that are to train together are not set up alike, or one of them has failed. Raised on all of them."""
+
+
+def check_group(group: Any, argument: str, reason: str) -> Any:
+    """``group``, or for None the default one, if this process can use it.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: This process is not in ``group``.
+        TypeError: ``group`` is no process group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f"{reason} needs torch.distributed: call torch.distributed.init_process_group(...) before amp.initialize, "
+            "in processes that torchrun has started"
+        )
+    if group is None:
+        return dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER or (
+        isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
+    ):
+        raise ValueError(
+            f"{argument} does not contain this process, which has global rank {dist.get_rank()}; pass the group that "
+            "it belongs to, or leave amp.initialize to that group's processes"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{argument} must be a torch.distributed process group or None, got {group!r}")
+    return group
+
+
+@contextmanager
+def failing_together(group: Any) -> Iterator[list[Description]]:
+    """Within, a process that raises makes all others raise, at the end of their block.
+
+    Yields:
+        A list; what the block appends to it is compared between processes, at the end of the block.
+
+    Raises:
+        RanksDifferError: Another process has raised, or has something else there.
+    """
+    descriptions: list[Description] = []
+    try:
+        yield descriptions
+    except Exception as error:
+        _exchange(group, (f"{type(error).__name__}: {error}", ""))
+        raise
+    description = [line for part in descriptions for line in part]
+    digest = hashlib.sha256(repr(description).encode()).hexdigest()
+    heard = _exchange(group, ("", digest))
+    for rank, (failure, _) in enumerate(heard):
+        if failure:
+            raise RanksDifferError(f"rank {rank} of the process group has failed, so this one stops too: {failure}")
+    if len({digest for _, digest in heard}) > 1:
+        raise RanksDifferError(_first_difference(_exchange(group, description)))
+
+
+def _exchange(group: Any, said: Any) -> list[Any]:
+    heard: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(heard, said, group=group)
+    return heard
+
+
+def _first_difference(heard: Sequence[Description]) -> str:
+    first = heard[0]
+    for rank, other in enumerate(heard):
+        for (name, value), (other_name, other_value) in zip(first, other, strict=False):
+            if name != other_name:
+                return (
+                    f"ranks 0 and {rank} of the process group differ: where rank 0 has {name} ({value}), rank {rank} "
+                    f"has {other_name} ({other_value}); build the same model, in the same order, on all ranks"
+                )
+            if value != other_value:
+                return (
+                    f"ranks 0 and {rank} of the process group differ in {name}: it is {value} on rank 0, {other_value} "
+                    f"on rank {rank}; all ranks need the same"
+                )
+        if len(first) != len(other):
+            more, longer = (0, first) if len(first) > len(other) else (rank, other)
+            name, value = longer[min(len(first), len(other))]
+            return (
+                f"ranks 0 and {rank} of the process group differ: {name} ({value}) is on rank {more} alone; build the "
+                "same model on all ranks"
+            )
+    return "ranks differ, but not in what they say"
+
+
+def describe(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], settings: Description) -> Description:
+    """What has to be the same on all processes.
+
+    Parameters of no model are not part of it: each process may have others, such as its part of a classifier.
+    """
+    lines = list(settings)
+    names: dict[int, str] = {}
+    for m, model in enumerate(models):
+        for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+            for name, tensor in tensors:
+                called = f"{kind} {name}" + (f" of model {m}" if len(models) > 1 else "")
+                names.setdefault(id(tensor), called)
+                trained = ", trainable" if tensor.requires_grad else ""
+                lines.append((called, f"{tuple(tensor.shape)}, {tensor.dtype}{trained}"))
+    for o, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            for p, param in enumerate(group["params"]):
+                place = f"param_groups[{g}]['params'][{p}] of {type(optimizer).__name__}"
+                place += f" {o}" if len(optimizers) > 1 else ""
+                if id(param) in names:
+                    lines.append((place, names[id(param)]))
+    return lines
+
+
+@torch.no_grad()
+def broadcast_values(tensors: Iterable[Tensor], group: Any) -> None:
+    """Give ``tensors`` the values, bit for bit, that they have on the group's first process."""
+    source = dist.get_global_rank(group, 0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in {id(t): t for t in tensors}.values():
+        if tensor.numel():
+            by_device.setdefault(tensor.device, []).append(tensor.detach())
+    for members in by_device.values():
+        for piece in _pieces(members):
+            as_bytes = [t.resolve_conj().reshape(-1).view(torch.uint8) for t in piece]
+            flat = torch.cat(as_bytes)
+            dist.broadcast(flat, source, group=group)
+            for tensor, part in zip(piece, flat.split([b.numel() for b in as_bytes]), strict=True):
+                # Cloned: a view in another dtype must begin at a multiple of its size.
+                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    piece: list[Tensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        piece.append(tensor)
+        nbytes += tensor.numel() * tensor.dtype.itemsize
+        if nbytes >= _PIECE_NBYTES:
+            yield piece
+            piece, nbytes = [], 0
+    if piece:
+        yield piece

@@ -1,0 +1,437 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Averages flat gradients over processes, bucket by bucket, while backward still computes the next ones.
+
+What is sent, and in which order, follows from the list of tensors and their sizes alone, never from their addresses
+in memory: processes whose memory layout differs still send the same.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from apex_npu.backends import numbers_on
+from apex_npu.distributed.buckets import (
+    MAX_BUCKET_NBYTES,
+    MIN_BUCKET_NBYTES,
+    Ownership,
+    bucket_nbytes,
+    order_of_completion,
+    plan_buckets,
+    waits_little,
+)
+from apex_npu.distributed.grad_arrivals import grad_arrivals
+from apex_npu.distributed.rank_progress import RankProgress
+from apex_npu.fusion.flat_grads import FlatGrads
+from apex_npu.fusion.grad_slots import NONE
+from apex_npu.ops import LOW_PRECISION
+
+# What holds the gradients of just these tensors already, if anything does.
+FindFlat = Callable[[Sequence[Tensor]], FlatGrads | None]
+
+
+@dataclass(frozen=True)
+class ReduceOptions:
+    """How gradients are averaged.
+
+    Attributes:
+        group: Over which processes.
+        bucket_count: The requested number of buckets; the sizes below take precedence.
+        low_precision_dtype: What float16 and bfloat16 gradients are reduced in; None: as they are.
+        min_bucket_nbytes: No bucket but the last is smaller.
+        max_bucket_nbytes: A bucket that has this size is closed.
+    """
+
+    group: Any
+    bucket_count: int
+    low_precision_dtype: torch.dtype | None = None
+    min_bucket_nbytes: int = MIN_BUCKET_NBYTES
+    max_bucket_nbytes: int = MAX_BUCKET_NBYTES
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What gradients of ``dtype`` are reduced in."""
+        low = dtype in LOW_PRECISION
+        return self.low_precision_dtype if low and self.low_precision_dtype is not None else dtype
+
+
+@dataclass(frozen=True)
+class Report:
+    """What all processes have said at the end of a reduction.
+
+    Attributes:
+        largest_scale: Of their loss scales.
+        smallest_scale: Of their loss scales.
+        failed_rank: The last of the group's ranks whose backward has failed; None: all is well.
+    """
+
+    largest_scale: float
+    smallest_scale: float
+    failed_rank: int | None
+
+
+class LateGradientError(RuntimeError):
+    """A gradient has come after its bucket was sent."""
+
+
+def divisors(dtype: torch.dtype, size: int) -> tuple[float, float]:
+    """What gradients are divided by before and after they are summed over ``size`` processes.
+
+    The first is a power of two, so that dividing by it rounds nothing but float16's smallest numbers. For float16 it is
+    about the square root of ``size``: dividing by all of it first would lose small gradients, dividing afterwards alone
+    would overflow large sums. Elsewhere range is no concern, and the largest power of two saves a second pass.
+    """
+    exponent = math.log2(size)
+    before = 2.0 ** (math.ceil(exponent / 2) if dtype == torch.float16 else math.floor(exponent))
+    return before, size / before
+
+
+class Bucket:
+    """A range of slots that is reduced by one collective."""
+
+    def __init__(self, row: int, slots: range, members: Sequence[int], ownership: Ownership) -> None:
+        """``members`` are the reducer's numbers of the slots."""
+        self.row, self.slots, self.members, self.ownership = row, slots, list(members), ownership
+        self.sent = False
+        self.absent: list[int] = []  # slots without a gradient here
+        self.wire: Tensor | None = None
+        self.work: Any = None
+
+
+class GradReducer:
+    """The gradients of some tensors, averaged over a process group.
+
+    A bucket is sent when all its gradients have come, but never before the ones that precede it: so all processes send
+    the same ones in the same order, whatever order backward has on each. In the first reduction nothing is sent before
+    the end, while it is recorded in which order gradients come, and how often; rank 0's order then holds for all.
+
+    Attributes:
+        tensors: Whose gradients; in the order that was given, which must be the same on all processes.
+        broken: A collective has failed; the group cannot be used any more.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Tensor]], options: ReduceOptions, progress: RankProgress) -> None:
+        """Plan.
+
+        Args:
+            groups: Tensors of one device and dtype each, which may be in one flat buffer already.
+            options: How to reduce.
+            progress: Where to note how far it got.
+        """
+        self.options = options
+        self._progress = progress
+        self.broken = False
+        self._size = dist.get_world_size(options.group)
+        self._rank = dist.get_rank(options.group)
+        self._lock = threading.Lock()
+        self.tensors: list[Tensor] = []
+        self._rows: list[list[int]] = []
+        # Lists that are merged, or whose order is not backward's, have memory of their own.
+        self._apart: list[bool] = []
+        for group, merged in _merged_if_small(groups, options.min_bucket_nbytes):
+            self._rows.append(list(range(len(self.tensors), len(self.tensors) + len(group))))
+            self._apart.append(merged)
+            self.tensors.extend(group)
+        self._nbytes = [t.numel() * options.wire_dtype(t.dtype).itemsize for t in self.tensors]
+        self._grads: list[FlatGrads] = []
+        self._own: dict[int, FlatGrads] = {}
+        self._seen: dict[int, FlatGrads] = {}  # foreign memory that is known to be laid out alike
+        self._buckets: list[Bucket] = []
+        self._cut()
+        found = weakref.ref(self)  # a parameter may outlive its optimizer
+        self._arrivals = grad_arrivals(self.tensors, lambda full: _send_up_to(found(), full))
+        self._expected = [1] * len(self.tensors)
+        self._planned = False
+        self._recorded = False
+        self._late: int | None = None
+        self._next = 0
+
+    # Planning
+
+    def _cut(self) -> None:
+        target = bucket_nbytes(
+            sum(self._nbytes),
+            self.options.bucket_count,
+            self.options.min_bucket_nbytes,
+            self.options.max_bucket_nbytes,
+        )
+        buckets = []
+        everywhere = Ownership()  # what all_reduce gives
+        for row, members in enumerate(self._rows):
+            for slots in plan_buckets([self._nbytes[i] for i in members], target):
+                buckets.append(Bucket(row, slots, [members[slot] for slot in slots], everywhere))
+        # Without a record the last parameters come first.
+        self._set_order(sorted(buckets, key=lambda bucket: -max(bucket.members)))
+
+    def _set_order(self, buckets: list[Bucket]) -> None:
+        self._buckets = buckets
+        self._planned = False
+
+    def _adopt_order(self, arrival: list[int]) -> None:
+        """Send buckets in the order in which they were complete, and lay them out so where memory does not fit it."""
+        by_members = [bucket.members for bucket in self._buckets]
+        order = order_of_completion(by_members, arrival)
+        if waits_little([by_members[b] for b in order], self._nbytes, arrival):
+            self._set_order([self._buckets[b] for b in order])
+            return
+        for row, members in enumerate(self._rows):
+            # Rows are cut from their end.
+            self._rows[row] = sorted(members, key=arrival.__getitem__, reverse=True)
+            self._apart[row] = True
+            self._own.pop(row, None)
+        self._grads = []
+        self._cut()
+        by_members = [bucket.members for bucket in self._buckets]
+        self._set_order([self._buckets[b] for b in order_of_completion(by_members, arrival)])
+
+    def gathered(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> tuple[FlatGrads, range] | None:
+        """The consecutive slots of the averages of ``tensors``, spaced as ``offsets`` are; None: there are none."""
+        for grads in self._grads:
+            slots = grads.slots_of(tensors, offsets)
+            if slots is not None:
+                return grads, slots
+        return None
+
+    @property
+    def bucket_members(self) -> list[list[int]]:
+        """The indices of the tensors in each bucket, in the order in which buckets are sent."""
+        return [list(bucket.members) for bucket in self._buckets]
+
+    def _place(self, find_flat: FindFlat) -> None:
+        """Find, or make, the flat memory of each row."""
+        self._grads = []
+        for row, members in enumerate(self._rows):
+            tensors = [self.tensors[i] for i in members]
+            found = None if self._apart[row] else find_flat(tensors)
+            if found is not None and (found is self._seen.get(row) or found.offsets == _offsets_apart(tensors)):
+                self._own.pop(row, None)
+                self._seen[row] = found
+            else:
+                found = self._own.get(row)
+                if found is None or found.broken():
+                    found = self._own[row] = FlatGrads.apart(tensors)
+            self._grads.append(found)
+
+    # One reduction
+
+    def begin(self, find_flat: FindFlat) -> None:
+        """Reduce the gradients that backward is about to give.
+
+        Args:
+            find_flat: What already holds the gradients of a list of tensors; used where it is laid out alike.
+        """
+        self._place(find_flat)
+        if not self._planned:
+            self._plan_arrivals()
+        for bucket in self._buckets:
+            bucket.sent, bucket.absent = False, []
+            bucket.wire = bucket.work = None
+        self._late = None
+        self._next = 0
+        self._arrivals.begin(not self._recorded)
+        self._progress.note("begun a backward")
+
+    def _plan_arrivals(self) -> None:
+        bucket_of = [0] * len(self.tensors)
+        for number, bucket in enumerate(self._buckets):
+            for i in bucket.members:
+                bucket_of[i] = number
+        self._arrivals.plan(bucket_of, self._expected)
+        self._planned = True
+
+    def send_up_to(self, count: int) -> None:
+        """Send what has not been sent yet of the first ``count`` buckets."""
+        with self._lock:  # devices have threads of their own in backward
+            while self._next < count:
+                self._send(self._buckets[self._next])
+
+    @torch.no_grad()
+    def _send(self, bucket: Bucket, *, empty: bool = False) -> None:
+        grads = self._grads[bucket.row]
+        part = grads.span(bucket.slots)
+        wire_dtype = self.options.wire_dtype(part.dtype)
+        before, _ = divisors(wire_dtype, self._size)
+        same = part.dtype == wire_dtype
+        # Divided as they are gathered, unless they are widened first: what float16 would lose then is kept.
+        states = bytes(len(bucket.slots)) if empty else grads.gather_times(1.0 / before if same else 1.0, bucket.slots)
+        bucket.absent = [slot for slot, state in zip(bucket.slots, states, strict=True) if state == NONE]
+        if bucket.absent:
+            views = grads.views
+            torch._foreach_zero_([views[slot] for slot in bucket.absent])
+        bucket.wire = part if same else part.to(wire_dtype).mul_(1.0 / before)
+        with self._breaking(self._next):
+            bucket.work = dist.all_reduce(bucket.wire, group=self.options.group, async_op=True)
+        bucket.sent = True
+        self._next += 1
+
+    @property
+    def everybody_reads(self) -> bool:
+        """True where all processes read the report of this reduction, independent of the arguments of ``finish``."""
+        return not self._recorded or self.tensors[0].device.type == "cpu"
+
+    def finish(
+        self, scale: float, *, failed: bool = False, read: bool = True, others_read: bool = True
+    ) -> Report | None:
+        """Send what has not been sent yet, and wait for all.
+
+        Afterwards every tensor that has a gradient on any process has the average on all; where a process had none it
+        counts as zeros. Tensors without a gradient anywhere have none.
+
+        Args:
+            scale: This process's loss scale, to be compared.
+            failed: This process's gradients are invalid: what is not sent yet is sent as zeros.
+            read: False: return no report, unless it has to be read anyway. Reading waits for the device.
+            others_read: All processes read it.
+
+        Raises:
+            LateGradientError: A gradient has come after its bucket was sent. If the others read the report, it
+                tells them; else the reduction stays open, so that they do not step without this process.
+        """
+        self._arrivals.end()
+        late = self._arrivals.late
+        self._late = None if late < 0 else late
+        if self._late is not None and not (others_read or self.everybody_reads):
+            self._raise_late()
+        failed = failed or self._late is not None
+        for bucket in self._buckets[self._next :]:
+            self._send(bucket, empty=failed)
+        used = [1.0] * len(self.tensors)
+        for bucket in self._buckets:
+            for slot in bucket.absent:
+                used[bucket.members[slot - bucket.slots.start]] = 0.0
+        device = self.tensors[0].device
+        said = [scale, -scale, float(self._rank + 1 if failed else 0)]
+        ledger = numbers_on(used + said, torch.float32, device)
+        with self._breaking(len(self._buckets)):
+            ledger_work = dist.all_reduce(ledger, op=dist.ReduceOp.MAX, group=self.options.group, async_op=True)
+        for number, bucket in enumerate(self._buckets):
+            with self._breaking(number):
+                bucket.work.wait()
+            self._receive(bucket)
+        with self._breaking(len(self._buckets)):
+            ledger_work.wait()
+        report = None
+        if read or failed or 0.0 in used or self.everybody_reads:
+            # Where collectives are asynchronous, it is here that they say that they have failed.
+            with self._breaking(len(self._buckets)):
+                heard = ledger.tolist()
+            self._show_others(heard)
+            largest, smallest, failed_rank = heard[len(self.tensors) :]
+            report = Report(largest, -smallest, int(failed_rank) - 1 if failed_rank else None)
+        if self._late is not None:
+            self._raise_late()
+        if not self._recorded and report is not None and report.failed_rank is None:
+            self._share_record()
+        self._progress.reductions += 1
+        return report
+
+    def _raise_late(self) -> None:
+        assert self._late is not None
+        shape, self._late = tuple(self.tensors[self._late].shape), None
+        self._expected = [max(pair) for pair in zip(self._expected, self._arrivals.counts, strict=True)]
+        self._planned = False
+        raise LateGradientError(
+            f"the gradient of a parameter of shape {shape} has changed after its bucket was sent to the other "
+            "processes: backward has reached it more often than before. Call backward once in each amp.scale_loss "
+            "block, on the sum of the losses, or open one block for each loss"
+        )
+
+    @torch.no_grad()
+    def _receive(self, bucket: Bucket) -> None:
+        assert bucket.wire is not None
+        _, after = divisors(bucket.wire.dtype, self._size)
+        owned = bucket.ownership.owned(self._rank, bucket.wire.numel())
+        wire = bucket.wire[owned.start : owned.stop]
+        if after != 1.0:
+            wire.mul_(1.0 / after)
+        part = self._grads[bucket.row].span(bucket.slots)
+        if wire.dtype != part.dtype:
+            part[owned.start : owned.stop].copy_(wire)
+        bucket.wire = bucket.work = None
+
+    def _show_others(self, used: Sequence[float]) -> None:
+        for bucket in self._buckets:
+            grads = self._grads[bucket.row]
+            views = grads.views if bucket.absent else []
+            for slot in bucket.absent:
+                if used[bucket.members[slot - bucket.slots.start]]:
+                    grads.params[slot].grad = views[slot]
+
+    def _share_record(self) -> None:
+        """Adopt rank 0's order of arrival; called by all processes after their first reduction."""
+        place = {index: n for n, index in enumerate(self._arrivals.order)}  # of the last time that it came
+        never = [i for i in reversed(range(len(self.tensors))) if i not in place]
+        order = [*sorted(place, key=place.__getitem__), *never]
+        shared = numbers_on(order, torch.int64, self.tensors[0].device)
+        with self._breaking(len(self._buckets)):
+            dist.broadcast(shared, dist.get_global_rank(self.options.group, 0), group=self.options.group)
+            heard = shared.tolist()
+        arrival = [0] * len(order)
+        for n, index in enumerate(heard):
+            arrival[index] = n
+        self._expected = [max(1, count) for count in self._arrivals.counts]
+        self._recorded = True
+        self._adopt_order(arrival)
+
+    @contextmanager
+    def _breaking(self, number: int) -> Iterator[None]:
+        """Around the collective of bucket ``number``: add the progress of each process to what it raises."""
+        try:
+            yield
+        except BaseException as error:
+            self.broken = True
+            if not isinstance(error, RuntimeError):
+                raise
+            count = len(self._buckets)
+            place = f"bucket {number + 1} of {count}" if number < count else "the exchange after the last bucket"
+            self._progress.note(f"failed in {place}", now=True)
+            raise RuntimeError(
+                f"rank {self._rank} could not average its gradients with the other processes: {place} failed in "
+                f"reduction {self._progress.reductions + 1}; a process has ended, or it is too late. "
+                f"Of reductions, {self._progress.tell()}. The rank with the fewest reports the cause. ({error})"
+            ) from error
+
+    def cancel(self) -> None:
+        """Reduce nothing more of what ``begin`` has begun, without notice to other processes."""
+        self._arrivals.end()
+
+    def close(self) -> None:
+        """Leave the tensors alone from now on."""
+        self._arrivals.close()
+
+
+def _send_up_to(reducer: GradReducer | None, count: int) -> None:
+    if reducer is not None:
+        reducer.send_up_to(count)
+
+
+def _offsets_apart(tensors: Sequence[Tensor]) -> list[int]:
+    return FlatGrads.apart(tensors).offsets
+
+
+def _merged_if_small(groups: Sequence[Sequence[Tensor]], floor_nbytes: int) -> list[tuple[list[Tensor], bool]]:
+    """``groups``, or where one of several is too small for a bucket of its own, one list per device and dtype.
+
+    Returns:
+        The lists, and whether each has been merged.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[Sequence[Tensor]]] = {}
+    for group in groups:
+        kinds.setdefault((group[0].device, group[0].dtype), []).append(group)
+    rows: list[tuple[list[Tensor], bool]] = []
+    for alike in kinds.values():
+        small = any(sum(t.numel() * t.dtype.itemsize for t in group) < floor_nbytes for group in alike)
+        if small and len(alike) > 1:
+            rows.append(([t for group in alike for t in group], True))
+        else:
+            rows.extend((list(group), False) for group in alike)
+    return rows

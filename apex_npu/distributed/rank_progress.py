@@ -1,0 +1,60 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The progress of each process of a group: kept in the group's store, so that others can report a missing process."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+# Between two notes; each is a message to the store.
+_INTERVAL_SECONDS = 1.0
+
+
+class RankProgress:
+    """Notes of one process, and those of the others.
+
+    Attributes:
+        reductions: How many reductions of gradients this process has completed.
+    """
+
+    def __init__(self, group: Any) -> None:
+        """Of ``group``, in the store that its processes have met at; without one nothing is noted."""
+        self.reductions = 0
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._noted = 0.0
+        find_store = getattr(dist.distributed_c10d, "_get_default_store", None)
+        self._store: Any = None
+        if find_store is not None:
+            # Of this start of the processes: torchrun may keep the store when it starts them again.
+            prefix = f"apex_npu/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{group.group_name}"
+            self._store = dist.PrefixStore(prefix, find_store())  # type: ignore[attr-defined]
+
+    def note(self, doing: str, *, now: bool = False) -> None:
+        """Store what this process does; at most once a second, unless ``now``."""
+        clock = time.monotonic()
+        if self._store is None or (not now and clock - self._noted < _INTERVAL_SECONDS):
+            return
+        self._noted = clock
+        try:
+            self._store.set(str(self._rank), json.dumps([self.reductions, time.time(), doing]))
+        except RuntimeError:
+            self._store = None  # the process that keeps it is gone
+
+    def tell(self) -> str:
+        """One sentence for each process."""
+        return "; ".join(f"rank {rank} {self._tell_of(rank)}" for rank in range(self._size))
+
+    def _tell_of(self, rank: int) -> str:
+        try:
+            if self._store is None or not self._store.check([str(rank)]):
+                return "has not reported anything"
+            reductions, then, doing = json.loads(self._store.get(str(rank)))
+        except RuntimeError:
+            return "is not known, since the store is gone"
+        ago = max(0.0, time.time() - then)
+        return f"had completed {reductions} and {doing}, {ago:.0f} s ago"

@@ -1,0 +1,120 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""torch's DistributedDataParallel around a script's models: which instances there are, and what they average."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from apex_npu.backends.script_warnings import warn
+
+# Those that are alive; what dies removes itself.
+KnownDDPs = list["weakref.ref[DistributedDataParallel]"]
+
+
+def find_ddps(known: KnownDDPs) -> None:
+    """Add to ``known`` the instances that exist already."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    objects = gc.get_objects()  # torch has no list of them
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}
+    if kinds:
+        for found in [o for o in objects if type(o) in kinds]:
+            _add(known, found)
+
+
+def watch_ddps(known: KnownDDPs) -> Any:
+    """Add to ``known`` the instances that are made from now on, until ``remove()`` of what is returned."""
+
+    def note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel):
+            _add(known, module)
+
+    return register_module_module_registration_hook(note)
+
+
+def _add(known: KnownDDPs, ddp: DistributedDataParallel) -> None:
+    if all(ref() is not ddp for ref in known):
+        known.append(weakref.ref(ddp, known.remove))
+
+
+def ddps_of(known: KnownDDPs, params: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """Those of ``known`` around one of ``params``."""
+    ids = set(map(id, params))
+    alive = [ddp for ref in known if (ddp := ref()) is not None and hasattr(ddp, "reducer")]
+    return [ddp for ddp in alive if any(id(p) in ids for p in ddp.module.parameters())]
+
+
+def may_keep_grads(known: KnownDDPs) -> KnownDDPs:
+    """Those of ``known`` that may leave the gradients of the next backward to this process, as in ``no_sync``.
+
+    torch decides that in the forward, but a forward under ``no_grad`` leaves the same trace.
+    """
+
+    def averages(ddp: Any) -> bool:
+        return bool(ddp.require_backward_grad_sync and ddp.require_forward_param_sync)
+
+    return [ref for ref in known if (ddp := ref()) is not None and hasattr(ddp, "reducer") and not averages(ddp)]
+
+
+class LocalBackward:
+    """A backward whose gradients some instances may keep to this process."""
+
+    def __init__(self, ddps: Sequence[DistributedDataParallel]) -> None:
+        """It has not begun yet."""
+        self._reducers = [ddp.reducer for ddp in ddps]
+        self._before = self._stats()
+
+    def _stats(self) -> list[list[int]]:
+        return [reducer.get_backward_stats() for reducer in self._reducers]
+
+    def kept_grads(self) -> bool:
+        """After it: an instance has not taken part, since a reducer records when each gradient was ready for it."""
+        return any(now == before for now, before in zip(self._stats(), self._before, strict=True))
+
+
+@contextmanager
+def following_dtypes(known: KnownDDPs) -> Iterator[None]:
+    """Have those of ``known`` whose parameters change their dtype in the block average the gradients of these."""
+    alive = [ddp for ref in known if (ddp := ref()) is not None and hasattr(ddp, "reducer")]
+    before = [[p.dtype for p in ddp.module.parameters()] for ddp in alive]
+    yield
+    for ddp, dtypes in zip(alive, before, strict=True):
+        if [p.dtype for p in ddp.module.parameters()] == dtypes:
+            continue
+        obstacle = obstacle_to_rebuilding(ddp)
+        if obstacle is None:
+            rebuild_reducer(ddp)
+        else:
+            warn(
+                f"a model inside of a DistributedDataParallel with {obstacle} is float32 again: its gradients are not "
+                "averaged from now on. Wrap it again"
+            )
+
+
+def obstacle_to_rebuilding(ddp: Any) -> str | None:
+    """What ``rebuild_reducer`` would lose; None: nothing."""
+    if ddp.process_group is not dist.group.WORLD:
+        return "a process group other than the default one"
+    if ddp.mixed_precision is not None:
+        return "mixed_precision of its own"
+    if ddp._get_ddp_logging_data().get("comm_hook"):
+        return "a communication hook"
+    return None
+
+
+def rebuild_reducer(ddp: Any) -> None:
+    """Have ``ddp`` average the gradients of parameters whose dtype has changed: their accumulators are new.
+
+    Unpickling does just this, for want of a function.
+    """
+    ddp.__setstate__(ddp.__getstate__())

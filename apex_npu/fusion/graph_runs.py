@@ -1,0 +1,131 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Runs that a CUDA graph can step: each replay counts without the host, so the step counts are on the device.
+
+The host only records which of them are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from apex_npu.backends.script_warnings import warn
+from apex_npu.fusion.flat_buffer import FlatBuffer
+from apex_npu.fusion.grad_slots import FOREIGN, IN_BUFFER, NONE
+from apex_npu.fusion.group_buffers import GroupBuffers
+from apex_npu.fusion.run import Run, Runs, StepCounts
+
+
+class GraphRuns(Runs):
+    """Runs with counts on ``device``, which graphs that have been captured step as well."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        """``count`` slots, none stepped."""
+        super().__init__(_DeviceStepCounts(count, device))
+        self._captured: list[Run] = []
+        self._has_warned = False
+
+    @property
+    def is_captured(self) -> bool:  # type: ignore[override]
+        """See ``Runs``."""
+        return bool(self._captured)
+
+    def steps_as_before(self, group: GroupBuffers) -> bool:
+        """True where ``cut`` would give the same runs as the last time, with gradients as they are now."""
+        states = group.grads.states().replace(bytes([FOREIGN]), bytes([IN_BUFFER]))
+        return not states.strip(bytes([NONE])) or self.is_cut(states)
+
+    def keep(self) -> None:
+        """A graph is being captured that reads the tables of these runs for as long as it is replayed."""
+        for run in self.current:
+            run.keep()
+        self._captured += [run for run in self.current if run not in self._captured]
+        self._has_warned = False
+
+    def _cut(self, group: GroupBuffers, states: bytes) -> list[Run]:
+        """A graph counts steps for a run as a whole: one part of it must not have more than the rest."""
+        stepping = [state != NONE for state in states]
+        parted = [run for run in self._captured if 0 < sum(map(stepping.__getitem__, run.slots)) < len(run.params)]
+        if parted and not self._has_warned:
+            self._has_warned = True
+            warn(
+                "parameters that a captured CUDA graph steps together are being stepped apart, some of them without a "
+                "gradient now. Do not replay that graph any more, since it assumes that their step counts are equal; "
+                "capture a new one"
+            )
+        return super()._cut(group, states)
+
+
+class _DeviceStepCounts(StepCounts):
+    """Counts on a device. They are read after they were set, or written by a user; otherwise no step waits for them.
+
+    Each replay repeats the counting of its capture without the host: two slots may come to have equal counts without
+    the host's knowledge, and only those that have always been stepped together are assumed to be equal.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._buffer = FlatBuffer(count, torch.float32, device)
+        self._views: dict[int, Tensor] = {}
+        self._labels: list[Hashable] = [0.0] * count
+        self._new = [True] * count
+        self._written = False
+        self._versions = 0
+
+    def view(self, index: int) -> Tensor:
+        view = self._views.get(index)
+        if view is None:
+            view = self._views[index] = self._buffer.view(index, (), ())
+            self._versions += view._version
+        return view
+
+    def set(self, index: int, count: float) -> None:
+        self._buffer.flat[index] = count
+        self._written = True
+
+    def is_new(self, index: int) -> bool:
+        self._read_again()
+        return self._new[index]
+
+    def labels(self, stepping: Sequence[bool]) -> list[Hashable]:
+        self._read_again()
+        staying = {label for label, steps in zip(self._labels, stepping, strict=True) if not steps}
+        fresh: dict[Hashable, Hashable] = {label: object() for label in staying}
+        self._labels = [
+            fresh[label] if steps and label in staying else label
+            for label, steps in zip(self._labels, stepping, strict=True)
+        ]
+        return list(self._labels)
+
+    def are_uniform(self, runs: Sequence[Run]) -> bool:
+        return not self._is_written()
+
+    def add(self, run: Run, addend: float | Tensor) -> Tensor:
+        slots = run.slots
+        if isinstance(addend, Tensor) or addend:
+            self._buffer.flat[slots.start : slots.stop].add_(addend)
+        run.counted = addend
+        self._new[slots.start : slots.stop] = [False] * len(slots)
+        self._versions = self._version()  # in pure torch views count what is written to the buffer, too
+        return self._buffer.flat[slots.start]
+
+    def take_back(self, run: Run) -> None:
+        if run.counted is not None:
+            self._buffer.flat[run.slots.start : run.slots.stop].sub_(run.counted)
+            self._written = True  # to be read again: some may never have been stepped
+
+    def _is_written(self) -> bool:
+        return self._written or self._version() != self._versions
+
+    def _version(self) -> int:
+        return sum(view._version for view in self._views.values())
+
+    def _read_again(self) -> None:
+        if not self._is_written():
+            return
+        counts: list[float] = self._buffer.flat.tolist()
+        self._labels, self._new = list(counts), [count == 0 for count in counts]
+        self._written = False
+        self._versions = self._version()

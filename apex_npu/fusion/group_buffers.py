@@ -1,0 +1,194 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The flat buffers of one (param_group, device, dtype): parameters, gradients and state."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from apex_npu.fusion.flat_buffer import FlatBuffer, leave_private_formats, may_move
+from apex_npu.fusion.flat_grads import FlatGrads
+from apex_npu.fusion.layout import Layout, Slot
+from apex_npu.fusion.storage import is_slot, release_previous, slot_table, storage_numel
+from apex_npu.ops import wide_dtype
+
+
+class GroupBuffers:
+    """The flat buffers of some parameters.
+
+    Attributes:
+        params: Of one dtype and device, dense, not overlapping.
+        param_flat: 1-D over the memory of all of them.
+        grads: Their gradients, laid out alike.
+        table: Where each parameter lay when it was fused.
+        kept: Parameters whose former memory may still be referenced from outside torch (a numpy array).
+        model_params: Gives the low-precision copy of the parameters that rules write as well, or None where it is gone.
+        owns_memory: ``param_flat`` has been made for them; else it is where a parameter was before.
+    """
+
+    owns_memory = True
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        param_flat: Tensor,
+        offsets: Sequence[int],
+        grad_memory: Callable[[], FlatBuffer] | None = None,
+    ) -> None:
+        """Wrap ``param_flat``, which holds ``params``.
+
+        ``grad_memory`` gives the buffer of their gradients; None: they get one of their own.
+        """
+        self.params = list(params)
+        self.param_flat = param_flat
+        self.grads = FlatGrads(self.params, offsets, param_flat.numel(), grad_memory)
+        self.table = slot_table(self.params)
+        self.kept = [p for p in self.params if not release_previous(p)]
+        self.model_params: Callable[[], ModelParamBuffer | None] = type(None)
+        self._states: dict[str, _State] = {}
+        self._scratch: dict[str, FlatBuffer] = {}
+        self._used = bytearray(len(self.params))
+
+    @property
+    def in_slots(self) -> bool:
+        """Whether all parameters are in fused buffers, where aliases can be detected; one that was not moved is not."""
+        return all(map(is_slot, self.params))
+
+    def span(self, slots: range) -> tuple[int, int]:
+        """Elements [begin, end) of consecutive ``slots``, their padding included."""
+        offsets = self.grads.offsets
+        return offsets[slots.start], offsets[slots.stop] if slots.stop < len(offsets) else self.param_flat.numel()
+
+    def broken(self) -> list[int]:
+        """Indices of the parameters that are no longer in their slot (``p.data = …``, ``.to()``, another fusion)."""
+        return self.table.broken(self.params)
+
+    def release_kept(self) -> None:
+        """Release former memory that nothing outside torch references any more."""
+        self.kept = [p for p in self.kept if not release_previous(p)]
+
+    # State
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """float32 for float16 and bfloat16 parameters: their updates are computed in it; else their own dtype."""
+        return wide_dtype(self.param_flat.dtype)
+
+    def state_flat(self, name: str) -> Tensor:
+        """The buffer of state ``name``, allocated with zeros at first use."""
+        return self._state(name).flat
+
+    def scalar_flat(self, name: str) -> Tensor:
+        """A state of one number for each parameter, allocated with zeros at first use."""
+        return self._state(name, scalar=True).flat
+
+    def scratch_flat(self, name: str) -> Tensor:
+        """Memory like a state's, but for intermediate values only: it is never shown, saved or zeroed."""
+        buffer = self._scratch.get(name)
+        if buffer is None:
+            buffer = self._scratch[name] = FlatBuffer(self.param_flat.numel(), self.state_dtype, self.param_flat.device)
+        return buffer.flat
+
+    def placed(self, slots: range) -> list[tuple[Tensor, int]]:
+        """The parameters of ``slots``, each with its offset in the group's flat tensors."""
+        return [(self.params[i], self.grads.offsets[i]) for i in slots]
+
+    def state_views(self, name: str, *, scalar: bool = False) -> list[Tensor]:
+        """State ``name`` of all parameters: shaped like them, or 0-dim for a state of one number."""
+        return self._state(name, scalar=scalar).views
+
+    def reset_state(self, name: str, index: int, initial: float, *, scalar: bool = False) -> None:
+        """Have state ``name`` of one parameter be ``initial``; nothing is launched where it is that already."""
+        state = self._state(name, initial, scalar=scalar)
+        if self._used[index] or initial != state.initial:
+            state.views[index].fill_(initial)
+
+    def _state(self, name: str, initial: float = 0.0, *, scalar: bool = False) -> _State:
+        state = self._states.get(name)
+        if state is None:
+            numel = len(self.params) if scalar else self.param_flat.numel()
+            buffer = FlatBuffer(numel, self.state_dtype, self.param_flat.device)
+            if initial:
+                buffer.flat.fill_(initial)
+            if scalar:
+                views = [buffer.view(i, (), ()) for i in range(numel)]
+            else:
+                views = buffer.views_like(self.params, self.grads.offsets)
+            state = self._states[name] = _State(buffer.flat, views, initial)
+        return state
+
+    def use(self, index: int) -> None:
+        """From now on the states of one parameter may hold anything."""
+        self._used[index] = 1
+
+    def add_model_params(
+        self, tensors: Sequence[Tensor | None], memory: Callable[[torch.dtype], FlatBuffer]
+    ) -> ModelParamBuffer | None:
+        """Move ``tensors``, one or None for each parameter, into a buffer of their own that is laid out like this one.
+
+        Only those move that are shaped and strided like their parameter, own their storage, and share a dtype. Private
+        formats are left first.
+
+        Args:
+            tensors: Model parameters.
+            memory: Gives the buffer, as long as this group's.
+
+        Returns:
+            The buffer, or None where nothing can move.
+        """
+        leave_private_formats([t for t in tensors if t is not None])
+        movable = [
+            (i, t)
+            for i, (t, p) in enumerate(zip(tensors, self.params, strict=True))
+            if t is not None
+            and (t.device, t.size(), t.stride(), t.storage_offset()) == (p.device, p.size(), p.stride(), 0)
+            and storage_numel(t) == t.numel() > 0
+            and may_move([t])
+        ]
+        movable = [(i, t) for i, t in movable if t.dtype == movable[0][1].dtype]
+        if not movable:
+            return None
+        moved = [t for _, t in movable]
+        buffer = memory(moved[0].dtype)
+        slots = tuple(Slot(self.grads.offsets[i], t.numel(), t.numel()) for i, t in movable)
+        buffer.adopt(moved, Layout(slots, tuple(range(len(slots))), buffer.flat.numel()))
+        found = ModelParamBuffer(buffer.flat, moved)
+        self.model_params = weakref.ref(found)
+        return found
+
+
+class _State(NamedTuple):
+    """One state of all parameters: its buffer, a view for each parameter, and what the buffer was filled with."""
+
+    flat: Tensor
+    views: list[Tensor]
+    initial: float
+
+
+class ModelParamBuffer:
+    """The model parameters of masters, in a buffer laid out like a ``GroupBuffers``'s.
+
+    Attributes:
+        flat: 1-D, as long as the group's; where a parameter has none it holds anything.
+        params: The model parameters.
+        table: Where they were when they were moved here.
+        kept: Those whose former memory may still be referenced from outside torch.
+        written: How many of them the last step has updated.
+    """
+
+    def __init__(self, flat: Tensor, params: Sequence[Tensor]) -> None:
+        """Wrap ``flat``, which already holds ``params``."""
+        self.flat = flat
+        self.written = 0
+        self.params = list(params)
+        self.table = slot_table(self.params)
+        self.kept = [p for p in self.params if not release_previous(p)]
+
+    def release_kept(self) -> None:
+        """Release former memory that nothing outside torch references any more."""
+        self.kept = [p for p in self.kept if not release_previous(p)]

@@ -1,0 +1,77 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``storage.py`` by the C++ extension (csrc/combine_tensors): storages are re-pointed, and all aliases follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from apex_npu import _C
+from apex_npu._C import check_change_data_ptr, is_slot, owns_memory, storage_view
+from apex_npu.backends.script_warnings import warn
+from apex_npu.fusion.storage_common import SlotTable, has_unnamed_aliases, storage_numel
+
+__all__ = [
+    "aliases_follow",
+    "change_data_ptr",
+    "check_change_data_ptr",
+    "follows_aliases",
+    "is_slot",
+    "move_out",
+    "move_storage",
+    "owns_memory",
+    "release_previous",
+    "slot_table",
+    "storage_view",
+]
+
+
+def change_data_ptr(dst: Tensor, src: Tensor, offset: int) -> None:
+    """See ``storage_torch``."""
+    check_change_data_ptr(dst, src, offset)
+    move_storage([dst], src, offset)
+
+
+def move_storage(tensors: Sequence[Tensor], buffer: Tensor, offset: int) -> None:
+    """See ``storage_torch``."""
+    if not aliases_follow(tensors):
+        warn(
+            f"a numpy array over a tensor of shape {tuple(tensors[0].shape)} will not follow it into other memory, and "
+            "keeps the values of now: make the array again afterwards"
+        )
+    # An alias may be something else outside torch, which cannot follow, and must not be left dangling.
+    _C.change_data_ptr(tensors[0], buffer, offset, has_unnamed_aliases(tensors))
+
+
+@torch.no_grad()
+def move_out(tensor: Tensor) -> None:
+    """See ``storage_torch``; all aliases follow."""
+    move_storage([tensor], tensor.detach().as_strided((storage_numel(tensor),), (1,), 0).clone(), 0)
+
+
+def slot_table(tensors: Sequence[Tensor]) -> SlotTable:
+    """See ``storage_torch``."""
+    return _C.SlotTable(tensors)
+
+
+def follows_aliases() -> bool:
+    """See ``storage_torch``."""
+    return True
+
+
+def aliases_follow(tensors: Sequence[Tensor]) -> bool:
+    """See ``storage_torch``. ``Tensor.numpy`` fixes the size of a storage, which torch otherwise leaves free."""
+    return tensors[0].untyped_storage().resizable() or not has_unnamed_aliases(tensors)
+
+
+def release_previous(tensor: Tensor) -> bool:
+    """See ``storage_torch``."""
+    if not _C.keeps_previous(tensor):
+        return True
+    if has_unnamed_aliases([tensor]):
+        return False
+    _C.release_previous(tensor)
+    return True

@@ -1,0 +1,192 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ops declared once: a typed Python function whose signature is the schema and whose body is the reference kernel.
+
+A call of a declared op goes through torch's dispatcher to the kernel for the operands' device: one that ``kernels.py``
+registers, or else the body. In signatures
+
+- ``Mutated`` is a tensor that is updated in place;
+- ``Scratch`` likewise, with arbitrary values before and after the call;
+- ``float | Tensor`` and ``int | Tensor`` are numbers, or tensors of one element on the operands' device.
+
+A *rule* updates parameters. It has two overloads: the default one takes numbers; ``on_device`` takes in addition
+``<name>_tensor`` for each number that may be a tensor, and ``found_inf``. A call picks the overload.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from string import ascii_lowercase
+from typing import Annotated, Any, Generic, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from apex_npu.ops.reference import chunks
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+Mutated = Annotated[Tensor, "mutated"]
+Scratch = Annotated[Tensor, "mutated", "scratch"]
+
+_library = torch.library.Library("apex_npu", "DEF")  # lives as long as the process
+
+
+class Op(Generic[_P, _R]):
+    """A declared op.
+
+    Attributes:
+        name: As torch registers it, with the overload.
+        overload: What the dispatcher calls.
+        reference: The body: the op in plain torch, on any device.
+        operands: Names of the positional parameters.
+        defaults: Of the parameters that have one.
+    """
+
+    def __init__(self, body: Callable[_P, _R], name: str, fake: Callable[..., object]) -> None:
+        """Register the op.
+
+        Args:
+            body: See the module.
+            name: As torch registers it, with the overload.
+            fake: Returns what the op returns for tensors without memory.
+        """
+        self.__name__, self.__doc__, self.__wrapped__ = body.__name__, body.__doc__, body
+        self.name = name
+        self.reference: Callable[..., Any] = body
+        parameters = inspect.signature(body).parameters.values()
+        self.operands = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        self.overload = _register(name + _schema(body), body, fake)
+
+    def __call__(self, *operands: _P.args, **options: _P.kwargs) -> _R:
+        """Run the kernel for the operands' device."""
+        result: _R = self.overload(*operands, **options)
+        return result
+
+    def implement(self, kernel: Callable[..., Any], key: str, overload: str = "") -> None:
+        """Make ``kernel`` that of an overload, by default the declared one, for the dispatch key ``key``."""
+        _library.impl(f"{self.name}.{overload}" if overload else self.name, kernel, key)
+
+
+class Rule(Op[_P, None]):
+    """A declared op that updates parameters.
+
+    Attributes:
+        numbers: The parameters that may be tensors, with the type that they have otherwise.
+        on_device: The overload for such tensors and for ``found_inf``.
+    """
+
+    def __init__(self, body: Callable[_P, None]) -> None:
+        """Register both overloads. The body need not read ``found_inf``."""
+        super().__init__(body, body.__name__, _return_none)
+        hints = {name: _members(hint) for name, hint in get_type_hints(body, include_extras=True).items()}
+        self.numbers = {name: kinds[0] for name, kinds in hints.items() if Tensor in kinds[1:]}
+        marks = [get_args(hints[name][0]) for name in self.operands]
+        self._restored = [i for i, mark in enumerate(marks) if "mutated" in mark and "scratch" not in mark]
+        self._is_elementwise = "starts" not in self.operands
+        self.reference = self._skippable
+        tensors = [f"Tensor? {name}=None" for name in (*(f"{number}_tensor" for number in self.numbers), "found_inf")]
+        schema = f"{self.name}.on_device{_schema(body)}".replace(") -> ()", f", {', '.join(tensors)}) -> ()")
+        self.on_device = _register(schema, self.device_scalars(self.reference), _return_none)
+
+    def __call__(self, *operands: _P.args, **options: _P.kwargs) -> None:
+        """Run the kernel for the operands' device."""
+        found_inf = options.pop("found_inf", None)
+        tensors = {}
+        for name, number in self.numbers.items():
+            if isinstance(options.get(name), Tensor):
+                tensors[f"{name}_tensor"] = options[name]
+                options[name] = number()  # required, and not read
+        if tensors or found_inf is not None:
+            self.on_device(*operands, found_inf=found_inf, **tensors, **options)
+        else:
+            self.overload(*operands, **options)
+
+    def device_scalars(self, kernel: Callable[..., None]) -> Callable[..., None]:
+        """A kernel of the overload ``on_device``, from one with the declared signature."""
+
+        def on_device(*operands: Any, **options: Any) -> None:
+            for name in self.numbers:
+                tensor = options.pop(f"{name}_tensor", None)
+                if tensor is not None:
+                    options[name] = tensor.reshape(())
+            kernel(*operands, **options)
+
+        return on_device
+
+    def host_scalars(self) -> Callable[..., None]:
+        """The same for the CPU, where tensors can be read without waiting: its kernels take numbers alone."""
+
+        def default(*operands: Any, found_inf: Tensor | None = None, **options: Any) -> None:
+            if found_inf is not None and bool(found_inf):
+                return
+            for name, number in self.numbers.items():
+                options[name] = number(options[name])
+            self.overload(*operands, **options)
+
+        return self.device_scalars(default)
+
+    def _skippable(self, *operands: Any, found_inf: Tensor | None = None, **options: Any) -> None:
+        """The body; where ``found_inf`` is not 0, what it has written is as it was before.
+
+        It takes clones of the mutated operands, of a chunk at a time where elements are independent of each other.
+        """
+        if found_inf is None:
+            self.__wrapped__(*operands, **options)
+            return
+        skipped = found_inf.reshape(()) != 0
+        for pieces in chunks(operands) if self._is_elementwise else (operands,):
+            written = [pieces[i] for i in self._restored if i < len(pieces) and pieces[i] is not None]
+            before = [t.clone() for t in written]
+            self.__wrapped__(*pieces, **options)
+            for now, then in zip(written, before, strict=True):
+                torch.where(skipped, then, now, out=now)
+
+
+def op(name: str, fake: Callable[..., object]) -> Callable[[Callable[_P, _R]], Op[_P, _R]]:
+    """Declare an op under ``name``; see ``Op``."""
+    return lambda body: Op(body, name, fake)
+
+
+def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., object]) -> Any:
+    _library.define(schema)
+    name = schema.partition("(")[0]
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    _library.impl(name, fake, "Meta")
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.apex_npu, packet), overload or "default")
+
+
+def _return_none(*operands: object, **options: object) -> None:
+    """Shapes do not change and nothing is returned: all that tracing needs."""
+
+
+# torch.library.infer_schema makes SymInt of an int, which no kernel here takes, and has no words for unions.
+_TYPES: dict[Any, str] = {Tensor: "Tensor", float: "float", int: "int", bool: "bool", type(None): "()"}
+
+
+def _schema(body: Callable[..., Any]) -> str:
+    """The schema that follows from the signature of ``body``; ``found_inf`` is in it only if it is mutated."""
+    hints = get_type_hints(body, include_extras=True)
+    aliases = iter(ascii_lowercase)
+    arguments = []
+    for p in inspect.signature(body).parameters.values():
+        kind, *others = _members(hints[p.name])
+        if p.kind is p.KEYWORD_ONLY and "*" not in arguments:
+            arguments.append("*")
+        if p.name == "found_inf" and others:
+            continue
+        mutated = get_origin(kind) is Annotated
+        type_ = f"Tensor({next(aliases)}!)" if mutated else _TYPES[kind]
+        optional = "?" if type(None) in others else ""
+        default = "" if p.default is p.empty else f"={p.default}"
+        arguments.append(f"{type_}{optional} {p.name}{default}")
+    return f"({', '.join(arguments)}) -> {_TYPES[hints['return']]}"
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The types in a union, or the one type."""
+    return (hint,) if get_origin(hint) is Annotated else get_args(hint) or (hint,)

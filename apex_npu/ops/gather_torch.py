@@ -1,0 +1,103 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ``gather.py`` has two implementations of, in pure torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from apex_npu.ops.reference import LOW_PRECISION
+from apex_npu.ops.segmented import norm
+
+
+def gathers_in_one_pass(slot: Tensor) -> bool:
+    """True where ``gather_`` copies, widens, multiplies and checks every element in one pass."""
+    return False
+
+
+def take_grads_(
+    sources: Sequence[Tensor],
+    params: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    inv_scale: float = 1.0,
+    found_inf: Tensor | None = None,
+) -> int | None:
+    """Gather the gradients of ``sources``, those that are there, into ``slots``, and make these ``params``' gradients.
+
+    Only where ``gathers_in_one_pass(slots[0])``: one call, however many there are. For the rest see ``gather_``.
+
+    Args:
+        sources: Where autograd leaves the gradients of ``params``: those, or for a master its model parameter.
+        params: One for each.
+        slots: Likewise.
+        inv_scale: See ``gather_``.
+        found_inf: See ``gather_``.
+
+    Returns:
+        The index of the first gradient that is sparse, not of its parameter's dtype, or a subclass with dispatch of its
+        own, with nothing written; or None.
+    """
+    raise NotImplementedError("take_grads_ needs the C++ extension; where gathers_in_one_pass() is False use gather_")
+
+
+@torch.no_grad()
+def gather_(
+    slots: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: float = 1.0, found_inf: Tensor | None = None
+) -> None:
+    """Write grad · inv_scale into its slot, for each pair.
+
+    Args:
+        slots: Dense, of one dtype and device, not overlapping.
+        grads: Shaped like them; of any floating dtype, widened before they are multiplied.
+        inv_scale: 1 / loss scale.
+        found_inf: float32, one element; set to 1 where an element of a gradient is inf or nan. None: do not look.
+    """
+    if not slots:
+        return
+    slots = list(slots)
+    torch._foreach_copy_(slots, list(grads))
+    unscale_grads(slots, inv_scale, found_inf)
+
+
+def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | None) -> None:
+    """Multiply ``grads``, all of one device and dtype, by ``inv_scale``.
+
+    Args:
+        grads: Dense tensors, or all of them placed.
+        inv_scale: 1 / loss scale.
+        found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
+    """
+    if not grads or (inv_scale == 1.0 and found_inf is None):
+        return
+    # Subclasses may have no memory but that of tensors inside (DTensor); torch's own ops handle them.
+    plain = all(type(grad) is Tensor for grad in grads)
+    if plain and inv_scale == 1.0 and found_inf is not None and found_inf.device.type == "cpu":
+        if not all(map(_is_finite, grads)):
+            found_inf.fill_(1.0)
+    elif found_inf is not None:
+        # One pass that multiplies and checks every element; where it need not multiply, it still is the fewest calls.
+        factor = torch.full((1,), inv_scale, dtype=torch.float32, device=found_inf.device)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+    else:
+        torch._foreach_mul_(grads, inv_scale)
+
+
+def is_placed(tensor: Tensor) -> bool:
+    """True for an operand that refers to gradients where autograd left them: only ops can read it, it has no memory."""
+    return False
+
+
+def multiply_(grads: Tensor, factor: Tensor) -> None:
+    """``grads.mul_(factor)``, of a dense tensor or a placed one, with one number on their device."""
+    grads.mul_(factor.to(grads.dtype))
+
+
+def _is_finite(grad: Tensor) -> bool:
+    """True where every element is finite: by the norm, which is fast, unless that alone is too large for its dtype."""
+    if grad.dtype not in LOW_PRECISION and math.isfinite(torch.linalg.vector_norm(grad)):
+        return True
+    return math.isfinite(norm(grad.reshape(-1))) or bool(grad.isfinite().all())

@@ -1,0 +1,149 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``PlainAmp``: what docs/amp.md and Apex promise, on float32 parameters and an optimizer of torch, without amp.
+
+Scaling by powers of two changes no number. Gradients here are therefore never scaled, and a parameter and its master
+are one tensor; what is left of amp is when a step is skipped, how the scale moves, and which gradients are cleared.
+"""
+
+from __future__ import annotations
+
+import torch
+
+INITIAL_SCALE, WINDOW, MAX_SCALE = 16.0, 3, 64.0
+
+
+class Refused(Exception):
+    """The operation has to raise, and to change nothing."""
+
+
+class PlainScaler:
+    def __init__(self, scale):
+        self.dynamic = scale == "dynamic"
+        self.scale, self.unskipped = INITIAL_SCALE if self.dynamic else scale, 0
+
+    def update(self, found_inf):
+        self.unskipped = 0 if found_inf else self.unskipped + 1
+        if found_inf:
+            self.scale /= 2
+        elif self.dynamic and self.unskipped >= WINDOW:
+            self.scale, self.unskipped = min(2 * self.scale, MAX_SCALE), 0
+
+    def state(self):
+        return {"loss_scale": self.scale, "unskipped": self.unskipped}
+
+
+class PlainAmp:
+    """amp of some optimizers.
+
+    Args:
+        optimizers: Of torch, over parameters in float32.
+        scale: A number, or "dynamic".
+        losses: How many loss scales there are.
+        masters: The level has masters.
+        has_master: Whether a parameter would have one.
+        fuses: ``fuse_unscale``: overflow is looked for when the result is needed.
+    """
+
+    def __init__(self, optimizers, scale, losses, masters, has_master, fuses):
+        self.optimizers = optimizers
+        self.scalers = [PlainScaler(scale) for _ in range(losses)]
+        self.skip, self.applied = [False] * len(optimizers), [None] * len(optimizers)
+        self.delayed, self._were_delayed = [False] * len(optimizers), [False] * len(optimizers)
+        self._unchecked = {}  # optimizer → scaler
+        self._masters, self._has_master, self._fuses = masters, has_master, fuses
+
+    def params(self, o):
+        return [p for group in self.optimizers[o].param_groups for p in group["params"]]
+
+    def grads(self, o):
+        return [p.grad for p in self.params(o) if p.grad is not None]
+
+    def check(self, *which):
+        """Decide what has been left open of these optimizers, or of all."""
+        for o in which or list(self._unchecked):
+            if o in self._unchecked:
+                self._decide([o], self._unchecked.pop(o))
+
+    def _decide(self, which, scaler):
+        overflow = scaler.dynamic and not all(bool(grad.isfinite().all()) for o in which for grad in self.grads(o))
+        scaler.update(overflow)
+        for o in which:
+            self.skip[o] |= overflow
+
+    def begin(self, which):
+        """A block of these optimizers opens."""
+        self.check()
+        for o in which:
+            self._were_delayed[o] = self.delayed[o] and self._masters
+            self.skip[o] = self.skip[o] and bool(self.grads(o))
+            for grad in self.grads(o) if self.skip[o] else []:
+                grad.zero_()
+
+    def backward(self, which, loss, *, fails):
+        """Backward in the block, after which it fails, maybe.
+
+        What it has given to masters is dropped then, but where ``delay_unscale`` leaves gradients on the model, too.
+        """
+        params = [p for o in which if not self._were_delayed[o] for p in self.params(o) if self._has_master(p)]
+        before = [None if p.grad is None else p.grad.clone() for p in params]
+        loss.backward()
+        if fails:
+            for p, grad in zip(params, before, strict=True):
+                p.grad = grad
+
+    def fail(self, which):
+        for o in which:
+            self.delayed[o] = self._were_delayed[o]
+
+    def end(self, which, loss_id, delay):
+        scaler = self.scalers[loss_id]
+        for o in which:
+            # A plain backward is as good as a block at a scale of 1, but for masters.
+            self.delayed[o] = delay == "delay_unscale" and (scaler.scale != 1.0 or self._masters)
+        if delay is not None:
+            return
+        if self._fuses and scaler.dynamic and len(which) == 1:
+            self._unchecked[which[0]] = scaler
+        else:
+            self._decide(which, scaler)
+
+    def require_unscaled(self, o):
+        if self.delayed[o]:
+            raise Refused
+
+    def step(self, o):
+        self.require_unscaled(o)
+        self.check(o)
+        self.applied[o] = not self.skip[o]
+        if self.applied[o]:
+            self.optimizers[o].step()
+        self.skip[o] = False
+        for p in self.params(o):
+            if self._has_master(p):
+                p.grad = None
+
+    def zero_grad(self, o, set_to_none):
+        self.check(o)
+        self.optimizers[o].zero_grad(set_to_none)
+        self.skip[o] = self.delayed[o] = False
+
+    def clear(self, p, set_to_none):
+        if set_to_none:
+            p.grad = None
+        elif p.grad is not None:
+            p.grad.zero_()
+
+    def clip(self, o, max_norm, norm_type):
+        self.check(o)
+        return torch.nn.utils.clip_grad_norm_(self.params(o), max_norm, norm_type)
+
+    def state(self):
+        self.check()
+        return {f"loss_scaler{i}": scaler.state() for i, scaler in enumerate(self.scalers)}
+
+    def load(self, state):
+        self.check()
+        for i, scaler in enumerate(self.scalers):
+            scaler.scale = state[f"loss_scaler{i}"]["loss_scale"]
+            scaler.unskipped = state[f"loss_scaler{i}"]["unskipped"]

@@ -1,0 +1,760 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Random programs of amp, each run on amp and on ``PlainAmp``, and compared after every operation.
+
+A program is a ``Config`` and a list of operations: the name of a method of ``Script``, with its arguments. There are
+two models, two optimizers and two losses. Weights, gradients, learning rates and momentum are such that nothing is
+rounded in another place than by torch.optim, so that everything has to be equal.
+
+    PYTHONPATH=tests python -m amp.random_programs --programs 2000 [--first-seed 0]
+
+runs many of them (2,000 on the CPU, 1,000 with ``APEX_NPU_TEST_DEVICE=npu`` before a release), and prints what
+differs, with as few operations as reproduce it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import math
+import os
+import random
+import sys
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from amp.plain_amp import INITIAL_SCALE, MAX_SCALE, WINDOW, PlainAmp, Refused
+from devices import DEVICE
+from torch import nn
+
+from apex_npu import amp, optimizers
+
+LOW = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+WITH_MASTERS = ("O2", "O5")
+SHAPES = ((3,), (65, 64), (), (3, 2))  # the second is large enough to be read in place, the last is transposed
+BATCH_NORM = (4, 5)  # the indices of its parameters, which stay float32
+PARAMS = len(SHAPES) + len(BATCH_NORM)
+BOTH = (0, 1)
+
+# Operations that are not drawn: those that reach faults in tests/known_faults, and what several processes do not do.
+LEFT_OUT: dict[str, tuple[str, ...]] = {
+    "": (),
+    "combine_ddp": ("fail",),  # which drops all gradients there
+    "DistributedDataParallel": ("fail", "freeze", "unfreeze", "regroup", "add", "move"),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    level: str
+    rule: str  # sgd, or adam without averages
+    how: str  # torch, combine_grad or fused
+    fuse_unscale: bool
+    scale: float | str
+    momentum: float
+    weight_decay: float
+    hook: bool
+    groups: tuple  # for each optimizer its groups, of indices of parameters; those in none are frozen
+    averages: str = ""  # over two processes: combine_ddp, or DistributedDataParallel
+
+    @property
+    def defers(self):
+        return self.fuse_unscale and self.scale == "dynamic"
+
+
+class Net(nn.Module):
+    """The gradient of each parameter that is reached is a pattern of −2, −1, 1 and 2, times ``factor``."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.ParameterList([nn.Parameter(pattern(shape, i)) for i, shape in enumerate(SHAPES)])
+        self.bn = nn.BatchNorm1d(5, device=DEVICE)
+        self.patterns = [pattern(p.shape, 5 - i).contiguous() for i, p in enumerate(self.in_order())]
+
+    def in_order(self):
+        return [*self.w, self.bn.weight, self.bn.bias]
+
+    def forward(self, factor, reached):
+        return sum(self._product(i, factor.reshape(())) for i in reached)
+
+    def _product(self, i, factor):
+        p, x = self.in_order()[i], self.patterns[i] * factor
+        if p.dim() == 1:
+            return torch.matmul(p.reshape(1, -1), x.to(p.dtype).reshape(-1, 1)).sum()  # which O1 casts
+        return (p * x.to(p.dtype)).sum()
+
+
+def pattern(shape, seed):
+    values = torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(seed))
+    found = torch.tensor([-2.0, -1.0, 1.0, 2.0])[values].to(DEVICE)
+    return found.t() if found.dim() == 2 and found.shape[1] == 2 else found
+
+
+class Stop(Exception):
+    """Raised inside a block by the program."""
+
+
+class Script:
+    """What a program does, with amp or, in ``Plain``, without it; everything that is the same for both.
+
+    Attributes:
+        groups: For each optimizer the indices of the parameters in its groups.
+        started: Parameters whose master has had a block: from then on the master is what a script edits.
+        assigned: Parameters whose master a script has given a gradient, which clearing the model's may clear or not.
+        stale: Optimizers whose masters have been edited since they were copied to the model.
+    """
+
+    def __init__(self, config):
+        self.config, self.models = config, [Net(), Net()]
+        self.forwards = self.models
+        self.groups = [list(map(list, groups)) for groups in config.groups]
+        self.started, self.assigned, self.stale, self.saved = set(), set(), [False, False], None
+        for o in BOTH:
+            self.freeze_unlisted(o)
+        self.optimizers = [
+            self.optimizer_class()([{"params": [self.params(o)[i] for i in g]} for g in self.groups[o]], **self.rule())
+            for o in BOTH
+        ]
+        self.start()
+        self.at_step = []  # the gradients that hooks have seen
+        if config.hook:
+            for optimizer in self.optimizers:
+                optimizer.register_step_pre_hook(lambda optimizer, *_: self.at_step.append(grads_of(optimizer)))
+
+    def rule(self):
+        if self.config.rule == "adam":
+            return {"lr": 2.0**-5, "betas": (0.0, 0.0), "eps": 1e-30}
+        return {"lr": 2.0**-5, "momentum": self.config.momentum, "weight_decay": self.config.weight_decay}
+
+    def params(self, o):
+        return self.models[o].in_order()
+
+    def listed(self, o):
+        return [i for group in self.groups[o] for i in group]
+
+    def stepped(self, o, i):
+        """What the optimizer steps for parameter ``i``: itself, or its master."""
+        if i not in self.listed(o):
+            return self.params(o)[i]
+        return [p for g in self.optimizers[o].param_groups for p in g["params"]][self.listed(o).index(i)]
+
+    def has_master(self, i):
+        return self.config.level in WITH_MASTERS and i not in BATCH_NORM
+
+    def freeze_unlisted(self, o):
+        for i, p in enumerate(self.params(o)):
+            p.requires_grad_(i in self.listed(o))
+            p.grad = p.grad if p.requires_grad else None
+
+    def loss(self, which, factor, reached):
+        x = torch.full((1,), self.share(factor), device=DEVICE)
+        return sum(self.forwards[o](x, reached[o]) for o in which)
+
+    # Operations
+
+    def block(self, which, loss_id, factor, reached, delay=None, clear=None, fail=None):
+        which = tuple(o for o in which if any(self.params(o)[i].requires_grad for i in reached[o]))
+        self.which = which
+        if not which:
+            return
+        self.started |= {(o, i) for o in which for i in self.listed(o) if self.params(o)[i].requires_grad}
+        self.scale_loss(which, loss_id, self.loss(which, factor, reached), delay, clear, fail)
+
+    def step(self, o):
+        self.step_optimizer(o)
+        self.assigned = {one for one in self.assigned if one[0] != o}
+        self.stale[o] = self.stale[o] and not self.applied(o)
+
+    def clip(self, o, by, norm_type, max_norm):
+        self.norm = None if by == "torch" and self.is_delayed(o) else self.clip_grads(o, by, norm_type, max_norm)
+
+    def model_zero_grad(self, o, set_to_none):
+        for i in range(PARAMS):
+            self.clear_unassigned(o, i, set_to_none)
+
+    def drop(self, o, i):
+        self.clear_unassigned(o, i, set_to_none=True)
+
+    def zero(self, o, i):
+        self.clear_unassigned(o, i, set_to_none=False)
+
+    def clear_unassigned(self, o, i, set_to_none):
+        if (o, i) not in self.assigned:
+            self.clear(o, i, set_to_none)
+
+    def edit_grad(self, o, i, factor):
+        grad = self.stepped(o, i).grad
+        if grad is not None and not self.is_delayed(o):
+            grad.mul_(factor)
+
+    def put_inf(self, o, i):
+        grad = self.stepped(o, i).grad
+        if grad is None or self.is_delayed(o) or self.has_master(i):
+            return  # a block looks at what it brings to a master, as with Apex
+        with torch.no_grad():
+            grad.view(-1)[-1:].fill_(torch.inf) if grad.is_contiguous() else grad[-1:].fill_(torch.inf)
+
+    def assign_grad(self, o, i, factor):
+        if i in self.listed(o) and not self.is_delayed(o) and (not self.has_master(i) or (o, i) in self.started):
+            self.look_at_masters(o)
+            p = self.stepped(o, i)
+            p.grad = torch.full_like(p, factor)
+            self.assigned |= {(o, i)} if self.has_master(i) else set()
+
+    def freeze(self, o, i, clear):
+        self.params(o)[i].requires_grad_(False)
+        if clear:
+            self.drop(o, i)
+
+    def unfreeze(self, o, i):
+        self.params(o)[i].requires_grad_(i in self.listed(o))
+
+    def edit_weight(self, o, i, value):
+        """Multiply by 0.5, or assign ``value`` to p.data."""
+        is_master = self.has_master(i) and (o, i) in self.started
+        if is_master and i not in self.listed(o):
+            return
+        p = self.stepped(o, i) if is_master else self.params(o)[i]
+        if value is None:
+            p.data.mul_(0.5)
+        else:
+            p.data = torch.full_like(p, value)
+        self.stale[o] |= is_master
+
+    def move(self, o):
+        for i in range(PARAMS):
+            for p in {id(p): p for p in (self.params(o)[i], self.stepped(o, i))}.values():
+                p.data = p.data.clone()
+
+    def set_lr(self, o, lr):
+        for group in self.optimizers[o].param_groups:
+            group["lr"] = lr
+
+    def regroup(self, o, groups):
+        self.zero_grad(o, True)
+        self.optimizers[o].param_groups.clear()
+        self.groups[o], self.saved = [], None
+        for group in groups:
+            self.add_group(o, group)
+        self.freeze_unlisted(o)
+
+    def add(self, o, i):
+        if i not in self.listed(o):
+            self.params(o)[i].requires_grad_(True)
+            self.add_group(o, [i])
+
+    def add_group(self, o, group):
+        self.optimizers[o].add_param_group({"params": [self.params(o)[i] for i in group]})
+        self.groups[o].append(list(group))
+        self.saved = None
+
+    def observe(self):
+        """Read the loss scale."""
+
+    def keep(self, o, i):
+        """Keep a gradient."""
+
+    def save(self):
+        if not any(self.stale):
+            self.saved = copy.deepcopy(
+                {
+                    "model": [model.state_dict() for model in self.models],
+                    "optimizer": [optimizer.state_dict() for optimizer in self.optimizers],
+                    "amp": self.amp_state(),
+                }
+            )
+
+    def load(self, parts):
+        if self.saved is None:
+            return
+        saved = copy.deepcopy(self.saved)
+        for part in parts:
+            if part == "amp":
+                self.load_amp_state(saved["amp"])
+                continue
+            for o in BOTH:
+                getattr(self, f"{part}s")[o].load_state_dict(saved[part][o])
+                self.stale[o] &= part != "model"
+
+
+def grads_of(optimizer):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [None if p.grad is None else p.grad.detach().clone() for p in params]
+
+
+class Plain(Script):
+    """Without amp."""
+
+    def share(self, factor):
+        return 2 * factor if self.config.averages else factor  # the mean of those in ``Amp``
+
+    def optimizer_class(self):
+        return torch.optim.SGD if self.config.rule == "sgd" else torch.optim.Adam
+
+    def start(self):
+        if self.config.level == "O3":
+            for model in self.models:
+                model.half()
+        index = {id(p): i for o in BOTH for i, p in enumerate(self.params(o))}
+        has_master = lambda p: self.has_master(index[id(p)])  # noqa: E731
+        masters = self.config.level in WITH_MASTERS
+        self.amp = PlainAmp(self.optimizers, self.config.scale, 2, masters, has_master, self.config.fuse_unscale)
+
+    def scale_loss(self, which, loss_id, loss, delay, clear, fail):
+        self.amp.begin(which)
+        for o in which if clear is not None else ():
+            self.amp.zero_grad(o, clear)
+        if fail != "before":
+            self.amp.backward(which, loss, fails=fail is not None)
+        if fail is None:
+            self.amp.end(which, loss_id, delay)
+        else:
+            self.amp.fail(which)
+
+    def step_optimizer(self, o):
+        self.amp.step(o)
+
+    def applied(self, o):
+        return self.amp.applied[o]
+
+    def is_delayed(self, o):
+        return self.amp.delayed[o]
+
+    def zero_grad(self, o, set_to_none):
+        self.amp.zero_grad(o, set_to_none)
+
+    def clear(self, o, i, set_to_none):
+        self.amp.clear(self.params(o)[i], set_to_none)
+
+    def clip_grads(self, o, by, norm_type, max_norm):
+        if by == "fused":
+            self.amp.require_unscaled(o)
+        return self.amp.clip(o, max_norm, norm_type)
+
+    def amp_state(self):
+        return self.amp.state()
+
+    def load_amp_state(self, state):
+        self.amp.load(state)
+
+    def look_at_masters(self, o):
+        """There are none."""
+
+    def max_norm(self, o, norm_type, halves):
+        """So large that nothing is clipped, or half of a norm whose reciprocal is exact."""
+        grads = [grad.float() for grad in self.amp.grads(o)]
+        norm = torch.nn.utils.get_total_norm(grads, norm_type).item() if grads else 0.0
+        if not norm < torch.inf:
+            return 1.0
+        exact = halves and norm_type == torch.inf and norm >= 32.0 and math.frexp(norm)[0] == 0.5
+        return norm / 2 if exact else 2 * norm + 1
+
+
+class Amp(Script):
+    """With amp."""
+
+    def __init__(self, config):
+        self.kept = []
+        super().__init__(config)
+
+    def share(self, factor):
+        if not self.config.averages:
+            return factor
+        second = dist.get_rank() == 1
+        return 3.0 * (factor if math.isfinite(factor) else 1.0) if second else factor
+
+    def optimizer_class(self):
+        names = {"sgd": "SGD", "adam": "Adam"}
+        if self.config.how == "fused":
+            return getattr(optimizers, f"NpuFused{names[self.config.rule]}")
+        return getattr(torch.optim, names[self.config.rule])
+
+    def start(self):
+        amp.initialize(
+            self.models,
+            self.optimizers,
+            opt_level=self.config.level,
+            num_losses=2,
+            loss_scale=self.config.scale,
+            dynamic_init_scale=INITIAL_SCALE,
+            scale_window=WINDOW,
+            max_loss_scale=MAX_SCALE,
+            verbosity=0,
+            skip_alarm=None,
+            combine_grad=self.config.how == "combine_grad" or self.config.averages == "combine_ddp",
+            combine_ddp=self.config.averages == "combine_ddp",
+            fuse_unscale=self.config.fuse_unscale,
+        )
+        if self.config.averages == "DistributedDataParallel":
+            ddp = nn.parallel.DistributedDataParallel
+            self.forwards = [ddp(model, find_unused_parameters=True) for model in self.models]
+
+    def scale_loss(self, which, loss_id, loss, delay, clear, fail):
+        chosen = [self.optimizers[o] for o in which]
+        options = {} if delay is None else {delay: True}
+        given = chosen if len(chosen) > 1 else chosen[0]
+        with contextlib.suppress(Stop), amp.scale_loss(loss, given, loss_id, **options) as scaled_loss:
+            for optimizer in chosen if clear is not None else ():
+                optimizer.zero_grad(clear)
+            if fail == "before":
+                raise Stop
+            scaled_loss.backward()
+            if fail == "after":
+                raise Stop
+
+    def step_optimizer(self, o):
+        with self.letting_go(o):
+            self.optimizers[o].step()
+
+    def applied(self, o):
+        return amp.last_step(self.optimizers[o]).applied
+
+    def is_delayed(self, o):
+        return self.plain.is_delayed(o)
+
+    def zero_grad(self, o, set_to_none):
+        with self.letting_go(o):
+            self.optimizers[o].zero_grad(set_to_none)
+
+    def look_at_masters(self, o):
+        """As a script does that edits them."""
+        list(amp.master_params(self.optimizers[o]))
+
+    def keep(self, o, i):
+        """As PCGrad does; with ``fuse_unscale`` the values are scaled, or not yet clipped."""
+        p = self.stepped(o, i)
+        if p.grad is not None and not self.is_delayed(o) and not self.config.fuse_unscale:
+            self.kept.append([o, p, p.grad, None])
+
+    @contextlib.contextmanager
+    def letting_go(self, o):
+        """What is no longer a gradient after this keeps the values that it has before."""
+        current = [k for k in self.kept if k[0] == o and k[3] is None and k[1].grad is k[2]]
+        values = [grad.clone() for _, _, grad, _ in current]
+        yield
+        for kept, value in zip(current, values, strict=True):
+            kept[3] = value if kept[1].grad is not kept[2] else None
+
+    def clear(self, o, i, set_to_none):
+        p = self.params(o)[i]
+        if set_to_none:
+            p.grad = None
+        elif p.grad is not None:
+            p.grad.zero_()
+
+    def clip_grads(self, o, by, norm_type, max_norm):
+        if by == "fused":
+            return self.optimizers[o].clip_optimizer_grad_norm_fused(max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(amp.master_params(self.optimizers[o]), max_norm, norm_type)
+
+    def amp_state(self):
+        return amp.state_dict()
+
+    def load_amp_state(self, state):
+        amp.load_state_dict(state)
+
+
+# Comparing
+
+
+class Difference(AssertionError):
+    """amp and plain torch have parted."""
+
+
+def same(a, b):
+    if a is None or b is None:
+        return a is b
+    return torch.equal(torch.nan_to_num(a.float(), 12345.0), torch.nan_to_num(b.float(), 12345.0))
+
+
+def require(condition, *what):
+    if not condition:
+        raise Difference(" ".join(map(str, what)))
+
+
+def compare(ours, plain, *, grads_of):
+    for o in BOTH:
+        low = LOW.get(ours.config.level)
+        for i, (p, q) in enumerate(zip(ours.params(o), plain.params(o), strict=True)):
+            rounded = q if low is None or i in BATCH_NORM else q.to(low)
+            require(ours.stale[o] or same(p, rounded), f"weights: model {o}, parameter {i}:", show(p), "not", show(q))
+            if (o, i) in ours.started:
+                master = ours.stepped(o, i)
+                require(
+                    same(master, q) or i not in ours.listed(o),
+                    f"masters: model {o}, parameter {i}:",
+                    show(master),
+                    "not",
+                    show(q),
+                )
+        for i in ours.listed(o) if o in grads_of and not plain.is_delayed(o) and not plain.amp.skip[o] else ():
+            g, h = ours.stepped(o, i).grad, plain.stepped(o, i).grad
+            require(same(g, h), f"gradients: model {o}, parameter {i}:", show(g), "not", show(h))
+
+
+def show(t):
+    return None if t is None else t.detach().flatten()[:3].tolist()
+
+
+def run_operation(script, name, arguments):
+    """The exception that it raised, if any."""
+    try:
+        getattr(script, name)(*arguments)
+    except (RuntimeError, ValueError, KeyError, Refused) as error:
+        return error
+    return None
+
+
+def run(config, operations):
+    """Run a program on both, and compare.
+
+    Raises:
+        Difference: They differ.
+    """
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ours, plain = Amp(config), Plain(config)
+            ours.plain = plain
+            for n, (name, *arguments) in enumerate(operations):
+                try:
+                    run_both(ours, plain, name, arguments)
+                except Difference as error:
+                    raise Difference(f"operation {n}, {(name, *arguments)}: {error}") from error.__cause__
+    finally:
+        amp.shutdown()
+
+
+def run_both(ours, plain, name, arguments):
+    config = ours.config
+    if name == "clip":
+        o, by, norm_type, halves = arguments
+        norm_type = torch.inf if config.level == "O3" else norm_type  # in half precision a sum overflows
+        arguments = o, by, norm_type, plain.max_norm(o, norm_type, halves)
+    mine, theirs = run_operation(ours, name, arguments), run_operation(plain, name, arguments)
+    if (mine is None) != (theirs is None):
+        raise Difference(f"raised {mine!r}, and not {theirs!r}") from mine
+    if name == "step" and theirs is None:
+        o = arguments[0]
+        require(ours.applied(o) == plain.applied(o), "applied:", ours.applied(o))
+        require(len(ours.at_step) == len(plain.at_step), "the hook has run in one")
+        for seen, wanted in zip(ours.at_step, plain.at_step, strict=True):
+            for a, b in zip(seen, wanted, strict=True):
+                require(same(a, b), "the hook has seen", show(a), "not", show(b))
+        ours.at_step, plain.at_step = [], []
+    if name == "clip" and theirs is None and ours.norm is not None:
+        require(
+            torch.allclose(ours.norm.cpu().float(), plain.norm.cpu().float(), equal_nan=True),
+            f"norm: {ours.norm}, not {plain.norm}",
+        )
+    if name == "save" and theirs is None and ours.saved:
+        compare_saved(ours, plain)
+    if name == "observe" or not config.defers:
+        require(ours.amp_state() == plain.amp_state(), f"scales: {ours.amp_state()}, not {plain.amp_state()}")
+    for o, _, grad, value in ours.kept:
+        require(value is None or same(grad, value), f"kept of model {o}:", show(grad), "not", show(value))
+    looks = not config.fuse_unscale and name in ("block", "clip", "step")
+    compare(ours, plain, grads_of=arguments[:1] if looks and name != "block" else plain.which if looks else ())
+
+
+def compare_saved(ours, plain):
+    for o in BOTH:
+        for name, tensor in ours.saved["model"][o].items():
+            wanted = plain.saved["model"][o][name]
+            require(same(tensor, wanted) or not wanted.isfinite().all(), f"saved: model {o}, {name}")
+        mine, theirs = (script.saved["optimizer"][o]["state"] for script in (ours, plain))
+        for i in {*mine, *theirs}:
+            entries = [{k: v for k, v in state.get(i, {}).items() if v is not None} for state in (mine, theirs)]
+            require(entries[0].keys() == entries[1].keys(), f"saved: state {i} of optimizer {o}: {entries}")
+            for key in entries[0]:
+                a, b = (torch.as_tensor(entry[key]).cpu() for entry in entries)
+                require(same(a, b), f"saved: {key} of {i} of optimizer {o}: {show(a)}, not {show(b)}")
+
+
+# Drawing
+
+
+def draw_config(draw, processes):
+    averages = draw.choice(["combine_ddp", "DistributedDataParallel"]) if processes > 1 else ""
+    level = draw.choice(["O0", "O1", "O2", "O2", "O3", "O4", "O5"])
+    how = draw.choice(["combine_grad" if averages == "combine_ddp" else "torch", "combine_grad", "fused", "fused"])
+    rule = "sgd" if level == "O3" else draw.choice(["sgd", "sgd", "adam"])
+    exact_in_half = level == "O3"
+    return Config(
+        level,
+        rule,
+        how,
+        fuse_unscale=draw.random() < (0.4 if how == "fused" else 0.15),
+        scale=draw.choice(["dynamic", "dynamic", "dynamic", 1.0, 16.0]),
+        momentum=0.0 if exact_in_half else draw.choice([0.0, 0.5]),
+        weight_decay=0.0 if exact_in_half else draw.choice([0.0, 2.0**-4]),
+        hook=draw.random() < 0.15,
+        groups=tuple(draw_groups(draw) for _ in BOTH),
+        averages=averages,
+    )
+
+
+def draw_groups(draw):
+    listed = draw.sample(range(PARAMS), draw.randint(1, PARAMS))
+    cut = draw.randint(0, len(listed) - 1)
+    return tuple(tuple(part) for part in (listed[:cut], listed[cut:]) if part)
+
+
+def draw_reached(draw):
+    everything = tuple(range(PARAMS))
+    return tuple(
+        everything if draw.random() < 0.6 else tuple(sorted(draw.sample(everything, draw.randint(1, PARAMS))))
+        for _ in BOTH
+    )
+
+
+def draw_block(draw, config):
+    which = draw.choice([(0,), (1,), (0, 1)])
+    overflows = draw.random() < (0.12 if config.scale == "dynamic" else 0.01)
+    finite = [1.0, 32.0, -32.0, *([] if config.averages else [64.0])]  # sums of more would overflow in float16
+    factor = draw.choice([torch.inf, -torch.inf, torch.nan] if overflows else finite)
+    delay = draw.choice(["delay_unscale", "delay_overflow_check"]) if draw.random() < 0.15 else None
+    clear = draw.choice([True, False]) if draw.random() < 0.1 else None
+    fail = draw.choice(["before", "after"]) if draw.random() < 0.1 else None
+    if "fail" in LEFT_OUT[config.averages]:
+        fail = None
+    return ("block", which, draw.choice(BOTH), factor, draw_reached(draw), delay, clear, fail)
+
+
+def draw_operations(draw, config):
+    def o():
+        return draw.choice(BOTH)
+
+    def i():
+        return draw.randrange(PARAMS)
+
+    def flag():
+        return draw.random() < 0.5
+
+    kinds = {
+        "model_zero_grad": lambda: (o(), flag()),
+        "zero_grad": lambda: (o(), flag()),
+        "drop": lambda: (o(), i()),
+        "zero": lambda: (o(), i()),
+        "edit_grad": lambda: (o(), i(), draw.choice([0.5, 2.0])),
+        "put_inf": lambda: (o(), i()),
+        "assign_grad": lambda: (o(), i(), draw.choice([1.0, 32.0])),
+        "freeze": lambda: (o(), i(), flag()),
+        "unfreeze": lambda: (o(), i()),
+        "edit_weight": lambda: (o(), i(), draw.choice([None, 3.0, -8.0])),
+        "move": lambda: (o(),),
+        "set_lr": lambda: (o(), draw.choice([2.0**-6, 2.0**-5, 2.0**-4])),
+        "regroup": lambda: (o(), draw_groups(draw)),
+        "add": lambda: (o(), i()),
+        "save": lambda: (),
+        "load": lambda: (tuple(draw.sample(["model", "optimizer", "amp"], draw.randint(1, 3))),),
+        "clip": lambda: (
+            o(),
+            "fused" if config.fuse_unscale else draw.choice(["fused", "torch"]),
+            draw.choice([1.0, 2.0, torch.inf]),
+            flag(),
+        ),
+        "observe": lambda: (),
+        "keep": lambda: (o(), i()),
+    }
+    if config.fuse_unscale:  # what is assigned would have to be scaled
+        del kinds["assign_grad"]
+    names = [name for name in kinds if name not in LEFT_OUT[config.averages]]
+    operations = []
+    for _ in range(draw.randint(4, 14)):
+        for _ in range(draw.choice([1, 1, 1, 2, 3])):
+            operations.append(draw_block(draw, config))
+            operations += [(name, *kinds[name]()) for name in draw.choices(names, k=draw.choice([0, 0, 0, 1, 2]))]
+        which = [o()] if flag() else BOTH
+        operations += [("step", k) for k in which]
+        operations += [(name, *kinds[name]()) for name in draw.choices(names, k=draw.choice([0, 0, 1]))]
+        if flag():
+            operations += [("zero_grad", k, draw.random() < 0.7) for k in which]
+    return [*operations, ("observe",), ("save",)]
+
+
+def program(seed, processes=1):
+    draw = random.Random(seed)
+    config = draw_config(draw, processes)
+    return config, draw_operations(draw, config)
+
+
+def failure(config, operations):
+    """What differs, or None."""
+    try:
+        run(config, operations)
+    except Exception as error:
+        return error
+    return None
+
+
+def minimise(config, operations):
+    """As few operations as still fail."""
+    kind, size = type(failure(config, operations)), len(operations)
+    while size:
+        start = 0
+        while start < len(operations):
+            fewer = operations[:start] + operations[start + size :]
+            if isinstance(failure(config, fewer), kind):
+                operations = fewer
+            else:
+                start += size
+        size //= 2
+    return operations
+
+
+def describe(seed, processes=1):
+    """None, or a program that fails and how."""
+    config, operations = program(seed, processes)
+    error = failure(config, operations)
+    if error is None:
+        return None
+    if processes == 1:  # elsewhere the others may be waiting
+        operations = minimise(config, operations)
+        error = failure(config, operations)
+    lines = [f"seed {seed}: {type(error).__name__}: {error}", f"run({config},", "    ["]
+    return "\n".join([*lines, *(f"        {operation}," for operation in operations), "    ])"])
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Compare random programs under amp with plain torch.")
+    parser.add_argument("--programs", type=int, default=2000)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--stop-after", type=int, default=10, help="this many differences")
+    arguments = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    processes = join_others()
+    found = 0
+    for seed in range(arguments.first_seed, arguments.first_seed + arguments.programs):
+        text = describe(seed, processes)
+        if text is not None:
+            print(text, flush=True)
+            found += 1
+            if found >= arguments.stop_after or processes > 1:
+                break
+        if seed % 25 == 24:
+            print(f"up to seed {seed}: {found} differ", file=sys.stderr, flush=True)
+    print(f"{seed + 1 - arguments.first_seed} programs on {DEVICE}, {found} differ", flush=True)
+    if processes == 1:
+        sys.exit(found > 0)
+    os._exit(found > 0)  # gloo's threads may outlive the group
+
+
+def join_others():
+    """Join the process group of ``processes.start``; how many processes there are."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        if DEVICE.type == "npu":
+            torch.npu.set_device(0)
+        backend = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl"
+        store = dist.FileStore(os.environ["STORE"], world)
+        dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=world)
+    return world
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,639 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What scripts do with combined buffers: clip ``[0]``, average ``[0]``, write to them, in every step and before any."""
+
+import copy
+import io
+
+import pytest
+import torch
+from captures import Capture
+from devices import DEVICE
+from torch import nn
+
+from apex_npu import amp, optimizers
+from apex_npu._extension import extension
+from apex_npu.fusion import flat_buffer
+
+PLAIN = ("O0", "O1", "O4")
+MASTERS = ("O2", "O5")
+KINDS = {
+    "torch": (torch.optim.SGD, {}),
+    "combine_grad": (torch.optim.SGD, {"combine_grad": True}),
+    "fused": (optimizers.NpuFusedSGD, {}),
+    "fuse_unscale": (optimizers.NpuFusedSGD, {"fuse_unscale": True}),
+}
+EVERY_LEVEL = pytest.mark.parametrize("level", [*PLAIN, *MASTERS])
+EVERY_KIND = pytest.mark.parametrize("kind", ["combine_grad", "fused", "fuse_unscale"])
+EVERY_COUNT = pytest.mark.parametrize("groups", [1, 2, 3])
+LR = 0.125
+needs_device = pytest.mark.skipif(DEVICE.type == "cpu", reason="on a CPU nothing is captured")
+
+
+class Net(nn.Module):
+    """Parameters of three layers, those of batch norm in float32 at O2; the last layer is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5), nn.Linear(5, 5))
+        self.layers[3].requires_grad_(False)
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def groups(self, count):
+        """``count`` groups, and one whose parameters are all frozen."""
+        params = [p for p in self.parameters() if p.requires_grad]
+        return [{"params": params[i::count]} for i in range(count)] + [{"params": list(self.layers[3].parameters())}]
+
+
+def start(level, kind="fused", groups=2, momentum=0.0, **more):
+    torch.manual_seed(0)
+    cls, options = KINDS[kind]
+    model = Net().to(DEVICE)
+    optimizer = cls(model.groups(groups), lr=LR, momentum=momentum)
+    options = {"loss_scale": 64.0, "verbosity": 0, **options, **more}
+    return amp.initialize(model, optimizer, opt_level=level, **options)
+
+
+def backward(model, optimizer, number=0):
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+    with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def step(model, optimizer, number=0):
+    backward(model, optimizer, number)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def double(tensors):
+    return [t.detach().double().cpu() for t in tensors]
+
+
+def norm_of(tensors):
+    return torch.cat([t.flatten() for t in double(tensors)]).norm().item()
+
+
+def trained(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def kinds_of(optimizer):
+    """What the optimizer trains, as its buffers have it: masters, and what has none."""
+    masters = {id(pair.master_param) for pair in optimizer._amp_state.pairs}
+    params = trained(optimizer)
+    found = [[p for p in params if id(p) in masters], [p for p in params if id(p) not in masters]]
+    return [params for params in found if params]
+
+
+def place_in(flat, param):
+    """The elements of ``flat`` that are in the memory of ``param``."""
+    begin, rest = divmod(param.data_ptr() - flat.data_ptr(), flat.element_size())
+    assert rest == 0
+    assert 0 <= begin <= flat.numel() - param.numel()
+    return slice(begin, begin + param.numel())
+
+
+@EVERY_COUNT
+@EVERY_KIND
+@EVERY_LEVEL
+def test_clipping_the_buffers_in_every_step(level, kind, groups):
+    model, optimizer = start(level, kind, groups)
+    for number in range(4):
+        backward(model, optimizer, number)
+        flats = optimizer.get_optimizer_combined_grads()
+        kinds = kinds_of(optimizer)
+        assert len(flats) == len(kinds) == (2 if level in MASTERS else 1)
+        expected = []
+        for flat, params in zip(flats, kinds, strict=True):
+            norm = norm_of(p.grad for p in params)
+            assert flat.norm().item() == pytest.approx(norm, rel=1e-5)
+            grads = double(p.grad for p in params)
+            expected += [p - g * (LR * 0.5 / norm) for p, g in zip(double(params), grads, strict=True)]
+            flat.mul_(0.5 / flat.norm())
+        optimizer.step()
+        for p, want in zip((p for params in kinds for p in params), expected, strict=True):
+            torch.testing.assert_close(p.detach().double().cpu(), want, rtol=1e-5, atol=1e-6)
+        optimizer.zero_grad()
+
+
+@EVERY_COUNT
+@EVERY_LEVEL
+def test_an_average_over_the_first_buffer_of_the_model(level, groups):
+    model, optimizer = start(level, groups=groups)
+    flat = optimizer.get_model_combined_params()[0]  # before the first step
+    ours = flat.to(torch.float32, copy=True)
+    params = [p for p in model.parameters() if p.requires_grad and p.dtype == flat.dtype]
+    theirs = double(params)
+    for number in range(5):
+        step(model, optimizer, number)
+        flat = optimizer.get_model_combined_params()[0]
+        ours.mul_(0.5).add_(flat, alpha=0.5)
+        theirs = [0.5 * a + 0.5 * p for a, p in zip(theirs, double(params), strict=True)]
+        if number == 2:
+            saved = io.BytesIO()
+            torch.save({"average": ours, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+            step(model, optimizer, 100)  # of which loading leaves nothing
+            saved.seek(0)
+            loaded = torch.load(saved, map_location=DEVICE)
+            model.load_state_dict(loaded["model"])
+            optimizer.load_state_dict(loaded["optimizer"])
+            ours = loaded["average"]
+    flat = optimizer.get_model_combined_params()[0]
+    assert sum(p.numel() for p in params) == sum(p.numel() for p in trained(optimizer)) - 12 * (level in MASTERS)
+    for p, average in zip(params, theirs, strict=True):
+        found = ours[place_in(flat, p)].view(p.shape)
+        torch.testing.assert_close(found.double().cpu(), average, rtol=1e-5, atol=1e-6)
+
+
+@EVERY_COUNT
+@EVERY_LEVEL
+def test_a_step_that_a_script_takes_by_itself(level, groups):
+    """Parameters, gradients and masks are laid out alike."""
+    model, optimizer = start(level, groups=groups)
+    for number in range(3):
+        backward(model, optimizer, number)
+        params = trained(optimizer)
+        expected = [p - LR * g for p, g in zip(double(params), double(p.grad for p in params), strict=True)]
+        masks = optimizer.get_optimizer_combined_grad_masks()
+        grads, flats = optimizer.get_optimizer_combined_grads(), optimizer.get_optimizer_combined_params()
+        for flat, grad, mask in zip(flats, grads, masks, strict=True):
+            assert torch.equal(grad, grad * mask)
+            flat.add_(grad, alpha=-LR)
+        assert sum(int(mask.sum()) for mask in masks) == sum(p.numel() for p in params)
+        for p, want in zip(params, expected, strict=True):
+            torch.testing.assert_close(p.detach().double().cpu(), want, rtol=1e-6, atol=1e-7)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["NpuFusedSGD", "NpuFusedAdam", "NpuFusedLamb"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_asking_changes_nothing(level, name):
+    def run(asks):
+        torch.manual_seed(0)
+        model = Net().to(DEVICE)
+        optimizer = getattr(optimizers, name)(model.groups(3), lr=0.01, weight_decay=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+        for number in range(6):
+            backward(model, optimizer, number)
+            if asks and number in (1, 2, 4):
+                optimizer.get_optimizer_combined_grads()
+                optimizer.get_model_combined_params()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 2:
+                model.layers[3].requires_grad_(True)
+            if number == 3:
+                model.layers[0].weight.data = model.layers[0].weight.data.clone()
+        amp.shutdown()
+        return double(model.parameters()) + double(
+            v for p in trained(optimizer) for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)
+        )
+
+    for found, want in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-7)
+
+
+def unfreeze(model, optimizer):
+    model.layers[3].requires_grad_(True)
+
+
+def add(model, optimizer):
+    model.layers.append(nn.Linear(5, 3).to(DEVICE, model.layers[0].weight.dtype))
+    optimizer.add_param_group({"params": list(model.layers[4].parameters())})
+
+
+def re_point(model, optimizer):
+    for p in model.parameters():
+        p.data = p.data.clone()
+
+
+def replace(model, optimizer):
+    old = model.layers[1].weight
+    model.layers[1].weight = new = nn.Parameter(old.detach().clone())
+    for group in optimizer.param_groups:
+        group["params"] = [new if p is old else p for p in group["params"]]
+
+
+def remove(model, optimizer):
+    optimizer.zero_grad()
+    del optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize("change", [unfreeze, add, re_point, replace, remove])
+@EVERY_KIND
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_is_regrouped_is_combined_again(level, kind, change):
+    model, optimizer = start(level, kind, momentum=0.5)
+    for number in range(2):
+        backward(model, optimizer, number)
+        optimizer.get_optimizer_combined_grads()
+        optimizer.step()
+        optimizer.zero_grad()
+    change(model, optimizer)
+    for number in range(2):
+        backward(model, optimizer, number)
+        for flat, params in zip(optimizer.get_optimizer_combined_grads(), kinds_of(optimizer), strict=True):
+            assert flat.norm().item() == pytest.approx(norm_of(p.grad for p in params), rel=1e-5)
+            flat.zero_()
+        assert norm_of(p.grad for p in trained(optimizer)) == 0.0
+        if kind != "combine_grad":
+            flats = optimizer.get_model_combined_params()
+            params = [p for p in in_groups(model, optimizer) if p.requires_grad]
+            assert sum(norm_of([flat]) ** 2 for flat in flats) ** 0.5 == pytest.approx(norm_of(params), rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_groups(model, optimizer):
+    """The model's parameters that the optimizer trains, whether or not by a master."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    masters = {id(pair.model_param): pair.master_param for pair in optimizer._amp_state.pairs}
+    return [p for p in model.parameters() if id(masters.get(id(p), p)) in held]
+
+
+@pytest.mark.parametrize("kind", ["fused", "combine_grad"])
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_another_dtype_has_a_buffer_of_its_own(level, kind):
+    cls, options = KINDS[kind]
+    params = [nn.Parameter(torch.full((n,), float(n), device=DEVICE)) for n in (3, 5, 7)]
+    low = [nn.Parameter(torch.full((n,), float(n), device=DEVICE, dtype=torch.bfloat16)) for n in (2, 4)]
+    groups = [{"params": params[:2]}, {"params": low[:1]}, {"params": [*params[2:], *low[1:]]}]
+    optimizer = amp.initialize([], cls(groups, lr=1.0), opt_level=level, loss_scale=2.0, verbosity=0, **options)[1]
+    with amp.scale_loss(sum((p.float() * p.numel()).sum() for p in (*params, *low)), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    flats = optimizer.get_optimizer_combined_grads()
+    assert [(flat.dtype, flat.sum().item()) for flat in flats] == [
+        (torch.float32, 9.0 + 25.0 + 49.0),
+        (torch.bfloat16, 4.0 + 16.0),
+    ]
+    for flat in flats:
+        flat.mul_(0.5)
+    optimizer.step()
+    for p in (*params, *low):
+        assert p.tolist() == [p.numel() / 2] * p.numel()
+
+
+def weights(count, momentum=0.9, cls=optimizers.NpuFusedSGD, groups=1, **options):
+    params = [nn.Parameter(torch.full((3,), float(i + 1), device=DEVICE)) for i in range(count)]
+    each = [{"params": params[i::groups]} for i in range(groups)]
+    if momentum is not None:
+        options["momentum"] = momentum
+    return params, cls(each, lr=1.0, **options)
+
+
+def give(params, *values):
+    for p, value in zip(params, values, strict=True):
+        p.grad = None if value is None else torch.full_like(p, value)
+
+
+def test_without_amp():
+    params, optimizer = weights(4, momentum=0.0, groups=2)
+    (flat,) = optimizer.get_optimizer_combined_params()  # before there are gradients
+    average = flat.clone()
+    for _ in range(3):
+        give(params, 3.0, 4.0, None, 0.0)
+        (grads,) = optimizer.get_optimizer_combined_grads()
+        (masks,) = optimizer.get_model_combined_grad_masks()
+        assert masks.sum().item() == 9
+        grads.mul_(1.0 / grads.norm())
+        optimizer.step()
+        optimizer.zero_grad()
+        average.lerp_(optimizer.get_model_combined_params()[0], 0.5)
+    norm = (3 * 9.0 + 3 * 16.0) ** 0.5
+    ends = [1.0 - 3 * 3.0 / norm, 2.0 - 3 * 4.0 / norm, 3.0, 4.0]
+    for p, end, begin in zip(params, ends, (1.0, 2.0, 3.0, 4.0), strict=True):
+        assert p.tolist() == pytest.approx([end] * 3, abs=1e-6)
+        moved = end - begin
+        expected = begin + moved / 3 * (0.5 * 3 + 0.25 * 2 + 0.125 * 1)
+        assert average[place_in(optimizer.get_optimizer_combined_params()[0], p)].tolist() == pytest.approx(
+            [expected] * 3, abs=1e-6
+        )
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_gradient_that_is_none_counts_as_zeros(groups):
+    params, optimizer = weights(2, groups=groups)
+    give(params, 3.0, 4.0)
+    assert optimizer.get_optimizer_combined_grads()[0].sum().item() == 21.0
+    kept = params[0].grad
+    optimizer.zero_grad()
+    give(params, None, 5.0)
+    assert optimizer.get_optimizer_combined_grads()[0].sum().item() == 15.0
+    assert kept.tolist() == [3.0] * 3
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_buffer_that_was_scaled_by_nan_serves_the_next_step(level, kind):
+    """As by a script that clips to a norm which has overflowed: padding is in the buffer, too."""
+    model, optimizer = start(level, kind, loss_scale="dynamic", dynamic_init_scale=64.0)
+    backward(model, optimizer)
+    for flat in optimizer.get_optimizer_combined_grads():
+        flat.mul_(float("nan"))
+    optimizer.zero_grad()
+    for number in range(2):
+        step(model, optimizer, number)
+        assert amp.last_step(optimizer).applied
+    backward(model, optimizer, 3)
+    assert all(flat.isfinite().all() for flat in optimizer.get_optimizer_combined_grads())
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_buffers_that_a_script_keeps_have_the_gradients_of_every_block(level, kind):
+    model, optimizer = start(level, kind, loss_scale=64.0)
+    step(model, optimizer)
+    backward(model, optimizer)
+    flats = optimizer.get_optimizer_combined_grads()
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model, optimizer, 1)
+    if kind != "fuse_unscale":  # gradients are scaled until the step, which reads them
+        for flat in flats:
+            flat.zero_()
+        assert norm_of(p.grad for p in trained(optimizer)) == 0.0
+
+
+@pytest.mark.parametrize("level", MASTERS)
+def test_masters_written_before_the_first_block_stay(level):
+    model, optimizer = start(level)
+    frozen = {id(p) for p in model.layers[3].parameters()}
+    flats = optimizer.get_optimizer_combined_params()
+    with torch.no_grad():
+        for flat in flats:
+            flat.fill_(0.3)
+        model.layers[0].bias.fill_(2.0)
+    backward(model, optimizer)
+    for p in optimizer._amp_state.masters.masters:
+        pair = next(pair for pair in optimizer._amp_state.pairs if pair.master_param is p)
+        want = 2.0 if pair.model_param is model.layers[0].bias else torch.tensor(0.3).item()
+        assert set(p.flatten().tolist()) == {want}
+        assert id(pair.model_param) not in frozen
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_copies_are_combined_by_themselves(level):
+    model, optimizer = start(level)
+    step(model, optimizer)
+    flats = optimizer.get_optimizer_combined_params()
+    _, twin_optimizer = copy.deepcopy((model, optimizer))
+    for flat, other in zip(flats, twin_optimizer.get_optimizer_combined_params(), strict=True):
+        assert norm_of([flat]) == pytest.approx(norm_of([other]), rel=1e-6)
+        other.zero_()
+    assert norm_of(trained(optimizer)) > 0.0 == norm_of(trained(twin_optimizer))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", ["fused", "combine_grad"])
+def test_inside_of_a_block_nothing_moves(level, kind):
+    model, optimizer = start(level, kind)
+
+    def ask():
+        with amp.scale_loss(model(torch.randn(4, 4, device=DEVICE)).float().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            optimizer.get_optimizer_combined_grads()
+
+    with pytest.raises(RuntimeError, match=r"inside of amp\.scale_loss.*call the accessor after the block"):
+        ask()
+    optimizer.zero_grad()
+    optimizer.get_optimizer_combined_grads()
+    ask()
+
+
+def test_a_parameter_in_memory_of_others_is_named():
+    params, optimizer = weights(2, groups=2)
+    whole = torch.ones(100, device=DEVICE)
+    params[1].data = whole[7:10]
+    give(params, 1.0, 2.0)
+    for call in (optimizer.get_optimizer_combined_params, optimizer.get_optimizer_combined_grads):
+        with pytest.raises(RuntimeError, match=r"of shape \(3,\) cannot be moved.*p\.data = p\.data\.clone\(\)"):
+            call()
+    optimizer.step()
+    params[1].data = params[1].data.clone()
+    assert optimizer.get_optimizer_combined_params()[0].sum().item() == 3 * 0.0 + 3 * -1.0
+
+
+def test_neighbours_in_memory_of_others_are_no_combined_buffer():
+    params, optimizer = weights(2, groups=2)
+    whole = torch.ones(100, device=DEVICE)
+    for i, p in enumerate(params):
+        p.data = whole[3 * i : 3 * i + 3]
+    give(params, 1.0, 2.0)
+    with pytest.raises(RuntimeError, match="cannot be moved into a combined buffer"):
+        optimizer.get_optimizer_combined_grads()
+    optimizer.step()
+    assert whole[:7].tolist() == [0.0] * 3 + [-1.0] * 3 + [1.0]
+
+
+@needs_device
+def test_in_a_capture_nothing_moves():
+    params, optimizer = weights(2, groups=2, cls=optimizers.NpuFusedAdam, momentum=None, capturable=True)
+    give(params, 1.0, 2.0)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="Call the accessor once before the capture"), Capture():
+        optimizer.get_optimizer_combined_grads()
+    (grads,) = optimizer.get_optimizer_combined_grads()
+    optimizer.step()
+    with Capture() as graph:
+        optimizer.get_optimizer_combined_grads()[0].mul_(0.5)
+        optimizer.step()
+    assert graph is not None
+    assert grads.sum().item() in (9.0, 4.5)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, device=DEVICE))]})
+    with pytest.raises(RuntimeError, match="has a step in a captured CUDA graph"):
+        optimizer.get_optimizer_combined_params()
+
+
+def test_torchs_optimizers_have_no_buffers_of_parameters():
+    optimizer = start("O1", "combine_grad")[1]
+    with pytest.raises(RuntimeError, match="SGD does not keep its parameters in combined buffers"):
+        optimizer.get_model_combined_params()
+
+
+@pytest.mark.parametrize("fails_at", range(6))
+def test_where_memory_runs_out_nothing_is_lost(monkeypatch, fails_at):
+    params, optimizer = weights(2, groups=2)
+    plain, reference = weights(2, groups=2, cls=torch.optim.SGD)
+
+    def both():
+        for made, one in ((params, optimizer), (plain, reference)):
+            give(made, 1.0, 2.0)
+            one.step()
+
+    both()
+    allocate, made = flat_buffer.FlatBuffer.__init__, []
+
+    def failing(self, *args):
+        made.append(args)
+        if len(made) == fails_at + 1:
+            raise flat_buffer.NoRoomError("no memory")
+        allocate(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(flat_buffer.FlatBuffer, "__init__", failing)
+        try:
+            optimizer.get_optimizer_combined_grads()
+        except flat_buffer.NoRoomError:
+            assert len(made) == fails_at + 1
+        else:
+            assert len(made) <= fails_at
+    both()
+    if extension is not None or DEVICE.type == "cpu":  # elsewhere what a half-made buffer holds stays there
+        optimizer.get_optimizer_combined_grads()
+    both()
+    for p, q in zip(params, plain, strict=True):
+        assert p.tolist() == q.tolist()
+
+
+class Swapped:
+    """Training in which one parameter is another one in each step, as by partial FC; counts allocations."""
+
+    def __init__(self, monkeypatch, level, kind, together):
+        cls, options = KINDS[kind]
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).to(DEVICE)
+        self.centers = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        self.momenta = torch.zeros_like(self.centers)
+        self.sampled = nn.Parameter(self.centers[0].clone())
+        trunk = list(self.model.parameters())
+        last = [self.sampled]
+        groups = [{"params": trunk + last}] if together else [{"params": trunk}, {"params": last}]
+        optimizer = cls(groups, lr=0.02, momentum=0.5)
+        self.other = cls([nn.Parameter(torch.ones(3, device=DEVICE))], lr=0.1)
+        self.model, (self.optimizer, self.other) = amp.initialize(
+            self.model, [optimizer, self.other], opt_level=level, loss_scale=64.0, verbosity=0, **options
+        )
+        self.made = []
+        allocate = flat_buffer.FlatBuffer.__init__
+
+        def counting(buffer, numel, dtype, device):
+            self.made.append(numel)
+            allocate(buffer, numel, dtype, device)
+
+        monkeypatch.setattr(flat_buffer.FlatBuffer, "__init__", counting)
+
+    def step(self, number):
+        """Swap, and take a step; what it allocated."""
+        before = len(self.made)
+        optimizer, former = self.optimizer, self.sampled
+        self.sampled = nn.Parameter(self.centers[number % 6].clone())
+        optimizer.state.pop(former, None)
+        optimizer.param_groups[-1]["params"][-1] = self.sampled
+        optimizer.state[self.sampled]["momentum_buffer"] = self.momenta[number % 6].clone()
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+        loss = (self.model(x).float() @ self.sampled.t()).square().mean()
+        other = self.other.param_groups[0]["params"][0]
+        with amp.scale_loss(loss + other.square().sum(), [optimizer, self.other]) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        self.other.step()
+        with torch.no_grad():
+            self.centers[number % 6] = self.sampled
+            self.momenta[number % 6] = optimizer.state[self.sampled]["momentum_buffer"]
+        optimizer.zero_grad()
+        self.other.zero_grad()
+        return self.made[before:]
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kind", ["fused", "combine_grad"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_parameter_that_is_replaced_in_every_step_costs_the_others_nothing(monkeypatch, level, kind, together):
+    training = Swapped(monkeypatch, level, kind, together)
+    # The first swaps may take what is swapped out of the buffers of the rest.
+    allocated = [training.step(number) for number in range(12)]
+    assert all(numels == allocated[2] for numels in allocated[2:])
+    assert max(allocated[2]) <= 80  # 40 elements and their padding
+    amp.shutdown()
+    reference = Swapped(monkeypatch, level, "torch", together)
+    for number in range(12):
+        reference.step(number)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if level == "O1" else {"rtol": 2e-3, "atol": 2e-3}
+    assert reference.centers.isfinite().all()
+    for ours, theirs in ((training.centers, reference.centers), (training.momenta, reference.momenta)):
+        torch.testing.assert_close(ours, theirs, **tolerance)
+
+
+@pytest.fixture
+def process_group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    amp.shutdown()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="gloo is a group of host memory")
+@pytest.mark.parametrize("kind", ["fused", "combine_grad"])
+@EVERY_LEVEL
+def test_with_gradients_that_are_averaged(process_group, level, kind):
+    def run(combine_ddp, asks):
+        model, optimizer = start(level, kind, combine_grad=True, combine_ddp=combine_ddp)
+        for number in range(5):
+            backward(model, optimizer, number)
+            if asks and number:
+                for flat in optimizer.get_optimizer_combined_grads():
+                    flat.mul_(0.5)
+            else:
+                for p in trained(optimizer):
+                    p.grad.mul_(0.5 if number else 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 2:
+                model.layers[3].requires_grad_(True)
+        amp.shutdown()
+        return double(model.parameters())
+
+    for found, want in zip(run(True, True), run(False, False), strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-7)
+
+
+def test_what_a_failed_fusing_has_moved_is_fused_again():
+    params, optimizer = weights(3)
+    give(params, 1.0, 1.0, 1.0)
+    optimizer.step()
+    swapped = nn.Parameter(torch.ones(4, 4, device=DEVICE)[:, ::2])  # with gaps
+    optimizer.param_groups[0]["params"][2] = swapped
+    swapped.grad = torch.ones(4, 2, device=DEVICE)
+    with pytest.raises(ValueError, match="does not fill its memory"):
+        optimizer.step()
+    swapped.data = swapped.data.contiguous()
+    optimizer.step()
+    assert all(group.owns_memory for group in optimizer.fused_groups())
+
+
+def test_an_interrupt_while_buffers_are_combined_keeps_the_state(monkeypatch):
+    params, optimizer = weights(2, None, optimizers.NpuFusedAdam, groups=2)
+    for _ in range(2):
+        give(params, 1.0, 1.0)
+        optimizer.step()
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(optimizer), "_note_groups", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.get_optimizer_combined_params()
+    give(params, 1.0, 1.0)
+    optimizer.step()
+    assert [float(optimizer.state[p]["step"]) for p in params] == [3.0, 3.0]
+
+
+def test_zeros_are_written_to_all_gradients_after_a_failed_fusing():
+    params, optimizer = weights(2, groups=2)
+    give(params, 1.0, 1.0)
+    optimizer.step()
+    extra = nn.Parameter(torch.ones(3, device=DEVICE))
+    extra.grad = torch.ones(3, device=DEVICE)
+    optimizer.param_groups[0]["params"].append(extra)
+    params[1].data = torch.ones(2 * params[1].numel(), device=DEVICE)[::2]
+    params[1].grad = None
+    params[1].grad = torch.ones_like(params[1])
+    with pytest.raises(ValueError, match="does not fill its memory"):
+        optimizer.step()
+    params[1].data = params[1].data.contiguous()
+    optimizer.zero_grad(set_to_none=False)
+    assert not extra.grad.any()

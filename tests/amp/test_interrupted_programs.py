@@ -1,0 +1,301 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ctrl-C anywhere in a small program, which then goes on: as if the interrupted action had been taken, or had not.
+
+The reference is the same program without an interrupt, with and without that action.
+"""
+
+import copy
+import functools
+import math
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+from devices import DEVICE
+from known_faults.common import KINDS, LEVELS, Weights, values, vector
+from known_faults.interrupting import Interrupt
+
+from apex_npu import amp, optimizers
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # interrupts in generators' close()
+    pytest.mark.filterwarnings("ignore:.*none of its parameters has a gradient:RuntimeWarning"),
+]
+X = (1.0, 2.0, -4.0)
+NEVER = 1 << 60
+KINDS_AND_ADAM = {**KINDS, "adam": (optimizers.NpuFusedAdam, {"fuse_unscale": True})}  # which counts its steps
+# Functions that amp patches, at one level or another.
+PATCHABLE = (
+    (torch.nn.utils, "clip_grad_norm_"),
+    (torch.nn.utils.clip_grad, "clip_grad_value_"),
+    (torch.autograd, "_engine_run_backward"),
+    (torch.autograd.function.BackwardCFunction, "__init__"),
+    (torch.autograd.function.BackwardCFunction, "apply"),
+    (torch.nn.functional, "interpolate"),
+    (torch.nn.functional, "binary_cross_entropy"),
+    (torch.Tensor, "cpu"),
+    (torch.Tensor, "__ipow__"),
+)
+
+
+class Net(Weights):
+    """Notes the dtypes of what comes in, and of what a product in its forward gives."""
+
+    def __init__(self, *values):
+        super().__init__(*values)
+        self.inner = torch.nn.Linear(1, 1, device=DEVICE).requires_grad_(False)
+
+    def forward(self, x, only=None):
+        one = torch.ones(1, 1, dtype=x.dtype, device=DEVICE)
+        self.dtypes = x.dtype, torch.mm(one, one).dtype
+        return super().forward(x, only)
+
+
+class Program:
+    """A model, its optimizer, and what a script does with them: ``ACTIONS``, in this order."""
+
+    TRAIN = ("backward", "step", "clear")
+    ACTIONS = (
+        ("initialize",),
+        TRAIN,
+        TRAIN,
+        ("overflow", "step", "clear"),
+        ("add_group",),
+        TRAIN,
+        ("unfreeze",),
+        TRAIN,
+        ("load_optimizer",),
+        ("load_model",),
+        ("load_scaler",),
+        ("accumulate", *TRAIN),
+        ("backward", "clip", "step", "clear"),
+        TRAIN,
+    )
+
+    def __init__(self, level, kind):
+        self.level, (cls, self.options) = level, KINDS_AND_ADAM[kind]
+        self.model = Net(8, 16, 32, 64)
+        self.model.w[1].requires_grad_(False)
+        self.model.w[3].requires_grad_(False)
+        groups = [{"params": [self.model.w[0], self.model.w[1]]}, {"params": [self.model.w[2]]}]
+        hyper = {} if cls is optimizers.NpuFusedAdam else {"momentum": 0.5}
+        self.optimizer = cls(groups, lr=1.0, **hyper)
+
+    @property
+    def is_initialized(self):
+        return hasattr(self.optimizer, "_amp_state")
+
+    def initialize(self):
+        amp.initialize(
+            self.model,
+            self.optimizer,
+            opt_level=self.level,
+            verbosity=0,
+            loss_scale=1.0 if self.level == "O0" else "dynamic",
+            dynamic_init_scale=64.0,
+            scale_window=3,
+            **self.options,
+        )
+
+    def backward(self, factor=1.0, **options):
+        loss = self.model(vector(*X) * factor)
+        with amp.scale_loss(loss, self.optimizer, **options) as scaled_loss:
+            scaled_loss.backward()
+
+    def step(self):
+        self.optimizer.step()
+
+    def clear(self):
+        self.optimizer.zero_grad()
+
+    def overflow(self):
+        self.backward(1.0 if self.level == "O0" else math.inf)
+
+    def accumulate(self):
+        self.backward(delay_unscale=True)
+
+    def clip(self):
+        self.optimizer.clip_optimizer_grad_norm_fused(1.0)
+
+    def add_group(self):
+        self.model.w[3].requires_grad_(True)
+        self.optimizer.add_param_group({"params": [self.model.w[3]], "lr": 0.5})
+
+    def unfreeze(self):
+        self.model.w[1].requires_grad_(True)
+
+    def load_optimizer(self):
+        saved = self.saved_optimizer = copy.deepcopy(self.optimizer.state_dict())
+        for state in saved["state"].values():
+            for value in state.values():
+                value += 2.0
+        self.optimizer.load_state_dict(saved)
+
+    def load_model(self):
+        saved = copy.deepcopy(self.model.state_dict())
+        for value in saved.values():
+            value += 0.25
+        self.model.load_state_dict(saved)
+
+    def load_scaler(self):
+        saved = amp.state_dict()
+        for state in saved.values():
+            state["unskipped"] += 1
+        amp.load_state_dict(saved)
+
+    def go_on(self, interrupted):
+        """Clear the gradients, as loops do; and do what a script cannot go on without."""
+        if interrupted == "initialize" and not self.is_initialized:
+            self.initialize()
+        self.optimizer.zero_grad()
+        self.model.zero_grad()
+
+    def result(self):
+        """What has been trained, and how amp goes on, by name."""
+        grouped = {id(p): (i, p) for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        masters = {id(p): p for p in self.model.w}
+        if self.is_initialized:
+            masters.update({id(pair.model_param): pair.master_param for pair in self.optimizer._amp_state.pairs})
+        found = {}
+        for k, param in enumerate(self.model.w):
+            master = masters[id(param)]
+            shown = {"param": param, "master": master, **self.optimizer.state.get(master, {})}
+            group = grouped.get(id(master), (None,))[0]
+            found[f"w[{k}]"] = str((group, [(name, t.dtype, values([t])[0].tolist()) for name, t in shown.items()]))
+            if group is not None:
+                found[f"grad of w[{k}]"] = str((param.grad, master.grad))
+        self.model(vector(*X))
+        found["dtypes"] = str((*self.model.dtypes, torch.mm(*[torch.ones(1, 1, device=DEVICE)] * 2).dtype))
+        found["inner"] = self.inner_dtype()
+        found["scaler"] = str(amp.state_dict())
+        found["skips"] = str(amp.last_step(self.optimizer).skipped_steps)
+        found["grad mode"] = str(torch.is_grad_enabled())
+        return found
+
+    def inner_dtype(self):
+        try:
+            return str(self.model.inner(torch.ones(1, 1, device=DEVICE)).dtype)
+        except RuntimeError as error:
+            return str(error)
+
+
+def after_shutdown(program):
+    program.model(vector(*X).to(program.model.w[0].dtype))
+    hooks = [len(m._forward_pre_hooks) + len(m._state_dict_hooks) for m in program.model.modules()]
+    return {
+        "autocast": str(torch.is_autocast_enabled(DEVICE.type)),
+        "cache": str(torch.is_autocast_cache_enabled()),
+        "patched": str([getattr(owner, name) is f for (owner, name), f in zip(PATCHABLE, ORIGINALS, strict=True)]),
+        "dtypes then": str(program.model.dtypes),
+        "hooks": str(hooks),
+    }
+
+
+ORIGINALS = [getattr(owner, name) for owner, name in PATCHABLE]
+
+
+def run(level, kind, *, cut=(-1, 0), interrupt=None, within=None):
+    """What comes of a program.
+
+    Args:
+        level: Of amp.
+        kind: Of optimizer.
+        cut: The index of an action, and how many of its parts are run.
+        interrupt: Raises KeyboardInterrupt somewhere.
+        within: In this part alone; None: in any.
+
+    Returns:
+        The action that was interrupted and its part, -1 and 0 where that was none of these, and the results.
+    """
+    program = Program(level, kind)
+    at = (-1, 0)
+
+    def interrupted(part):
+        return nullcontext() if interrupt is None or within not in (None, part) else interrupt
+
+    try:
+        for i, parts in enumerate(Program.ACTIONS):
+            for j, part in enumerate(parts):
+                if (i, j) == cut:
+                    program.go_on(part)
+                    break
+                ended = False
+                with interrupted(part):
+                    getattr(program, part)()
+                    ended = True
+                if not ended:
+                    at = (i, j)
+                    program.go_on(part)
+                    break
+        found = program.result()
+        with interrupted("shutdown"):
+            amp.shutdown()
+        amp.shutdown()
+        return at, {**found, **after_shutdown(program)}
+    finally:
+        amp.shutdown()
+        torch.set_autocast_enabled(DEVICE.type, False)
+        torch.set_autocast_cache_enabled(True)
+        torch.set_grad_enabled(True)
+
+
+@functools.cache
+def reference(level, kind, *cut):
+    return run(level, kind, cut=cut)[1]
+
+
+def assert_old_or_new(level, kind, n, caplog, within=None):
+    """A program that is interrupted at the ``n``-th place.
+
+    In the middle of an update a parameter may be neither, which is logged.
+    """
+    caplog.clear()
+    (i, j), found = run(level, kind, interrupt=(interrupt := Interrupt(n)), within=within)
+    right = [reference(level, kind, -1, 0)]
+    part = Program.ACTIONS[i][j] if i >= 0 else "shutdown"
+    if part not in ("initialize", "shutdown"):  # which are completed
+        # The action has not been taken at all (a step may be what moves the scale of its block), or all but this part.
+        right += [reference(level, kind, i, 0), reference(level, kind, i, j)]
+        right[0] = reference(level, kind, i, j + 1) if j + 1 < len(Program.ACTIONS[i]) else right[0]
+    at = f"{part}, interrupted at {interrupt.at}"
+    # torch loads a model parameter by parameter.
+    if part == "load_model" or (part == "step" and "this step cannot be repeated" in caplog.text):
+        differing = {name for name, value in found.items() if value not in [one[name] for one in right]}
+        assert differing <= ({f"w[{k}]" for k in range(4)} if part == "step" else set()), at
+    else:
+        assert found in right, at
+
+
+def assert_anywhere(level, kind, count, caplog, within=None):
+    """At ``count`` places."""
+    run(level, kind, interrupt=(interrupt := Interrupt(NEVER)), within=within)
+    places = range(1, interrupt.count + 1)
+    for n in random.Random(f"{level} {kind} {within}").sample(places, min(count, len(places))):
+        assert_old_or_new(level, kind, n, caplog, within)
+
+
+@pytest.mark.parametrize(("level", "kind"), [("O1", "torch"), ("O2", "fused"), ("O2", "fuse_unscale")])
+def test_goes_on_as_if_taken_or_not(level, kind, caplog):
+    assert_anywhere(level, kind, 5, caplog)
+
+
+# Parts that an interrupt anywhere hits rarely.
+@pytest.mark.parametrize("part", ["initialize", "add_group", "load_optimizer", "load_model", "shutdown"])
+def test_every_part_is_taken_or_not(part, caplog):
+    assert_anywhere("O2", "fused", 5, caplog, part)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["initialize", "clip", "load_scaler", "shutdown"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_every_part_is_taken_or_not_anywhere(level, part, caplog):
+    assert_anywhere(level, "torch", 12, caplog, part)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS_AND_ADAM)
+@pytest.mark.parametrize("level", LEVELS)
+def test_goes_on_anywhere(level, kind, caplog):
+    assert_anywhere(level, kind, 6, caplog)

@@ -1,0 +1,94 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Random programs under amp, compared with plain torch after each operation; see ``random_programs.py``.
+
+    PYTHONPATH=tests python -m amp.random_programs --programs 2000
+
+runs more of them than the tests do, with ``--first-seed`` others.
+"""
+
+from pathlib import Path
+
+import processes
+import pytest
+import torch.distributed as dist
+from amp.random_programs import PARAMS, WITH_MASTERS, Config, describe, run
+
+QUICK, SLOW = 50, 300
+
+
+def check(seeds):
+    found = [text for text in map(describe, seeds) if text is not None]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("first", range(0, QUICK, 10))
+def test_programs(first):
+    check(range(first, first + 10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(QUICK, QUICK + SLOW, 50))
+def test_more_programs(first):
+    check(range(first, first + 50))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+def test_programs_of_two_processes():
+    processes.run(Path(__file__).with_name("random_programs.py"), "--programs", "60")
+
+
+# Programs that have differed.
+
+ALL = tuple(range(PARAMS))
+EACH = (ALL, ALL)
+
+
+def block(which=(0,), factor=32.0, reached=EACH, delay=None, fail=None, loss_id=0):
+    return ("block", which, loss_id, factor, reached, delay, None, fail)
+
+
+ONE, INF = block(), block(factor=float("inf"))
+DELAYED = block(delay="delay_unscale")
+UNCHECKED_INF = block(factor=float("inf"), delay="delay_overflow_check", reached=((0, 1), ALL))
+STEP = ("step", 0)
+FOUND = {
+    "a step before the first block": [("edit_weight", 0, 1, 3.0), STEP],
+    "cleared after delay_unscale": [ONE, DELAYED, ("model_zero_grad", 0, True), ONE, STEP],
+    "one cleared after delay_unscale": [ONE, DELAYED, ("drop", 0, 1), ONE, STEP],
+    "zeroed after delay_unscale": [ONE, DELAYED, ("zero", 0, 1), ONE, STEP],
+    "not reached with delay_unscale": [ONE, block(delay="delay_unscale", reached=((0, 4), ALL)), ONE, STEP],
+    "an exception after delay_unscale": [DELAYED, block(fail="before"), ONE, STEP],
+    "an exception after delay_unscale and backward": [ONE, DELAYED, block(fail="after"), ONE, STEP],
+    "a step after delay_unscale": [DELAYED, STEP],
+    "a step after delay_unscale and an overflow": [INF, DELAYED, STEP],
+    "a step after delay_unscale and an exception": [DELAYED, block(fail="before"), STEP],
+    "cleared to zeros after delay_unscale": [DELAYED, ("zero_grad", 0, False), STEP],
+    "an overflow under delay_overflow_check": [UNCHECKED_INF, ONE, STEP],
+    "an overflow under both delays": [UNCHECKED_INF, DELAYED, ONE, STEP],
+    "the norm of what is left": [ONE, ("drop", 0, 1), ("clip", 0, "fused", 2.0, False), STEP],
+    "zeroed in a block that fails": [ONE, ("block", (0,), 0, 1.0, EACH, None, False, "before"), ("drop", 0, 1), STEP],
+    "the norm of nothing": [ONE, ("model_zero_grad", 0, True), ("clip", 0, "fused", 2.0, True), STEP],
+    "an overflow cleared before another's block": [INF, ("model_zero_grad", 0, True), block((1,)), STEP, ("observe",)],
+    "zeros are a gradient": [ONE, STEP, ("zero_grad", 0, True), ONE, ("model_zero_grad", 0, False), STEP],
+    "what was dropped is not zeroed": [ONE, ("model_zero_grad", 0, True), ("zero_grad", 0, False), STEP],
+}
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 1.0])
+@pytest.mark.parametrize("how", ["torch", "combine_grad", "fused", "fuse_unscale"])
+@pytest.mark.parametrize("level", ["O1", *WITH_MASTERS])
+@pytest.mark.parametrize("name", FOUND)
+def test_found(name, level, how, scale):
+    fuses = how == "fuse_unscale"
+    config = Config(
+        level, "sgd", "fused" if fuses else how, fuses, scale, 0.5, 2.0**-4, False, ((ALL[:3], ALL[3:]),) * 2
+    )
+    run(config, FOUND[name])
+
+
+def test_the_norm_that_torch_takes_is_of_what_is_left():
+    for level in ("O1", *WITH_MASTERS):
+        config = Config(level, "sgd", "torch", False, 16.0, 0.5, 2.0**-4, False, ((ALL,), (ALL,)))
+        run(config, [ONE, ("drop", 0, 1), ("clip", 0, "torch", 2.0, False), STEP])

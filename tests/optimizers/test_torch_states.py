@@ -1,0 +1,105 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""State dicts of torch.optim: continued, or refused where their options ask for another rule."""
+
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICE
+from torch import nn
+
+from apex_npu import optimizers
+
+
+def stepped(cls: Any, **options: Any) -> tuple[nn.Parameter, Any]:
+    param = nn.Parameter(torch.ones(3, device=DEVICE))
+    optimizer = cls([param], lr=0.1, **options)
+    for _ in range(2):
+        step(param, optimizer)
+    return param, optimizer
+
+
+def step(param: nn.Parameter, optimizer: Any) -> None:
+    param.grad = torch.tensor([1.0, -2.0, 0.5], device=DEVICE)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lr_decay": 0.5}, {"initial_accumulator_value": 2.0}, {"lr_decay": 0.1, "weight_decay": 0.1}],
+    ids=str,
+)
+def test_adagrad_goes_from_torch_to_ours_and_back(options: Any) -> None:
+    theirs, reference = stepped(torch.optim.Adagrad, **options)
+    ours = nn.Parameter(theirs.detach().clone())
+    fused = optimizers.FusedAdagrad([ours], lr=0.3)
+    fused.load_state_dict(reference.state_dict())
+    for _ in range(2):
+        step(theirs, reference)
+        step(ours, fused)
+    torch.testing.assert_close(ours, theirs)
+    back = nn.Parameter(ours.detach().clone())
+    again = torch.optim.Adagrad([back], lr=0.3)
+    again.load_state_dict(fused.state_dict())
+    step(back, again)
+    step(theirs, reference)
+    torch.testing.assert_close(back, theirs)
+
+
+def test_a_group_of_adagrad_starts_at_the_value_that_torchs_has() -> None:
+    theirs, _ = stepped(torch.optim.Adagrad, initial_accumulator_value=2.0)
+    param = nn.Parameter(torch.ones(3, device=DEVICE))
+    optimizer = optimizers.FusedAdagrad([{"params": [param], "initial_accumulator_value": 2.0}], lr=0.1)
+    for _ in range(2):
+        step(param, optimizer)
+    torch.testing.assert_close(param, theirs)
+
+
+REFUSED = {
+    "maximize": (torch.optim.Adagrad, {"maximize": True}, optimizers.FusedAdagrad, "maximize=True"),
+    "maximize, Adam": (torch.optim.Adam, {"maximize": True}, optimizers.FusedAdam, "maximize=True"),
+    "amsgrad": (torch.optim.AdamW, {"amsgrad": True}, optimizers.FusedAdam, "amsgrad=True"),
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}, optimizers.NpuFusedAdam, "NpuFusedAdamW"),
+    "Adam": (torch.optim.Adam, {"weight_decay": 0.1}, optimizers.NpuFusedAdamW, "the rule of NpuFusedAdam"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_option_of_another_rule_is_refused(case: str) -> None:
+    theirs, options, ours, text = REFUSED[case]
+    _, reference = stepped(theirs, **options)
+    if case.startswith("Adam") and "decoupled_weight_decay" not in reference.param_groups[0]:
+        pytest.skip("this torch's state dicts do not tell AdamW from Adam")
+    param, optimizer = stepped(ours)
+    before = param.detach().clone()
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(reference.state_dict())
+    assert torch.equal(param, before)
+    assert optimizer.state_dict()["state"][0]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "options"),
+    [
+        (torch.optim.AdamW, optimizers.NpuFusedAdam, {"weight_decay": 0.0}),
+        (torch.optim.AdamW, optimizers.NpuFusedAdamW, {"weight_decay": 0.1}),
+        (torch.optim.Adam, optimizers.NpuFusedAdam, {"weight_decay": 0.1, "maximize": True}),
+    ],
+)
+def test_the_same_rule_goes_on(theirs: Any, ours: Any, options: Any) -> None:
+    expected, reference = stepped(theirs, **options)
+    param = nn.Parameter(expected.detach().clone())
+    optimizer = ours([param], lr=0.3)
+    optimizer.load_state_dict(reference.state_dict())
+    step(param, optimizer)
+    step(expected, reference)
+    torch.testing.assert_close(param, expected)
+
+
+def test_a_groups_step_that_is_no_count_is_refused() -> None:
+    _, optimizer = stepped(optimizers.FusedAdam)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["step"] = 1.5
+    with pytest.raises(ValueError, match=r"'step' of a group is 1\.5, not a count"):
+        optimizer.load_state_dict(state)

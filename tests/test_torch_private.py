@@ -1,0 +1,94 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The private names of torch that the package touches: this torch has them, and no others are touched."""
+
+import ast
+from pathlib import Path
+from pkgutil import resolve_name
+
+import pytest
+import torch
+
+import apex_npu
+from apex_npu.backends import _torch_private
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+
+# The meaning of "()".
+INSTANCES = {
+    "torch.nn.Module": torch.nn.Module,
+    "torch.optim.Optimizer": lambda: torch.optim.SGD([torch.zeros(1)]),
+    "torch.amp.GradScaler": lambda: torch.amp.GradScaler("cpu"),
+    "torch.autograd.function.BackwardCFunction": lambda: Doubled.apply(torch.ones(1, requires_grad=True)).grad_fn,
+}
+# Operators of ATen, see ``_torch_private``.
+OPERATORS = ("_foreach_", "_fused_", "_amp_foreach_", "_debug_has_internal_overlap")
+# Modules that still reach into modules of torch themselves.
+NOT_YET = {
+    "autocast/forward_cast.py": {"torch.nn.modules.batchnorm._BatchNorm"},
+    "compat/flattening.py": {"torch._utils._flatten_dense_tensors", "torch._utils._unflatten_dense_tensors"},
+    "compat/fp16_utils/fp16util.py": {"torch.nn.modules.batchnorm._BatchNorm"},
+    "compat/parallel/sync_batchnorm.py": {"torch.nn.modules.batchnorm._BatchNorm"},
+}
+
+
+@pytest.mark.parametrize("name", _torch_private.NAMES)
+def test_this_torch_has(name):
+    owner, _, attribute = name.rpartition(".")
+    made = INSTANCES[owner.removesuffix("()")]() if owner.endswith("()") else resolve_name(owner)
+    assert hasattr(made, attribute), f"torch {torch.__version__} has no {name}: {_torch_private.NAMES[name]}"
+
+
+def is_private(part):
+    return part.startswith("_") and not part.startswith("__")
+
+
+def private_names_of_torch(tree):
+    """What is imported from, or looked up in, torch's modules and is private: full names."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.Attribute) and (text := ast.unparse(node)).startswith("torch.") and "(" not in text:
+            names = [text]
+        for name in names:
+            private = [part for part in name.split(".") if is_private(part)]
+            if private and not private[0].startswith(OPERATORS):
+                yield name
+
+
+def sources():
+    root = Path(apex_npu.__file__).parent
+    return {str(path.relative_to(root)): ast.parse(path.read_text("utf-8")) for path in sorted(root.rglob("*.py"))}
+
+
+def test_modules_of_torch_are_reached_into_in_one_place():
+    found = {path: set(private_names_of_torch(tree)) for path, tree in sources().items()}
+    del found["backends/_torch_private.py"]
+    assert {path: names for path, names in found.items() if names} == NOT_YET
+
+
+def test_private_attributes_of_torchs_objects_are_listed():
+    nodes = [(path, node) for path, tree in sources().items() for node in ast.walk(tree)]
+    own = {"_make", "_replace", "_schema"}  # of named tuples, and of an operator that is no op of torch
+    own |= {node.name for _, node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.id for _, node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    attributes = [(path, node) for path, node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)]
+    own |= {node.attr for _, node in attributes if isinstance(node.ctx, ast.Store)}
+    listed = {name.rpartition(".")[2] for name in _torch_private.NAMES}
+    used = {node.attr: path for path, node in attributes if path != "backends/_torch_private.py"}
+    assert {name: used[name] for name in used.keys() - own - listed if not name.startswith(OPERATORS)} == {}
+
+
+def test_a_name_that_is_gone_fails_what_needs_it_alone(monkeypatch):
+    monkeypatch.delattr(torch._C, "_get_privateuse1_backend_name")
+    with pytest.raises(AttributeError, match="_get_privateuse1_backend_name"):
+        _torch_private.privateuse1_device_type()
+    assert not _torch_private.is_in_backward()
