@@ -101,9 +101,9 @@ def test_unfreezing_on_one_process_alone_is_an_error_on_all():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_all_levels_optimizers_and_accumulations_are_those_of_one_process(count):
-    run("training", "all_levels", processes=count)
+@pytest.mark.parametrize(("count", "check"), [(2, "all_levels"), (4, "levels")])
+def test_levels_optimizers_and_accumulations_are_those_of_one_process(count, check):
+    run("training", check, processes=count)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trainings of 20 steps, against one process that sees the whole batch and against DistributedDataParallel.
+"""Trainings of 10 steps, against one process that sees the whole batch and against DistributedDataParallel.
 
 Both begin every step with the same parameters: what they round in other ways would come back through the gradients.
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 
-STEPS = 20
+STEPS = 10
 # What a step may differ by, relative to a parameter's largest element. A gradient differs by a few eps of what computes
 # it, and moves a parameter by at most ten times lr, 0.5, of that: one eps, as gradients are smaller than parameters.
 TOLERANCE = {"O0": 1e-6, "O1": 1e-3, "O2": 1e-3, "O5": 1e-2}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("parallel"),
     pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
 ]
 

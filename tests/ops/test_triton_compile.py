@@ -22,6 +22,10 @@ if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
     pytest.skip(f"Triton {triton.__version__} is too old for these kernels", allow_module_level=True)
 
 
+# One process compiles for all of them.
+together = pytest.mark.xdist_group("compiled")
+
+
 def compile_for(cache, *arguments):
     """The worker's report of every launch."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -46,6 +50,7 @@ def check(facts):
     assert set(facts["float_arguments"]) <= {"f64"}, "Triton has taken a number as float32"
 
 
+@together
 def test_every_kernel_compiles_exactly_and_without_atomics(compiled):
     launches = compiled[:-1]
     assert {facts["kernel"] for facts in launches} == KERNELS
@@ -53,6 +58,7 @@ def test_every_kernel_compiles_exactly_and_without_atomics(compiled):
         check(facts)
 
 
+@together
 @pytest.mark.parametrize(("op", "per_element"), [("sgd_", 20), ("adam_", 36), ("rmsprop_", 36), ("adadelta_", 28),
                                                  ("adagrad_", 20)])  # fmt: skip
 def test_every_operand_is_read_and_written_once_and_in_pieces_of_16_bytes(compiled, op, per_element):
@@ -62,6 +68,7 @@ def test_every_operand_is_read_and_written_once_and_in_pieces_of_16_bytes(compil
     assert sum(facts["loads"]) + sum(facts["stores"]) == 8 * per_element
 
 
+@together
 def test_numbers_on_the_device_do_not_keep_operands_from_being_moved_in_pieces_of_16_bytes(compiled):
     facts = next(facts for facts in compiled if facts["op"] == "adam_ on device" and facts["kernel"] == "adam")
     large = [size for size in facts["loads"] + facts["stores"] if size == 16]
@@ -70,13 +77,15 @@ def test_numbers_on_the_device_do_not_keep_operands_from_being_moved_in_pieces_o
     assert set(facts["loads"]) <= {16, 8}, "numbers are of 8 bytes"
 
 
+@together
 def test_no_hyper_parameter_step_or_length_is_compiled_in(compiled):
     assert compiled[-1] == {"compiled_for_other_numbers": 0}
 
 
 @pytest.mark.slow
-def test_every_dtype_and_option_compiles_for_every_architecture(tmp_path):
-    launches = compile_for(tmp_path, "75", "90", "100", "--all")[:-1]
-    assert {facts["arch"] for facts in launches} == {75, 90, 100}
+@pytest.mark.parametrize("arch", [75, 90, 100])
+def test_every_dtype_and_option_compiles_for_every_architecture(tmp_path, arch):
+    launches = compile_for(tmp_path, str(arch), "--all")[:-1]
+    assert {facts["arch"] for facts in launches} == {arch}
     for facts in launches:
         check(facts)

@@ -37,8 +37,7 @@ def reference(name: str) -> list[float]:
     return losses(run(*command, cwd=HERE, PYTHONPATH=str(HERE / "plain_apex")))
 
 
-def agree(name: str, ours: list[float]) -> None:
-    expected = reference(name)
+def agree(name: str, ours: list[float], expected: list[float]) -> None:
     assert len(ours) == len(expected) >= 25
     assert ours[-1] < 0.5 * ours[0]
     # A dynamic loss scale starts too high: the first steps are skipped, and their loss comes again.
@@ -52,13 +51,13 @@ def test_there_are_ten():
     assert len(SCRIPTS) == 10
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "textcnn" else pytest.mark.slow) for name in SCRIPTS]
-)
-def test_through_run(name):
-    script = HERE / f"{name}.py"
-    command = [sys.executable, "-W", "ignore", *START_SCRIPT, "-m", "apex_npu", "run", script]
-    agree(name, losses(run(*command, cwd=HERE, PYTHONPATH=str(ROOT))))
+def losses_through_run(name: str) -> list[float]:
+    command = [sys.executable, "-W", "ignore", *START_SCRIPT, "-m", "apex_npu", "run", HERE / f"{name}.py"]
+    return losses(run(*command, cwd=HERE, PYTHONPATH=str(ROOT)))
+
+
+def test_through_run() -> None:
+    agree("textcnn", losses_through_run("textcnn"), reference("textcnn"))
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +73,9 @@ def installed(tmp_path_factory) -> Environment:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("wheel")
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_through_the_wheel(name, installed):
-    agree(name, losses(installed.run("-W", "ignore", *START_SCRIPT, HERE / f"{name}.py")))
+def test_through_run_and_through_the_wheel(name, installed):
+    expected = reference(name)
+    agree(name, losses_through_run(name), expected)
+    agree(name, losses(installed.run("-W", "ignore", *START_SCRIPT, HERE / f"{name}.py")), expected)
