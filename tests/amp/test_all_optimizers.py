@@ -247,7 +247,7 @@ def test_random_programs(spec, level, program):
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize(("spec", "kwargs"), CASES, ids=CASE_IDS)
-@settings(RANDOM, max_examples=25)
+@settings(RANDOM, max_examples=12 if DEVICE.type == "cpu" else 4)  # amp's part of a step is the same on all devices
 @given(program=st.lists(ACTIONS, min_size=5, max_size=30))
 def test_long_random_programs(spec, kwargs, level, program):
     check(spec, kwargs, level, program)
