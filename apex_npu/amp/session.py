@@ -31,7 +31,7 @@ from apex_npu.autocast.forward_cast import Ambient
 from apex_npu.autocast.monkey_patches import Patch
 from apex_npu.autocast.undo import Undo
 from apex_npu.backends.script_warnings import warn
-from apex_npu.distributed.torch_ddp import KnownDDPs, following_dtypes, watch_ddps
+from apex_npu.distributed.torch_ddp import KnownDDPs, dtypes_of, follow_dtypes, watch_ddps
 from apex_npu.fusion import are_same
 
 # Said where torch's clipping is called, or by the step that finds gradients written.
@@ -224,6 +224,17 @@ class Session:
         self._undo.close()
         self.ambient.active = False
 
+    def restore_models(self) -> None:
+        """Make models float32 again, in the instances of DistributedDataParallel around them, too.
+
+        After an interrupt ``undo`` completes what has begun, and another call does the rest.
+        """
+        for ddp, dtypes in dtypes_of(self.ddps):
+            self._undo.callback(follow_dtypes, ddp, dtypes)
+        for model in self.models:
+            self._undo.callback(model.undo, self.masters)
+        self._undo.close()
+
     def _clipper_of(self, params: list[Tensor]) -> Clipper | None:
         """The optimizer that steps just ``params``, where all of their gradients are in float32 buffers."""
         for optimizer in self.adopted:
@@ -372,9 +383,7 @@ def shutdown() -> None:
             former.undo()
             for parallel in former.data_parallels:
                 parallel.close()
-            with following_dtypes(former.ddps):
-                for model in reversed(former.models):
-                    model.undo(former.masters)
+            former.restore_models()
             for optimizer in former.adopted:
                 if optimizer._amp_state.pairs:
                     optimizer._amp_state.retire()

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -82,23 +82,24 @@ class LocalBackward:
         return any(now == before for now, before in zip(self._stats(), self._before, strict=True))
 
 
-@contextmanager
-def following_dtypes(known: KnownDDPs) -> Iterator[None]:
-    """Have those of ``known`` whose parameters change their dtype in the block average the gradients of these."""
+def dtypes_of(known: KnownDDPs) -> list[tuple[DistributedDataParallel, list[torch.dtype]]]:
+    """Those of ``known`` that are alive, with the dtypes of their parameters."""
     alive = [ddp for ref in known if (ddp := ref()) is not None and hasattr(ddp, "reducer")]
-    before = [[p.dtype for p in ddp.module.parameters()] for ddp in alive]
-    yield
-    for ddp, dtypes in zip(alive, before, strict=True):
-        if [p.dtype for p in ddp.module.parameters()] == dtypes:
-            continue
-        obstacle = obstacle_to_rebuilding(ddp)
-        if obstacle is None:
-            rebuild_reducer(ddp)
-        else:
-            warn(
-                f"a model inside of a DistributedDataParallel with {obstacle} is float32 again: its gradients are not "
-                "averaged from now on. Wrap it again"
-            )
+    return [(ddp, [p.dtype for p in ddp.module.parameters()]) for ddp in alive]
+
+
+def follow_dtypes(ddp: DistributedDataParallel, dtypes: list[torch.dtype]) -> None:
+    """Have ``ddp`` average the gradients of its parameters where they have other dtypes than ``dtypes`` by now."""
+    if [p.dtype for p in ddp.module.parameters()] == dtypes:
+        return
+    obstacle = obstacle_to_rebuilding(ddp)
+    if obstacle is None:
+        rebuild_reducer(ddp)
+    else:
+        warn(
+            f"a model inside of a DistributedDataParallel with {obstacle} is float32 again: its gradients are not "
+            "averaged from now on. Wrap it again"
+        )
 
 
 def obstacle_to_rebuilding(ddp: Any) -> str | None:

@@ -287,6 +287,22 @@ def test_every_part_is_taken_or_not(part, caplog):
     assert_anywhere("O2", "fused", 5, caplog, part)
 
 
+def test_a_restored_model_is_restored_completely():
+    """An interrupt in ``shutdown``, at every place where a model becomes float32; the next ``shutdown`` completes it."""
+    found = []
+    while not found or found[-1][0] is not None:
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1)).to(DEVICE)
+        amp.initialize(model, opt_level="O2", verbosity=0)
+        with Interrupt(len(found) + 1, "float32_copies.py", "forward_cast.py", "submodule_cast.py") as interrupt:
+            amp.shutdown()
+        amp.shutdown()
+        own = [sorted({"forward", "__reduce_ex__"} & vars(m).keys()) for m in model.modules()]
+        hooks = [len(m._forward_pre_hooks) + len(m._state_dict_hooks) for m in model.modules()]
+        found.append((interrupt.at, own, hooks, next(model.parameters()).dtype))
+    assert len(found) > 20
+    assert [one for one in found if one[1:] != ([[], []], [0, 0], torch.float32)] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["initialize", "clip", "load_scaler", "shutdown"])
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -142,5 +142,9 @@ def test_initialize_inside_of_distributed_data_parallel_leaves_it_working(verdic
     verify(verdicts, name)
 
 
+def test_an_interrupted_shutdown_is_completed(verdicts):
+    verify(verdicts, "an_interrupted_shutdown")
+
+
 def test_batch_norms_are_synchronised(verdicts):
     verify(verdicts, "batch_norms_are_synchronised")
