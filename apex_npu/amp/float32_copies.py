@@ -220,8 +220,8 @@ def to_float32(module: nn.Module, values: Mapping[str, Tensor], undo: Undo) -> N
     if is_wrapped(module):
         own.pop("_replicate_for_data_parallel", None)
     own.pop("__deepcopy__", None)
-    # Last, and without a call in between, after which an interrupt may come: by its wrapper a model counts as converted,
-    # by the other a module as cast, and what counts as neither is not restored again.
+    # Last, and without a call in between, after which an interrupt may come: by its wrapper a model counts as
+    # converted, by the other a module as cast, and what counts as neither is not restored again.
     own["forward"] = forward
     del own["__reduce_ex__"]
     if forward is None:

@@ -94,7 +94,7 @@ def is_wrapped(model: nn.Module) -> bool:
 
 
 def unwrapped_forward(model: nn.Module) -> Callable[..., Any] | None:
-    """What the instance attribute ``forward`` of ``model`` is without the wrapper; None: there is none, but a method."""
+    """The instance attribute ``forward`` of ``model``, without the wrapper; None: it has none, but its class's."""
     forward: Callable[..., Any] | None = vars(model).get("forward")
     return forward.inner if isinstance(forward, CastForward) else forward
 

@@ -288,7 +288,7 @@ def test_every_part_is_taken_or_not(part, caplog):
 
 
 def test_a_restored_model_is_restored_completely():
-    """An interrupt in ``shutdown``, at every place where a model becomes float32; the next ``shutdown`` completes it."""
+    """An interrupt of ``shutdown``, wherever a model becomes float32; the next ``shutdown`` completes it."""
     found = []
     while not found or found[-1][0] is not None:
         model = torch.nn.Sequential(torch.nn.Linear(1, 1)).to(DEVICE)
