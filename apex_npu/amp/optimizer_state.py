@@ -19,6 +19,7 @@ from apex_npu.amp.master_params import MasterPair, MasterParams
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current
 from apex_npu.amp.step_decision import StepDecision, StepReport
+from apex_npu.autocast.undo import Undo
 from apex_npu.fusion import (
     FlatGrads,
     FusedGroup,
@@ -151,8 +152,13 @@ class AmpOptimizerState:
         """Model parameters and their masters."""
         return self.masters.pairs
 
-    def retire(self) -> None:
-        """Forget the model, whose parameters another optimizer steps: a step shall not write them."""
+    def retire(self, undo: Undo) -> None:
+        """Forget the model, whose parameters another optimizer steps: a step shall not write them.
+
+        Args:
+            undo: Takes the callback that takes this back.
+        """
+        undo.callback(vars(self).update, {"masters": self.masters, "grads": self.grads})
         self.masters, self.grads = MasterParams(retired=True), OptimizerGrads()
 
     @property

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from apex_npu.backends.script_warnings import warn
@@ -32,14 +31,21 @@ def find_ddps(known: KnownDDPs) -> None:
             _add(known, found)
 
 
-def watch_ddps(known: KnownDDPs) -> Any:
-    """Add to ``known`` the instances that are made from now on, until ``remove()`` of what is returned."""
+# What makes an instance, and a copy or an unpickled one.
+MAKING = ("__init__", "__setstate__")
 
-    def note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        if isinstance(module, DistributedDataParallel):
-            _add(known, module)
 
-    return register_module_module_registration_hook(note)
+def adding_to(known: KnownDDPs) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator of ``MAKING``, the methods of DistributedDataParallel: the instance is added to ``known``."""
+
+    def decorator(make: Callable[..., None]) -> Callable[..., None]:
+        def make_and_add(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+            make(self, *args, **kwargs)
+            _add(known, self)
+
+        return make_and_add
+
+    return decorator
 
 
 def _add(known: KnownDDPs, ddp: DistributedDataParallel) -> None:
