@@ -6,9 +6,11 @@ A check does all that the processes do together first, and asserts then, so that
 """
 
 import contextlib
+import copy
 import functools
 import json
 import os
+import pickle
 import random
 import sys
 import traceback
@@ -274,6 +276,38 @@ def no_sync_with_delay_unscale(level, kind):
 @check(*[(level, kind) for level in ("O1", *WITH_MASTERS) for kind in ("torch", "fused", "fuse_unscale")])
 def no_sync(level, kind):
     accumulate(level, kind, delay=False)
+
+
+def pickled(objects):
+    return pickle.loads(pickle.dumps(objects))
+
+
+@check(*[(level, kind) for level in ("O1", *WITH_MASTERS) for kind in ("torch", "fused")])
+def copies_of_a_wrapper(level, kind):
+    """They average, in either order, and what their ``no_sync`` leaves to a process waits for its average."""
+    x = own_input(dist.get_rank())
+    for copied in (copy.deepcopy, pickled):
+        for order in (1, -1):
+            model, optimizer = start(
+                Weights(10.0), kind=kind, level=level, loss_scale="dynamic", dynamic_init_scale=64.0
+            )
+            wrapped, optimizer = copied((DDP(model), optimizer)[::order])[::order]
+            train(wrapped.module, optimizer, wrapped)
+            averaged = gathered(wrapped.module.parameters())
+            with wrapped.no_sync():
+                backward(wrapped(x), optimizer)
+            refusal = None
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                refusal = str(error)
+            backward(wrapped(x), optimizer)
+            optimizer.step()
+            accumulated = gathered(wrapped.module.parameters())
+            amp.shutdown()
+            assert_values(averaged[0], 8.0), assert_values(averaged[1], 8.0)
+            assert "inside of DistributedDataParallel.no_sync()" in str(refusal)
+            assert_values(accumulated[0], 4.0), assert_values(accumulated[1], 4.0)
 
 
 WRAPPINGS = ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True})

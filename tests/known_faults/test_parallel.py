@@ -142,6 +142,14 @@ def test_initialize_inside_of_distributed_data_parallel_leaves_it_working(verdic
     verify(verdicts, name)
 
 
+@pytest.mark.parametrize(
+    "name",
+    cases("copies_of_a_wrapper", *(f"{level} {kind}" for level in ("O1", "O2", "O5") for kind in ("torch", "fused"))),
+)
+def test_copies_of_distributed_data_parallel_average(verdicts, name):
+    verify(verdicts, name)
+
+
 def test_an_interrupted_shutdown_is_completed(verdicts):
     verify(verdicts, "an_interrupted_shutdown")
 
