@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from apex_npu.backends.script_warnings import warn
+from apex_npu.fusion import grads_of, versions_of
 
 # Those that are alive; what dies removes itself.
 KnownDDPs = list["weakref.ref[DistributedDataParallel]"]
@@ -75,17 +76,35 @@ def may_keep_grads(known: KnownDDPs) -> KnownDDPs:
 class LocalBackward:
     """A backward whose gradients some instances may keep to this process."""
 
-    def __init__(self, ddps: Sequence[DistributedDataParallel]) -> None:
-        """It has not begun yet."""
-        self._reducers = [ddp.reducer for ddp in ddps]
-        self._before = self._stats()
-
-    def _stats(self) -> list[list[int]]:
-        return [reducer.get_backward_stats() for reducer in self._reducers]
+    def __init__(self, ddps: Sequence[DistributedDataParallel], *, pending: bool) -> None:
+        """It has not begun yet; ``pending``: gradients that are there already may have been kept, too."""
+        self._instances = [(ddp.reducer, list(ddp.module.parameters())) for ddp in ddps]
+        self._stats = [reducer.get_backward_stats() for reducer, _ in self._instances]
+        self._grads = [[] if pending else grads_of(params) for _, params in self._instances]
+        self._versions = list(map(versions_of, self._grads))
 
     def kept_grads(self) -> bool:
-        """After it: an instance has not taken part, since a reducer records when each gradient was ready for it."""
-        return any(now == before for now, before in zip(self._stats(), self._before, strict=True))
+        """After it: there are gradients in which an instance had no part.
+
+        A reducer records when each gradient was ready for it. Where it has recorded none, the model inside may have
+        been used otherwise, as in a forward under ``no_grad``, and have no gradients of this backward.
+        """
+        return any(
+            reducer.get_backward_stats() == stats and _has_new(grads_of(params), grads, versions)
+            for (reducer, params), stats, grads, versions in zip(
+                self._instances, self._stats, self._grads, self._versions, strict=True
+            )
+        )
+
+
+def _has_new(now: list[Tensor | None], before: list[Tensor | None], versions: list[int]) -> bool:
+    """Whether there is a gradient that was not there ``before``, or has been written since."""
+    if not before:
+        return any(grad is not None for grad in now)
+    return any(
+        grad is not None and (grad is not former or grad._version != version)
+        for grad, former, version in zip(now, before, versions, strict=True)
+    )
 
 
 def dtypes_of(known: KnownDDPs) -> list[tuple[DistributedDataParallel, list[torch.dtype]]]:

@@ -278,6 +278,48 @@ def no_sync(level, kind):
     accumulate(level, kind, delay=False)
 
 
+@check(("O1", "torch"), ("O1", "fused"), ("O2", "torch"), ("O2", "fused"), ("O2", "fuse_unscale"))
+def two_wrappers_of_one_optimizer(level, kind):
+    """A forward of one under ``no_grad`` keeps no gradients of the other; those of one wait for its own average."""
+    models = [Weights(10.0), Weights(20.0)]
+    options = {"loss_scale": "dynamic", "dynamic_init_scale": 64.0}
+    optimizer = start(nn.ModuleList(models), kind=kind, level=level, **options)[1]
+    first, second = map(DDP, models)
+    x = own_input(dist.get_rank())
+    found, refusals = [], []
+
+    def step():
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            refusals.append(str(error))
+        found.append(gathered([*models[0].parameters(), *models[1].parameters()]))
+
+    for _ in range(2):
+        with torch.no_grad():
+            second(x)
+        backward(first(x), optimizer)
+        step()
+        optimizer.zero_grad()
+    backward(second(x), optimizer)
+    with torch.no_grad():
+        second(x)
+    backward(first(x), optimizer)
+    step()
+    optimizer.zero_grad()
+    with first.no_sync():
+        backward(first(x), optimizer)
+    backward(second(x), optimizer)
+    step()
+    backward(first(x), optimizer)
+    step()
+    for ranks, expected in zip(found, [(8.0, 20.0), (6.0, 20.0), (4.0, 18.0), (4.0, 18.0), (0.0, 16.0)], strict=True):
+        for one in ranks:
+            assert_values(one, *expected)
+    assert len(refusals) == 1
+    assert "no_sync()" in refusals[0]
+
+
 def pickled(objects):
     return pickle.loads(pickle.dumps(objects))
 

@@ -150,6 +150,14 @@ def test_copies_of_distributed_data_parallel_average(verdicts, name):
     verify(verdicts, name)
 
 
+@pytest.mark.parametrize(
+    "name",
+    cases("two_wrappers_of_one_optimizer", *("O1 torch", "O1 fused", "O2 torch", "O2 fused", "O2 fuse_unscale")),
+)
+def test_a_step_waits_for_averages_of_its_own_gradients_alone(verdicts, name):
+    verify(verdicts, name)
+
+
 def test_an_interrupted_shutdown_is_completed(verdicts):
     verify(verdicts, "an_interrupted_shutdown")
 
