@@ -169,9 +169,9 @@ class AmpOptimizerState:
 
     @property
     def awaits_block(self) -> bool:
-        """Gradients are to be unscaled, or copied to masters, by the end of a block, before a step or clipping."""
+        """A block has to unscale the gradients, check them, or copy them to masters, before a step or clipping."""
         if self.stage in (Stage.SCALED, Stage.DELAYED):
-            return self.grad_scale != 1.0 or bool(self.policy.master_weights)
+            return self.grad_scale != 1.0 or self.policy.loss_scale == "dynamic" or bool(self.policy.master_weights)
         return self.grad_scale != 1.0 and not self.policy.fuse_unscale
 
     def clips_like_torch(self, optimizer: Optimizer) -> bool:
