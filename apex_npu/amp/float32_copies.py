@@ -25,7 +25,7 @@ from apex_npu.autocast.containers import cast_floating
 from apex_npu.autocast.forward_cast import is_wrapped, unwrapped_forward
 from apex_npu.autocast.submodule_cast import unwatch
 from apex_npu.autocast.undo import Undo
-from apex_npu.distributed.torch_ddp import dtypes_of, follow_dtypes
+from apex_npu.distributed.torch_ddp import KnownDDPs, dtypes_of, find_ddps, follow_dtypes
 from apex_npu.ops import LOW_PRECISION
 
 _HOOKS = (
@@ -68,9 +68,12 @@ class CopyLink:
         """An optimizer has been copied: put the modules that have been made float32 back at their level."""
         self.joined = True
         session = current()
-        ddps = [] if session is None else dtypes_of(session.ddps)
+        known: KnownDDPs = [] if session is None else session.ddps
+        if session is None:
+            find_ddps(known)
+        before = dtypes_of(known)
         self._undo.close()
-        for ddp, dtypes in ddps:  # a copy that was made around the float32 module
+        for ddp, dtypes in before:  # a copy that was made around the float32 module
             follow_dtypes(ddp, dtypes)
 
 

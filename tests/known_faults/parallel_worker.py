@@ -352,6 +352,19 @@ def copies_of_a_wrapper(level, kind):
             assert_values(accumulated[0], 4.0), assert_values(accumulated[1], 4.0)
 
 
+@check()
+def a_wrapper_that_is_loaded_without_amp():
+    """At its level, as its optimizer is loaded with it; it averages, though there is no amp that would know of it."""
+    model, optimizer = start(Weights(10.0), level="O2")
+    saved = pickle.dumps((DDP(model), optimizer))
+    amp.shutdown()
+    wrapped, _ = pickle.loads(saved)
+    (param,) = wrapped.parameters()
+    wrapped(own_input(dist.get_rank())).backward()
+    assert param.dtype == torch.float16
+    assert_values([param.grad], 2.0)
+
+
 WRAPPINGS = ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True})
 
 

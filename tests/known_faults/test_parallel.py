@@ -150,6 +150,10 @@ def test_copies_of_distributed_data_parallel_average(verdicts, name):
     verify(verdicts, name)
 
 
+def test_distributed_data_parallel_that_is_loaded_without_amp_averages(verdicts):
+    verify(verdicts, "a_wrapper_that_is_loaded_without_amp")
+
+
 @pytest.mark.parametrize(
     "name",
     cases("two_wrappers_of_one_optimizer", *("O1 torch", "O1 fused", "O2 torch", "O2 fused", "O2 fuse_unscale")),
