@@ -200,13 +200,14 @@ class AmpOptimizerMixin(OptimizerAccessors):
         step takes. Call it after each block. Empty without combined gradients.
 
         Raises:
-            RuntimeError: As of ``FusedOptimizer.get_optimizer_combined_params``.
+            RuntimeError: As of ``FusedOptimizer.get_optimizer_combined_params``; or the last block had
+                ``delay_unscale``, so that gradients are still to be unscaled.
         """
         flats = _combined_grads(self, self._amp_state)
         return [joined(flat.show() for flat in members) for members in flats]
 
     def get_optimizer_combined_grad_masks(self) -> list[Tensor]:
-        """For each of these buffers float32 ones where there is a gradient now, and zeros elsewhere."""
+        """For each of these buffers float32 ones where there is a gradient, and zeros elsewhere; raises likewise."""
         flats = _combined_grads(self, self._amp_state)
         return [torch.cat([flat.mask() for flat in members]) for members in flats]
 
@@ -301,7 +302,9 @@ def _gradients_of(groups: list[GradGroup]) -> tuple[list[FlatGrads], list[Tensor
 
 def _combined_grads(optimizer: Optimizer, state: AmpOptimizerState) -> list[list[FlatGrads]]:
     """What each combined buffer of gradients spans; they are as ``step`` takes them, outside of blocks."""
-    if state.stage not in (Stage.SCALED, Stage.DELAYED):
+    if state.stage is Stage.DELAYED:
+        _check_unscaled(state, "reading combined gradients")
+    elif state.stage is not Stage.SCALED:
         groups = state.grad_groups(optimizer)
         if state.deferral is not None:
             state.deferral.start()  # an inf that a script overwrites is none any more

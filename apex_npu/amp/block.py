@@ -137,7 +137,7 @@ class Block:
     def abandon(self, error: BaseException) -> None:
         """After ``error`` in the block: drop what backward has left, or unscale it with what was there before.
 
-        Where blocks with ``delay_unscale`` have left gradients for masters, these stay delayed.
+        What blocks with ``delay_unscale`` have left stays delayed: it has not been checked.
         """
         if self.ending:
             self.drop_all()
@@ -145,7 +145,7 @@ class Block:
         for state, groups in self.work:
             if state.stage is not Stage.SCALED:
                 continue
-            if self._waited.get(id(state)) is Stage.DELAYED and state.policy.master_weights:
+            if self._waited.get(id(state)) is Stage.DELAYED:
                 self._leave_delayed(state, groups)
             else:
                 self._abandon_groups(state, groups)

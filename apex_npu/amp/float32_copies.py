@@ -22,9 +22,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from apex_npu.amp.master_params import fp32_value, give_fp32_state_dict, own_tensors, remove_fp32_state_dict
 from apex_npu.amp.session import current
 from apex_npu.autocast.containers import cast_floating
-from apex_npu.autocast.forward_cast import is_wrapped, unwrap
+from apex_npu.autocast.forward_cast import is_wrapped, unwrapped_forward
 from apex_npu.autocast.submodule_cast import unwatch
 from apex_npu.autocast.undo import Undo
+from apex_npu.distributed.torch_ddp import KnownDDPs, dtypes_of, find_ddps, follow_dtypes
 from apex_npu.ops import LOW_PRECISION
 
 _HOOKS = (
@@ -66,7 +67,14 @@ class CopyLink:
     def join(self) -> None:
         """An optimizer has been copied: put the modules that have been made float32 back at their level."""
         self.joined = True
+        session = current()
+        known: KnownDDPs = [] if session is None else session.ddps
+        if session is None:
+            find_ddps(known)
+        before = dtypes_of(known)
         self._undo.close()
+        for ddp, dtypes in before:  # a copy that was made around the float32 module
+            follow_dtypes(ddp, dtypes)
 
 
 @dataclass(eq=False)
@@ -214,9 +222,18 @@ def to_float32(module: nn.Module, values: Mapping[str, Tensor], undo: Undo) -> N
                 data.append((target, target.data))
                 target.data = values[name] if target is tensor and name in values else target.data.float()
     _flatten(module)
-    _remove_attributes(module)
     unwatch(module)
-    unwrap(module)  # last, as the model is in ``restore_float32``: until then the model counts as converted
+    remove_fp32_state_dict(module)
+    own, forward = vars(module), unwrapped_forward(module)
+    if is_wrapped(module):
+        own.pop("_replicate_for_data_parallel", None)
+    own.pop("__deepcopy__", None)
+    # Last, and without a call in between, after which an interrupt may come: by its wrapper a model counts as
+    # converted, by the other a module as cast, and what counts as neither is not restored again.
+    own["forward"] = forward
+    del own["__reduce_ex__"]
+    if forward is None:
+        del own["forward"]
 
 
 def _flatten(module: nn.Module) -> None:

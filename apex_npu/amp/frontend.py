@@ -285,14 +285,14 @@ def _set_up(
     ddps = [ddp for ddp in ddps if changes_dtypes(policy, ddp)]
     try:
         undo.callback(_rebuild_reducers, ddps)
-        if former is not None:
-            for model in models:
-                restore_float32(model, former.masters, undo)
-        # The memory of the values before any cast: masters take it over, and a failure puts it back.
-        tensors = [t for m in models for t in [*m.parameters(), *m.buffers()]]
-        values = {id(t): (t, t.detach()) for t in [*tensors, *(t.grad for t in tensors if t.grad is not None)]}
-        undo.callback(_put_back, list(values.values()))
         with _together(policy, None if parallel is None else parallel.group):
+            if former is not None:
+                for model in models:
+                    restore_float32(model, former.masters, undo)
+            # The memory of the values before any cast: masters take it over, and a failure puts it back.
+            tensors = [t for m in models for t in [*m.parameters(), *m.buffers()]]
+            values = {id(t): (t, t.detach()) for t in [*tensors, *(t.grad for t in tensors if t.grad is not None)]}
+            undo.callback(_put_back, list(values.values()))
             for model in models:
                 undo.callback(put_wrapper_back, model, wrapper_of(model))
                 cast = convert_model(model, policy, device_types, session.ambient)

@@ -186,8 +186,9 @@ class NoSyncBlock:
     @disable_dynamo
     def begin(self) -> None:
         """See ``Block``."""
-        self._backward = LocalBackward(self._ddps)
+        pending = any(state.stage in (Stage.DELAYED, Stage.LOCAL) for state in self._inner.states)
         self._block.begin()
+        self._backward = LocalBackward(self._ddps, pending=pending)
 
     @disable_dynamo
     def end(self) -> None:

@@ -19,6 +19,7 @@ from apex_npu.amp.master_params import MasterPair, MasterParams
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current
 from apex_npu.amp.step_decision import StepDecision, StepReport
+from apex_npu.autocast.undo import Undo
 from apex_npu.fusion import (
     FlatGrads,
     FusedGroup,
@@ -151,8 +152,13 @@ class AmpOptimizerState:
         """Model parameters and their masters."""
         return self.masters.pairs
 
-    def retire(self) -> None:
-        """Forget the model, whose parameters another optimizer steps: a step shall not write them."""
+    def retire(self, undo: Undo) -> None:
+        """Forget the model, whose parameters another optimizer steps: a step shall not write them.
+
+        Args:
+            undo: Takes the callback that takes this back.
+        """
+        undo.callback(vars(self).update, {"masters": self.masters, "grads": self.grads})
         self.masters, self.grads = MasterParams(retired=True), OptimizerGrads()
 
     @property
@@ -163,9 +169,9 @@ class AmpOptimizerState:
 
     @property
     def awaits_block(self) -> bool:
-        """Gradients are to be unscaled, or copied to masters, by the end of a block, before a step or clipping."""
+        """A block has to unscale the gradients, check them, or copy them to masters, before a step or clipping."""
         if self.stage in (Stage.SCALED, Stage.DELAYED):
-            return self.grad_scale != 1.0 or bool(self.policy.master_weights)
+            return self.grad_scale != 1.0 or self.policy.loss_scale == "dynamic" or bool(self.policy.master_weights)
         return self.grad_scale != 1.0 and not self.policy.fuse_unscale
 
     def clips_like_torch(self, optimizer: Optimizer) -> bool:

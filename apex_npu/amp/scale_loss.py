@@ -44,8 +44,9 @@ def scale_loss(
     at the next block, or when the scale is read.
 
     An exception inside the block leaves everything usable, and gradients as they were before it: unscaled, but with
-    ``fuse_unscale``, and those that ``delay_unscale`` has left for masters. Gradients whose step will be skipped
-    are zeroed at the next block, so that an overflow in it is its own, for its scaler and its other optimizers alike.
+    ``fuse_unscale``, and those that ``delay_unscale`` has left, which are still to be checked. Gradients whose step
+    will be skipped are zeroed at the next block, so that an overflow in it is its own, for its scaler and its other
+    optimizers alike.
 
     Under ``combine_ddp`` the gradients are averages over all processes when the block ends, and all of them call it
     equally often; with a dynamic scale it waits once more, for what they say. An exception on one ends the block on

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch.distributed
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.amp.clip_guard import Clipper, watch_clipping
@@ -28,10 +29,10 @@ from apex_npu.amp.scaler import LossScaler
 from apex_npu.autocast.casting import CastHandle, ModelCast, enable_casts
 from apex_npu.autocast.float32_view import average_in_float32
 from apex_npu.autocast.forward_cast import Ambient
-from apex_npu.autocast.monkey_patches import Patch
+from apex_npu.autocast.monkey_patches import Patch, patch_attribute
 from apex_npu.autocast.undo import Undo
 from apex_npu.backends.script_warnings import warn
-from apex_npu.distributed.torch_ddp import KnownDDPs, following_dtypes, watch_ddps
+from apex_npu.distributed.torch_ddp import MAKING, KnownDDPs, adding_to, dtypes_of, follow_dtypes
 from apex_npu.fusion import are_same
 
 # Said where torch's clipping is called, or by the step that finds gradients written.
@@ -59,8 +60,8 @@ class HasMasters(Protocol):
     links: list[Any]
     """What copies of the optimizer and of the models that it steps find each other by."""
 
-    def retire(self) -> None:
-        """Its model parameters have got other masters."""
+    def retire(self, undo: Undo) -> None:
+        """Its model parameters have got other masters; ``undo`` takes the callback that takes this back."""
         ...
 
 
@@ -213,7 +214,8 @@ class Session:
         if self.policy.enabled:
             watch_clipping(self._undo, self._look_at_clipping, self._clipper_of)
             average_in_float32(self._undo)
-            self._undo.callback(watch_ddps(self.ddps).remove)
+            for name in MAKING:
+                patch_attribute(self._undo, DistributedDataParallel, name, adding_to(self.ddps))
         self.casts = enable_casts(self.policy, self.device_types, self.patches, self._undo)
         for model in self.models if self.casts.active else []:
             model.shield(self.ambient, self.device_types)
@@ -223,6 +225,17 @@ class Session:
         """Undo ``enable``; after an interrupt the next call completes it."""
         self._undo.close()
         self.ambient.active = False
+
+    def restore_models(self) -> None:
+        """Make models float32 again, in the instances of DistributedDataParallel around them, too.
+
+        After an interrupt ``undo`` completes what has begun, and another call does the rest.
+        """
+        for ddp, dtypes in dtypes_of(self.ddps):
+            self._undo.callback(follow_dtypes, ddp, dtypes)
+        for model in self.models:
+            self._undo.callback(model.undo, self.masters)
+        self._undo.close()
 
     def _clipper_of(self, params: list[Tensor]) -> Clipper | None:
         """The optimizer that steps just ``params``, where all of their gradients are in float32 buffers."""
@@ -290,20 +303,22 @@ def install(session: Session) -> None:
         former = _current
         states: list[HasMasters] = [] if former is None else [optimizer._amp_state for optimizer in former.adopted]
         replaced = [s for s in states if any(pair.model_param in session.masters for pair in s.pairs)]
+        undo = Undo()
         try:
+            for state in replaced:
+                state.retire(undo)
             if former is not None:
                 former.undo()  # first: what two sessions patch nests like brackets
                 session.continue_from(former)
             session.enable()
             _current = session  # last: what an interrupt keeps from this is undone
         except BaseException:
+            undo.close()
             session.undo()
             if former is not None:
                 former.undo()
                 former.enable()
             raise
-        for state in replaced:
-            state.retire()
 
 
 def check_thread(caller: str) -> None:
@@ -372,12 +387,10 @@ def shutdown() -> None:
             former.undo()
             for parallel in former.data_parallels:
                 parallel.close()
-            with following_dtypes(former.ddps):
-                for model in reversed(former.models):
-                    model.undo(former.masters)
+            former.restore_models()
             for optimizer in former.adopted:
                 if optimizer._amp_state.pairs:
-                    optimizer._amp_state.retire()
+                    optimizer._amp_state.retire(Undo())
         _current = None  # last: after an interrupt another call completes it
 
 

@@ -71,8 +71,7 @@ def convert_model(
     Returns:
         The handle that takes the wrapper off again.
     """
-    previous = vars(model).get("forward")
-    inner = previous.inner if isinstance(previous, CastForward) else previous
+    inner = unwrapped_forward(model)
     if inner is None and isinstance(model, torch.jit.ScriptModule):
         inner = model.forward  # its class has no forward to call
     settings = _forward_settings(policy, device_types, ambient or Ambient())
@@ -94,10 +93,10 @@ def is_wrapped(model: nn.Module) -> bool:
     return isinstance(vars(model).get("forward"), CastForward)
 
 
-def unwrap(model: nn.Module) -> None:
-    """Give ``model`` its own forward back where it is wrapped; its submodules keep their hooks."""
-    if is_wrapped(model):
-        _put_forward_back(model, vars(model)["forward"].inner)
+def unwrapped_forward(model: nn.Module) -> Callable[..., Any] | None:
+    """The instance attribute ``forward`` of ``model``, without the wrapper; None: it has none, but its class's."""
+    forward: Callable[..., Any] | None = vars(model).get("forward")
+    return forward.inner if isinstance(forward, CastForward) else forward
 
 
 def _put_forward_back(model: nn.Module, inner: Callable[..., Any] | None) -> None:

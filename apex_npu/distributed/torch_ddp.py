@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from apex_npu.backends.script_warnings import warn
+from apex_npu.fusion import grads_of, versions_of
 
 # Those that are alive; what dies removes itself.
 KnownDDPs = list["weakref.ref[DistributedDataParallel]"]
@@ -32,14 +32,21 @@ def find_ddps(known: KnownDDPs) -> None:
             _add(known, found)
 
 
-def watch_ddps(known: KnownDDPs) -> Any:
-    """Add to ``known`` the instances that are made from now on, until ``remove()`` of what is returned."""
+# What makes an instance, and a copy or an unpickled one.
+MAKING = ("__init__", "__setstate__")
 
-    def note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        if isinstance(module, DistributedDataParallel):
-            _add(known, module)
 
-    return register_module_module_registration_hook(note)
+def adding_to(known: KnownDDPs) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator of ``MAKING``, the methods of DistributedDataParallel: the instance is added to ``known``."""
+
+    def decorator(make: Callable[..., None]) -> Callable[..., None]:
+        def make_and_add(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+            make(self, *args, **kwargs)
+            _add(known, self)
+
+        return make_and_add
+
+    return decorator
 
 
 def _add(known: KnownDDPs, ddp: DistributedDataParallel) -> None:
@@ -69,36 +76,55 @@ def may_keep_grads(known: KnownDDPs) -> KnownDDPs:
 class LocalBackward:
     """A backward whose gradients some instances may keep to this process."""
 
-    def __init__(self, ddps: Sequence[DistributedDataParallel]) -> None:
-        """It has not begun yet."""
-        self._reducers = [ddp.reducer for ddp in ddps]
-        self._before = self._stats()
-
-    def _stats(self) -> list[list[int]]:
-        return [reducer.get_backward_stats() for reducer in self._reducers]
+    def __init__(self, ddps: Sequence[DistributedDataParallel], *, pending: bool) -> None:
+        """It has not begun yet; ``pending``: gradients that are there already may have been kept, too."""
+        self._instances = [(ddp.reducer, list(ddp.module.parameters())) for ddp in ddps]
+        self._stats = [reducer.get_backward_stats() for reducer, _ in self._instances]
+        self._grads = [[] if pending else grads_of(params) for _, params in self._instances]
+        self._versions = list(map(versions_of, self._grads))
 
     def kept_grads(self) -> bool:
-        """After it: an instance has not taken part, since a reducer records when each gradient was ready for it."""
-        return any(now == before for now, before in zip(self._stats(), self._before, strict=True))
+        """After it: there are gradients in which an instance had no part.
 
-
-@contextmanager
-def following_dtypes(known: KnownDDPs) -> Iterator[None]:
-    """Have those of ``known`` whose parameters change their dtype in the block average the gradients of these."""
-    alive = [ddp for ref in known if (ddp := ref()) is not None and hasattr(ddp, "reducer")]
-    before = [[p.dtype for p in ddp.module.parameters()] for ddp in alive]
-    yield
-    for ddp, dtypes in zip(alive, before, strict=True):
-        if [p.dtype for p in ddp.module.parameters()] == dtypes:
-            continue
-        obstacle = obstacle_to_rebuilding(ddp)
-        if obstacle is None:
-            rebuild_reducer(ddp)
-        else:
-            warn(
-                f"a model inside of a DistributedDataParallel with {obstacle} is float32 again: its gradients are not "
-                "averaged from now on. Wrap it again"
+        A reducer records when each gradient was ready for it. Where it has recorded none, the model inside may have
+        been used otherwise, as in a forward under ``no_grad``, and have no gradients of this backward.
+        """
+        return any(
+            reducer.get_backward_stats() == stats and _has_new(grads_of(params), grads, versions)
+            for (reducer, params), stats, grads, versions in zip(
+                self._instances, self._stats, self._grads, self._versions, strict=True
             )
+        )
+
+
+def _has_new(now: list[Tensor | None], before: list[Tensor | None], versions: list[int]) -> bool:
+    """Whether there is a gradient that was not there ``before``, or has been written since."""
+    if not before:
+        return any(grad is not None for grad in now)
+    return any(
+        grad is not None and (grad is not former or grad._version != version)
+        for grad, former, version in zip(now, before, versions, strict=True)
+    )
+
+
+def dtypes_of(known: KnownDDPs) -> list[tuple[DistributedDataParallel, list[torch.dtype]]]:
+    """Those of ``known`` that are alive, with the dtypes of their parameters."""
+    alive = [ddp for ref in known if (ddp := ref()) is not None and hasattr(ddp, "reducer")]
+    return [(ddp, [p.dtype for p in ddp.module.parameters()]) for ddp in alive]
+
+
+def follow_dtypes(ddp: DistributedDataParallel, dtypes: list[torch.dtype]) -> None:
+    """Have ``ddp`` average the gradients of its parameters where they have other dtypes than ``dtypes`` by now."""
+    if [p.dtype for p in ddp.module.parameters()] == dtypes:
+        return
+    obstacle = obstacle_to_rebuilding(ddp)
+    if obstacle is None:
+        rebuild_reducer(ddp)
+    else:
+        warn(
+            f"a model inside of a DistributedDataParallel with {obstacle} is float32 again: its gradients are not "
+            "averaged from now on. Wrap it again"
+        )
 
 
 def obstacle_to_rebuilding(ddp: Any) -> str | None:

@@ -75,7 +75,7 @@ class PlainAmp:
         """A block of these optimizers opens."""
         self.check()
         for o in which:
-            self._were_delayed[o] = self.delayed[o] and self._masters
+            self._were_delayed[o] = self.delayed[o]
             self.skip[o] = self.skip[o] and bool(self.grads(o))
             for grad in self.grads(o) if self.skip[o] else []:
                 grad.zero_()
@@ -83,7 +83,7 @@ class PlainAmp:
     def backward(self, which, loss, *, fails):
         """Backward in the block, after which it fails, maybe.
 
-        What it has given to masters is dropped then, but where ``delay_unscale`` leaves gradients on the model, too.
+        What it has given to masters is dropped then, but where ``delay_unscale`` has left gradients before it.
         """
         params = [p for o in which if not self._were_delayed[o] for p in self.params(o) if self._has_master(p)]
         before = [None if p.grad is None else p.grad.clone() for p in params]
@@ -99,8 +99,8 @@ class PlainAmp:
     def end(self, which, loss_id, delay):
         scaler = self.scalers[loss_id]
         for o in which:
-            # A plain backward is as good as a block at a scale of 1, but for masters.
-            self.delayed[o] = delay == "delay_unscale" and (scaler.scale != 1.0 or self._masters)
+            # A plain backward is as good as a block at a static scale of 1, but for masters.
+            self.delayed[o] = delay == "delay_unscale" and (scaler.dynamic or scaler.scale != 1.0 or self._masters)
         if delay is not None:
             return
         if self._fuses and scaler.dynamic and len(which) == 1:

@@ -403,6 +403,26 @@ def test_inside_of_a_block_nothing_moves(level, kind):
     ask()
 
 
+@EVERY_LEVEL
+@EVERY_KIND
+def test_gradients_that_are_still_to_be_unscaled_are_not_shown(level, kind):
+    """Neither multiplied by the loss scale nor, where they have not reached the masters, as zeros."""
+    model, optimizer = start(level, kind)
+    twin, _ = start(level, kind)
+    x = torch.ones(2, 4, device=DEVICE)
+    optimizer.get_optimizer_combined_grads()
+    with amp.scale_loss(model(x).float().sum(), optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    for read in (optimizer.get_optimizer_combined_grads, optimizer.get_optimizer_combined_grad_masks):
+        with pytest.raises(RuntimeError, match=r"delay_unscale=True.*before reading combined gradients, close one"):
+            read()
+    with amp.scale_loss(model(x).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    shown = norm_of(optimizer.get_optimizer_combined_grads())
+    (2.0 * twin(x).float().sum()).backward()
+    assert shown == pytest.approx(norm_of([p.grad for p in twin.parameters() if p.grad is not None]), rel=2e-2)
+
+
 def test_a_parameter_in_memory_of_others_is_named():
     params, optimizer = weights(2, groups=2)
     whole = torch.ones(100, device=DEVICE)

@@ -33,6 +33,8 @@ PATCHABLE = (
     (torch.autograd, "_engine_run_backward"),
     (torch.autograd.function.BackwardCFunction, "__init__"),
     (torch.autograd.function.BackwardCFunction, "apply"),
+    (torch.nn.parallel.DistributedDataParallel, "__init__"),
+    (torch.nn.parallel.DistributedDataParallel, "__setstate__"),
     (torch.nn.functional, "interpolate"),
     (torch.nn.functional, "binary_cross_entropy"),
     (torch.Tensor, "cpu"),
@@ -285,6 +287,44 @@ def test_goes_on_as_if_taken_or_not(level, kind, caplog):
 @pytest.mark.parametrize("part", ["initialize", "add_group", "load_optimizer", "load_model", "shutdown"])
 def test_every_part_is_taken_or_not(part, caplog):
     assert_anywhere("O2", "fused", 5, caplog, part)
+
+
+def test_one_optimizer_steps_a_model_that_is_initialized_again():
+    """After an interrupt of the second ``initialize``: either the first, or the second, which has retired it."""
+    found = []
+    while not found or found[-1][0] is not None:
+        model = Weights(10.0)
+        first, second = (torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2))
+        amp.initialize(model, first, opt_level="O2", loss_scale=64.0, verbosity=0)
+        with Interrupt(len(found) + 1, "optimizer_state.py") as interrupt:
+            amp.initialize(model, second, opt_level="O2", loss_scale=64.0, verbosity=0)
+        taken = hasattr(second, "_amp_state")
+        stepping = second if taken else first
+        with amp.scale_loss(model(vector(*X)), stepping) as scaled_loss:
+            scaled_loss.backward()
+        stepping.step()
+        if taken:
+            first.step()
+        found.append((interrupt.at, first._amp_state.masters.retired == taken, values(model.w)[0].tolist()))
+        amp.shutdown()
+    assert len(found) > 10
+    assert [one for one in found if one[1:] != (True, [10.0 - x for x in X])] == []
+
+
+def test_a_restored_model_is_restored_completely():
+    """An interrupt of ``shutdown``, wherever a model becomes float32; the next ``shutdown`` completes it."""
+    found = []
+    while not found or found[-1][0] is not None:
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1)).to(DEVICE)
+        amp.initialize(model, opt_level="O2", verbosity=0)
+        with Interrupt(len(found) + 1, "float32_copies.py", "forward_cast.py", "submodule_cast.py") as interrupt:
+            amp.shutdown()
+        amp.shutdown()
+        own = [sorted({"forward", "__reduce_ex__"} & vars(m).keys()) for m in model.modules()]
+        hooks = [len(m._forward_pre_hooks) + len(m._state_dict_hooks) for m in model.modules()]
+        found.append((interrupt.at, own, hooks, next(model.parameters()).dtype))
+    assert len(found) > 20
+    assert [one for one in found if one[1:] != ([[], []], [0, 0], torch.float32)] == []
 
 
 @pytest.mark.slow

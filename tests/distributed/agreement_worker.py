@@ -71,6 +71,41 @@ def refusals():
     amp.initialize(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1), combine_ddp=False, verbosity=0)
 
 
+class FailingOnce(nn.RNN):
+    """Fails when its parameters have been replaced, while ``error`` is set."""
+
+    error = None
+
+    def flatten_parameters(self):
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        super().flatten_parameters()
+
+
+def failure_of_a_second_initialize():
+    """Where one rank cannot make its model float32 again, none begins, and the first optimizer goes on averaging."""
+    rank = dist.get_rank()
+    model, optimizer = start(FailingOnce(6, 3).to(DEVICE), level="O2", loss_scale=64.0)
+    values = [p.detach().clone() for p in model.parameters()]
+    if rank:
+        model.error = MemoryError("no memory here")
+    error, said = (
+        (MemoryError, "no memory here") if rank else (RanksDifferError, "rank 1 .* has failed.*no memory here")
+    )
+    with pytest.raises(error, match=said):
+        start(model, level="O2")
+    for p, value in zip(model.parameters(), values, strict=True):
+        assert p.dtype == value.dtype == torch.float16
+        assert torch.equal(p, value)
+    for _ in range(2):
+        backward(model(data(0, 0, rank))[0].square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal_on_all(list(model.parameters()))
+    assert not any(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
+
+
 def smaller_group():
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group([r]) for r in range(world)]

@@ -40,7 +40,16 @@ def test_gradients_are_averages_whatever_backward_does():
 
 
 def test_processes_agree_or_fail_together():
-    run("agreement", "refusals", "smaller_group", "misuse", "copies", "overflow_in_a_micro_batch", "overflow_group")
+    run(
+        "agreement",
+        "refusals",
+        "failure_of_a_second_initialize",
+        "smaller_group",
+        "misuse",
+        "copies",
+        "overflow_in_a_micro_batch",
+        "overflow_group",
+    )
 
 
 def test_what_goes_wrong_on_one_process_ends_the_block_on_all():

@@ -6,9 +6,11 @@ A check does all that the processes do together first, and asserts then, so that
 """
 
 import contextlib
+import copy
 import functools
 import json
 import os
+import pickle
 import random
 import sys
 import traceback
@@ -27,6 +29,7 @@ from known_faults.common import (
     values,
     vector,
 )
+from known_faults.interrupting import Interrupt
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -233,6 +236,26 @@ def a_failure_inside_of_ddp():
     assert_values([p.grad for p in model.parameters()], 2.0)
 
 
+@check()
+def an_interrupted_shutdown():
+    """Of two models the parameters become float32, and are averaged as such, wherever an interrupt comes."""
+    ended = False
+    n = 0
+    while not ended:
+        n += 3  # places, of about sixty
+        models = [Weights(10.0), Weights(10.0)]
+        wrappers = list(map(DDP, amp.initialize(models, opt_level="O2", verbosity=0)))
+        with Interrupt(n, "torch_ddp.py") as interrupt:
+            amp.shutdown()
+        ended = interrupt.at is None
+        amp.shutdown()
+        for wrapped in wrappers:
+            wrapped(own_input(dist.get_rank())).backward()
+        assert all(p.dtype == torch.float32 for model in models for p in model.parameters())
+        assert_values([p.grad for model in models for p in model.parameters()], 2.0, 2.0)
+    assert n > 5
+
+
 def accumulate(level, kind, *, delay):
     """One step over two blocks, the first of them where DDP does not synchronise."""
     model, optimizer = start(Weights(10.0), kind=kind, level=level)
@@ -253,6 +276,93 @@ def no_sync_with_delay_unscale(level, kind):
 @check(*[(level, kind) for level in ("O1", *WITH_MASTERS) for kind in ("torch", "fused", "fuse_unscale")])
 def no_sync(level, kind):
     accumulate(level, kind, delay=False)
+
+
+@check(("O1", "torch"), ("O1", "fused"), ("O2", "torch"), ("O2", "fused"), ("O2", "fuse_unscale"))
+def two_wrappers_of_one_optimizer(level, kind):
+    """A forward of one under ``no_grad`` keeps no gradients of the other; those of one wait for its own average."""
+    models = [Weights(10.0), Weights(20.0)]
+    options = {"loss_scale": "dynamic", "dynamic_init_scale": 64.0}
+    optimizer = start(nn.ModuleList(models), kind=kind, level=level, **options)[1]
+    first, second = map(DDP, models)
+    x = own_input(dist.get_rank())
+    found, refusals = [], []
+
+    def step():
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            refusals.append(str(error))
+        found.append(gathered([*models[0].parameters(), *models[1].parameters()]))
+
+    for _ in range(2):
+        with torch.no_grad():
+            second(x)
+        backward(first(x), optimizer)
+        step()
+        optimizer.zero_grad()
+    backward(second(x), optimizer)
+    with torch.no_grad():
+        second(x)
+    backward(first(x), optimizer)
+    step()
+    optimizer.zero_grad()
+    with first.no_sync():
+        backward(first(x), optimizer)
+    backward(second(x), optimizer)
+    step()
+    backward(first(x), optimizer)
+    step()
+    for ranks, expected in zip(found, [(8.0, 20.0), (6.0, 20.0), (4.0, 18.0), (4.0, 18.0), (0.0, 16.0)], strict=True):
+        for one in ranks:
+            assert_values(one, *expected)
+    assert len(refusals) == 1
+    assert "no_sync()" in refusals[0]
+
+
+def pickled(objects):
+    return pickle.loads(pickle.dumps(objects))
+
+
+@check(*[(level, kind) for level in ("O1", *WITH_MASTERS) for kind in ("torch", "fused")])
+def copies_of_a_wrapper(level, kind):
+    """They average, in either order, and what their ``no_sync`` leaves to a process waits for its average."""
+    x = own_input(dist.get_rank())
+    for copied in (copy.deepcopy, pickled):
+        for order in (1, -1):
+            model, optimizer = start(
+                Weights(10.0), kind=kind, level=level, loss_scale="dynamic", dynamic_init_scale=64.0
+            )
+            wrapped, optimizer = copied((DDP(model), optimizer)[::order])[::order]
+            train(wrapped.module, optimizer, wrapped)
+            averaged = gathered(wrapped.module.parameters())
+            with wrapped.no_sync():
+                backward(wrapped(x), optimizer)
+            refusal = None
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                refusal = str(error)
+            backward(wrapped(x), optimizer)
+            optimizer.step()
+            accumulated = gathered(wrapped.module.parameters())
+            amp.shutdown()
+            assert_values(averaged[0], 8.0), assert_values(averaged[1], 8.0)
+            assert "inside of DistributedDataParallel.no_sync()" in str(refusal)
+            assert_values(accumulated[0], 4.0), assert_values(accumulated[1], 4.0)
+
+
+@check()
+def a_wrapper_that_is_loaded_without_amp():
+    """At its level, as its optimizer is loaded with it; it averages, though there is no amp that would know of it."""
+    model, optimizer = start(Weights(10.0), level="O2")
+    saved = pickle.dumps((DDP(model), optimizer))
+    amp.shutdown()
+    wrapped, _ = pickle.loads(saved)
+    (param,) = wrapped.parameters()
+    wrapped(own_input(dist.get_rank())).backward()
+    assert param.dtype == torch.float16
+    assert_values([param.grad], 2.0)
 
 
 WRAPPINGS = ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True})

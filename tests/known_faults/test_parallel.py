@@ -143,5 +143,29 @@ def test_initialize_inside_of_distributed_data_parallel_leaves_it_working(verdic
     verify(verdicts, name)
 
 
+@pytest.mark.parametrize(
+    "name",
+    cases("copies_of_a_wrapper", *(f"{level} {kind}" for level in ("O1", "O2", "O5") for kind in ("torch", "fused"))),
+)
+def test_copies_of_distributed_data_parallel_average(verdicts, name):
+    verify(verdicts, name)
+
+
+def test_distributed_data_parallel_that_is_loaded_without_amp_averages(verdicts):
+    verify(verdicts, "a_wrapper_that_is_loaded_without_amp")
+
+
+@pytest.mark.parametrize(
+    "name",
+    cases("two_wrappers_of_one_optimizer", *("O1 torch", "O1 fused", "O2 torch", "O2 fused", "O2 fuse_unscale")),
+)
+def test_a_step_waits_for_averages_of_its_own_gradients_alone(verdicts, name):
+    verify(verdicts, name)
+
+
+def test_an_interrupted_shutdown_is_completed(verdicts):
+    verify(verdicts, "an_interrupted_shutdown")
+
+
 def test_batch_norms_are_synchronised(verdicts):
     verify(verdicts, "batch_norms_are_synchronised")
