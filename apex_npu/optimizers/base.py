@@ -8,6 +8,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -427,11 +428,13 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
                 "they cannot be moved into a combined buffer. Call the accessor once before the capture, or use a copy "
                 "of the optimizer. Nothing has moved"
             )
-        self._all_fused = False  # until the end: what is refused or interrupted here, the next step completes
         kinds = split_by_kind([record.combinable_params() for record in self._fused], leading)
-        made = fuse_combined(
-            [[params for _, params in kind] for kind in kinds], self._release_groups, capturable=self.capturable
-        )
+        with ExitStack() as stack:
+            for record in self._fused:
+                stack.enter_context(record.without_those_in_place())
+            made = fuse_combined(
+                [[params for _, params in kind] for kind in kinds], self._release_groups, capturable=self.capturable
+            )
         for kind, groups in zip(kinds, made, strict=True):
             for (index, _), fused in zip(kind, groups, strict=True):
                 self._fused[index].take(fused)
@@ -440,6 +443,7 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
         self._all_fused = True
 
     def _release_groups(self) -> None:
+        self._all_fused = False  # until all have been taken: what is interrupted by then, the next step completes
         for record in self._fused:
             record.release()
 

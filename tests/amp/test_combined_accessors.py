@@ -12,7 +12,6 @@ from devices import DEVICE
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu._extension import extension
 from apex_npu.fusion import flat_buffer
 
 PLAIN = ("O0", "O1", "O4")
@@ -428,6 +427,52 @@ def test_neighbours_in_memory_of_others_are_no_combined_buffer():
     assert whole[:7].tolist() == [0.0] * 3 + [-1.0] * 3 + [1.0]
 
 
+def failing_allocations(monkeypatch, fails_at):
+    """A FlatBuffer that cannot be made: the ``fails_at``-th of those to come; what the others are."""
+    allocate, made = flat_buffer.FlatBuffer.__init__, []
+
+    def failing(self, *args):
+        made.append(args)
+        if len(made) == fails_at + 1:
+            raise flat_buffer.NoRoomError("no memory")
+        allocate(self, *args)
+
+    monkeypatch.setattr(flat_buffer.FlatBuffer, "__init__", failing)
+    return made
+
+
+@pytest.mark.parametrize("refused", ["shared memory", "no memory"])
+def test_after_a_refusal_all_is_as_before(monkeypatch, refused):
+    params, optimizer = weights(3, groups=3)
+    plain, reference = weights(3, groups=3, cls=torch.optim.SGD)
+    whole = torch.full((5,), 2.0, device=DEVICE)
+    # Both are stepped in place; without the extension, the latter as well.
+    params[1].data = whole[1:4] if refused == "shared memory" else params[1].data
+    alias = params[2].detach()
+
+    def both(*values):
+        for made, one in ((params, optimizer), (plain, reference)):
+            give(made, *values)
+            one.step()
+
+    both(1.0, 2.0, 3.0)
+    del alias
+    momenta = [optimizer.state[p]["momentum_buffer"] for p in params]
+    places = [m.data_ptr() for m in momenta] + [p.data_ptr() for p in params]
+    with monkeypatch.context() as patch:
+        if refused == "no memory":
+            failing_allocations(patch, 0)
+        with pytest.raises(RuntimeError, match=r"cannot be moved|no memory"):
+            optimizer.get_optimizer_combined_grads()
+    both(3.0, 2.0, 1.0)
+    for p, momentum in zip(params, momenta, strict=True):
+        assert optimizer.state[p]["momentum_buffer"] is momentum
+    assert [m.data_ptr() for m in momenta] + [p.data_ptr() for p in params] == places
+    for p, q in zip(params, plain, strict=True):
+        assert p.tolist() == q.tolist()
+        assert optimizer.state[p]["momentum_buffer"].tolist() == reference.state[q]["momentum_buffer"].tolist()
+
+
 @needs_device
 def test_in_a_capture_nothing_moves():
     params, optimizer = weights(2, groups=2, cls=optimizers.NpuFusedAdam, momentum=None, capturable=True)
@@ -464,16 +509,8 @@ def test_where_memory_runs_out_nothing_is_lost(monkeypatch, fails_at):
             one.step()
 
     both()
-    allocate, made = flat_buffer.FlatBuffer.__init__, []
-
-    def failing(self, *args):
-        made.append(args)
-        if len(made) == fails_at + 1:
-            raise flat_buffer.NoRoomError("no memory")
-        allocate(self, *args)
-
     with monkeypatch.context() as patch:
-        patch.setattr(flat_buffer.FlatBuffer, "__init__", failing)
+        made = failing_allocations(patch, fails_at)
         try:
             optimizer.get_optimizer_combined_grads()
         except flat_buffer.NoRoomError:
@@ -481,8 +518,7 @@ def test_where_memory_runs_out_nothing_is_lost(monkeypatch, fails_at):
         else:
             assert len(made) <= fails_at
     both()
-    if extension is not None or DEVICE.type == "cpu":  # elsewhere what a half-made buffer holds stays there
-        optimizer.get_optimizer_combined_grads()
+    optimizer.get_optimizer_combined_grads()
     both()
     for p, q in zip(params, plain, strict=True):
         assert p.tolist() == q.tolist()
