@@ -67,6 +67,20 @@ def step(model, optimizer, number=0):
     optimizer.zero_grad()
 
 
+def allocations(monkeypatch, fails_at=None):
+    """The arguments of each FlatBuffer that is made from now on; there is no memory for the ``fails_at``-th."""
+    allocate, made = flat_buffer.FlatBuffer.__init__, []
+
+    def counting(self, *args):
+        made.append(args)
+        if fails_at == len(made) - 1:
+            raise flat_buffer.NoRoomError("no memory")
+        allocate(self, *args)
+
+    monkeypatch.setattr(flat_buffer.FlatBuffer, "__init__", counting)
+    return made
+
+
 def double(tensors):
     return [t.detach().double().cpu() for t in tensors]
 
@@ -116,6 +130,21 @@ def test_clipping_the_buffers_in_every_step(level, kind, groups):
         for p, want in zip((p for params in kinds for p in params), expected, strict=True):
             torch.testing.assert_close(p.detach().double().cpu(), want, rtol=1e-5, atol=1e-6)
         optimizer.zero_grad()
+
+
+@EVERY_COUNT
+@EVERY_LEVEL
+def test_combined_gradients_of_torchs_optimizers_are_allocated_once(monkeypatch, level, groups):
+    model, optimizer = start(level, "combine_grad", groups)
+    made = allocations(monkeypatch)
+    flats = optimizer.get_optimizer_combined_grads()
+    assert [numel for numel, _, _ in made] == [flat.numel() for flat in flats]
+    optimizer.get_optimizer_combined_grad_masks()
+    assert [flat.data_ptr() for flat in optimizer.get_optimizer_combined_grads()] == [f.data_ptr() for f in flats]
+    assert len(made) == len(flats)
+    backward(model, optimizer)
+    for flat, params in zip(flats, kinds_of(optimizer), strict=True):
+        assert flat.norm().item() == pytest.approx(norm_of(p.grad for p in params), rel=1e-5)
 
 
 @EVERY_COUNT
@@ -427,20 +456,6 @@ def test_neighbours_in_memory_of_others_are_no_combined_buffer():
     assert whole[:7].tolist() == [0.0] * 3 + [-1.0] * 3 + [1.0]
 
 
-def failing_allocations(monkeypatch, fails_at):
-    """A FlatBuffer that cannot be made: the ``fails_at``-th of those to come; what the others are."""
-    allocate, made = flat_buffer.FlatBuffer.__init__, []
-
-    def failing(self, *args):
-        made.append(args)
-        if len(made) == fails_at + 1:
-            raise flat_buffer.NoRoomError("no memory")
-        allocate(self, *args)
-
-    monkeypatch.setattr(flat_buffer.FlatBuffer, "__init__", failing)
-    return made
-
-
 @pytest.mark.parametrize("refused", ["shared memory", "no memory"])
 def test_after_a_refusal_all_is_as_before(monkeypatch, refused):
     params, optimizer = weights(3, groups=3)
@@ -461,7 +476,7 @@ def test_after_a_refusal_all_is_as_before(monkeypatch, refused):
     places = [m.data_ptr() for m in momenta] + [p.data_ptr() for p in params]
     with monkeypatch.context() as patch:
         if refused == "no memory":
-            failing_allocations(patch, 0)
+            allocations(patch, 0)
         with pytest.raises(RuntimeError, match=r"cannot be moved|no memory"):
             optimizer.get_optimizer_combined_grads()
     both(3.0, 2.0, 1.0)
@@ -510,7 +525,7 @@ def test_where_memory_runs_out_nothing_is_lost(monkeypatch, fails_at):
 
     both()
     with monkeypatch.context() as patch:
-        made = failing_allocations(patch, fails_at)
+        made = allocations(patch, fails_at)
         try:
             optimizer.get_optimizer_combined_grads()
         except flat_buffer.NoRoomError:
@@ -542,14 +557,7 @@ class Swapped:
         self.model, (self.optimizer, self.other) = amp.initialize(
             self.model, [optimizer, self.other], opt_level=level, loss_scale=64.0, verbosity=0, **options
         )
-        self.made = []
-        allocate = flat_buffer.FlatBuffer.__init__
-
-        def counting(buffer, numel, dtype, device):
-            self.made.append(numel)
-            allocate(buffer, numel, dtype, device)
-
-        monkeypatch.setattr(flat_buffer.FlatBuffer, "__init__", counting)
+        self.made = allocations(monkeypatch)
 
     def step(self, number):
         """Swap, and take a step; what it allocated."""
@@ -571,7 +579,7 @@ class Swapped:
             self.momenta[number % 6] = optimizer.state[self.sampled]["momentum_buffer"]
         optimizer.zero_grad()
         self.other.zero_grad()
-        return self.made[before:]
+        return [numel for numel, _, _ in self.made[before:]]
 
 
 @pytest.mark.parametrize("together", [False, True])
