@@ -425,8 +425,9 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
         if any(fused.runs.is_captured for fused in self._groups):
             raise RuntimeError(
                 f"{type(self).__name__} has a step in a captured CUDA graph, which writes parameters where they are: "
-                "they cannot be moved into a combined buffer. Call the accessor once before the capture, or use a copy "
-                "of the optimizer. Nothing has moved"
+                "they cannot be moved into a combined buffer. Call the accessor once before the capture; or, once the "
+                "graph is not to be replayed any more, give each parameter other memory (p.data = p.data.clone()), and "
+                "call it then. Nothing has moved"
             )
         kinds = split_by_kind([record.combinable_params() for record in self._fused], leading)
         with ExitStack() as stack:

@@ -507,6 +507,35 @@ def test_in_a_capture_nothing_moves():
         optimizer.get_optimizer_combined_params()
 
 
+@needs_device
+def test_when_a_captured_graph_is_not_replayed_any_more_buffers_can_be_combined():
+    params, optimizer = weights(2, groups=2, cls=optimizers.NpuFusedAdam, momentum=None, capturable=True)
+    plain, reference = weights(2, groups=2, cls=torch.optim.Adam, momentum=None)
+    for made, one in ((params, optimizer), (plain, reference)):
+        for _ in range(2):
+            give(made, 1.0, 2.0)
+            one.step()
+    graph = Capture()
+    with graph:
+        optimizer.step()
+    for _ in range(3):
+        graph.replay()
+        reference.step()
+    del graph
+    with pytest.raises(RuntimeError, match=r"not to be replayed.*\(p\.data = p\.data\.clone\(\)\)"):
+        optimizer.get_optimizer_combined_params()
+    for p in params:
+        p.data = p.data.clone()
+    give(params, 1.0, 2.0)
+    (flat,) = optimizer.get_optimizer_combined_params()
+    assert flat.sum().item() == pytest.approx(sum(p.sum().item() for p in plain), abs=1e-5)
+    optimizer.step()
+    reference.step()
+    for p, q in zip(params, plain, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+        assert float(optimizer.state[p]["step"]) == float(reference.state[q]["step"]) == 6.0
+
+
 def test_torchs_optimizers_have_no_buffers_of_parameters():
     optimizer = start("O1", "combine_grad")[1]
     with pytest.raises(RuntimeError, match="SGD does not keep its parameters in combined buffers"):
