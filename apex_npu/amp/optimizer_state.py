@@ -311,7 +311,8 @@ class OptimizerGrads:
     def _combined_own(self, optimizer: Any, state: AmpOptimizerState) -> list[list[FlatGrads]]:
         flats = self._combined(optimizer) if state.policy.combine_grad else []
         leading = {id(p) for p in optimizer.leading_params()}
-        found = combined(flats, leading, attrgetter("flat"))
+        # To ask buffers that are yet to be allocated where they are would allocate them apart, and then together.
+        found = combined(flats, leading, attrgetter("flat")) if all(flat.is_placed for flat in flats) else None
         if found is None:
             optimizer.check_combining()
             kinds = split_by_kind(_trainable(optimizer), leading)

@@ -8,8 +8,8 @@ Inside the model's own forward nothing is cast a second time: there the author o
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -28,21 +28,52 @@ class Wrapper(Protocol):
     running: list[int]
 
 
-@dataclass(eq=False)
+class ModelRef:
+    """Weakly, the model that its own attributes and its submodules' hooks are of: none of them keeps it alive.
+
+    Copies and pickles of a submodule alone do not include its model. With the model one attribute of it is copied that
+    refers to it strongly, and calls ``refer_to`` for all that share this object.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        """``model``: None until ``refer_to`` is called."""
+        self._model = None if model is None else weakref.ref(model)
+
+    def __call__(self) -> nn.Module | None:
+        """The model, or None where it is gone, or was not pickled."""
+        return None if self._model is None else self._model()
+
+    def refer_to(self, model: nn.Module) -> None:
+        """From now on this is the model."""
+        self._model = weakref.ref(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelRef:
+        """Of a submodule that is copied without its model: that is not copied for it."""
+        model = self()
+        return ModelRef(model if model is None else memo.get(id(model), model))
+
+    def __reduce__(self) -> Any:
+        """Without the model."""
+        return ModelRef, ()
+
+
 class CastInputs:
-    """Forward pre-hook of a submodule of ``model``; a copy's own has the copy.
+    """Forward pre-hook of a submodule; that of a submodule's copy is of the model's copy.
 
     Attributes:
-        model: The model with the wrapped forward.
+        of: The model with the wrapped forward.
         alone: The last forward has called the submodule by itself.
     """
 
-    model: nn.Module
-    alone: bool = False
+    def __init__(self, of: ModelRef) -> None:
+        """Made by ``watch_submodules``."""
+        self.of = of
+        self.alone = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CastInputs:
-        """For a submodule that is copied without its model: that is not copied for it."""
-        return CastInputs(memo.get(id(self.model), self.model), self.alone)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore ``state``; that of an earlier version has the model."""
+        self.of = state["of"] if "of" in state else ModelRef(state["model"])
+        self.alone = state["alone"]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cast the inputs, unless the model itself is running in this thread, or is no longer wrapped.
@@ -52,7 +83,8 @@ class CastInputs:
         # A compiled graph starts at the model; what a thread does elsewhere cannot be asked while tracing.
         if torch.compiler.is_compiling():
             return None
-        wrapper: Wrapper | None = self.model.__dict__.get("forward")
+        model = self.of()
+        wrapper: Wrapper | None = None if model is None else model.__dict__.get("forward")
         dtype = getattr(wrapper, "input_dtype", None)
         if wrapper is None or dtype is None:
             return None
@@ -66,13 +98,15 @@ class CastInputs:
         )
 
 
-def watch_submodules(model: nn.Module, dtype: torch.dtype) -> None:
+def watch_submodules(of: ModelRef, dtype: torch.dtype) -> None:
     """Give every submodule that holds parameters of ``dtype`` a ``CastInputs``, if it has none of this model's."""
+    model = of()
+    assert model is not None
     for module in _submodules(model):
         if type(module) is nn.Sequential:
             continue  # it only hands its input on
         if any(p.dtype == dtype for p in module.parameters()) and not _own_hooks(module, model):
-            module.register_forward_pre_hook(CastInputs(model), with_kwargs=True)
+            module.register_forward_pre_hook(CastInputs(of), with_kwargs=True)
 
 
 def unwatch_submodules(model: nn.Module) -> None:
@@ -102,4 +136,4 @@ def _remove(module: nn.Module, keys: list[int]) -> None:
 
 def _own_hooks(module: nn.Module, model: nn.Module) -> list[int]:
     hooks = module._forward_pre_hooks.items()
-    return [key for key, hook in hooks if isinstance(hook, CastInputs) and hook.model is model]
+    return [key for key, hook in hooks if isinstance(hook, CastInputs) and hook.of() is model]

@@ -18,6 +18,7 @@ from apex_npu.fusion.storage import (
     aliases_follow,
     check_change_data_ptr,
     has_unnamed_aliases,
+    is_part_of_storage,
     move_storage,
     owns_memory,
     storage_view,
@@ -61,7 +62,7 @@ class Plan:
 def plan(tensors: Sequence[Tensor]) -> Plan:
     """Lay out ``tensors``, which must share dtype and device, in one buffer. Pure: no memory is touched.
 
-    Tensors that share a storage share a slot.
+    Tensors that share a storage share a slot, but those that are a part of one (``is_part_of_storage``).
 
     Raises:
         ValueError: The list is empty, or its tensors differ in device.
@@ -78,10 +79,16 @@ def plan(tensors: Sequence[Tensor]) -> Plan:
                 f"all fused tensors must be on one device: tensors[0] on {device}, tensors[{i}] on {t.device}"
             )
     backend = for_device(device)
-    layout = plan_slots([backend.storage_numel(t) for t in tensors], [t.untyped_storage()._cdata for t in tensors])
+    # Of each tensor: how many elements move with it, what those have in common that move together, and where it begins.
+    moving = [
+        (t.numel(), id(t), 0)
+        if is_part_of_storage(t)
+        else (backend.storage_numel(t), t.untyped_storage()._cdata, int(t.storage_offset()))
+        for t in tensors
+    ]
+    layout = plan_slots([numel for numel, _, _ in moving], [key for _, key, _ in moving])
     offsets = tuple(
-        layout.slots[slot].offset_numel + int(t.storage_offset())
-        for slot, t in zip(layout.slot_of, tensors, strict=True)
+        layout.slots[slot].offset_numel + begin for slot, (_, _, begin) in zip(layout.slot_of, moving, strict=True)
     )
     return Plan(layout, offsets, dtype, device)
 
@@ -151,7 +158,8 @@ class FlatBuffer:
         for index, t in zip(layout.slot_of, tensors, strict=True):
             members[index].append(t)
         for slot, sharing in zip(layout.slots, members, strict=True):
-            check_change_data_ptr(sharing[0], self.flat, slot.offset_numel)
+            if not is_part_of_storage(sharing[0]):  # it has been checked when it got there
+                check_change_data_ptr(sharing[0], self.flat, slot.offset_numel)
         backend = for_device(self.flat.device)
         with torch.no_grad():
             # A private format cannot be read as a flat row: such values go out before the move and back in after it.
@@ -165,7 +173,10 @@ class FlatBuffer:
                 t.data.copy_(value)  # .data: the value is what it was, so autograd need not take note
 
     def _copy_storages(self, tensors: Sequence[Tensor], slots: Sequence[Slot]) -> None:
-        storages = [t.detach().as_strided((slot.numel,), (1,), 0) for t, slot in zip(tensors, slots, strict=True)]
+        storages = [
+            t.detach().as_strided((slot.numel,), (1,), t.storage_offset() if is_part_of_storage(t) else 0)
+            for t, slot in zip(tensors, slots, strict=True)
+        ]
         if storages and joins_lists(self.flat.device):
             gaps = gaps_between([slot.offset_numel for slot in slots], [slot.numel for slot in slots])
             end = slots[-1].offset_numel + slots[-1].numel

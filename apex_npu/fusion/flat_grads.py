@@ -135,6 +135,11 @@ class FlatGrads:
         return self._buffer
 
     @property
+    def is_placed(self) -> bool:
+        """Whether the buffer is allocated, or is going to be a range of another one."""
+        return self._buffer is not None or self._memory is not None
+
+    @property
     def flat(self) -> Tensor:
         """All slots and their padding, which is zero. Slots that are NONE hold whatever was there last."""
         return self._allocate().flat

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from apex_npu.fusion.combined import check_combinable
@@ -56,19 +57,22 @@ class FusedGroup(GroupBuffers):
         params: Sequence[Tensor],
         param_flat: Tensor,
         offsets: Sequence[int],
-        *,
-        capturable: bool = False,
+        runs: Runs,
         grad_memory: Callable[[], FlatBuffer] | None = None,
     ) -> None:
-        """See ``GroupBuffers``; and ``fuse`` for how ``params`` get there, and for ``capturable``."""
+        """See ``GroupBuffers``; and ``fuse`` for how ``params`` get there. ``runs``: of as many slots."""
         super().__init__(params, param_flat, offsets, grad_memory)
-        on_device = capturable and param_flat.device.type != "cpu"
-        self.runs = GraphRuns(len(params), param_flat.device) if on_device else Runs(StepCounts(len(params)))
+        self.runs = runs
 
     def let_go(self) -> None:
-        """Drop the views of the parameters' memory, which in pure torch would keep them from moving; it ends here."""
+        """Drop the views of the parameters' memory, which in pure torch would keep them from moving."""
         self.param_flat = self.param_flat.new_empty(0)
         self.runs.current = []
+        self.runs.forget()
+
+    def hold_again(self) -> None:
+        """Undo ``let_go``, for a group of one parameter that has not been moved."""
+        self.param_flat = flat_over(self.params[0])
 
     def set_step(self, index: int, step: float) -> None:
         """Set the step count of one parameter."""
@@ -76,3 +80,14 @@ class FusedGroup(GroupBuffers):
         self.runs.forget()
         if step != 0:
             self.use(index)
+
+
+def new_runs(count: int, device: torch.device, *, capturable: bool) -> Runs:
+    """The runs of a group of ``count`` slots that is to be made; the memory of its step counts is allocated now."""
+    on_device = capturable and device.type != "cpu"
+    return GraphRuns(count, device) if on_device else Runs(StepCounts(count))
+
+
+def flat_over(param: Tensor) -> Tensor:
+    """The memory of ``param``, 1-D."""
+    return param.detach().as_strided((param.numel(),), (1,), param.storage_offset())

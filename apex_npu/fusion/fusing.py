@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -12,21 +12,21 @@ from torch import Tensor
 
 from apex_npu.fusion.combined import SharedBuffer
 from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, leave_private_formats, may_move, plan
-from apex_npu.fusion.fused_group import FusedGroup
+from apex_npu.fusion.fused_group import FusedGroup, flat_over, new_runs
 from apex_npu.fusion.layout import extent_numel, is_dense, overlapping
-from apex_npu.fusion.storage import follows_aliases, is_slot
+from apex_npu.fusion.run import Runs
+from apex_npu.fusion.storage import follows_aliases, is_part_of_storage
 
 
 def step_in_place(param: Tensor, *, capturable: bool = False) -> FusedGroup:
     """A group of one parameter that is not moved, because its memory has another owner."""
-    flat = param.detach().as_strided((param.numel(),), (1,), param.storage_offset())
-    group = FusedGroup([param], flat, [0], capturable=capturable)
+    group = FusedGroup([param], flat_over(param), [0], new_runs(1, param.device, capturable=capturable))
     group.owns_memory = False
     return group
 
 
-def fuse(params: Sequence[Tensor], *, capturable: bool = False) -> list[FusedGroup]:
-    """Fuse ``params`` into as few groups as possible: one per device and dtype.
+def fuse(params: Sequence[Tensor], apart: Sequence[Tensor] = (), *, capturable: bool = False) -> list[FusedGroup]:
+    """Fuse ``params`` into as few groups as possible: one per device and dtype. Likewise ``apart``, in other groups.
 
     A parameter that is a view of another owner's buffer, or overlaps another one (tied through ``.data``), does not
     move: it gets a group of its own, over its present memory.
@@ -35,41 +35,44 @@ def fuse(params: Sequence[Tensor], *, capturable: bool = False) -> list[FusedGro
 
     Args:
         params: What to fuse.
+        apart: What to fuse apart from these, unless they share memory.
         capturable: Steps are counted on the device, unless that is the CPU, so that a captured graph counts them.
 
     Raises:
         ValueError: A parameter has gaps or overlaps itself; nothing has moved.
         torch.OutOfMemoryError: A buffer does not fit; nothing has moved.
     """
-    for i, p in enumerate(params):
+    everything = [*params, *apart]
+    for i, p in enumerate(everything):
         if not is_dense(p.size(), p.stride()):
             raise ValueError(
                 f"parameter {i} of size {tuple(p.size())} and stride {p.stride()} does not fill its memory without gap "
                 "or overlap, so it cannot be fused; make it dense first: p.data = p.data.contiguous()"
             )
-    leave_private_formats(params)
-    movable, in_place = _sort_out(params)
-    plans = [(members, plan(members)) for members in movable]
-    buffers = [FlatBuffer(p.layout.total_numel, p.dtype, p.device) for _, p in plans]
-    groups = [
-        _move(members, planned, buffer, capturable=capturable)
-        for (members, planned), buffer in zip(plans, buffers, strict=True)
-    ]
-    return groups + [step_in_place(p, capturable=capturable) for p in in_place]
+    leave_private_formats(everything)
+    movable, in_place = _sort_out(everything, {id(p) for p in apart})
+    plans = [plan(members) for members in movable]
+    buffers = [FlatBuffer(p.layout.total_numel, p.dtype, p.device) for p in plans]
+    runs = [_runs(p, capturable=capturable) for p in plans]
+    stepped_in_place = [step_in_place(p, capturable=capturable) for p in in_place]
+    return [*map(_move, movable, plans, buffers, runs), *stepped_in_place]
+
+
+def _runs(planned: Plan, *, capturable: bool) -> Runs:
+    return new_runs(len(planned.offsets), planned.device, capturable=capturable)
 
 
 def _move(
     members: Sequence[Tensor],
     planned: Plan,
     buffer: FlatBuffer,
-    *,
-    capturable: bool,
+    runs: Runs,
     grad_memory: Callable[[], FlatBuffer] | None = None,
 ) -> FusedGroup:
     buffer.adopt(members, planned.layout)
     order = sorted(range(len(members)), key=planned.offsets.__getitem__)
     ordered, offsets = [members[i] for i in order], [planned.offsets[i] for i in order]
-    return FusedGroup(ordered, buffer.flat, offsets, capturable=capturable, grad_memory=grad_memory)
+    return FusedGroup(ordered, buffer.flat, offsets, runs, grad_memory)
 
 
 def fuse_combined(
@@ -88,30 +91,25 @@ def fuse_combined(
         torch.OutOfMemoryError: A buffer does not fit; nothing has moved.
     """
     _check_may_move([members for lists in kinds for members in lists])
-    for members in (members for lists in kinds for members in lists):
-        give_own_storages(members)
     planned = [[plan(members) for members in lists] for lists in kinds]
     buffers = [
         FlatBuffer(sum(p.layout.total_numel for p in plans), plans[0].dtype, plans[0].device) for plans in planned
     ]
+    runs = [[_runs(p, capturable=capturable) for p in plans] for plans in planned]
     before_moving()
-    return [
-        _move_into(buffer, lists, plans, capturable=capturable)
-        for buffer, lists, plans in zip(buffers, kinds, planned, strict=True)
-    ]
+    return list(map(_move_into, buffers, kinds, planned, runs))
 
 
 def _move_into(
-    buffer: FlatBuffer, lists: Sequence[Sequence[Tensor]], plans: Sequence[Plan], *, capturable: bool
+    buffer: FlatBuffer, lists: Sequence[Sequence[Tensor]], plans: Sequence[Plan], runs: Sequence[Runs]
 ) -> list[FusedGroup]:
     grads = SharedBuffer(buffer.flat.numel(), buffer.flat.dtype, buffer.flat.device)
     groups: list[FusedGroup] = []
     begin = 0
-    for members, planned in zip(lists, plans, strict=True):
+    for members, planned, runs_of_them in zip(lists, plans, runs, strict=True):
         numel = planned.layout.total_numel
         memory = partial(grads.part, begin, numel)
-        part = buffer.part(begin, numel)
-        groups.append(_move(members, planned, part, capturable=capturable, grad_memory=memory))
+        groups.append(_move(members, planned, buffer.part(begin, numel), runs_of_them, memory))
         begin += numel
     return groups
 
@@ -125,7 +123,7 @@ def _check_may_move(lists: Sequence[Sequence[Tensor]]) -> None:
             by_storage.setdefault(storage, []).append(p)
             lists_of.setdefault(storage, set()).add(number)
     for storage, sharing in by_storage.items():
-        if _is_in_storage_of_buffer(sharing[0]):
+        if is_part_of_storage(sharing[0]):
             continue
         if len(lists_of[storage]) > 1 or not may_move(sharing) or _split_overlapping(sharing)[1]:
             raise not_combinable(sharing[0])
@@ -142,23 +140,18 @@ def not_combinable(param: Tensor) -> RuntimeError:
     )
 
 
-def _is_in_storage_of_buffer(param: Tensor) -> bool:
-    """True for slots that have no storage of their own: on an NPU in pure torch."""
-    return is_slot(param) and not follows_aliases() and param.device.type not in ("cpu", "cuda")
-
-
 def give_own_storages(params: Sequence[Tensor]) -> None:
-    """Move slots that have no storage of their own out of their buffer: they could not be moved to another."""
-    for p in filter(_is_in_storage_of_buffer, params):
+    """Move slots that have no storage of their own out of their buffer, of which no group is left."""
+    for p in filter(is_part_of_storage, params):
         p.data = p.detach().clone()
 
 
-def _sort_out(params: Sequence[Tensor]) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Movable parameters by device and dtype, and those to be left in place."""
+def _sort_out(params: Sequence[Tensor], apart: Collection[int]) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Movable parameters by device and dtype, those with an id in ``apart`` apart; and those to be left in place."""
     by_storage: dict[int, list[Tensor]] = {}
     for p in params:
         by_storage.setdefault(p.untyped_storage()._cdata, []).append(p)
-    movable: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    movable: dict[tuple[bool, torch.device, torch.dtype], list[Tensor]] = {}
     in_place: list[Tensor] = []
     for sharing in by_storage.values():
         distinct, overlapping = _split_overlapping(sharing)
@@ -167,7 +160,7 @@ def _sort_out(params: Sequence[Tensor]) -> tuple[list[list[Tensor]], list[Tensor
             continue
         in_place.extend(overlapping)
         for p in distinct:
-            movable.setdefault((p.device, p.dtype), []).append(p)
+            movable.setdefault((id(sharing[0]) in apart, p.device, p.dtype), []).append(p)
     return list(movable.values()), in_place
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "change_data_ptr",
     "check_change_data_ptr",
     "follows_aliases",
+    "is_part_of_storage",
     "is_slot",
     "move_out",
     "move_storage",
@@ -65,6 +66,11 @@ def follows_aliases() -> bool:
 def aliases_follow(tensors: Sequence[Tensor]) -> bool:
     """See ``storage_torch``. ``Tensor.numpy`` fixes the size of a storage, which torch otherwise leaves free."""
     return tensors[0].untyped_storage().resizable() or not has_unnamed_aliases(tensors)
+
+
+def is_part_of_storage(tensor: Tensor) -> bool:
+    """See ``storage_torch``."""
+    return False
 
 
 def release_previous(tensor: Tensor) -> bool:

@@ -98,7 +98,11 @@ def change_data_ptr(dst: Tensor, src: Tensor, offset: int) -> None:
 
 
 def move_storage(tensors: Sequence[Tensor], buffer: Tensor, offset: int) -> None:
-    """Like ``change_data_ptr`` for the one storage that all ``tensors`` share."""
+    """Like ``change_data_ptr`` for the one storage that all ``tensors`` share; a part of a storage moves by itself."""
+    if is_part_of_storage(tensors[0]):
+        for t in tensors:
+            t.data = storage_view(buffer, offset, t.size(), t.stride())
+        return
     if has_unnamed_aliases(tensors):
         warn(
             f"a fused tensor of shape {tuple(tensors[0].shape)} has other views, which will not follow it into the "
@@ -129,7 +133,7 @@ def storage_view(src: Tensor, offset: int, size: Sequence[int], stride: Sequence
     _check_range(offset, need_numel, src)
     part = src.detach().as_strided((need_numel,), (1,), src.storage_offset() + offset)
     mark: bool | Tensor = True
-    if src.device.type in ("cpu", "cuda"):
+    if _can_have_own_storage(src):
         # A storage of its own size over the same memory. On an NPU there is no way to one: a slice of a storage would
         # lack the description of its format.
         part = torch.utils.dlpack.from_dlpack(part)
@@ -137,6 +141,11 @@ def storage_view(src: Tensor, offset: int, size: Sequence[int], stride: Sequence
         _pass_record_stream_on()
     setattr(part.untyped_storage(), _SLOT_MARK, mark)
     return part.as_strided(size, stride, part.storage_offset())
+
+
+def _can_have_own_storage(tensor: Tensor) -> bool:
+    """True where views can have a storage of their own size, by DLPack."""
+    return tensor.device.type in ("cpu", "cuda")
 
 
 @functools.cache
@@ -159,6 +168,11 @@ def _pass_record_stream_on() -> torch.library.Library | None:
 def is_slot(tensor: Tensor) -> bool:
     """True where the memory of ``tensor`` is known to be part of a fused buffer."""
     return hasattr(tensor.untyped_storage(), _SLOT_MARK)
+
+
+def is_part_of_storage(tensor: Tensor) -> bool:
+    """True for a slot that has no storage of its own, but a range of its buffer's: on an NPU in pure torch."""
+    return is_slot(tensor) and not _can_have_own_storage(tensor)
 
 
 def slot_table(tensors: Sequence[Tensor]) -> SlotTable:

@@ -8,6 +8,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -424,14 +425,17 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
         if any(fused.runs.is_captured for fused in self._groups):
             raise RuntimeError(
                 f"{type(self).__name__} has a step in a captured CUDA graph, which writes parameters where they are: "
-                "they cannot be moved into a combined buffer. Call the accessor once before the capture, or use a copy "
-                "of the optimizer. Nothing has moved"
+                "they cannot be moved into a combined buffer. Call the accessor once before the capture; or, once the "
+                "graph is not to be replayed any more, give each parameter other memory (p.data = p.data.clone()), and "
+                "call it then. Nothing has moved"
             )
-        self._all_fused = False  # until the end: what is refused or interrupted here, the next step completes
         kinds = split_by_kind([record.combinable_params() for record in self._fused], leading)
-        made = fuse_combined(
-            [[params for _, params in kind] for kind in kinds], self._release_groups, capturable=self.capturable
-        )
+        with ExitStack() as stack:
+            for record in self._fused:
+                stack.enter_context(record.without_those_in_place())
+            made = fuse_combined(
+                [[params for _, params in kind] for kind in kinds], self._release_groups, capturable=self.capturable
+            )
         for kind, groups in zip(kinds, made, strict=True):
             for (index, _), fused in zip(kind, groups, strict=True):
                 self._fused[index].take(fused)
@@ -440,6 +444,7 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
         self._all_fused = True
 
     def _release_groups(self) -> None:
+        self._all_fused = False  # until all have been taken: what is interrupted by then, the next step completes
         for record in self._fused:
             record.release()
 

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -85,8 +86,8 @@ class FusedParamGroup:
         ready = _ready(unfused, owners)
         # What replaces a parameter may do so in every step (partial FC): the others keep a group without it.
         self._moving = {id(p) for p in ready}
-        for members in ([p for p in ready if id(p) in known], [p for p in ready if id(p) not in known]):
-            groups += fuse(members, capturable=self._capturable) if members else []
+        there, others = ([p for p in ready if (id(p) in known) is held] for held in (True, False))
+        groups += fuse(there, apart=others, capturable=self._capturable)
         unfused = _without_members(unfused, groups)
         # Parameters that share memory are stepped one after the other: in the order of the list, as torch does.
         place = {id(p): i for i, p in enumerate(parts)}
@@ -100,7 +101,7 @@ class FusedParamGroup:
         return not same
 
     def combinable_params(self) -> list[Tensor]:
-        """Those that are fused, in the order of the list. Groups of what has not been moved are given up.
+        """Those that are fused, in the order of the list.
 
         Raises:
             RuntimeError: One of them is in another optimizer's buffer, which would take it back.
@@ -110,11 +111,24 @@ class FusedParamGroup:
         for p in fused:
             if not held[id(p)] and is_slot(p):
                 raise not_combinable(p)
-        for group in [group for group in self.groups if not group.owns_memory]:
-            self.groups.remove(group)
-            self.unfused.extend(group.params)
-            group.let_go()
         return fused
+
+    @contextmanager
+    def without_those_in_place(self) -> Iterator[None]:
+        """Give up the groups of what has not been moved, so that it can be; they are back where nothing is released."""
+        groups, unfused = self.groups, self.unfused
+        in_place = [group for group in groups if not group.owns_memory]
+        self.unfused = [*unfused, *(p for group in in_place for p in group.params)]
+        self.groups = owning = [group for group in groups if group.owns_memory]
+        for group in in_place:
+            group.let_go()
+        try:
+            yield
+        finally:
+            if self.groups is owning:
+                for group in in_place:
+                    group.hold_again()
+                self.groups, self.unfused = groups, unfused
 
     def release(self) -> None:
         """Forget all groups: what is not taken by others is fused again at the next step."""
@@ -147,8 +161,10 @@ class FusedParamGroup:
                 continue
             if group.owns_memory:
                 give_own_storages([p for i, p in enumerate(group.params) if i not in found])
-            # Not those that a call moved which could not end: they are in no group.
-            others = [p for p in map(group.params.__getitem__, found) if id(p) not in self._moving]
+            others = list(map(group.params.__getitem__, found))
+            # Those that a call moved which could not end are in no group.
+            give_own_storages([p for p in others if id(p) in self._moving])
+            others = [p for p in others if id(p) not in self._moving]
             taken = [p for p in others if is_slot(p) and id(p) in listed]
             groups.extend(step_in_place(p, capturable=self._capturable) for p in taken)
         return groups

@@ -12,7 +12,6 @@ from devices import DEVICE
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu._extension import extension
 from apex_npu.fusion import flat_buffer
 
 PLAIN = ("O0", "O1", "O4")
@@ -68,6 +67,20 @@ def step(model, optimizer, number=0):
     optimizer.zero_grad()
 
 
+def allocations(monkeypatch, fails_at=None):
+    """The arguments of each FlatBuffer that is made from now on; there is no memory for the ``fails_at``-th."""
+    allocate, made = flat_buffer.FlatBuffer.__init__, []
+
+    def counting(self, *args):
+        made.append(args)
+        if fails_at == len(made) - 1:
+            raise flat_buffer.NoRoomError("no memory")
+        allocate(self, *args)
+
+    monkeypatch.setattr(flat_buffer.FlatBuffer, "__init__", counting)
+    return made
+
+
 def double(tensors):
     return [t.detach().double().cpu() for t in tensors]
 
@@ -117,6 +130,21 @@ def test_clipping_the_buffers_in_every_step(level, kind, groups):
         for p, want in zip((p for params in kinds for p in params), expected, strict=True):
             torch.testing.assert_close(p.detach().double().cpu(), want, rtol=1e-5, atol=1e-6)
         optimizer.zero_grad()
+
+
+@EVERY_COUNT
+@EVERY_LEVEL
+def test_combined_gradients_of_torchs_optimizers_are_allocated_once(monkeypatch, level, groups):
+    model, optimizer = start(level, "combine_grad", groups)
+    made = allocations(monkeypatch)
+    flats = optimizer.get_optimizer_combined_grads()
+    assert [numel for numel, _, _ in made] == [flat.numel() for flat in flats]
+    optimizer.get_optimizer_combined_grad_masks()
+    assert [flat.data_ptr() for flat in optimizer.get_optimizer_combined_grads()] == [f.data_ptr() for f in flats]
+    assert len(made) == len(flats)
+    backward(model, optimizer)
+    for flat, params in zip(flats, kinds_of(optimizer), strict=True):
+        assert flat.norm().item() == pytest.approx(norm_of(p.grad for p in params), rel=1e-5)
 
 
 @EVERY_COUNT
@@ -448,6 +476,38 @@ def test_neighbours_in_memory_of_others_are_no_combined_buffer():
     assert whole[:7].tolist() == [0.0] * 3 + [-1.0] * 3 + [1.0]
 
 
+@pytest.mark.parametrize("refused", ["shared memory", "no memory"])
+def test_after_a_refusal_all_is_as_before(monkeypatch, refused):
+    params, optimizer = weights(3, groups=3)
+    plain, reference = weights(3, groups=3, cls=torch.optim.SGD)
+    whole = torch.full((5,), 2.0, device=DEVICE)
+    # Both are stepped in place; without the extension, the latter as well.
+    params[1].data = whole[1:4] if refused == "shared memory" else params[1].data
+    alias = params[2].detach()
+
+    def both(*values):
+        for made, one in ((params, optimizer), (plain, reference)):
+            give(made, *values)
+            one.step()
+
+    both(1.0, 2.0, 3.0)
+    del alias
+    momenta = [optimizer.state[p]["momentum_buffer"] for p in params]
+    places = [m.data_ptr() for m in momenta] + [p.data_ptr() for p in params]
+    with monkeypatch.context() as patch:
+        if refused == "no memory":
+            allocations(patch, 0)
+        with pytest.raises(RuntimeError, match=r"cannot be moved|no memory"):
+            optimizer.get_optimizer_combined_grads()
+    both(3.0, 2.0, 1.0)
+    for p, momentum in zip(params, momenta, strict=True):
+        assert optimizer.state[p]["momentum_buffer"] is momentum
+    assert [m.data_ptr() for m in momenta] + [p.data_ptr() for p in params] == places
+    for p, q in zip(params, plain, strict=True):
+        assert p.tolist() == q.tolist()
+        assert optimizer.state[p]["momentum_buffer"].tolist() == reference.state[q]["momentum_buffer"].tolist()
+
+
 @needs_device
 def test_in_a_capture_nothing_moves():
     params, optimizer = weights(2, groups=2, cls=optimizers.NpuFusedAdam, momentum=None, capturable=True)
@@ -467,6 +527,35 @@ def test_in_a_capture_nothing_moves():
         optimizer.get_optimizer_combined_params()
 
 
+@needs_device
+def test_when_a_captured_graph_is_not_replayed_any_more_buffers_can_be_combined():
+    params, optimizer = weights(2, groups=2, cls=optimizers.NpuFusedAdam, momentum=None, capturable=True)
+    plain, reference = weights(2, groups=2, cls=torch.optim.Adam, momentum=None)
+    for made, one in ((params, optimizer), (plain, reference)):
+        for _ in range(2):
+            give(made, 1.0, 2.0)
+            one.step()
+    graph = Capture()
+    with graph:
+        optimizer.step()
+    for _ in range(3):
+        graph.replay()
+        reference.step()
+    del graph
+    with pytest.raises(RuntimeError, match=r"not to be replayed.*\(p\.data = p\.data\.clone\(\)\)"):
+        optimizer.get_optimizer_combined_params()
+    for p in params:
+        p.data = p.data.clone()
+    give(params, 1.0, 2.0)
+    (flat,) = optimizer.get_optimizer_combined_params()
+    assert flat.sum().item() == pytest.approx(sum(p.sum().item() for p in plain), abs=1e-5)
+    optimizer.step()
+    reference.step()
+    for p, q in zip(params, plain, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+        assert float(optimizer.state[p]["step"]) == float(reference.state[q]["step"]) == 6.0
+
+
 def test_torchs_optimizers_have_no_buffers_of_parameters():
     optimizer = start("O1", "combine_grad")[1]
     with pytest.raises(RuntimeError, match="SGD does not keep its parameters in combined buffers"):
@@ -484,16 +573,8 @@ def test_where_memory_runs_out_nothing_is_lost(monkeypatch, fails_at):
             one.step()
 
     both()
-    allocate, made = flat_buffer.FlatBuffer.__init__, []
-
-    def failing(self, *args):
-        made.append(args)
-        if len(made) == fails_at + 1:
-            raise flat_buffer.NoRoomError("no memory")
-        allocate(self, *args)
-
     with monkeypatch.context() as patch:
-        patch.setattr(flat_buffer.FlatBuffer, "__init__", failing)
+        made = allocations(patch, fails_at)
         try:
             optimizer.get_optimizer_combined_grads()
         except flat_buffer.NoRoomError:
@@ -501,8 +582,7 @@ def test_where_memory_runs_out_nothing_is_lost(monkeypatch, fails_at):
         else:
             assert len(made) <= fails_at
     both()
-    if extension is not None or DEVICE.type == "cpu":  # elsewhere what a half-made buffer holds stays there
-        optimizer.get_optimizer_combined_grads()
+    optimizer.get_optimizer_combined_grads()
     both()
     for p, q in zip(params, plain, strict=True):
         assert p.tolist() == q.tolist()
@@ -526,14 +606,7 @@ class Swapped:
         self.model, (self.optimizer, self.other) = amp.initialize(
             self.model, [optimizer, self.other], opt_level=level, loss_scale=64.0, verbosity=0, **options
         )
-        self.made = []
-        allocate = flat_buffer.FlatBuffer.__init__
-
-        def counting(buffer, numel, dtype, device):
-            self.made.append(numel)
-            allocate(buffer, numel, dtype, device)
-
-        monkeypatch.setattr(flat_buffer.FlatBuffer, "__init__", counting)
+        self.made = allocations(monkeypatch)
 
     def step(self, number):
         """Swap, and take a step; what it allocated."""
@@ -555,7 +628,7 @@ class Swapped:
             self.momenta[number % 6] = optimizer.state[self.sampled]["momentum_buffer"]
         optimizer.zero_grad()
         self.other.zero_grad()
-        return self.made[before:]
+        return [numel for numel, _, _ in self.made[before:]]
 
 
 @pytest.mark.parametrize("together", [False, True])

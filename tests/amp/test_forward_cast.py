@@ -358,7 +358,8 @@ def test_exported_traced_and_scripted_models() -> None:
     convert_model(scripted, O2, CPU)
     x = torch.randn(2, 4)
     expected = model(x)
-    for other in (scripted, torch.jit.trace(model, (x,)), torch.export.export(model, (x,)).module()):
+    exported = torch.export.export(model, (x,), strict=False)  # the default from torch 2.7 on
+    for other in (scripted, torch.jit.trace(model, (x,)), exported.module()):
         output = other(x)
         assert output.dtype == FLOAT
         torch.testing.assert_close(output, expected, rtol=0, atol=0)

@@ -3,8 +3,11 @@
 """Submodules of an O2, O3 or O5 model that a script calls by themselves."""
 
 import copy
+import gc
+import io
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -196,10 +199,66 @@ def test_copies_that_are_made_with_the_optimizer_cast_by_their_own(how, model_fi
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     twin = how((model, optimizer))[0] if model_first else how((optimizer, model))[1]
     assert twin.encoder(x(3, 4)).dtype == torch.float16
-    assert {hook.model for m in twin.modules() for hook in m._forward_pre_hooks.values()} == {twin}
+    assert {hook.of() for m in twin.modules() for hook in m._forward_pre_hooks.values()} == {twin}
     amp.shutdown()
     assert model.encoder(x(3, 4)).dtype == torch.float32
     assert twin.encoder(x(3, 4)).dtype == torch.float16
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_a_submodule_that_is_copied_alone_is_float32_and_takes_no_model_along(how):
+    model = make("O2")
+    expected = Autoencoder().to(DEVICE)
+    expected.load_state_dict(model.state_dict())
+    memo = {}
+    twin = copy.deepcopy(model.encoder, memo) if how is copy.deepcopy else how(model.encoder)
+    assert not any(isinstance(copied, Autoencoder) for copied in memo.values())
+    assert not any(isinstance(hook, CastInputs) for m in twin.modules() for hook in m._forward_pre_hooks.values())
+    assert torch.equal(twin(x(3, 4)), expected.encoder(x(3, 4)))
+    saved = io.BytesIO()
+    torch.save(model.decoder, saved)
+    assert b"Linear" in saved.getvalue()
+    assert b"Autoencoder" not in saved.getvalue()
+
+
+@needs("mixed_operands")
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_a_submodule_that_is_copied_before_its_model_is_of_the_models_copy(how):
+    model = Autoencoder().to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    encoder, twin, _ = how((model.encoder, model, optimizer))
+    assert encoder is twin.encoder
+    assert {hook.of() for m in twin.modules() for hook in m._forward_pre_hooks.values()} == {twin}
+    assert twin(x(3, 4)).dtype == torch.float32
+    assert encoder(x(3, 4)).dtype == torch.float16
+
+
+@pytest.fixture
+def no_garbage_collection():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_model_that_is_dropped_is_freed_at_once(no_garbage_collection, level, ends):
+    model = make(level)
+    model(x(3, 4))
+    model.encoder(x(3, 4))
+    found = [weakref.ref(module) for module in model.modules()]
+    if ends:
+        amp.shutdown()
+    del model
+    assert [ref() for ref in found] == [None] * len(found)
+
+
+def test_a_forward_that_is_kept_without_its_model_is_an_error():
+    forward = make("O2").forward
+    with pytest.raises(RuntimeError, match=r"has been deleted.*Keep the model itself"):
+        forward(x(3, 4))
 
 
 def test_initialising_again_stacks_no_hooks():

@@ -249,6 +249,35 @@ def test_network(npu: torch.device, name: str, dtype: torch.dtype) -> None:
     check(function, inputs, dtype)
 
 
+# What is added to a product, and the product's operands.
+ADDED = {
+    "linear": (lambda x, a, b: F.linear(a, b, x), (normal(5), normal(3, 4), normal(5, 4))),
+    "addmm": (torch.addmm, (normal(3, 5), normal(3, 4), normal(4, 5))),
+    "addmm_": (lambda x, a, b: x.clone().addmm_(a, b), (normal(3, 5), normal(3, 4), normal(4, 5))),
+    "addmv": (torch.addmv, (normal(3), normal(3, 4), normal(4))),
+    "baddbmm": (torch.baddbmm, (normal(2, 3, 5), normal(2, 3, 4), normal(2, 4, 5))),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ADDED)
+def test_what_is_added_to_a_product_of_halves_may_be_float32(npu: torch.device, name: str, dtype: torch.dtype) -> None:
+    """torch_npu gives the result the dtype of what is added, and CANN promotes the operands to it."""
+    function, (added, *operands) = ADDED[name]
+    halves = [operand.to(dtype) for operand in operands]
+    found = function(added.npu(), *(half.npu() for half in halves))
+    assert found.dtype == torch.float32
+    expected = function(added.double(), *(half.double() for half in halves))
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_convolution_of_halves_takes_no_bias_in_float32(npu: torch.device) -> None:
+    """A check of torch's own, before torch_npu is asked; the stand-in takes it."""
+    x, weight, bias = normal(1, 2, 4, 4).half().npu(), normal(3, 2, 3, 3).half().npu(), normal(3).npu()
+    with pytest.raises(RuntimeError, match=r"Input type .* and bias type .* should be the same"):
+        F.conv2d(x, weight, bias)
+
+
 def test_sizes_that_values_tell(npu: torch.device) -> None:
     x = whole(4, 5, below=3)
     torch.testing.assert_close(x.npu().nonzero().cpu(), x.nonzero())
