@@ -20,6 +20,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from apex_npu.amp.checkpoint_guard import watch_checkpoints
 from apex_npu.amp.clip_guard import Clipper, watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.deferred_inf_check import DeferredInfCheck
@@ -213,6 +214,8 @@ class Session:
         if self.policy.enabled:
             watch_clipping(self._undo, self._look_at_clipping, self._clipper_of)
             average_in_float32(self._undo)
+            if self.policy.master_weights:
+                watch_checkpoints(self._undo)
             self._undo.callback(watch_ddps(self.ddps).remove)
         self.casts = enable_casts(self.policy, self.device_types, self.patches, self._undo)
         for model in self.models if self.casts.active else []:
