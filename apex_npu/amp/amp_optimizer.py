@@ -20,6 +20,7 @@ from torch.optim import LBFGS, Optimizer
 
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.capture import check_step
+from apex_npu.amp.checkpoint_guard import CHECKPOINTS
 from apex_npu.amp.data_parallel import GradSync
 from apex_npu.amp.deferred_inf_check import Deferral, DeferredInfCheck
 from apex_npu.amp.device_skip import check_for_device, report_later, say_skipped
@@ -126,12 +127,16 @@ class AmpOptimizerMixin(OptimizerAccessors):
         """
         frame = inspect.currentframe()
         caller = None if frame is None or frame.f_back is None else frame.f_back.f_globals.get("__name__")
-        if caller == "torch.distributed.checkpoint.state_dict" and self._amp_state.masters.masters:
-            raise RuntimeError(
-                f"{caller} names states by the model's parameters, which at {self._amp_state.policy.opt_level} are not "
-                "in optimizer.param_groups: their fp32 masters are. Give it amp.checkpoint_view(optimizer)"
-            )
+        if caller == CHECKPOINTS:  # imported after initialize
+            self._check_named_by_model()
         return super().state_dict()
+
+    def _check_named_by_model(self) -> None:
+        if self._amp_state.masters.masters:
+            raise RuntimeError(
+                f"{CHECKPOINTS} names states by the model's parameters, which at {self._amp_state.policy.opt_level} "
+                "are not in optimizer.param_groups: their fp32 masters are. Give it amp.checkpoint_view(optimizer)"
+            )
 
     def clip_optimizer_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

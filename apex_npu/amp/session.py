@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from apex_npu.amp.checkpoint_guard import watch_checkpoints
 from apex_npu.amp.clip_guard import Clipper, watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.deferred_inf_check import DeferredInfCheck
@@ -214,6 +215,8 @@ class Session:
         if self.policy.enabled:
             watch_clipping(self._undo, self._look_at_clipping, self._clipper_of)
             average_in_float32(self._undo)
+            if self.policy.master_weights:
+                watch_checkpoints(self._undo)
             for name in MAKING:
                 patch_attribute(self._undo, DistributedDataParallel, name, adding_to(self.ddps))
         self.casts = enable_casts(self.policy, self.device_types, self.patches, self._undo)

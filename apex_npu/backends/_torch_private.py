@@ -51,6 +51,8 @@ NAMES: dict[str, str] = {
     "torch.autograd._engine_run_backward": "patched, so that backward runs without ambient autocast",
     "torch.autograd.function.BackwardCFunction()._forward_cls": "whose backward runs: a user's or torch's",
     "torch.nn.utils.clip_grad._no_grad": "wraps the clipping functions; what the wrapper calls is patched",
+    # Checkpoints
+    "torch.distributed.checkpoint.state_dict._init_optim_state": "patched, so that optimizers with masters are refused",
     # Data loading
     "torch.utils.data._utils.worker._worker_loop": "patched, so that workers do not inherit ambient autocast",
     # Modules

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from devices import DEVICE
 from known_faults.common import (
     LEVELS,
+    WITH_MASTERS,
     Weights,
     X,
     assert_values,
@@ -23,7 +24,12 @@ from known_faults.common import (
     vector,
 )
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -107,6 +113,36 @@ def test_states_are_named_by_the_model_or_the_error_names_the_view(level):
     right_or_refused(lambda: get_state_dict(model, optimizer), check, naming="checkpoint_view")
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+@levels(WITH_MASTERS)
+def test_states_are_set_by_a_view_or_the_error_names_it(level, steps):
+    model, optimizer = start(Weights(10.0), level=level, momentum=0.5)
+    train_step(model, optimizer)
+    saved_model, saved = get_state_dict(model, amp.checkpoint_view(optimizer))
+    amp.shutdown()
+    model, optimizer = start(Weights(3.0), level=level, momentum=0.5)
+    for _ in range(steps):
+        train_step(model, optimizer)
+    before = list(amp.master_params(optimizer))
+    values = [p.detach().clone() for p in before]
+    with pytest.raises(RuntimeError, match=r"amp\.checkpoint_view\(optimizer\)"):
+        set_optimizer_state_dict(model, optimizer, saved)
+    assert_values(before, *values)
+    assert all(p.grad is None or steps for p in before)
+    assert bool(optimizer.state) == bool(steps)
+    view = amp.checkpoint_view(optimizer)
+    set_state_dict(model, view, model_state_dict=saved_model, optim_state_dict=saved)
+    assert_values([optimizer.state[p]["momentum_buffer"] for p in amp.master_params(optimizer)], torch.tensor(X))
+    amp.shutdown()
+    set_optimizer_state_dict(*plain_model_and_optimizer())  # torch's own function is back
+
+
+def plain_model_and_optimizer():
+    model = Weights(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return model, optimizer, get_optimizer_state_dict(model, optimizer)
+
+
 def parameter():
     return nn.Parameter(torch.ones(3, device=DEVICE))
 
@@ -166,6 +202,10 @@ def test_betas_of_a_float_and_a_tensor_are_refused_as_in_torch(cls):
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+@pytest.mark.skipif(
+    DEVICE.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"),
+    reason="fully_shard of this torch does not run on a CPU",
+)
 def test_o0_beside_fully_shard():
     dist.init_process_group(
         "gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl", store=dist.HashStore(), rank=0, world_size=1
