@@ -41,6 +41,7 @@ from apex_npu.optimizers.capture import check_capture, check_captured_gradients,
 from apex_npu.optimizers.checks import check_bool, check_params, naming
 from apex_npu.optimizers.failed_steps import end_failed_step
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
+from apex_npu.optimizers.group_steps import follow_group_step
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
 from apex_npu.optimizers.shown_state import ShownState, StateSlot
 from apex_npu.optimizers.state_dicts import check_state_dict, indexed_params
@@ -103,6 +104,11 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
     # True: print when parameters had to be fused again, and why; "error": raise instead.
     check_combined_tensors: bool | Literal["error"] = False
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass may bring a ``_group_step``, as those of Ascend's optimizers do; see ``group_steps``."""
+        super().__init_subclass__(**kwargs)
+        follow_group_step(cls)
+
     def __init__(
         self,
         params: ParamsT,
@@ -115,11 +121,6 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
         check_bool("fuse_grad_scaler", fuse_grad_scaler is None or fuse_grad_scaler)
         check_bool("capturable", capturable)
         check_bool("set_grad_none", set_grad_none)
-        if hasattr(self, "_group_step"):
-            raise TypeError(
-                f"{type(self).__name__} has a _group_step, by which Ascend's optimizers step a group, and which is not "
-                "called here: define update(run, group) instead, or derive from torch.optim's optimizer"
-            )
         self.set_grad_none = set_grad_none
         self.capturable = capturable
         # The first is the name by which torch.amp.GradScaler asks.

@@ -12,6 +12,7 @@ from known_faults.common import (
     Weights,
     X,
     assert_values,
+    backward,
     initialize,
     levels,
     right_or_refused,
@@ -40,7 +41,123 @@ def test_a_subclass_with_a_group_step_of_its_own(level):
         _, optimizer = initialize(model, MovesByAHundred(model.parameters(), lr=0.1), level)
         train_step(model, optimizer)
 
-    right_or_refused(act, lambda _: assert_values(model.parameters(), -90.0), model.parameters())
+    act()
+    assert_values(model.parameters(), -90.0)
+
+
+class WithGroupStep:
+    """A rule as a ``_group_step``: it writes, or replaces, what it finds by Apex's private names.
+
+    It counts steps where Ascend's optimizers do, on combined states and on those of parameters.
+    """
+
+    replaces = False
+
+    def _group_step(self, index):
+        group = self.param_groups[index]
+        stash = self._amp_stash
+        for p in group["params"]:
+            if p.grad is not None:
+                self.state[p]["step"] += 1
+        for param, grad, state in zip(
+            stash.combined_params_indexed_by_group[index],
+            stash.combined_grads_indexed_by_group[index],
+            stash.combined_param_states_indexed_by_group[index],
+            strict=True,
+        ):
+            if param is None or grad is None:
+                continue
+            state["step"] += 1
+            m = state["exp_avg"].lerp(grad, 0.5)
+            new = param - group["lr"] * state["step"] * m
+            if self.replaces:
+                param.data, state["exp_avg"] = new, m
+            else:
+                param.data.copy_(new)
+                state["exp_avg"].copy_(m)
+
+
+class Writes(WithGroupStep, optimizers.NpuFusedAdam):
+    pass
+
+
+class Replaces(Writes):
+    replaces = True
+
+
+@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+@pytest.mark.parametrize("cls", [Writes, Replaces])
+def test_a_group_step_finds_combined_tensors(cls, level):
+    model = Weights(10.0, 20.0, 30.0)
+    groups = [{"params": model.w[:2]}, {"params": model.w[2:], "lr": 0.5}]
+    _, optimizer = initialize(model, cls(groups, lr=1.0), level)
+    for only in ((0, 1, 2), (0, 2), (0, 2)):
+        train_step(model, optimizer, only=only)
+    # The gradient is x in each step: m is x/2, 3x/4, 7x/8.
+    x = vector(*X).cpu()
+    thrice = (1 * 0.5 + 2 * 0.75 + 3 * 0.875) * x
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    assert_values(params, 10.0 - thrice, 20.0 - 0.5 * x, 30.0 - 0.5 * thrice)
+    assert_values(model.parameters(), *[p.to(w.dtype).cpu() for p, w in zip(params, model.w, strict=True)])
+    assert [float(optimizer.state[p]["step"]) for p in params] == [3, 1, 3]
+    assert_values([optimizer.state[p]["exp_avg"] for p in params], 0.875 * x, 0.5 * x, 0.875 * x)
+    assert not hasattr(optimizer._amp_stash, "combined_params_indexed_by_group")
+
+
+def test_an_update_of_its_own_goes_before_a_group_step():
+    class Both(WithGroupStep, optimizers.NpuFusedAdam):
+        def update(self, run, group):
+            run.param.sub_(100.0)
+
+    model = Weights(10.0)
+    _, optimizer = initialize(model, Both(model.parameters(), lr=0.1), "O1")
+    train_step(model, optimizer)
+    assert_values(model.parameters(), -90.0)
+
+
+def test_a_group_step_that_fails_counts_no_step():
+    class Fails(optimizers.NpuFusedAdam):
+        def _group_step(self, index):
+            raise KeyError("wrong")
+
+    model = Weights(10.0)
+    _, optimizer = initialize(model, Fails(model.parameters(), lr=0.1), "O2")
+    with pytest.raises(KeyError, match="wrong"):
+        train_step(model, optimizer)
+    assert_values(model.parameters(), 10.0)
+    assert not optimizer.state
+
+
+@levels((*WITHOUT_MASTERS, "O2"))
+def test_a_parameter_exchanged_in_its_group_and_in_the_stash(level):
+    """As scripts with a partial fully connected layer do in each step, with its momentum."""
+    model = Weights(10.0)
+    fc = torch.nn.Parameter(vector(1.0, 1.0, 1.0))
+    backbone = optimizers.NpuFusedSGD(model.parameters(), lr=1.0)
+    inner = torch.optim.SGD([fc], lr=1.0, momentum=0.5)
+    options = {"combine_grad": True} if level != "O0" else {}
+    _, (backbone, inner) = initialize(model, [backbone, inner], level, **options)
+    inner.accelerate = False
+    centers, momentum = vector(4.0, 8.0, 16.0).expand(2, 3).clone(), torch.zeros(2, 3, device=DEVICE)
+    for i in (0, 1, 0):
+        active = torch.nn.Parameter(centers[i].clone())
+        activated = momentum[i].clone()
+        inner.state.pop(inner.param_groups[-1]["params"][0], None)
+        inner.param_groups[-1]["params"][0] = active
+        if hasattr(inner._amp_stash, "all_fp32_params"):
+            inner._amp_stash.all_fp32_params[-1] = active
+        inner.state[active]["momentum_buffer"] = activated
+        backward(model(vector(*X)) + (active * vector(*X)).sum(), [backbone, inner])
+        backbone.step()
+        inner.step()
+        backbone.zero_grad()
+        inner.zero_grad()
+        centers[i], momentum[i] = active.detach(), activated
+    x = vector(*X).cpu()
+    assert_values(
+        [centers], torch.stack([vector(4.0, 8.0, 16.0).cpu() - x - 1.5 * x, vector(4.0, 8.0, 16.0).cpu() - x])
+    )
+    assert_values(model.parameters(), 10.0 - 3 * x)
 
 
 class OwnRule(optimizers.NpuFusedSGD):
@@ -70,6 +187,22 @@ def test_an_optimizer_that_a_script_brings_along_and_marks_as_fused(fuse_unscale
         train_step(model, optimizer)
 
     right_or_refused(act, lambda _: assert_values(model.parameters(), MOVED), model.parameters())
+
+
+class WholeCopyOfAscends(CopyOfAscends):
+    @torch.no_grad()
+    def step(self, closure=None):
+        self._check_already_combined_params_and_grads()
+        self._combine_params_and_grads_by_group()
+
+
+@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+def test_a_whole_copy_of_ascends_optimizers_is_refused_by_name(level):
+    model = Weights(10.0)
+    _, optimizer = initialize(model, WholeCopyOfAscends(model.parameters(), lr=1.0), level)
+    with pytest.raises(TypeError, match=r"WholeCopyOfAscends is a copy .* Import the one of apex.optimizers instead"):
+        train_step(model, optimizer)
+    assert_values(model.parameters(), 10.0)
 
 
 class Both(torch.optim.Optimizer):

@@ -265,6 +265,52 @@ def test_these_operators_refuse_tensors_of_the_host(name):
         getattr(torch_npu(), name)(*OPERATORS[name][0])
 
 
+def call_bert_adam(var, grad, m, v, step_size=None, adam_mode=0, max_grad_norm=0.0):
+    out = tuple(t.npu() for t in (var, m, v))
+    found = torch_npu().npu_bert_apply_adam(
+        0.1, 0.9, 0.99, 1e-6, grad.npu(), max_grad_norm, 0.0, 0.02, step_size, adam_mode, out=out
+    )
+    assert all(a is b for a, b in zip(found, out, strict=True))
+    return [t.cpu() for t in found]
+
+
+def test_a_step_of_bert_adam_without_bias_correction():
+    var, grad, m, v = rand(5), rand(5) + 1, rand(5) + 2, rand(5).square()
+    m1, v1 = 0.9 * m.double() + 0.1 * grad.double(), 0.99 * v.double() + 0.01 * grad.double() ** 2
+    expected = var.double() - 0.1 * (m1 / (v1.sqrt() + 1e-6) + 0.02 * var.double())
+    found = call_bert_adam(var, grad, m, v)
+    torch.testing.assert_close(found, [expected.float(), m1.float(), v1.float()])
+
+
+def test_a_step_of_bert_adam_with_a_step_size_is_that_of_adamw():
+    """With the bias corrections in the step size, and an epsilon that does not count."""
+    var, grad = rand(5), rand(5) + 1
+    param = nn.Parameter(var.clone())
+    param.grad = grad.clone()
+    torch.optim.AdamW([param], lr=0.1, betas=(0.9, 0.99), eps=0.0, weight_decay=0.02).step()
+    step_size = 0.1 * (1 - 0.99) ** 0.5 / (1 - 0.9)
+    found = call_bert_adam(var, grad, torch.zeros(5), torch.zeros(5), step_size, adam_mode=1)
+    torch.testing.assert_close(found[0], param.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_step_of_bert_adam_does_not_do():
+    with pytest.raises(NotImplementedError, match="max_grad_norm"):
+        call_bert_adam(*[rand(5)] * 4, max_grad_norm=1.0)
+    with pytest.raises(RuntimeError, match="takes a step_size"):
+        call_bert_adam(*[rand(5)] * 4, adam_mode=1)
+    with pytest.raises(RuntimeError, match="got one on cpu"):
+        torch_npu().npu_bert_apply_adam(0.1, 0.9, 0.99, 1e-6, X.npu(), 0, 0, 0, out=(X, X.npu(), X.npu()))
+
+
+def test_names_of_torch_npu_in_torch():
+    x = torch.ones(64, 64).npu()
+    assert nn.DropoutWithByteMask is importlib.import_module("torch_npu.contrib.module").DropoutWithByteMask
+    assert torch.equal(nn.functional.dropout_with_byte_mask(x, 0.5, training=False), x)
+    assert 0.4 < nn.functional.dropout_with_byte_mask(x).bool().float().mean().item() < 0.6
+    with pytest.raises(ValueError, match="no-inplace"):
+        nn.functional.dropout_with_byte_mask(x, inplace=True)
+
+
 def test_operators_of_matrices_refuse_more_dimensions():
     for name, other in (("npu_linear", Y[0].T), ("npu_softmax_cross_entropy_with_logits", X)):
         with pytest.raises(RuntimeError, match=f"{name} takes matrices, got a tensor of 3 dimensions"):

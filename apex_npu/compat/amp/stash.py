@@ -94,7 +94,14 @@ def bring_grads(groups: list[GradGroup], aside: Aside, scaler: LossScaler) -> No
 
 
 class LiveList(list[Any]):
-    """A list that is made at each look, so that what a script did to it would be lost: it says so instead."""
+    """A list that is made at each look, so that what a script did to it would be lost: it says so instead.
+
+    An element can be assigned that is there already: scripts that exchange a parameter do so in ``param_groups`` first.
+    """
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(index, slice) or self[index] is not value:
+            self._refuse()
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
@@ -103,7 +110,7 @@ class LiveList(list[Any]):
         )
 
     append = extend = insert = remove = pop = clear = sort = reverse = _refuse
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+    __delitem__ = __iadd__ = __imul__ = _refuse
 
     def __reduce__(self) -> Any:
         return list, (list(self),)
@@ -132,6 +139,9 @@ class AmpStash:
         for table in (_FLAGS, _LISTS_WITH_MASTERS if self._state.policy.master_weights else _LISTS_WITHOUT_MASTERS):
             if name in table:
                 return table[name](self) if table is _FLAGS else _live(table[name](self))
+        if name in _COMBINED and hasattr(self._optimizer, "combined_by_group"):
+            by_group = self._optimizer.combined_by_group
+            return _live([[getattr(each, _COMBINED[name]) for each in combined] for combined in by_group])
         try:
             return _legacy(self._state).names[name]
         except KeyError:
@@ -217,6 +227,12 @@ _LISTS_WITHOUT_MASTERS: dict[str, _Getter] = {
     "all_fp16_grad_stash": lambda stash: stash._aside(stash._params(low_precision=True)),
     "all_fp32_grad_stash": lambda stash: stash._aside(stash._params(low_precision=False)),
 }
+# In a ``_group_step`` of the script's own: what ``apex_npu.optimizers.group_steps`` has for each parameter group.
+_COMBINED = {
+    "combined_params_indexed_by_group": "param",
+    "combined_grads_indexed_by_group": "grad",
+    "combined_param_states_indexed_by_group": "state",
+}
 
 
 class LegacyOptimizerNames(Optimizer):
@@ -238,6 +254,17 @@ class LegacyOptimizerNames(Optimizer):
         if value:
             check_plain([self])
         self._amp_state.combine(combine_grad=bool(value))
+
+    def _check_already_combined_params_and_grads(self) -> None:
+        """With this call the steps of Ascend's optimizers begin, and of the copies of them that scripts bring along.
+
+        Raises:
+            TypeError: Always; nothing has been updated.
+        """
+        raise TypeError(
+            f"{type(self).__name__} is a copy of one of Ascend's optimizers, which step tensors that Ascend's patch "
+            "has combined. Import the one of apex.optimizers instead, or derive from that and keep the _group_step"
+        )
 
     def _amp_lazy_init(self) -> None:
         """Nothing: masters exist from ``initialize`` on."""

@@ -11,6 +11,13 @@ from torch import Tensor, nn
 from npu_simulator.operators import dropout_with_byte_mask
 
 
+def functional_dropout(input1: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """``torch.nn.functional.dropout_with_byte_mask``."""
+    if inplace:
+        raise ValueError("dropout probability has no-inplace computing.")
+    return dropout_with_byte_mask(input1, p, training)
+
+
 class DropoutWithByteMask(nn.Module):
     """Dropout on npu tensors."""
 
@@ -21,9 +28,7 @@ class DropoutWithByteMask(nn.Module):
         self.p, self.inplace = p, inplace
 
     def forward(self, input1: Tensor) -> Tensor:
-        if self.inplace:
-            raise ValueError("dropout probability has no-inplace computing.")
-        return dropout_with_byte_mask(input1, self.p, self.training)
+        return functional_dropout(input1, self.p, self.training, self.inplace)
 
 
 class NpuPreGenDropout(nn.Dropout):

@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_F = TypeVar("_F", bound=Callable[..., Tensor])
-OPERATORS: dict[str, Callable[..., Tensor]] = {}
+_F = TypeVar("_F", bound=Callable[..., Any])
+OPERATORS: dict[str, Callable[..., Any]] = {}
 
 
 def _operator(function: _F) -> _F:
     """Make ``function`` an attribute of the stand-in; it refuses tensors of other devices."""
 
     @functools.wraps(function)
-    def call(*args: object, **kwargs: object) -> Tensor:
-        for value in (*args, *kwargs.values()):
+    def call(*args: object, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values(), *kwargs.get("out", ())):
             if isinstance(value, Tensor) and value.device.type != "npu":
                 raise RuntimeError(f"{function.__name__}: tensors must be on npu, got one on {value.device}")
         return function(*args, **kwargs)
@@ -94,6 +94,46 @@ def npu_one_hot(
     is_on = input.unsqueeze(-1) == torch.arange(depth, device=input.device)
     off = torch.full(is_on.shape, float(off_value), device=input.device)
     return off.masked_fill(is_on, float(on_value)).movedim(-1, num_classes)
+
+
+@_operator
+def npu_bert_apply_adam(
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    grad: Tensor,
+    max_grad_norm: float,
+    global_grad_norm: float,
+    weight_decay: float,
+    step_size: float | None = None,
+    adam_mode: int = 0,
+    *,
+    out: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of BERT's Adam, or with ``adam_mode=1`` of mBART's, written to ``out``: parameter, moments m and v.
+
+    ::
+
+        m ← beta1 · m + (1 − beta1) · grad
+        v ← beta2 · v + (1 − beta2) · grad²
+        var ← var − lr · (m / (sqrt(v) + epsilon) + weight_decay · var)                     for adam_mode 0
+        var ← var − lr · weight_decay · var − step_size · m / (sqrt(v) + epsilon)           for adam_mode 1
+    """
+    if max_grad_norm > 0:
+        raise NotImplementedError("npu_bert_apply_adam: clipping (max_grad_norm > 0) is not simulated")
+    if adam_mode == 1 and step_size is None:
+        raise RuntimeError("npu_bert_apply_adam: adam_mode 1 takes a step_size")
+    var, m, v = out
+    m.mul_(beta1).add_(grad, alpha=1 - beta1)
+    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    direction = m / (v.sqrt() + epsilon)
+    if adam_mode == 1:
+        assert step_size is not None
+        var.mul_(1 - lr * weight_decay).sub_(direction, alpha=step_size)
+    else:
+        var.sub_(direction.add_(var, alpha=weight_decay), alpha=lr)
+    return var, m, v
 
 
 @_operator

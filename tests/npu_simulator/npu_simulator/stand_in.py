@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from npu_simulator import formats, modules, npu, operators
 
 VERSION = "0.0.0+simulated"
@@ -30,6 +32,9 @@ def install() -> None:
     package.contrib.module = _module("torch_npu.contrib.module", **layers)
     for name in ("ensemble_dropout", "npu_modules"):
         setattr(package.contrib.module, name, _module(f"torch_npu.contrib.module.{name}", **layers))
+    # torch_npu's deprecated names in torch, which public scripts use.
+    torch.nn.DropoutWithByteMask = modules.DropoutWithByteMask  # type: ignore[attr-defined]
+    torch.nn.functional.dropout_with_byte_mask = modules.functional_dropout  # type: ignore[attr-defined]
     operators.take_float32_biases()
     # `from torch_npu.contrib import transfer_to_npu` requests the redirection, so that it cannot be made here.
     sys.meta_path.append(_TransferFinder())

@@ -1,0 +1,88 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Subclasses that step a parameter group by themselves: ``_group_step(index)``, as in Ascend's optimizers.
+
+Such a method takes the place of the rule's ``update``. It finds flat tensors where amp shows Apex's private names, and
+writes to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from apex_npu.fusion import Run
+
+
+class Combined(NamedTuple):
+    """What a group has in one run.
+
+    Attributes:
+        run: What it is made of.
+        param: Its flat parameters.
+        grad: Their gradients.
+        state: The flat states by name, and how many steps there have been, as ``step``.
+    """
+
+    run: Run
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+
+
+def follow_group_step(cls: Any) -> None:
+    """Let the optimizer class ``cls`` update by its ``_group_step``, if it has one that precedes any ``update``."""
+    owner = next(base for base in cls.__mro__ if not vars(base).keys().isdisjoint(("update", "_group_step")))
+    if "update" not in vars(owner):
+        cls.before_updates, cls.update = _before_updates, _update
+
+
+def _before_updates(self: Any, runs: list[tuple[Run, dict[str, Any]]]) -> None:
+    self._runs_by_group = {}
+    for run, group in runs:
+        self._runs_by_group.setdefault(id(group), []).append(run)
+
+
+def _update(self: Any, run: Run, group: dict[str, Any]) -> None:
+    """Step all runs of ``group`` with the first of them."""
+    runs = self._runs_by_group.pop(id(group), None)
+    if runs is None:
+        return
+    index = next(i for i, each in enumerate(self.param_groups) if each is group)
+    names = self.state_names(group)
+    shown = [(entry, entry["step"], run) for run in runs for entry in _entries(self, run) if "step" in entry]
+    # While the method runs, and no longer: the tensors keep the memory of parameters where it is.
+    self.combined_by_group = [[] for _ in self.param_groups]
+    self.combined_by_group[index] = combined = [_combine(run, names, self.scalar_states) for run in runs]
+    try:
+        self._group_step(index)
+    finally:
+        del self.combined_by_group
+        # The step is counted here, whether or not the method has counted it on the parameters' states.
+        for entry, count, run in shown:
+            entry["step"] = count.fill_(run.step)
+    for each in combined:
+        _take(each.run.param, each.param)
+        for name in names:
+            _take(_state(each.run, name, self.scalar_states), each.state[name])
+
+
+def _entries(optimizer: Any, run: Run) -> list[dict[str, Any]]:
+    return [optimizer.state[p] for p in run.params if p in optimizer.state]
+
+
+def _combine(run: Run, names: Sequence[str], scalar_states: Sequence[str]) -> Combined:
+    state: dict[str, Any] = {name: _state(run, name, scalar_states).detach() for name in names}
+    return Combined(run, run.param.detach(), run.grad.detach(), {"step": run.step - 1, **state})
+
+
+def _state(run: Run, name: str, scalar_states: Sequence[str]) -> Tensor:
+    return run.per_param(name) if name in scalar_states else run.state(name)
+
+
+def _take(flat: Tensor, found: Tensor) -> None:
+    """Copy into ``flat`` what a method has put in its place (``x.data = …``), rather than written to it."""
+    if found.data_ptr() != flat.data_ptr():
+        flat.copy_(found)
