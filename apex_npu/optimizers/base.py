@@ -123,8 +123,9 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
         check_bool("set_grad_none", set_grad_none)
         self.set_grad_none = set_grad_none
         self.capturable = capturable
-        # The first is the name by which torch.amp.GradScaler asks.
-        self._step_supports_amp_scaling = capturable if fuse_grad_scaler is None else fuse_grad_scaler
+        # The first is the name by which torch.amp.GradScaler asks. A _group_step reads gradients where they are.
+        fuses = capturable if fuse_grad_scaler is None else fuse_grad_scaler
+        self._step_supports_amp_scaling = fuses and not hasattr(self, "_group_step")
         self._may_leave_scaling = fuse_grad_scaler is None
         self._forget_fusion()
         # Without a default learning rate every group must have its own; each is checked when it is added.

@@ -104,6 +104,30 @@ def test_a_group_step_finds_combined_tensors(cls, level):
     assert not hasattr(optimizer._amp_stash, "combined_params_indexed_by_group")
 
 
+class SubtractsGradients(optimizers.NpuFusedSGD):
+    def _group_step(self, index):
+        for p in self.param_groups[index]["params"]:
+            p.data.sub_(p.grad)
+
+
+@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+@pytest.mark.parametrize("kind", [{}, {"fuse_unscale": True}], ids=str)
+def test_a_group_step_reads_unscaled_gradients(kind, level):
+    model = Weights(10.0)
+    _, optimizer = initialize(model, SubtractsGradients(model.parameters(), lr=0.1), level, loss_scale=64.0, **kind)
+    train_step(model, optimizer)
+    assert_values(model.parameters(), MOVED)
+
+
+def test_a_group_step_reads_gradients_that_a_grad_scaler_has_unscaled():
+    model = Weights(10.0)
+    optimizer = SubtractsGradients(model.parameters(), lr=0.1, fuse_grad_scaler=True)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=64.0)
+    scaler.scale(model(vector(*X))).backward()
+    scaler.step(optimizer)
+    assert_values(model.parameters(), MOVED)
+
+
 def test_an_update_of_its_own_goes_before_a_group_step():
     class Both(WithGroupStep, optimizers.NpuFusedAdam):
         def update(self, run, group):
