@@ -726,4 +726,6 @@ def test_torchs_fused_optimizers_divide_in_their_step(monkeypatch, level, option
     for unscaled, fused in zip(*results, strict=True):
         torch.testing.assert_close(fused, unscaled, rtol=1e-5, atol=1e-6)
     assert scales[:5] == [None] * 5
-    assert all(scale is not None for scale in scales[5:])
+    # Adagrad of torch 2.6 does not say that it reads them: there the block unscales.
+    divides = cls is not torch.optim.Adagrad or hasattr(optimizer, "_step_supports_amp_scaling")
+    assert all((scale is not None) == divides for scale in scales[5:])

@@ -502,7 +502,19 @@ def test_training_goes_on_after_inference(context: Callable[[], Any]) -> None:
         assert torch.equal(a, b)
 
 
+def autocast_remembers_casts_without_grad() -> bool:
+    """A fault of plain torch 2.6."""
+    layer, x = nn.Linear(2, 2).to(DEVICE), rand(1, 2)
+    with torch.autocast(DEVICE.type, dtype=BF16):
+        with torch.no_grad():
+            layer(x)
+        return not layer(x).requires_grad
+
+
 def test_a_weight_used_without_grad_first_still_gets_one() -> None:
+    if autocast_remembers_casts_without_grad():
+        pytest.skip("torch's own autocast drops the gradient")
+
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
