@@ -23,25 +23,20 @@ OP(aclnnBatchMatMul, (In self, In mat2, Out out, int8_t), out = at::bmm(self(), 
 OP(aclnnMv, (In self, In vec, Out out, int8_t), out = at::mv(self(), vec()));
 OP(aclnnDot, (In self, In other, Out out), out = at::dot(self().to(out.dtype()), other().to(out.dtype())));
 OP(aclnnAddmm, (In self, In a, In b, Number beta, Number alpha, Out out, int8_t),
-   out = promoted(out, self(), a(), b(), [&](auto self, auto a, auto b) {
-     return at::addmm(self, a, b, beta(), alpha());
-   }));
+   out = promoted(out, self(), a(), b(),
+                  [&](auto self, auto a, auto b) { return at::addmm(self, a, b, beta(), alpha()); }));
 OP(aclnnInplaceAddmm, (Out self, In a, In b, Number beta, Number alpha, int8_t),
-   self = promoted(self, self(), a(), b(), [&](auto self, auto a, auto b) {
-     return at::addmm(self, a, b, beta(), alpha());
-   }));
+   self = promoted(self, self(), a(), b(),
+                   [&](auto self, auto a, auto b) { return at::addmm(self, a, b, beta(), alpha()); }));
 OP(aclnnBaddbmm, (In self, In a, In b, Number beta, Number alpha, Out out, int8_t),
-   out = promoted(out, self(), a(), b(), [&](auto self, auto a, auto b) {
-     return at::baddbmm(self, a, b, beta(), alpha());
-   }));
+   out = promoted(out, self(), a(), b(),
+                  [&](auto self, auto a, auto b) { return at::baddbmm(self, a, b, beta(), alpha()); }));
 OP(aclnnAddbmm, (In self, In a, In b, Number beta, Number alpha, Out out, int8_t),
-   out = promoted(out, self(), a(), b(), [&](auto self, auto a, auto b) {
-     return at::addbmm(self, a, b, beta(), alpha());
-   }));
+   out = promoted(out, self(), a(), b(),
+                  [&](auto self, auto a, auto b) { return at::addbmm(self, a, b, beta(), alpha()); }));
 OP(aclnnAddmv, (In self, In a, In v, Number alpha, Number beta, Out out, int8_t),
-   out = promoted(out, self(), a(), v(), [&](auto self, auto a, auto v) {
-     return at::addmv(self, a, v, beta(), alpha());
-   }));
+   out = promoted(out, self(), a(), v(),
+                  [&](auto self, auto a, auto v) { return at::addmv(self, a, v, beta(), alpha()); }));
 OP(aclnnAddr, (In self, In a, In b, Number beta, Number alpha, Out out),
    out = at::addr(self(), a(), b(), beta(), alpha()));
 OP_WITH_TEXT(aclnnEinsum, (InList tensors, Text equation, Out out), equation, out = at::einsum(equation, tensors()));
