@@ -114,6 +114,7 @@ class CopiedGrads:
             if aside:
                 torch._foreach_zero_(aside)
             self._set([known if grad is None or known is grad else None for known, grad in pairs])
+            self.delayed = set()  # the masters have these zeros
 
     def take_changed(self) -> tuple[list[int], list[int], bool]:
         """What has become of the gradients since.

@@ -160,7 +160,7 @@ class Script:
         self.which = which
         if not which:
             return
-        self.started |= {(o, i) for o in which for i in self.listed(o) if self.params(o)[i].requires_grad}
+        self.started |= {(o, i) for o in which for i in self.listed(o)}  # frozen ones, too: their optimizer had a block
         self.scale_loss(which, loss_id, self.loss(which, factor, reached), delay, clear, fail)
 
     def step(self, o):
@@ -443,7 +443,8 @@ class Amp(Script):
         if set_to_none:
             p.grad = None
         elif p.grad is not None:
-            p.grad.zero_()
+            p.grad.zero_()  # and what has been kept of it, as in plain torch
+            self.kept = [k for k in self.kept if k[1] is not self.stepped(o, i)]
 
     def clip_grads(self, o, by, norm_type, max_norm):
         if by == "fused":

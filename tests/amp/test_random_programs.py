@@ -56,6 +56,13 @@ STEP = ("step", 0)
 FOUND = {
     "a step before the first block": [("edit_weight", 0, 1, 3.0), STEP],
     "cleared after delay_unscale": [ONE, DELAYED, ("model_zero_grad", 0, True), ONE, STEP],
+    "zeroed after delay_unscale, and again after the step": [
+        DELAYED,
+        ("zero_grad", 0, False),
+        STEP,
+        ("zero_grad", 0, False),
+        block(reached=((0, 1), ALL)),
+    ],
     "one cleared after delay_unscale": [ONE, DELAYED, ("drop", 0, 1), ONE, STEP],
     "zeroed after delay_unscale": [ONE, DELAYED, ("zero", 0, 1), ONE, STEP],
     "not reached with delay_unscale": [ONE, block(delay="delay_unscale", reached=((0, 4), ALL)), ONE, STEP],
