@@ -10,8 +10,8 @@ same call, before or after it.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -77,38 +77,21 @@ class CopyLink:
             follow_dtypes(ddp, dtypes)
 
 
+@dataclass(eq=False)
 class ModuleCopies:
-    """Stands in for ``module.__reduce_ex__``; ``module`` is referenced weakly, as it has this."""
+    """Stands in for ``module.__reduce_ex__``."""
 
-    def __init__(self, module: nn.Module, link: CopyLink) -> None:
-        """See ``show_float32``."""
-        self._module = weakref.ref(module)
-        self.link = link
-
-    @property
-    def module(self) -> nn.Module:
-        """The module."""
-        module: nn.Module | None = self._module()
-        assert module is not None, "only the module has this"
-        return module
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What the constructor takes."""
-        return {"module": self.module, "link": self.link}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``state``."""
-        self.__init__(**state)  # type: ignore[misc]
+    module: nn.Module
+    link: CopyLink
 
     def __call__(self, protocol: Any) -> Any:
         """What the class's own returns, and the values in float32."""
-        module = self.module
-        cls = type(module)
-        reduced: Any = cls.__reduce_ex__(module, protocol)
+        cls = type(self.module)
+        reduced: Any = cls.__reduce_ex__(self.module, protocol)
         function, args, *rest = reduced
         if not rest or rest[0] is None:
             return function, args, *rest  # nothing is called at the end of such a copy
-        return _begin_copy, (function, args), (rest[0], _exact_values(module, _masters()))
+        return _begin_copy, (function, args), (rest[0], _exact_values(self.module, _masters()))
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Module:
         """In front of a ``__deepcopy__`` of the class."""

@@ -77,13 +77,13 @@ def convert_model(
     settings = _forward_settings(policy, device_types, ambient or Ambient())
     if policy.enabled and policy.model_dtype is not None:
         cast_parameters(model, policy.model_dtype, keep_batchnorm=bool(policy.keep_batchnorm_fp32))
-    of = ModelRef(model)
-    forward = CastForward(of, inner, settings)
+    forward = CastForward(model, inner, settings)
     if settings is not None:
+        of = ModelRef(model)
         if settings.input_dtype in LOW_PRECISION:
-            watch_submodules(of, settings.input_dtype)
+            watch_submodules(model, of, settings.input_dtype)
         vars(model)["forward"] = forward
-        vars(model)["_replicate_for_data_parallel"] = _Replicate(of)
+        vars(model)["_replicate_for_data_parallel"] = _Replicate(model, of)
     else:
         _remove_wrapper(model, inner)
     return ModelCast(model, forward)
@@ -205,37 +205,22 @@ def _forward_settings(policy: CastPolicy, device_types: Sequence[str], ambient: 
 class CastForward:
     """Stands in for ``model.forward``.
 
-    An object rather than a closure or a bound function: deepcopy and pickle then follow the model to the copy. (A
+    An object rather than a closure or a bound function: deepcopy and pickle then follow ``model`` to the copy. (A
     pickled bound function is looked up by name on the class, which would find the forward without casts.)
 
     Attributes:
-        of: Whose forward this is.
+        model: Whose forward this is.
         inner: The instance attribute ``forward`` that was there before, or None for the class's method.
         settings: What to do; None after an undo: call straight through.
         shield: Casts to keep out of this forward, and the device types they act on.
         running: The threads that are inside it, one entry per call. A list, as append and remove are atomic.
     """
 
-    of: ModelRef
+    model: nn.Module
     inner: Callable[..., Any] | None
     settings: ForwardSettings | None
     running: list[int] = dataclasses.field(default_factory=list)
     shield: tuple[Ambient, tuple[str, ...]] | None = None
-
-    @property
-    def model(self) -> nn.Module:
-        """Whose forward this is.
-
-        Raises:
-            RuntimeError: The model is gone.
-        """
-        model = self.of()
-        if model is None:
-            raise RuntimeError(
-                "this is the forward of a model that has been deleted: model.forward under amp does not keep the model "
-                "alive. Keep the model itself"
-            )
-        return model
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -260,8 +245,7 @@ class CastForward:
     def _call_inner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.inner is not None:
             return self.inner(*args, **kwargs)
-        model = self.model
-        return type(model).forward(model, *args, **kwargs)
+        return type(self.model).forward(self.model, *args, **kwargs)
 
     def _call_marked(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if settings.input_dtype is None or torch.compiler.is_compiling():
@@ -315,41 +299,33 @@ class CastForward:
         if isinstance(inner, types.MethodType) and inner.__self__ is self.model:
             inner = types.MethodType(inner.__func__, model)
         # Submodules of a replica have the hooks of the original, which look here.
-        return CastForward(ModelRef(model), inner, self.settings, self.running, self.shield)
+        return CastForward(model, inner, self.settings, self.running, self.shield)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to this process."""
         return {**vars(self), "running": [], "shield": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``state``; that of an earlier version has the model."""
-        vars(self).update(state)
-        if "of" not in state:
-            self.of = ModelRef(vars(self).pop("model"))
 
 
 @dataclasses.dataclass(eq=False)
 class _Replicate:
     """Stands in for ``model._replicate_for_data_parallel``, so that a replica's forward runs the replica's weights.
 
-    It is copied with the model alone, and tells the rest what the model is.
+    Attributes:
+        model: The one that is replicated.
+        of: Refers to it, for the hooks of its submodules.
     """
 
+    model: nn.Module
     of: ModelRef
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.of(), "of": self.of}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        model = state["model"]
-        self.of = state["of"] if "of" in state else ModelRef()
-        if model is not None:
-            self.of.refer_to(model)
+        """Restore ``state``; that of an earlier version has the model alone."""
+        self.model, self.of = state["model"], state.get("of") or ModelRef()
+        self.of.model = self.model
 
     def __call__(self) -> nn.Module:
-        model: Any = self.of()
-        replicate: Callable[[nn.Module], nn.Module] = type(model)._replicate_for_data_parallel
-        replica = replicate(model)
+        replicate: Callable[[nn.Module], nn.Module] = type(self.model)._replicate_for_data_parallel
+        replica = replicate(self.model)
         forward = vars(replica).get("forward")
         if isinstance(forward, CastForward):
             vars(replica)["forward"] = forward.bound_to(replica)

@@ -8,7 +8,6 @@ Inside the model's own forward nothing is cast a second time: there the author o
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -29,28 +28,19 @@ class Wrapper(Protocol):
 
 
 class ModelRef:
-    """Weakly, the model that its own attributes and its submodules' hooks are of: none of them keeps it alive.
+    """The model that its submodules' hooks are of, which all share this object.
 
-    Copies and pickles of a submodule alone do not include its model. With the model one attribute of it is copied that
-    refers to it strongly, and calls ``refer_to`` for all that share this object.
+    A copy or a pickle of a submodule alone does not include the model. With the model an attribute of it is pickled
+    that has this object, too, and tells it the model.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        """``model``: None until ``refer_to`` is called."""
-        self._model = None if model is None else weakref.ref(model)
-
-    def __call__(self) -> nn.Module | None:
-        """The model, or None where it is gone, or was not pickled."""
-        return None if self._model is None else self._model()
-
-    def refer_to(self, model: nn.Module) -> None:
-        """From now on this is the model."""
-        self._model = weakref.ref(model)
+        """``model``: None where it has not been pickled along."""
+        self.model = model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelRef:
         """Of a submodule that is copied without its model: that is not copied for it."""
-        model = self()
-        return ModelRef(model if model is None else memo.get(id(model), model))
+        return ModelRef(memo.get(id(self.model), self.model))
 
     def __reduce__(self) -> Any:
         """Without the model."""
@@ -83,7 +73,7 @@ class CastInputs:
         # A compiled graph starts at the model; what a thread does elsewhere cannot be asked while tracing.
         if torch.compiler.is_compiling():
             return None
-        model = self.of()
+        model = self.of.model
         wrapper: Wrapper | None = None if model is None else model.__dict__.get("forward")
         dtype = getattr(wrapper, "input_dtype", None)
         if wrapper is None or dtype is None:
@@ -98,10 +88,14 @@ class CastInputs:
         )
 
 
-def watch_submodules(of: ModelRef, dtype: torch.dtype) -> None:
-    """Give every submodule that holds parameters of ``dtype`` a ``CastInputs``, if it has none of this model's."""
-    model = of()
-    assert model is not None
+def watch_submodules(model: nn.Module, of: ModelRef, dtype: torch.dtype) -> None:
+    """Give every submodule that holds parameters of ``dtype`` a ``CastInputs``, if it has none of this model's.
+
+    Args:
+        model: Whose submodules are called by themselves.
+        of: Refers to it, for all of them.
+        dtype: What inputs are cast to.
+    """
     for module in _submodules(model):
         if type(module) is nn.Sequential:
             continue  # it only hands its input on
@@ -136,4 +130,4 @@ def _remove(module: nn.Module, keys: list[int]) -> None:
 
 def _own_hooks(module: nn.Module, model: nn.Module) -> list[int]:
     hooks = module._forward_pre_hooks.items()
-    return [key for key, hook in hooks if isinstance(hook, CastInputs) and hook.of() is model]
+    return [key for key, hook in hooks if isinstance(hook, CastInputs) and hook.of.model is model]
