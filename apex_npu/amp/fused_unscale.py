@@ -242,13 +242,14 @@ def set_grad_scale(optimizer: Optimizer, state: AmpOptimizerState) -> bool:
     """
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
     fuses = isinstance(optimizer, HasFusedGroups)
-    shown = bool(optimizer._optimizer_step_pre_hooks) or hasattr(optimizer, "_group_step")  # to code of the script
-    if not fuses or shown:
+    # Code of the script reads them.
+    are_read = bool(optimizer._optimizer_step_pre_hooks) or getattr(optimizer, "reads_param_grads", False)
+    if not fuses or are_read:
         state.grads.materialize()
     if not holds(state):
         return False
     coefficient = _deferral(state).clip_coefficient
-    if first is None or shown or not _takes_grad_scale(optimizer, first.device):
+    if first is None or are_read or not _takes_grad_scale(optimizer, first.device):
         unscale_now_(state, state.grad_groups(optimizer))
         return False
     if coefficient is None and fuses and not divides_in_update(first.device):

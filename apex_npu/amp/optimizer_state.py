@@ -152,13 +152,14 @@ class AmpOptimizerState:
         """Model parameters and their masters."""
         return self.masters.pairs
 
-    def retire(self, undo: Undo) -> None:
+    def retire(self, undo: Undo | None = None) -> None:
         """Forget the model, whose parameters another optimizer steps: a step shall not write them.
 
         Args:
             undo: Takes the callback that takes this back.
         """
-        undo.callback(vars(self).update, {"masters": self.masters, "grads": self.grads})
+        if undo is not None:
+            undo.callback(vars(self).update, {"masters": self.masters, "grads": self.grads})
         self.masters, self.grads = MasterParams(retired=True), OptimizerGrads()
 
     @property

@@ -33,7 +33,7 @@ from apex_npu.autocast.forward_cast import Ambient
 from apex_npu.autocast.monkey_patches import Patch, patch_attribute
 from apex_npu.autocast.undo import Undo
 from apex_npu.backends.script_warnings import warn
-from apex_npu.distributed.torch_ddp import MAKING, KnownDDPs, adding_to, dtypes_of, follow_dtypes
+from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, dtypes_of, follow_dtypes
 from apex_npu.fusion import are_same
 
 # Said where torch's clipping is called, or by the step that finds gradients written.
@@ -61,7 +61,7 @@ class HasMasters(Protocol):
     links: list[Any]
     """What copies of the optimizer and of the models that it steps find each other by."""
 
-    def retire(self, undo: Undo) -> None:
+    def retire(self, undo: Undo | None = None) -> None:
         """Its model parameters have got other masters; ``undo`` takes the callback that takes this back."""
         ...
 
@@ -217,8 +217,10 @@ class Session:
             average_in_float32(self._undo)
             if self.policy.master_weights:
                 watch_checkpoints(self._undo)
-            for name in MAKING:
-                patch_attribute(self._undo, DistributedDataParallel, name, adding_to(self.ddps))
+            watch = DDPWatch(self.ddps)
+            self._undo.callback(watch.close)
+            watch.open()
+            patch_attribute(self._undo, DistributedDataParallel, "__setstate__", adding_to(self.ddps))
         self.casts = enable_casts(self.policy, self.device_types, self.patches, self._undo)
         for model in self.models if self.casts.active else []:
             model.shield(self.ambient, self.device_types)
@@ -393,7 +395,7 @@ def shutdown() -> None:
             former.restore_models()
             for optimizer in former.adopted:
                 if optimizer._amp_state.pairs:
-                    optimizer._amp_state.retire(Undo())
+                    optimizer._amp_state.retire()
         _current = None  # last: after an interrupt another call completes it
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from apex_npu.backends.script_warnings import warn
@@ -32,19 +33,43 @@ def find_ddps(known: KnownDDPs) -> None:
             _add(known, found)
 
 
-# What makes an instance, and a copy or an unpickled one.
-MAKING = ("__init__", "__setstate__")
+class DDPWatch:
+    """Adds to ``known`` the instances that register the module inside of them, from ``open`` to ``close``."""
+
+    def __init__(self, known: KnownDDPs) -> None:
+        """Closed."""
+        self._known = known
+        self._is_open = False
+        self._handle: Any = None
+
+    def open(self) -> None:
+        """Begin; ``close`` ends what an interrupt leaves of this."""
+        self._is_open = True
+        self._handle = register_module_module_registration_hook(self._note)
+
+    def close(self) -> None:
+        """End."""
+        self._is_open = False
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _note(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if self._is_open and isinstance(module, DistributedDataParallel):
+            _add(self._known, module)
 
 
 def adding_to(known: KnownDDPs) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator of ``MAKING``, the methods of DistributedDataParallel: the instance is added to ``known``."""
+    """A decorator of DistributedDataParallel's ``__setstate__``: adds the copy, or what was unpickled, to ``known``.
 
-    def decorator(make: Callable[..., None]) -> Callable[..., None]:
-        def make_and_add(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-            make(self, *args, **kwargs)
+    These register nothing.
+    """
+
+    def decorator(set_state: Callable[..., None]) -> Callable[..., None]:
+        def set_state_and_add(self: DistributedDataParallel, state: Any) -> None:
+            set_state(self, state)
             _add(known, self)
 
-        return make_and_add
+        return set_state_and_add
 
     return decorator
 
@@ -78,10 +103,11 @@ class LocalBackward:
 
     def __init__(self, ddps: Sequence[DistributedDataParallel], *, pending: bool) -> None:
         """It has not begun yet; ``pending``: gradients that are there already may have been kept, too."""
-        self._instances = [(ddp.reducer, list(ddp.module.parameters())) for ddp in ddps]
-        self._stats = [reducer.get_backward_stats() for reducer, _ in self._instances]
-        self._grads = [[] if pending else grads_of(params) for _, params in self._instances]
-        self._versions = list(map(versions_of, self._grads))
+        self._before = []
+        for ddp in ddps:
+            params = list(ddp.module.parameters())
+            grads: list[Tensor | None] = [None] * len(params) if pending else grads_of(params)
+            self._before.append((ddp.reducer, ddp.reducer.get_backward_stats(), params, grads, versions_of(grads)))
 
     def kept_grads(self) -> bool:
         """After it: there are gradients in which an instance had no part.
@@ -91,16 +117,12 @@ class LocalBackward:
         """
         return any(
             reducer.get_backward_stats() == stats and _has_new(grads_of(params), grads, versions)
-            for (reducer, params), stats, grads, versions in zip(
-                self._instances, self._stats, self._grads, self._versions, strict=True
-            )
+            for reducer, stats, params, grads, versions in self._before
         )
 
 
 def _has_new(now: list[Tensor | None], before: list[Tensor | None], versions: list[int]) -> bool:
     """Whether there is a gradient that was not there ``before``, or has been written since."""
-    if not before:
-        return any(grad is not None for grad in now)
     return any(
         grad is not None and (grad is not former or grad._version != version)
         for grad, former, version in zip(now, before, versions, strict=True)

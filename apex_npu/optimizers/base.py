@@ -41,7 +41,7 @@ from apex_npu.optimizers.capture import check_capture, check_captured_gradients,
 from apex_npu.optimizers.checks import check_bool, check_params, naming
 from apex_npu.optimizers.failed_steps import end_failed_step
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
-from apex_npu.optimizers.group_steps import follow_group_step
+from apex_npu.optimizers.group_steps import check_group_step, follow_group_step
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
 from apex_npu.optimizers.shown_state import ShownState, StateSlot
 from apex_npu.optimizers.state_dicts import check_state_dict, indexed_params
@@ -99,6 +99,8 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
     elementwise: ClassVar[bool] = False
     # True where ``update`` takes whatever may be a tensor: ``learning_rate``, ``run.step`` and ``run.found_inf``.
     supports_capture: ClassVar[bool] = False
+    # True where ``update`` reads ``p.grad`` rather than ``run.grad``: gradients are unscaled in place before.
+    reads_param_grads: ClassVar[bool] = False
     # A GradScaler is left to unscale by itself where a parameter is sharded.
     _may_leave_scaling: bool = False
     # True: print when parameters had to be fused again, and why; "error": raise instead.
@@ -123,9 +125,10 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
         check_bool("set_grad_none", set_grad_none)
         self.set_grad_none = set_grad_none
         self.capturable = capturable
-        # The first is the name by which torch.amp.GradScaler asks. A _group_step reads gradients where they are.
+        check_group_step(self)
+        # The first is the name by which torch.amp.GradScaler asks.
         fuses = capturable if fuse_grad_scaler is None else fuse_grad_scaler
-        self._step_supports_amp_scaling = fuses and not hasattr(self, "_group_step")
+        self._step_supports_amp_scaling = fuses and not self.reads_param_grads
         self._may_leave_scaling = fuse_grad_scaler is None
         self._forget_fusion()
         # Without a default learning rate every group must have its own; each is checked when it is added.

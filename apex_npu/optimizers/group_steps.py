@@ -34,15 +34,44 @@ class Combined(NamedTuple):
 
 def follow_group_step(cls: Any) -> None:
     """Let the optimizer class ``cls`` update by its ``_group_step``, if it has one that precedes any ``update``."""
+    cls.reads_param_grads = _goes_by_group_step(cls)
+    if cls.reads_param_grads and not hasattr(cls.before_updates, "notes_runs"):
+        cls.before_updates, cls.update = _noting_runs(cls.before_updates), _update
+
+
+def _noting_runs(inherited: Any) -> Any:
+    def before_updates(self: Any, runs: list[tuple[Run, dict[str, Any]]]) -> None:
+        inherited(self, runs)
+        self._runs_by_group = {}
+        for run, group in runs:
+            self._runs_by_group.setdefault(id(group), []).append(run)
+
+    before_updates.notes_runs = True  # type: ignore[attr-defined]
+    return before_updates
+
+
+def _goes_by_group_step(cls: Any) -> bool:
     owner = next(base for base in cls.__mro__ if not vars(base).keys().isdisjoint(("update", "_group_step")))
-    if "update" not in vars(owner):
-        cls.before_updates, cls.update = _before_updates, _update
+    return vars(owner).get("update", _update) is _update
 
 
-def _before_updates(self: Any, runs: list[tuple[Run, dict[str, Any]]]) -> None:
-    self._runs_by_group = {}
-    for run, group in runs:
-        self._runs_by_group.setdefault(id(group), []).append(run)
+def check_group_step(optimizer: Any) -> None:
+    """Refuse a ``_group_step`` that cannot be followed.
+
+    Raises:
+        TypeError: It was assigned after its class was made, or the step is to be captured in a CUDA graph.
+    """
+    cls = type(optimizer)
+    if "_group_step" in vars(optimizer) or (_goes_by_group_step(cls) and not cls.reads_param_grads):
+        raise TypeError(
+            f"{cls.__name__} has a _group_step that was assigned when the class had been made, which is too late: "
+            "define it in the body of a class"
+        )
+    if cls.reads_param_grads and optimizer.capturable:
+        raise TypeError(
+            f"{cls.__name__} has a _group_step, which counts steps on the host: leave capturable out, or define "
+            "update(run, group) in its place"
+        )
 
 
 def _update(self: Any, run: Run, group: dict[str, Any]) -> None:
@@ -52,7 +81,7 @@ def _update(self: Any, run: Run, group: dict[str, Any]) -> None:
         return
     index = next(i for i, each in enumerate(self.param_groups) if each is group)
     names = self.state_names(group)
-    shown = [(entry, entry["step"], run) for run in runs for entry in _entries(self, run) if "step" in entry]
+    counts = [(entry, entry["step"], run) for run in runs for entry in _entries(self, run) if "step" in entry]
     # While the method runs, and no longer: the tensors keep the memory of parameters where it is.
     self.combined_by_group = [[] for _ in self.param_groups]
     self.combined_by_group[index] = combined = [_combine(run, names, self.scalar_states) for run in runs]
@@ -61,7 +90,7 @@ def _update(self: Any, run: Run, group: dict[str, Any]) -> None:
     finally:
         del self.combined_by_group
         # The step is counted here, whether or not the method has counted it on the parameters' states.
-        for entry, count, run in shown:
+        for entry, count, run in counts:
             entry["step"] = count.fill_(run.step)
     for each in combined:
         _take(each.run.param, each.param)

@@ -33,7 +33,6 @@ PATCHABLE = (
     (torch.autograd, "_engine_run_backward"),
     (torch.autograd.function.BackwardCFunction, "__init__"),
     (torch.autograd.function.BackwardCFunction, "apply"),
-    (torch.nn.parallel.DistributedDataParallel, "__init__"),
     (torch.nn.parallel.DistributedDataParallel, "__setstate__"),
     (torch.nn.functional, "interpolate"),
     (torch.nn.functional, "binary_cross_entropy"),

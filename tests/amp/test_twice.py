@@ -212,3 +212,14 @@ def test_the_amp_of_a_thread_that_has_ended_can_be_replaced():
     model, optimizer = make("O2")
     train(model, optimizer)
     assert model.seen == torch.float16
+
+
+def test_a_patch_of_distributed_data_parallel_that_comes_later_stays(monkeypatch):
+    amp.initialize(nn.Linear(2, 2).to(DEVICE), opt_level="O1", verbosity=0)
+
+    def init(self, *args, **kwargs):
+        raise NotImplementedError
+
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "__init__", init)
+    amp.shutdown()
+    assert nn.parallel.DistributedDataParallel.__init__ is init

@@ -128,6 +128,38 @@ def test_a_group_step_reads_gradients_that_a_grad_scaler_has_unscaled():
     assert_values(model.parameters(), MOVED)
 
 
+def test_a_group_step_is_called_after_a_before_updates_of_the_same_class():
+    class Both(MovesByAHundred):
+        calls = 0
+
+        def before_updates(self, runs):
+            self.calls += 1
+
+        def _group_step(self, index):
+            super()._group_step(index)
+
+    model = Weights(10.0)
+    optimizer = Both(model.parameters(), lr=0.1)
+    model(vector(*X)).backward()
+    optimizer.step()
+    assert optimizer.calls == 1
+    assert_values(model.parameters(), -90.0)
+
+
+def test_a_group_step_that_comes_too_late_is_refused():
+    class Late(optimizers.NpuFusedSGD):
+        pass
+
+    Late._group_step = MovesByAHundred._group_step
+    with pytest.raises(TypeError, match="Late has a _group_step that was assigned when the class had been made"):
+        Late(Weights(10.0).parameters(), lr=0.1)
+
+
+def test_a_group_step_with_capturable_is_refused():
+    with pytest.raises(TypeError, match="MovesByAHundred has a _group_step, which counts steps on the host"):
+        MovesByAHundred(Weights(10.0).parameters(), lr=0.1, capturable=True)
+
+
 def test_an_update_of_its_own_goes_before_a_group_step():
     class Both(WithGroupStep, optimizers.NpuFusedAdam):
         def update(self, run, group):
