@@ -123,7 +123,7 @@ HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.fi
 
 # As many at a time as there are cores; each uses one thread.
 WORKERS ?= $(shell nproc 2> /dev/null || echo 2)
-PYTEST = $(PY) -m pytest -q -n $(WORKERS) --dist loadgroup
+PYTEST = $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 
 pytest-quick: setup-dev
 	@echo '==> quick tests'

@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 # torch imports the vendor's torch_npu by itself, before there is anything for it to run on: devices.py does it.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -13,6 +15,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 import pytest
 import torch
 from devices import DEVICE
+from filelock import FileLock
 
 from apex_npu import amp
 
@@ -47,3 +50,19 @@ def _clean_slate() -> Iterator[None]:
     assert torch.is_autocast_enabled(DEVICE.type) == autocast_before
     for (owner, name), original in zip(_PATCHABLE, before, strict=True):
         assert getattr(owner, name) is original, f"{owner.__name__}.{name} is still patched"
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], Any]], Any]:
+    """Calls a function in the first of pytest-xdist's processes that asks; all get what it returns, by way of JSON."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+    def get(name: str, make: Callable[[], Any]) -> Any:
+        path = folder / f"{name}.json"
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                path.write_text(json.dumps(make()), encoding="utf-8")
+            return json.loads(path.read_text(encoding="utf-8"))
+
+    return get

@@ -85,13 +85,15 @@ def kill_in_second_checkpoint(path: Path, options: list[str]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ["--opt-level", "O0"],
-        ["--opt-level", "O1", "--optimizer", "Adam"],
-        O2,
-        [*O2, "--optimizer", "NpuFusedSGD"],
-        ["--opt-level", "O2", "--optimizer", "Adam"],
+        pytest.param(options, id=" ".join(options), marks=[] if is_quick else pytest.mark.slow)
+        for is_quick, options in (
+            (False, ["--opt-level", "O0"]),
+            (False, ["--opt-level", "O1", "--optimizer", "Adam"]),
+            (False, O2),
+            (True, [*O2, "--optimizer", "NpuFusedSGD"]),
+            (False, ["--opt-level", "O2", "--optimizer", "Adam"]),
+        )
     ],
-    ids=" ".join,
 )
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(run, tmp_path, options):
     whole, killed = tmp_path / "whole.pt", tmp_path / "killed.pt"

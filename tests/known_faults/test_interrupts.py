@@ -16,7 +16,6 @@ from known_faults.interrupting import Interrupt
 from apex_npu import amp, optimizers
 
 pytestmark = [
-    pytest.mark.xdist_group("interrupts"),  # outcomes are kept
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # interrupts in generators' close()
     pytest.mark.filterwarnings("ignore:.*none of its parameters has a gradient:RuntimeWarning"),
 ]

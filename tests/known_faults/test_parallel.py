@@ -14,16 +14,13 @@ import torch.distributed as dist
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("parallel"),
     pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
 ]
 
 WAYS = [f"{level} {kind}" for level in ("O1", "O2", "O5") for kind in ("torch", "fused", "fuse_unscale")]
 
 
-@pytest.fixture(scope="module")
-def verdicts():
-    """Of each check: the failures of both processes, as [type, text], or None."""
+def run_checks():
     found = {}
     for output in processes.run(Path(__file__).with_name("parallel_worker.py")):
         for line in output.splitlines():
@@ -31,6 +28,12 @@ def verdicts():
                 name, failure = json.loads(line.removeprefix("verdict "))
                 found.setdefault(name, []).append(failure)
     return found
+
+
+@pytest.fixture(scope="module")
+def verdicts(made_once):
+    """Of each check: the failures of both processes, as [type, text], or None."""
+    return made_once("verdicts", run_checks)
 
 
 def cases(name, *ids):

@@ -22,10 +22,6 @@ if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
     pytest.skip(f"Triton {triton.__version__} is too old for these kernels", allow_module_level=True)
 
 
-# One process compiles for all of them.
-together = pytest.mark.xdist_group("compiled")
-
-
 def compile_for(cache, *arguments):
     """The worker's report of every launch."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -37,9 +33,9 @@ def compile_for(cache, *arguments):
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+def compiled(made_once, tmp_path_factory):
     """For one architecture, and float32."""
-    return compile_for(tmp_path_factory.mktemp("triton"), "90")
+    return made_once("compiled", lambda: compile_for(tmp_path_factory.mktemp("triton"), "90"))
 
 
 def check(facts):
@@ -50,7 +46,6 @@ def check(facts):
     assert set(facts["float_arguments"]) <= {"f64"}, "Triton has taken a number as float32"
 
 
-@together
 def test_every_kernel_compiles_exactly_and_without_atomics(compiled):
     launches = compiled[:-1]
     assert {facts["kernel"] for facts in launches} == KERNELS
@@ -58,7 +53,6 @@ def test_every_kernel_compiles_exactly_and_without_atomics(compiled):
         check(facts)
 
 
-@together
 @pytest.mark.parametrize(("op", "per_element"), [("sgd_", 20), ("adam_", 36), ("rmsprop_", 36), ("adadelta_", 28),
                                                  ("adagrad_", 20)])  # fmt: skip
 def test_every_operand_is_read_and_written_once_and_in_pieces_of_16_bytes(compiled, op, per_element):
@@ -68,7 +62,6 @@ def test_every_operand_is_read_and_written_once_and_in_pieces_of_16_bytes(compil
     assert sum(facts["loads"]) + sum(facts["stores"]) == 8 * per_element
 
 
-@together
 def test_numbers_on_the_device_do_not_keep_operands_from_being_moved_in_pieces_of_16_bytes(compiled):
     facts = next(facts for facts in compiled if facts["op"] == "adam_ on device" and facts["kernel"] == "adam")
     large = [size for size in facts["loads"] + facts["stores"] if size == 16]
@@ -77,7 +70,6 @@ def test_numbers_on_the_device_do_not_keep_operands_from_being_moved_in_pieces_o
     assert set(facts["loads"]) <= {16, 8}, "numbers are of 8 bytes"
 
 
-@together
 def test_no_hyper_parameter_step_or_length_is_compiled_in(compiled):
     assert compiled[-1] == {"compiled_for_other_numbers": 0}
 

@@ -73,7 +73,6 @@ def installed(tmp_path_factory) -> Environment:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("wheel")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_through_run_and_through_the_wheel(name, installed):
     expected = reference(name)
