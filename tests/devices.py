@@ -23,9 +23,12 @@ _NAME = os.environ.get("APEX_NPU_TEST_DEVICE", "cpu")
 
 
 def is_installed(package: str) -> bool:
-    """True where ``package`` can be imported; the folder of that name beside this file is not it."""
+    """True where ``package`` can be imported; the folder of that name beside this file is not it.
+
+    Nor is what the stand-in serves as torch_npu to the processes that it spawns.
+    """
     spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None
+    return spec is not None and spec.origin is not None and Path(spec.origin).parents[1].name != "spawned"
 
 
 def _simulator() -> ModuleType | None:
