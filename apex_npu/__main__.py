@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu run script.py``: run a script that imports ``apex``, unchanged; ``patch DIR``: patch an Apex.
+"""``python -m apex_npu``: ``run`` scripts that import ``apex``, ``migrate`` those for CUDA, ``patch`` an Apex.
 
 ``COMMANDS`` is the table of all commands. A package that adds one defines its ``Command``.
 """
@@ -16,11 +16,13 @@ from collections.abc import Sequence
 from apex_npu.compat import install_as_apex
 from apex_npu.compat.pipeline.command_line import Argument, Command, parser_of, split_rest
 from apex_npu.compat.pipeline.commands import PATCH
+from apex_npu.migrate.command import MIGRATE
 
 PROGRAM = "python -m apex_npu"
 ABOUT = """\
 Runs a script in which the name apex, with apex.amp and apex.optimizers, is apex_npu.
   --force   even where another package called apex is installed
+Or rewrites scripts for CUDA and apex for npu; migrate --help lists its options.
 Or patches a checkout of NVIDIA's Apex, so that it answers with apex_npu; --reverse takes the patch out.
 With several processes: torchrun --nproc-per-node 8 -m apex_npu run script.py"""
 
@@ -62,7 +64,7 @@ RUN = Command(
     ),
     passes_rest=True,
 )
-COMMANDS = (RUN, PATCH)
+COMMANDS = (RUN, MIGRATE, PATCH)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -22,6 +22,7 @@ class Argument:
         metavar: What stands for the value in the help.
         default: The value of an option that is not given.
         required: An option that has to be given.
+        many: What is given by its place may be given any number of times; an option may be repeated.
     """
 
     name: str
@@ -31,14 +32,18 @@ class Argument:
     metavar: str | None = None
     default: Any = None
     required: bool = False
+    many: bool = False
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Let ``parser`` accept it."""
         if self.flag:
             parser.add_argument(self.name, action="store_true", help=self.help)
             return
+        several: dict[str, Any] = {}
+        if self.many:
+            several = {"action": "append"} if self.name.startswith("-") else {"nargs": "*"}
         added = parser.add_argument(
-            self.name, type=self.type, metavar=self.metavar, default=self.default, help=self.help
+            self.name, type=self.type, metavar=self.metavar, default=self.default, help=self.help, **several
         )
         added.required |= self.required
 

@@ -1,0 +1,187 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``rewrite``: all rules on one program. What is not in a reported span stays as it is, and the result is checked."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from . import apex, device, strings
+from .findings import Finding
+from .program import Draft, Options, Program
+from .rules import RULES
+from .source import Edit, Source, UnreadableError
+
+__all__ = ["TRIGGER", "Rewritten", "rewrite"]
+
+# A file without any of these has nothing for the rules.
+TRIGGER = re.compile(
+    rb"cuda|CUDA|nccl|NCCL|apex|amp_C|change_data_ptr|DataParallel|data_parallel|backends\.cudnn|flash_attn|xformers"
+    rb"|bitsandbytes|cupy|pynvml|tensorrt|torch2trt|transformer_engine|nvidia\.dali"
+)
+# Attributes of the program's own, whose readers are left alone.
+OWNED = re.compile(rb"\bis_cuda\s*=(?!=)|\bdef\s+is_cuda\b|^\s+is_cuda\s*:|[\"']-{1,2}is[-_]cuda", re.MULTILINE)
+_FAMILIES: tuple[Callable[[Program], None], ...] = (device.check, strings.check, apex.check)
+# What brings a name of npu's into the file.
+_NPU_NAMES = ("D101", "D102", "D103", "D104", "D105", "D106", "D107", "D108", "D109", "D110", "D111")
+_TORCH_NPU = "import torch_npu  # noqa: F401"
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A program after the rules.
+
+    Attributes:
+        source: The new text, or bytes where bytes were given; the old one where nothing changes.
+        findings: What was changed, refused and noted, in the order of the file.
+
+    Example::
+
+        >>> migrate.rewrite("import torch\\nx = torch.ones(2).cuda()").source.splitlines()[-1]
+        'x = torch.ones(2).npu()'
+    """
+
+    source: str | bytes
+    findings: tuple[Finding, ...]
+
+
+def rewrite(source: str | bytes, path: str = "train.py", options: Options | None = None) -> Rewritten:
+    """Apply the rules to one Python program. Nothing is executed or written.
+
+    Args:
+        source: The program; bytes keep their encoding, byte order mark and line ends.
+        path: What the findings call it.
+        options: Which rules apply, and how.
+
+    Returns:
+        The new program and the findings. A program that cannot be read has one finding of the family F.
+
+    Example::
+
+        >>> rewritten = migrate.rewrite("from apex import amp")
+        >>> rewritten.source
+        'from apex_npu import amp'
+        >>> rewritten.findings[0].rule
+        'X201'
+    """
+    options = options or Options()
+    data = source if isinstance(source, bytes) else source.encode("utf-8", "surrogatepass")
+    if not TRIGGER.search(data):
+        return Rewritten(source, ())
+    if OWNED.search(data):
+        options = replace(options, owned=options.owned | {"is_cuda"})
+    try:
+        read = Source(source)
+        program = Program(read, options)
+        for check in _FAMILIES:
+            check(program)
+        program.settle()
+        _refuse_gated(program)
+        _respect_npu(program)
+        _import_torch_npu(program)
+        if not program.changes():
+            return Rewritten(source, tuple(program.findings(path)))
+        findings = program.findings(path)
+        text = program.rewritten()
+        new = read.encode(text) if isinstance(source, bytes) else text
+    except UnreadableError as error:
+        return Rewritten(source, (unreadable(path, error.rule, error.reason, error.line),))
+    except RecursionError:
+        return Rewritten(source, (unreadable(path, "F904", "it is nested too deeply for the rules"),))
+    return Rewritten(new, tuple(findings))
+
+
+def unreadable(path: str, rule: str, reason: str, line: int = 1) -> Finding:
+    """The finding of a file that is left as a whole."""
+    return Finding(path, line, 1, rule, "refused", line, 1, "", None, reason)
+
+
+def _refuse_gated(program: Program) -> None:
+    """Leave device strings in the arms of a conditional whose test stays as it is."""
+    stay = [draft for draft in program.drafts if draft.status in ("refused", "kept") and draft.rule in ("D101", "D151")]
+    if not stay:
+        return
+    for node in program.names.nodes:
+        if not isinstance(node, (ast.If, ast.IfExp)):
+            continue
+        (gate, gate_end), (start, end) = program.source.span(node.test), program.source.span(node)
+        cause = next((draft for draft in stay if gate <= draft.start < gate_end), None)
+        if cause is None:
+            continue
+        message = f"its condition stays as it is (line {program.source.place(cause.start)[0]}, {cause.rule})"
+        program.drafts = [
+            replace(draft, status="refused", edits=(), message=message)
+            if draft.rule in ("D105", "D106", "D107") and start <= draft.start < end
+            else draft
+            for draft in program.drafts
+        ]
+
+
+def _respect_npu(program: Program) -> None:
+    """Leave a file that has an npu path of its own: both arms of its conditionals would say npu."""
+    changes = [draft for draft in program.drafts if draft.rule[0] == "D" and draft.status in ("changed", "unsure")]
+    place = None if program.options.force or not changes else _speaks_of_npu(program)
+    if place is None:
+        return
+    message = RULES["D159"].message.format(program.source.place(place)[0])
+    start = changes[0].start
+    first = Draft("D159", "refused", start, start, message=f"{message}; {len(changes)} places are left")
+    program.drafts = [draft for draft in program.drafts if draft not in changes] + [first]
+
+
+def _speaks_of_npu(program: Program) -> int | None:
+    """Where the program names an NPU in code, as an offset."""
+    for node in program.names.nodes:
+        names: list[object] = []
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name.partition(".")[0] for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [(node.module or "").partition(".")[0]] if isinstance(node, ast.ImportFrom) else []
+            found = "torch_npu" in names
+        elif isinstance(node, ast.Constant):
+            found = isinstance(node.value, str) and re.fullmatch(r"npu(:\d+)?", node.value) is not None
+        else:
+            found = isinstance(node, ast.Attribute) and node.attr in ("npu", "is_npu")
+        if found:
+            assert isinstance(node, (ast.stmt, ast.expr))
+            return program.source.span(node)[0]
+    return None
+
+
+def _import_torch_npu(program: Program) -> None:
+    """Add the import of torch_npu after that of torch, or before it where that line needs it already."""
+    if not program.options.has("D113") or not any(draft.rule in _NPU_NAMES for draft in program.changes()):
+        return
+    body = program.tree.body
+    for node in body:
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        if any(module.partition(".")[0] == "torch" for module in modules):
+            program.drafts.append(_after_torch(program, node))
+            return
+    first = min(draft.start for draft in program.changes())
+    program.drafts.append(Draft("D113", "note", first, first, message=RULES["D113"].message))
+
+
+def _after_torch(program: Program, node: ast.stmt) -> Draft:
+    assert node.end_lineno is not None
+    source, first, last = program.source, node.lineno, node.end_lineno
+    used = [draft for draft in program.changes() if first <= source.place(draft.start)[0] <= last]
+    index = program.tree.body.index(node)
+    while used and index and (program.tree.body[index - 1].end_lineno or 0) >= first:
+        index -= 1  # a statement of this line comes before
+    anchor = program.tree.body[index] if used else node
+    while not used and program.tree.body[-1] is not anchor:
+        index += 1  # statements of this line come after
+        if program.tree.body[index].lineno > last:
+            break
+        anchor = program.tree.body[index]
+        last = anchor.end_lineno or last
+    if used:
+        offset, text = source.line_start(anchor.lineno), _TORCH_NPU + source.newline(anchor.lineno)
+    else:
+        offset, text = source.line_end(last), source.newline(last) + _TORCH_NPU
+    edit: Edit = program.insert(program.tree.body, anchor, offset, _TORCH_NPU, text, after=not used)
+    return Draft("D113", "changed", offset, offset, (edit,))

@@ -1,0 +1,37 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Golden cases: ``cases/NAME.txt`` has a program, what it becomes, and the report, separated by lines of "=====".
+
+``PYTHONPATH=tests python -m migrate.golden`` writes the last two parts again; read the diff.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from apex_npu.migrate import Options, reports, rewrite
+
+CASES = Path(__file__).parent / "cases"
+_LINE = "=====\n"
+
+
+def parts(case: Path) -> list[str]:
+    return case.read_text(encoding="utf-8").split(_LINE)
+
+
+def expected(case: Path) -> list[str]:
+    """The parts of a case as they are now. The first line of a program may say `# options: NAME ...`."""
+    before = parts(case)[0]
+    words = before.partition("\n")[0].removeprefix("# options:").split() if before.startswith("# options:") else []
+    values = dict(word.partition("=")[::2] for word in words)
+    options = Options(
+        unsure="unsure" in values, force="force" in values, to=values.get("to", "npu"), select=("D", "X", "O")
+    )
+    rewritten = rewrite(before, "t.py", options)
+    assert isinstance(rewritten.source, str)
+    return [before, rewritten.source, "".join(f"{line}\n" for line in reports.lines(rewritten.findings))]
+
+
+if __name__ == "__main__":
+    for path in sorted(CASES.glob("*.txt")):
+        path.write_text(_LINE.join(expected(path)), encoding="utf-8")
