@@ -69,7 +69,7 @@ def lacking(name: str) -> str | None:
 
 
 def _refuse(program: Program, node: ast.expr | ast.stmt | ast.alias, name: str, links: list[str]) -> None:
-    served = name in MODULES or name.rpartition(".")[0] in MODULES and name.rpartition(".")[2].startswith("_")
+    served = name in MODULES or (name.rpartition(".")[0] in MODULES and name.rpartition(".")[2].startswith("_"))
     message = f"{RULES['X250'].message.format(name)}: {_RUN if served else _UPSTREAM}"
     program.report("X250", "refused", node, message=message, links=links)
 

@@ -18,7 +18,7 @@ from . import reports
 from .findings import count
 from .planning import Plan, plan
 from .program import Options
-from .rules import RULES
+from .rules import RULES, Rule
 from .writing import write_copy, write_in_place
 
 
@@ -47,7 +47,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _rule(name: str) -> reports.Rule:
+def _rule(name: str) -> Rule:
     if name not in RULES:
         raise ValueError(f"there is no rule {name}: --list-rules lists them")
     return RULES[name]
@@ -104,12 +104,16 @@ MIGRATE = Command(
     "rewrite training scripts for CUDA and apex, so that they run on npu",
     _run,
     (
-        Argument("paths", "files, or folders that are searched for .py and .ipynb", type=Path, metavar="PATH", many=True),
+        Argument(
+            "paths", "files, or folders that are searched for .py and .ipynb", type=Path, metavar="PATH", many=True
+        ),
         Argument("--diff", "print a unified diff in place of the report", flag=True),
         Argument("--write", "change files in place: all of them or none", flag=True),
         Argument("--out", "write a copy with the changes, a new folder", type=Path, metavar="DIR"),
         Argument("--check", "exit status 1 if something would change", flag=True),
-        Argument("--select", "rules or families that apply; default: D,X", type=_chosen, metavar="D,X201", default=("D", "X")),
+        Argument(
+            "--select", "rules or families that apply; default: D,X", type=_chosen, metavar="D,X201", default=("D", "X")
+        ),
         Argument("--ignore", "rules or families that do not", type=_chosen, metavar="RULES", default=()),
         Argument("--unsure", "also apply what is unsure", flag=True),
         Argument("--report", "write all findings; the name ends with .csv, .json or .sarif", metavar="FILE"),

@@ -113,7 +113,9 @@ class Names:
             scope.elsewhere.update(dict.fromkeys(node.names, type(node)))
         elif not isinstance(node, (ast.alias, ast.Attribute)):
             # Functions, classes, parameters, handlers of exceptions and patterns bind by a field of theirs.
-            named = (getattr(node, field, None) for field in ("name", "rest", "arg" if isinstance(node, ast.arg) else ""))
+            named = (
+                getattr(node, field, None) for field in ("name", "rest", "arg" if isinstance(node, ast.arg) else "")
+            )
             late.extend((scope, name, _OPAQUE) for name in named if isinstance(name, str))
 
     def scope(self, node: ast.AST) -> Scope:
@@ -133,9 +135,7 @@ class Names:
         for binding in home.bindings[name]:
             if isinstance(binding, ast.Constant):
                 continue  # except ImportError: name = None
-            found |= (
-                self._dotted(binding, home, seen) if isinstance(binding, ast.expr) else {binding}
-            )
+            found |= self._dotted(binding, home, seen) if isinstance(binding, ast.expr) else {binding}
         return found or {None}
 
     def _dotted(self, node: ast.expr, scope: Scope, seen: frozenset[tuple[int, str]]) -> set[str | None]:
@@ -158,9 +158,7 @@ class Names:
     def unbound(self) -> set[str]:
         """The names that are used and that no scope binds."""
         return {
-            node.id
-            for node in self.nodes
-            if isinstance(node, ast.Name) and self._scopes[node].find(node.id) is None
+            node.id for node in self.nodes if isinstance(node, ast.Name) and self._scopes[node].find(node.id) is None
         }
 
 

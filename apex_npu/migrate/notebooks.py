@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from json.decoder import scanstring
+from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
 from .findings import Finding
@@ -120,7 +120,9 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
     for number, texts in cells:
         cell = "".join(one.value for one in texts)
         for one in texts:
-            pieces.append(_Piece(one, len(program) + sum(len(p.text.value) for p in pieces if p.cell == number), number))
+            pieces.append(
+                _Piece(one, len(program) + sum(len(p.text.value) for p in pieces if p.cell == number), number)
+            )
         program += _python(cell) + "\n"
     rewritten = rewrite(program)
     file, source = Source(text), Source(program)

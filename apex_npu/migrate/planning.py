@@ -40,6 +40,7 @@ class Target:
 
     @property
     def shown(self) -> str:
+        """The path in reports."""
         return os.path.normpath(self.root / self.path)
 
 

@@ -63,7 +63,6 @@ class Options:
     unsure: bool = False
     force: bool = False
     owned: frozenset[str] = frozenset()
-    to: str = "npu"
 
     def has(self, rule: str) -> bool:
         """Whether a rule applies."""
@@ -130,7 +129,7 @@ class Program:
         around = self._fstring(node)
         if around is None:
             return True
-        if not isinstance(node, ast.expr) or isinstance(around, ast.AST) and node.end_lineno != node.lineno:
+        if not isinstance(node, ast.expr) or node.end_lineno != node.lineno:
             return False
         outer, (start, end) = self.source.span(around), self.source.span(node)
         try:
@@ -157,6 +156,7 @@ class Program:
 
     def restring(self, node: ast.Constant, value: str, length: int | None = None) -> Edit | None:
         """Let a string literal have another value, or begin with another text than its first ``length`` characters."""
+        assert isinstance(node.value, str)
         start, end = self.source.span(node)
         quote = _LITERAL.match(self.source.text, start, end)
         if quote is None or self.source.text[quote.end() : end] != node.value + quote[2] or not self._is_exact(node):
@@ -164,7 +164,9 @@ class Program:
         value += "" if length is None else node.value[length:]
         return Edit(quote.end(), end - len(quote[2]), value, partial(setattr, node, "value", value))
 
-    def insert(self, body: list[ast.stmt], anchor: ast.stmt, offset: int, statement: str, text: str, after: bool) -> Edit:
+    def insert(
+        self, body: list[ast.stmt], anchor: ast.stmt, offset: int, statement: str, text: str, after: bool
+    ) -> Edit:
         """Put a statement before or after ``anchor``: ``text``, which contains it, at ``offset``."""
 
         def change_tree() -> None:

@@ -26,7 +26,10 @@ _COLUMNS = ("path", "line", "end_line", "status", "message")
 def lines(findings: Sequence[Finding]) -> list[str]:
     """One line for each finding."""
     width = max((len(_place(finding)) for finding in findings), default=0)
-    return [f"{_place(finding):{min(width, 40)}}  {finding.rule} {finding.status:7}  {_what(finding)}" for finding in findings]
+    return [
+        f"{_place(finding):{min(width, 40)}}  {finding.rule} {finding.status:7}  {_what(finding)}"
+        for finding in findings
+    ]
 
 
 def _place(finding: Finding) -> str:
@@ -100,7 +103,10 @@ def _csv(findings: Sequence[Finding]) -> str:
     writer.writeheader()
     for finding in findings:
         # A cell that begins with one of these is a formula for spreadsheets.
-        row = {name: f"'{value}" if str(value)[:1] in "=+-@\t" and str(value) else value for name, value in asdict(finding).items()}
+        row = {
+            name: f"'{value}" if str(value)[:1] in "=+-@\t" and str(value) else value
+            for name, value in asdict(finding).items()
+        }
         writer.writerow(row)
     return file.getvalue()
 
@@ -111,9 +117,7 @@ def _json(findings: Sequence[Finding]) -> str:
 
 def _sarif(findings: Sequence[Finding]) -> str:
     used = [RULES[name] for name in sorted({finding.rule for finding in findings})]
-    rules = [
-        {"id": rule.id, "shortDescription": {"text": rule.title}, "helpUri": rule.source} for rule in used
-    ]
+    rules = [{"id": rule.id, "shortDescription": {"text": rule.title}, "helpUri": rule.source} for rule in used]
     driver = {"name": "apex_npu migrate", "rules": rules}
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": [_result(f) for f in findings]}
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"

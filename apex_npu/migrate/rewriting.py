@@ -32,7 +32,7 @@ _TORCH_NPU = "import torch_npu  # noqa: F401"
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A program after the rules.
+    r"""A program after the rules.
 
     Attributes:
         source: The new text, or bytes where bytes were given; the old one where nothing changes.
@@ -40,7 +40,7 @@ class Rewritten:
 
     Example::
 
-        >>> migrate.rewrite("import torch\\nx = torch.ones(2).cuda()").source.splitlines()[-1]
+        >>> migrate.rewrite("import torch\nx = torch.ones(2).cuda()").source.splitlines()[-1]
         'x = torch.ones(2).npu()'
     """
 

@@ -29,9 +29,8 @@ def check(program: Program) -> None:
     for node in program.names.nodes:
         if isinstance(node, ast.JoinedStr):
             _fstring(program, node)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if not isinstance(program.parent(node), (ast.Expr, ast.JoinedStr)):
-                texts.append((node, node.value))
+        elif isinstance(node, ast.Constant) and not isinstance(program.parent(node), (ast.Expr, ast.JoinedStr)):
+            texts += [(node, node.value)] if isinstance(node.value, str) else []
     devices = Devices(program)
     for node, text in texts:
         if _DEVICE.fullmatch(text):
@@ -67,10 +66,9 @@ def _text(program: Program, devices: Devices, node: ast.Constant, text: str) -> 
 def _device(program: Program, devices: Devices, node: ast.Constant, text: str) -> None:
     parent = program.parent(node)
     edit = program.restring(node, "npu", 4)
-    if text == "cuda:":
-        if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add) and parent.left is node:
-            program.report("D107", "changed", node, [edit], unplaced=RULES["D107"].message)
-            return
+    if text == "cuda:" and isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add) and parent.left is node:
+        program.report("D107", "changed", node, [edit], unplaced=RULES["D107"].message)
+        return
     if _is_lookup(parent, node):
         return  # D153
     if edit is None:
@@ -159,7 +157,7 @@ class Devices:
                     return True
             elif isinstance(parent, ast.Dict):
                 if at in parent.values:
-                    key = parent.keys[parent.values.index(at)]  # type: ignore[arg-type]
+                    key = parent.keys[parent.values.index(at)]
                     if isinstance(key, ast.Constant) and _speaks_of_device(key.value):
                         return True
                 around = self.program.parent(parent)

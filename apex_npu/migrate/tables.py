@@ -5,8 +5,7 @@
 from __future__ import annotations
 
 # Public names of torch.cuda (torch 2.13) that are in `__all__` of torch_npu.npu (torch_npu 2.13, 2026-11) as they are.
-SAME_NAMES = frozenset(
-    """
+_SAME_NAMES = """
     BFloat16Storage BFloat16Tensor BoolStorage BoolTensor ByteStorage ByteTensor caching_allocator_alloc
     caching_allocator_delete can_device_access_peer change_current_allocator CharStorage CharTensor
     current_blas_handle current_device current_stream default_stream device device_count device_of DoubleStorage
@@ -21,8 +20,8 @@ SAME_NAMES = frozenset(
     reset_max_memory_allocated reset_max_memory_cached reset_peak_host_memory_stats reset_peak_memory_stats seed
     seed_all set_device set_per_process_memory_fraction set_rng_state set_rng_state_all set_stream
     set_sync_debug_mode ShortStorage ShortTensor stream Stream StreamContext synchronize use_mem_pool utilization
-    """.split()
-)
+"""
+SAME_NAMES = frozenset(_SAME_NAMES.split())
 # Names that are others there.
 RENAMED = {"CUDAGraph": "NPUGraph", "CUDAPluggableAllocator": "NPUPluggableAllocator"}
 # Modules of torch.cuda that torch_npu.npu has, and what is in them; None: the names above.

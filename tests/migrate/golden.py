@@ -23,10 +23,7 @@ def expected(case: Path) -> list[str]:
     """The parts of a case as they are now. The first line of a program may say `# options: NAME ...`."""
     before = parts(case)[0]
     words = before.partition("\n")[0].removeprefix("# options:").split() if before.startswith("# options:") else []
-    values = dict(word.partition("=")[::2] for word in words)
-    options = Options(
-        unsure="unsure" in values, force="force" in values, to=values.get("to", "npu"), select=("D", "X", "O")
-    )
+    options = Options(unsure="unsure" in words, force="force" in words)
     rewritten = rewrite(before, "t.py", options)
     assert isinstance(rewritten.source, str)
     return [before, rewritten.source, "".join(f"{line}\n" for line in reports.lines(rewritten.findings))]
