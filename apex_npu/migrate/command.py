@@ -19,6 +19,7 @@ from .findings import count
 from .planning import Plan, plan
 from .program import Options
 from .rules import RULES, Rule
+from .targets import TARGETS
 from .writing import write_copy, write_in_place
 
 
@@ -70,7 +71,9 @@ def _migrate(options: argparse.Namespace) -> int:
         raise ValueError("--out copies one folder or file: give one path")
     if options.report:
         reports.write_report(options.report, [])
-    chosen = Options(select=options.select, ignore=options.ignore, unsure=options.unsure, force=options.force)
+    if options.to not in TARGETS:
+        raise ValueError(f"--to {options.to}: give one of {', '.join(TARGETS)}")
+    chosen = Options(options.select, options.ignore, options.unsure, options.force, to=options.to)
     made = plan(options.paths, chosen, options.exclude or (), options.jobs)
     if options.report:
         _save(options.report, reports.write_report(options.report, made.findings))
@@ -115,6 +118,7 @@ MIGRATE = Command(
             "--select", "rules or families that apply; default: D,X", type=_chosen, metavar="D,X201", default=("D", "X")
         ),
         Argument("--ignore", "rules or families that do not", type=_chosen, metavar="RULES", default=()),
+        Argument("--to", "npu, or portable: for npu, cuda, xpu and cpu", metavar="npu|portable", default="npu"),
         Argument("--unsure", "also apply what is unsure", flag=True),
         Argument("--report", "write all findings; the name ends with .csv, .json or .sarif", metavar="FILE"),
         Argument("--explain", "print a rule with its example", metavar="RULE"),

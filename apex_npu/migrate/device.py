@@ -12,9 +12,11 @@ from .program import Program
 from .rules import RULES
 from .source import Edit
 from .tables import ANSWERS, INSTEAD, NEEDS_CUDA, NO_EFFECT, OTHER_LIBRARIES, RENAMED, SAME_NAMES, SUBMODULES
+from .targets import target_of
 
 _FROM = re.compile(r"from[ \t\f]+(torch\.cuda(?:\.\w+)*)(?!\w|\.)")
 _DATA_PARALLEL = re.compile(r"torch\.nn\.(parallel\.)?(data_parallel\.)?(DataParallel|data_parallel)")
+_NOT_PORTABLE = "it names a device: portable code writes torch.get_device_module(...), or torch.amp, where it is used"
 _PROFILERS = ("torch.autograd.profiler.profile", "torch.profiler.profile", "torch.profiler.profiler.profile")
 
 
@@ -76,15 +78,8 @@ def _name(program: Program, node: ast.Attribute | ast.Name, dotted: str | None) 
 def _torch_cuda(program: Program, node: ast.Attribute | ast.Name, parts: list[str]) -> None:
     if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
         return
-    edits: list[Edit | None] = []
     at: ast.expr = node
-    for name in ["torch", "cuda", *parts][::-1]:
-        if not isinstance(at, ast.Attribute):
-            break
-        is_root = at.attr == "cuda" and program.names.dotted(at) == "torch.cuda"
-        new = "npu" if is_root else RENAMED.get(name) if name == parts[0] else None
-        if new is not None:
-            edits.append(program.rename(at, new))
+    while isinstance(at, ast.Attribute):
         at = at.value
     # A name that stands for a part of torch.cuda is an import's or an assignment's, and changes with it.
     links = [f"name {at.id}"] if isinstance(at, ast.Name) and "." in (program.names.dotted(at) or "") else []
@@ -97,7 +92,7 @@ def _torch_cuda(program: Program, node: ast.Attribute | ast.Name, parts: list[st
     if not parts and (target is None or program.names.dotted(target) != "torch.cuda"):
         program.report("D153", "refused", node, message=RULES["D153"].message.format("torch.cuda"), links=links)
         return
-    program.report(_rule_of(parts), "changed", node, edits, links=links)
+    program.report(_rule_of(parts), "changed", node, target_of(program).name(program, node, parts), links=links)
     if parts and parts[0] in ANSWERS:
         program.report("D156", "note", node, message=ANSWERS[parts[0]])
 
@@ -112,9 +107,9 @@ def _assigned(program: Program, node: ast.expr) -> ast.Name | None:
 
 def _torch(program: Program, node: ast.Attribute, dotted: str) -> None:
     if dotted in ("torch.Tensor.cuda", "torch.nn.Module.cuda"):
-        program.report("D103", "changed", program.method_span(node), [program.rename(node, "npu")])
+        program.report("D103", "changed", program.method_span(node), target_of(program).move(program, node, None))
     elif dotted == "torch.distributed.is_nccl_available":
-        program.report("D109", "changed", node, [program.rename(node, "is_hccl_available")])
+        program.report("D109", "changed", node, [target_of(program).nccl_check(program, node)])
     elif dotted.startswith("torch.profiler.ProfilerActivity.CUDA"):
         program.report("D110", "refused", node, message=RULES["D110"].message)
     elif dotted == "torch.version.cuda":
@@ -139,7 +134,8 @@ def _is_cuda(program: Program, node: ast.Attribute) -> None:
     if not isinstance(node.ctx, ast.Load):
         return
     if "is_cuda" not in program.options.owned:
-        program.report("D104", "changed", program.method_span(node), [program.rename(node, "is_npu")])
+        for span, edit in target_of(program).is_on(program, node):
+            program.report("D104", "changed", span, [edit], links=[f"is_cuda at {program.method_span(node)}"])
     elif not (isinstance(node.value, ast.Name) and node.value.id == "self"):
         program.report("D154", "refused", program.method_span(node), message=RULES["D154"].message)
 
@@ -153,7 +149,10 @@ def _call(program: Program, node: ast.Call) -> None:
             message = RULES["D103"].message.format(library)
             program.report("D103", "refused", program.method_span(called), message=message)
         else:
-            program.report("D103", "changed", program.method_span(called), [program.rename(called, "npu")])
+            edits = target_of(program).move(program, called, node)
+            start, end = program.method_span(called)
+            end = max([end, *(edit.end for edit in edits if edit is not None)])
+            program.report("D103", "changed", (start, end), edits)
     elif dotted in _PROFILERS:
         for keyword in node.keywords:
             if keyword.arg == "use_cuda":
@@ -176,10 +175,12 @@ def _use_cuda(program: Program, keyword: ast.keyword) -> None:
         program.report("D110", "refused", span, message=message)
         return
 
-    def change_tree() -> None:
-        keyword.arg, keyword.value = "use_device", ast.Constant("npu")
+    device = target_of(program).profiled()
 
-    program.report("D110", "changed", span, [Edit(*span, 'use_device="npu"', change_tree)])
+    def change_tree() -> None:
+        keyword.arg, keyword.value = "use_device", ast.parse(device, mode="eval").body
+
+    program.report("D110", "changed", span, [Edit(*span, f"use_device={device}", change_tree)])
 
 
 def _looked_up(program: Program, node: ast.Call, function: str) -> None:
@@ -207,6 +208,7 @@ def _import(program: Program, node: ast.Import) -> None:
         links = [f"name {alias.asname}"] if alias.asname else []
         lacking = missing(parts)
         refusal = _without(lacking) if lacking is not None else _two_imports(program, alias) if alias.asname else ""
+        refusal = refusal or ("" if target_of(program).imports else _NOT_PORTABLE)
         if refusal:
             program.report("D102", "refused", alias, message=refusal, links=links)
             continue
@@ -244,7 +246,7 @@ def _import_from(program: Program, node: ast.ImportFrom) -> None:
 def _from_torch(program: Program, alias: ast.alias) -> None:
     name = alias.asname or alias.name
     span = program.source.span(alias)
-    refusal = _two_imports(program, alias)
+    refusal = _two_imports(program, alias) or ("" if target_of(program).imports else _NOT_PORTABLE)
 
     def change_tree() -> None:
         alias.name, alias.asname = "npu", name
@@ -256,6 +258,9 @@ def _from_torch(program: Program, alias: ast.alias) -> None:
 def _from_torch_cuda(program: Program, node: ast.ImportFrom, module: str) -> None:
     parts = module.split(".")[2:]
     links = [f"name {alias.asname or alias.name}" for alias in node.names]
+    if not target_of(program).imports:
+        program.report("D102", "refused", node, message=_NOT_PORTABLE, links=links)
+        return
     lacking = [missing([*parts, alias.name]) or missing(parts) for alias in node.names]
     if any(name is not None for name in lacking):
         first = next(name for name in lacking if name is not None)
@@ -283,7 +288,7 @@ def _renamed(program: Program, alias: ast.alias) -> Edit:
 def _class(program: Program, node: ast.ClassDef) -> None:
     methods = {one.name: one for one in node.body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))}
     method = methods.get("cuda")
-    if method is None:
+    if method is None or not target_of(program).imports:
         return
     assert method.end_lineno is not None
     assigned = [target for one in node.body if isinstance(one, ast.Assign) for target in one.targets]

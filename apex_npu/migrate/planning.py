@@ -19,7 +19,7 @@ from apex_npu.compat.pipeline.errors import PipelineError
 from .findings import Finding
 from .notebooks import rewrite_notebook
 from .program import Options
-from .rewriting import OWNED, TRIGGER, Rewritten, rewrite, unreadable
+from .rewriting import TRIGGER, Rewritten, owned_names, rewrite, unreadable
 from .rules import RULES
 from .source import UnreadableError
 
@@ -98,8 +98,7 @@ def plan(
             findings.append(unreadable(target.shown, "F906", str(error)))
     programs = {target: data for target, data in contents.items() if _is_program(target.path)}
     options = options or Options()
-    if any(OWNED.search(data) for data in programs.values()):
-        options = replace(options, owned=options.owned | {"is_cuda"})
+    options = replace(options, owned=options.owned.union(*map(owned_names, programs.values())))
     work = [(target.shown, data, options) for target, data in programs.items() if TRIGGER.search(data)]
     by_path = {target.shown: target for target in programs}
     changes = []

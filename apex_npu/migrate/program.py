@@ -20,7 +20,10 @@ _LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
 _KEEP = re.compile(r"#\s*migrate:\s*keep\b")
 # Before 3.12 Python gives places inside an f-string that may be wrong.
 _EXACT_FSTRINGS = sys.version_info >= (3, 12)
-_UNPLACED = "its place in the text cannot be told (an f-string before Python 3.12, or pieces): change it by hand"
+_UNPLACED = {
+    "npu": "its place in the text cannot be told (an f-string before Python 3.12, or pieces): change it by hand",
+    "portable": "there is no portable text for it: change it by hand, or use --to npu",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Options:
         unsure: Apply what is unsure.
         force: Change files that speak of npu already.
         owned: Names of attributes that the files define themselves.
+        to: "npu", or "portable": code that runs on npu, cuda, xpu and the CPU.
     """
 
     select: tuple[str, ...] = ("D", "X")
@@ -63,6 +67,7 @@ class Options:
     unsure: bool = False
     force: bool = False
     owned: frozenset[str] = frozenset()
+    to: str = "npu"
 
     def has(self, rule: str) -> bool:
         """Whether a rule applies."""
@@ -101,12 +106,12 @@ class Program:
         edits: Iterable[Edit | None] = (),
         message: str = "",
         links: Iterable[str] = (),
-        unplaced: str = _UNPLACED,
+        unplaced: str = "",
     ) -> None:
         """Say something of a place. Edits that are None could not be placed: the change is refused, ``unplaced``."""
         made = tuple(edit for edit in edits if edit is not None)
         if len(made) < len(tuple(edits)):
-            status, made, message = "refused", (), unplaced
+            status, made, message = "refused", (), unplaced or _UNPLACED[self.options.to]
         if not isinstance(span, tuple):
             span = self._reported_span(span)
         self.drafts.append(Draft(rule, status, *span, made, message, frozenset(links)))

@@ -14,6 +14,7 @@ from .findings import Finding
 from .program import Draft, Options, Program
 from .rules import RULES
 from .source import Edit, Source, UnreadableError
+from .targets import target_of, torch_name
 
 __all__ = ["TRIGGER", "Rewritten", "rewrite"]
 
@@ -23,11 +24,13 @@ TRIGGER = re.compile(
     rb"|bitsandbytes|cupy|pynvml|tensorrt|torch2trt|transformer_engine|nvidia\.dali"
 )
 # Attributes of the program's own, whose readers are left alone.
-OWNED = re.compile(rb"\bis_cuda\s*=(?!=)|\bdef\s+is_cuda\b|^\s+is_cuda\s*:|[\"']-{1,2}is[-_]cuda", re.MULTILINE)
+_OWNED = {
+    "is_cuda": re.compile(rb"\bis_cuda\s*=(?!=)|\bdef\s+is_cuda\b|^\s+is_cuda\s*:|[\"']-{1,2}is[-_]cuda", re.MULTILINE),
+    "cuda": re.compile(rb"^[ \t]+(async[ \t]+)?def[ \t]+cuda\b", re.MULTILINE),
+}
 _FAMILIES: tuple[Callable[[Program], None], ...] = (device.check, strings.check, apex.check)
 # What brings a name of npu's into the file.
 _NPU_NAMES = ("D101", "D102", "D103", "D104", "D105", "D106", "D107", "D108", "D109", "D110", "D111")
-_TORCH_NPU = "import torch_npu  # noqa: F401"
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,7 @@ def rewrite(source: str | bytes, path: str = "train.py", options: Options | None
     data = source if isinstance(source, bytes) else source.encode("utf-8", "surrogatepass")
     if not TRIGGER.search(data):
         return Rewritten(source, ())
-    if OWNED.search(data):
-        options = replace(options, owned=options.owned | {"is_cuda"})
+    options = replace(options, owned=options.owned | owned_names(data))
     try:
         read = Source(source)
         program = Program(read, options)
@@ -81,7 +83,7 @@ def rewrite(source: str | bytes, path: str = "train.py", options: Options | None
         program.settle()
         _refuse_gated(program)
         _respect_npu(program)
-        _import_torch_npu(program)
+        _add_first_line(program)
         if not program.changes():
             return Rewritten(source, tuple(program.findings(path)))
         findings = program.findings(path)
@@ -92,6 +94,11 @@ def rewrite(source: str | bytes, path: str = "train.py", options: Options | None
     except RecursionError:
         return Rewritten(source, (unreadable(path, "F904", "it is nested too deeply for the rules"),))
     return Rewritten(new, tuple(findings))
+
+
+def owned_names(data: bytes) -> frozenset[str]:
+    """The attributes, of those that rules rename, that a program may define itself."""
+    return frozenset(name for name, pattern in _OWNED.items() if pattern.search(data))
 
 
 def unreadable(path: str, rule: str, reason: str, line: int = 1) -> Finding:
@@ -150,38 +157,53 @@ def _speaks_of_npu(program: Program) -> int | None:
     return None
 
 
-def _import_torch_npu(program: Program) -> None:
-    """Add the import of torch_npu after that of torch, or before it where that line needs it already."""
-    if not program.options.has("D113") or not any(draft.rule in _NPU_NAMES for draft in program.changes()):
+def _add_first_line(program: Program) -> None:
+    """Add the line that goes with the import of torch: after it, or before it where that line needs it already."""
+    portable = program.options.to == "portable"
+    needed = any(draft.rule in _NPU_NAMES for draft in program.changes())
+    if not needed or not (portable or program.options.has("D113")):
         return
-    body = program.tree.body
-    for node in body:
+    if portable and "ACCELERATOR" in program.names.module.bindings:
+        return
+    for node in program.tree.body:
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-        if any(module.partition(".")[0] == "torch" for module in modules):
-            program.drafts.append(_after_torch(program, node))
+        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level and not portable else []
+        if any((module if portable else module.partition(".")[0]) == "torch" for module in modules):
+            added = _beside_torch(program, node)
+            if portable and any(draft.start < added.start for draft in program.changes()):
+                break
+            program.drafts.append(added)
             return
+    if portable:
+        _leave_all(program, "portable code asks torch for the accelerator: import torch at the top level, before this")
+        return
     first = min(draft.start for draft in program.changes())
     program.drafts.append(Draft("D113", "note", first, first, message=RULES["D113"].message))
 
 
-def _after_torch(program: Program, node: ast.stmt) -> Draft:
+def _leave_all(program: Program, message: str) -> None:
+    for number, draft in enumerate(program.drafts):
+        if draft.rule in _NPU_NAMES and draft.status in ("changed", "unsure"):
+            program.drafts[number] = replace(draft, status="refused", edits=(), message=message)
+
+
+def _beside_torch(program: Program, node: ast.stmt) -> Draft:
     assert node.end_lineno is not None
     source, first, last = program.source, node.lineno, node.end_lineno
-    used = [draft for draft in program.changes() if first <= source.place(draft.start)[0] <= last]
-    index = program.tree.body.index(node)
-    while used and index and (program.tree.body[index - 1].end_lineno or 0) >= first:
+    line = target_of(program).first_line(torch_name(program) or "torch")
+    body = program.tree.body
+    used = any(first <= source.place(draft.start)[0] <= last for draft in program.changes())
+    index = body.index(node)
+    while used and index and (body[index - 1].end_lineno or 0) >= first:
         index -= 1  # a statement of this line comes before
-    anchor = program.tree.body[index] if used else node
-    while not used and program.tree.body[-1] is not anchor:
+    anchor = body[index]
+    while not used and index + 1 < len(body) and body[index + 1].lineno <= last:
         index += 1  # statements of this line come after
-        if program.tree.body[index].lineno > last:
-            break
-        anchor = program.tree.body[index]
+        anchor = body[index]
         last = anchor.end_lineno or last
-    if used:
-        offset, text = source.line_start(anchor.lineno), _TORCH_NPU + source.newline(anchor.lineno)
+    if used and program.options.to == "npu":
+        offset, text = source.line_start(anchor.lineno), line + source.newline(anchor.lineno)
     else:
-        offset, text = source.line_end(last), source.newline(last) + _TORCH_NPU
-    edit: Edit = program.insert(program.tree.body, anchor, offset, _TORCH_NPU, text, after=not used)
+        offset, text = source.line_end(last), source.newline(last) + line
+    edit: Edit = program.insert(body, anchor, offset, line, text, after=offset > source.span(anchor)[0])
     return Draft("D113", "changed", offset, offset, (edit,))

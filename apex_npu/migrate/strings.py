@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import ast
 import re
-from functools import partial
 
 from .device import missing
 from .program import Program
 from .rules import RULES
-from .source import Edit
 from .tables import DEVICE_ARGUMENTS, DEVICE_KEYWORDS, ENVIRONMENT
+from .targets import target_of
 
 _DEVICE = re.compile(r"cuda(:\d*)?")
 _COMPOSED = re.compile(r"cuda:(%[dsi]|\{\w*\})")
@@ -40,24 +39,24 @@ def check(program: Program) -> None:
 
 
 def _text(program: Program, devices: Devices, node: ast.Constant, text: str) -> None:
+    target = target_of(program)
     if "cuda" in text:
         if _DEVICE.fullmatch(text):
             _device(program, devices, node, text)
         elif _COMPOSED.fullmatch(text):
-            program.report("D107", "changed", node, [program.restring(node, "npu", 4)], unplaced=RULES["D107"].message)
+            program.report("D107", "changed", node, [target.device(program, node)], unplaced=RULES["D107"].message)
         elif found := _TYPE.fullmatch(text):
             lacking = missing([found[1]]) is not None
-            edits = [] if lacking else [program.restring(node, "torch.npu", len("torch.cuda"))]
+            edits = [] if lacking else [target.device(program, node, "torch.")]
             message = RULES["D151"].message.format(text) if lacking else ""
             program.report("D151" if lacking else "D108", "refused" if lacking else "changed", node, edits, message)
         elif _NAME.fullmatch(text) and isinstance(program.parent(node), ast.Call):
             program.report("D153", "refused", node, message=RULES["D153"].message.format(repr(text)))
     if "nccl" in text and (text == "nccl" or (_BACKENDS.fullmatch(text) and "cuda:nccl" in text.split(","))):
-        new = "hccl" if text == "nccl" else text.replace("cuda:nccl", "npu:hccl")
         key = _is_key(program, node)
         message = RULES["D109"].message if key else ""
-        program.report("D109", "unsure" if key else "changed", node, [program.restring(node, new)], message)
-    elif text in ENVIRONMENT:
+        program.report("D109", "unsure" if key else "changed", node, [target.backend(program, node)], message)
+    elif text in ENVIRONMENT and target.environment:
         program.report("D112", "changed", node, [program.restring(node, ENVIRONMENT[text])])
     elif _VARIABLE.fullmatch(text):
         program.report("D112", "note", node, message=RULES["D112"].message.format(text))
@@ -65,7 +64,7 @@ def _text(program: Program, devices: Devices, node: ast.Constant, text: str) -> 
 
 def _device(program: Program, devices: Devices, node: ast.Constant, text: str) -> None:
     parent = program.parent(node)
-    edit = program.restring(node, "npu", 4)
+    edit = target_of(program).device(program, node)
     if text == "cuda:" and isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add) and parent.left is node:
         program.report("D107", "changed", node, [edit], unplaced=RULES["D107"].message)
         return
@@ -103,7 +102,7 @@ def _fstring(program: Program, node: ast.JoinedStr) -> None:
     if found is None or isinstance(program.parent(node), ast.FormattedValue):
         program.report("D107", "refused", node, message=RULES["D107"].message)
         return
-    edit = Edit(*found.span(3), "npu", partial(setattr, first, "value", "npu:"))
+    edit = target_of(program).fstring(node, found.span(3))
     program.report("D107", "changed", (start, found.end(3)), [edit])
 
 

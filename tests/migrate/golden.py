@@ -19,12 +19,17 @@ def parts(case: Path) -> list[str]:
     return case.read_text(encoding="utf-8").split(_LINE)
 
 
+def options_of(program: str) -> Options:
+    """The first line of a program may say `# options: NAME ...`."""
+    first = program.partition("\n")[0]
+    words = first.removeprefix("# options:").split() if first.startswith("# options:") else []
+    return Options(unsure="unsure" in words, force="force" in words, to="portable" if "portable" in words else "npu")
+
+
 def expected(case: Path) -> list[str]:
-    """The parts of a case as they are now. The first line of a program may say `# options: NAME ...`."""
+    """The parts of a case as they are now."""
     before = parts(case)[0]
-    words = before.partition("\n")[0].removeprefix("# options:").split() if before.startswith("# options:") else []
-    options = Options(unsure="unsure" in words, force="force" in words)
-    rewritten = rewrite(before, "t.py", options)
+    rewritten = rewrite(before, "t.py", options_of(before))
     assert isinstance(rewritten.source, str)
     return [before, rewritten.source, "".join(f"{line}\n" for line in reports.lines(rewritten.findings))]
 

@@ -124,6 +124,7 @@ def test_a_copy(tree, tmp_path):
         (("--out", "x", "a", "b"), "give one path"),
         (("--report", "a.txt", "."), "names no format"),
         (("--explain", "D999"), "no rule D999"),
+        (("--to", "xpu", "."), "one of npu, portable"),
         (("--out", "inner", "."), "inner exists"),
         (("--out", "inner/new", "."), "is inside"),
         (("link",), "is a link"),

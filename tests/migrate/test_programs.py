@@ -9,7 +9,7 @@ import pytest
 from devices import DEVICE, VENDOR
 
 from apex_npu import amp, compat
-from apex_npu.migrate import plan, rewrite
+from apex_npu.migrate import Options, plan, rewrite
 
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.py"))
 
@@ -25,6 +25,17 @@ def apex():
 def test_nothing_is_left(program):
     made = plan([program])
     assert {finding.status for finding in made.findings} == {"changed"}
+
+
+def test_a_portable_program(tmp_path):
+    program = next(path for path in PROGRAMS if path.stem == "gated")
+    changed = tmp_path / program.name
+    rewritten = rewrite(program.read_bytes(), options=Options(to="portable"))
+    assert {finding.status for finding in rewritten.findings} == {"changed"}
+    changed.write_bytes(rewritten.source)
+    portable = runpy.run_path(str(changed))
+    assert portable["where"] == DEVICE.type
+    assert portable["losses"] == pytest.approx(runpy.run_path(str(program))["losses"], rel=1e-5 if VENDOR else 0, abs=0)
 
 
 @pytest.mark.skipif(DEVICE.type != "npu", reason="the rewritten program runs on npu")

@@ -14,16 +14,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apex_npu.migrate import rewrite
+from apex_npu.migrate import Options, rewrite
 from apex_npu.migrate.rewriting import TRIGGER
 from apex_npu.migrate.source import Source
 
 PACKAGES = Path(torch.__file__).parent.parent
 
 
-def check_invariants(data: bytes, path: str = "t.py") -> bool:
+def check_invariants(data: bytes, path: str = "t.py", to: str = "npu") -> bool:
     """Whether the program changes; no more than reported, and not a second time."""
-    rewritten = rewrite(data, path)
+    options = Options(to=to)
+    rewritten = rewrite(data, path, options)
     assert not [finding for finding in rewritten.findings if finding.rule == "F909"], path
     if rewritten.source == data:
         return False
@@ -37,7 +38,7 @@ def check_invariants(data: bytes, path: str = "t.py") -> bool:
             pieces += [source.text[at:start], finding.after]
             at = end
     assert source.encode("".join([*pieces, source.text[at:]])) == rewritten.source
-    assert rewrite(rewritten.source, path).source == rewritten.source, path
+    assert rewrite(rewritten.source, path, options).source == rewritten.source, path
     return True
 
 
@@ -45,9 +46,10 @@ def sources(*folders):
     return [path for folder in folders for path in sorted((PACKAGES / folder).rglob("*.py"))]
 
 
-def test_a_sample_of_torch():
+@pytest.mark.parametrize("to", ["npu", "portable"])
+def test_a_sample_of_torch(to):
     files = [path for path in sources("torch/cuda", "torch/amp", "torch/nn/parallel") if path.stat().st_size < 40_000]
-    assert sum(check_invariants(path.read_bytes(), str(path)) for path in files[::2]) > 4
+    assert sum(check_invariants(path.read_bytes(), str(path), to) for path in files[::2]) > 4
 
 
 def check_file(path: Path) -> bool:
@@ -145,4 +147,6 @@ STATEMENTS = st.one_of(
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(st.lists(STATEMENTS, min_size=1, max_size=6), st.sampled_from(["\n", "\r\n"]), st.booleans())
 def test_random_programs(statements, newline, ends):
-    check_invariants((newline.join(statements) + newline * ends).encode())
+    program = (newline.join(statements) + newline * ends).encode()
+    check_invariants(program)
+    check_invariants(program, to="portable")
