@@ -60,6 +60,11 @@ class Options:
         force: Change files that speak of npu already.
         owned: Names of attributes that the files define themselves.
         to: "npu", or "portable": code that runs on npu, cuda, xpu and the CPU.
+
+    Example::
+
+        >>> migrate.rewrite('pick("cuda")', options=migrate.Options(unsure=True)).source
+        'pick("npu")'
     """
 
     select: tuple[str, ...] = ("D", "X")

@@ -57,8 +57,8 @@ ANSWERS = {
 
 # Libraries and modules that need CUDA itself, and what takes their place.
 NEEDS_CUDA = {
-    "amp_C": "apex_npu has its fused kernels in torch.ops.apex_npu",
-    "bitsandbytes": "it supports npu from version 0.48 on, by another wheel",
+    "amp_C": "the optimizers of apex_npu.optimizers have kernels of their own",
+    "bitsandbytes": "use optimizers of apex_npu, and layers of torch, unless its version supports npu",
     "cupy": "use torch, or numpy on the host",
     "flash_attn": "use torch.nn.functional.scaled_dot_product_attention, or torch_npu.npu_fusion_attention",
     "numba.cuda": "use torch, or an operator in Ascend C",
