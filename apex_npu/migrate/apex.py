@@ -59,7 +59,9 @@ def lacking(name: str) -> str | None:
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         start = ".".join(parts[:count])
-        if any(part.startswith("_") for part in parts[:count]):
+        if parts[count - 1].startswith("__"):
+            return None
+        if parts[count - 1].startswith("_"):
             return start
         if start in MODULES:
             continue

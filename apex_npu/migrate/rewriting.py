@@ -23,11 +23,8 @@ TRIGGER = re.compile(
     rb"cuda|CUDA|nccl|NCCL|apex|amp_C|change_data_ptr|DataParallel|data_parallel|backends\.cudnn|flash_attn|xformers"
     rb"|bitsandbytes|cupy|pynvml|tensorrt|torch2trt|transformer_engine|nvidia\.dali"
 )
-# Attributes of the program's own, whose readers are left alone.
-_OWNED = {
-    "is_cuda": re.compile(rb"\bis_cuda\s*=(?!=)|\bdef\s+is_cuda\b|^\s+is_cuda\s*:|[\"']-{1,2}is[-_]cuda", re.MULTILINE),
-    "cuda": re.compile(rb"^[ \t]+(async[ \t]+)?def[ \t]+cuda\b", re.MULTILINE),
-}
+# What may define a name, that rules rename, as the program's own.
+_DEFINES = re.compile(rb"\bis_cuda\s*[:=]|\bdef\s+(is_)?cuda\b|[\"']-{1,2}is[-_]cuda")
 _FAMILIES: tuple[Callable[[Program], None], ...] = (device.check, strings.check, apex.check)
 # What brings a name of npu's into the file.
 _NPU_NAMES = ("D101", "D102", "D103", "D104", "D105", "D106", "D107", "D108", "D109", "D110", "D111")
@@ -76,19 +73,12 @@ def rewrite(source: str | bytes, path: str = "train.py", options: Options | None
         return Rewritten(source, ())
     options = replace(options, owned=options.owned | owned_names(data))
     try:
-        read = Source(source)
-        program = Program(read, options)
-        for check in _FAMILIES:
-            check(program)
-        program.settle()
-        _refuse_gated(program)
-        _respect_npu(program)
-        _add_first_line(program)
-        if not program.changes():
-            return Rewritten(source, tuple(program.findings(path)))
+        program = examined(source, options)
         findings = program.findings(path)
+        if not program.changes():
+            return Rewritten(source, tuple(findings))
         text = program.rewritten()
-        new = read.encode(text) if isinstance(source, bytes) else text
+        new = program.source.encode(text) if isinstance(source, bytes) else text
     except UnreadableError as error:
         return Rewritten(source, (unreadable(path, error.rule, error.reason, error.line),))
     except RecursionError:
@@ -96,9 +86,43 @@ def rewrite(source: str | bytes, path: str = "train.py", options: Options | None
     return Rewritten(new, tuple(findings))
 
 
+def examined(source: str | bytes, options: Options) -> Program:
+    """A program with what all rules say of it.
+
+    Raises:
+        UnreadableError: It cannot be read.
+    """
+    program = Program(Source(source), options)
+    for check in _FAMILIES:
+        check(program)
+    program.settle()
+    _refuse_gated(program)
+    _respect_npu(program)
+    _add_first_line(program)
+    return program
+
+
 def owned_names(data: bytes) -> frozenset[str]:
-    """The attributes, of those that rules rename, that a program may define itself."""
-    return frozenset(name for name, pattern in _OWNED.items() if pattern.search(data))
+    """The attributes, of those that rules rename, that a program defines itself: in classes, by ``self.name = ...``."""
+    if not _DEFINES.search(data):
+        return frozenset()
+    try:
+        tree = Source(data).parse()
+    except UnreadableError:
+        return frozenset()
+    names: set[object] = set()
+    methods: set[object] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            methods.update(getattr(one, "name", None) for one in node.body)
+            assigned = [one for one in node.body if isinstance(one, (ast.Assign, ast.AnnAssign))]
+            targets = [target for one in assigned for target in getattr(one, "targets", [getattr(one, "target", None)])]
+            names.update(getattr(target, "id", None) for target in targets)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("-"):
+            names.add(node.value.lstrip("-").replace("-", "_"))  # args.is_cuda
+    return frozenset(name for name in ("cuda", "is_cuda") if name in methods or (name == "is_cuda" and name in names))
 
 
 def unreadable(path: str, rule: str, reason: str, line: int = 1) -> Finding:

@@ -34,7 +34,8 @@ def table(name: str) -> str:
         ]
         return _table("| rule | what | before | after |", rows)
     if name == "names":
-        return textwrap.fill(", ".join(f"`{one}`" for one in sorted(SAME_NAMES, key=lambda name: (name.lower(), name))), 120) + "\n"
+        names = sorted(SAME_NAMES, key=lambda name: (name.lower(), name))
+        return textwrap.fill(", ".join(f"`{one}`" for one in names), 120) + "\n"
     if name == "others":
         renamed = [f"| `{old}` | `torch.npu.{new}` |" for old, new in RENAMED.items()]
         return _table("| torch.cuda | instead |", [*renamed, *(f"| `{old}` | {new} |" for old, new in INSTEAD.items())])
