@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -116,6 +115,8 @@ def _all_rewritten(work: list[tuple[str, bytes, Options]], jobs: int) -> Iterato
     if jobs < 2 or len(work) < _FEW:
         yield from map(_rewritten, work)
         return
+    from concurrent.futures import ProcessPoolExecutor
+
     with ProcessPoolExecutor(jobs) as pool:
         yield from pool.map(_rewritten, work, chunksize=8)
 

@@ -206,7 +206,7 @@ def torch_name(program: Program) -> str | None:
 
 def _become(node: ast.expr, new: ast.expr) -> None:
     vars(node).clear()
-    node.__class__ = type(new)  # type: ignore[assignment]
+    node.__class__ = type(new)
     vars(node).update(vars(new))
 
 

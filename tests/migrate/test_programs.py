@@ -4,12 +4,14 @@
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from devices import DEVICE, VENDOR
 
 from apex_npu import amp, compat
 from apex_npu.migrate import Options, plan, rewrite
+from apex_npu.migrate.running import Rewriter
 
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.py"))
 
@@ -49,4 +51,8 @@ def test_losses_are_those_of_the_cpu(program, tmp_path, apex):
     assert (original["where"], rewritten["where"]) == ("cpu", "npu")
     tolerance = 1e-3 if program.stem == "with_apex" else 1e-5 if VENDOR else 0
     assert rewritten["losses"] == pytest.approx(original["losses"], rel=tolerance, abs=0)
+    in_memory: dict[str, Any] = {"__name__": "rewritten"}
+    amp.shutdown()
+    exec(Rewriter(program.parent).compile(program.read_bytes(), str(program)), in_memory)
+    assert (in_memory["where"], in_memory["losses"]) == ("npu", rewritten["losses"])
     assert len(set(original["losses"])) == len(original["losses"])

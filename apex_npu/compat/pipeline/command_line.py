@@ -88,6 +88,7 @@ def split_rest(command: Command, arguments: Sequence[str]) -> argparse.Namespace
         ValueError: An option is unknown, or given twice or out of order; the text says which.
     """
     names = [argument.name for argument in command.arguments]
+    flags = {argument.name for argument in command.arguments if argument.flag}
     parser = argparse.ArgumentParser(add_help=False)
     for argument in command.arguments:
         argument.add_to(parser)
@@ -96,5 +97,5 @@ def split_rest(command: Command, arguments: Sequence[str]) -> argparse.Namespace
         if arguments[count] not in names:
             raise ValueError(f"unknown option {arguments[count]!r}")
         names = names[names.index(arguments[count]) + 1 :]
-        count += 1
+        count += 1 if arguments[count] in flags else 2
     return parser.parse_args(arguments[:count], argparse.Namespace(rest=list(arguments[count:])))
