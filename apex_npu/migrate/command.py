@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from apex_npu.compat.pipeline.command_line import Argument, Command
 from apex_npu.compat.pipeline.errors import PipelineError
 
 from . import reports
+from .amp import LEVELS, arguments_of_initialize
 from .findings import count
 from .planning import Plan, plan
 from .program import Options
@@ -59,7 +61,31 @@ def _chosen(text: str) -> tuple[str, ...]:
     for name in names:
         if not any(rule.startswith(name) for rule in RULES):
             raise argparse.ArgumentTypeError(f"there is no rule or family {name}: --list-rules lists them")
+        if name[0] in "AT":
+            raise argparse.ArgumentTypeError(f"{name}: the rules of amp apply together, with --amp")
     return names
+
+
+def _level(text: str) -> str:
+    if text not in LEVELS:
+        raise argparse.ArgumentTypeError(f"there is no level {text} to put in: give one of {', '.join(LEVELS)}")
+    return text
+
+
+def _amp_args(text: str) -> str:
+    """Arguments of ``amp.initialize``, as a program has them: names that it takes, and literals."""
+    try:
+        (call,) = [ast.parse(f"f({text})", mode="eval").body]
+        given = {one.arg: ast.literal_eval(one.value) for one in call.keywords} if isinstance(call, ast.Call) else {}
+        if not given or call.args or ast.unparse(call.func) != "f":
+            raise ValueError("no arguments by name")
+    except (SyntaxError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: give names and literals, as loss_scale=128.0 ({error})") from None
+    unknown = [name for name in given if name not in arguments_of_initialize()]
+    if unknown:
+        known = ", ".join(sorted(arguments_of_initialize()))
+        raise argparse.ArgumentTypeError(f"{unknown[0]} cannot be given here; amp.initialize takes {known}")
+    return text
 
 
 def _migrate(options: argparse.Namespace) -> int:
@@ -73,7 +99,17 @@ def _migrate(options: argparse.Namespace) -> int:
         reports.write_report(options.report, [])
     if options.to not in TARGETS:
         raise ValueError(f"--to {options.to}: give one of {', '.join(TARGETS)}")
-    chosen = Options(options.select, options.ignore, options.unsure, options.force, to=options.to)
+    if options.amp_args and not options.amp:
+        raise ValueError("--amp-args goes with --amp")
+    chosen = Options(
+        options.select,
+        options.ignore,
+        options.unsure,
+        options.force,
+        to=options.to,
+        amp=options.amp or "",
+        amp_args=options.amp_args or "",
+    )
     made = plan(options.paths, chosen, options.exclude or (), options.jobs)
     if options.report:
         _save(options.report, reports.write_report(options.report, made.findings))
@@ -115,10 +151,23 @@ MIGRATE = Command(
         Argument("--out", "write a copy with the changes, a new folder", type=Path, metavar="DIR"),
         Argument("--check", "exit status 1 if something would change", flag=True),
         Argument(
-            "--select", "rules or families that apply; default: D,X", type=_chosen, metavar="D,X201", default=("D", "X")
+            "--select",
+            "rules or families that apply; default: D,X,O",
+            type=_chosen,
+            metavar="D,X201",
+            default=("D", "X", "O"),
         ),
         Argument("--ignore", "rules or families that do not", type=_chosen, metavar="RULES", default=()),
         Argument("--to", "npu, or portable: for npu, cuda, xpu and cpu", metavar="npu|portable", default="npu"),
+        Argument(
+            "--amp", "put amp in, or in torch.amp's place, at O1, O2, O4 or O5", type=_level, metavar="O1"
+        ),
+        Argument(
+            "--amp-args",
+            "further arguments of amp.initialize",
+            type=_amp_args,
+            metavar="'loss_scale=128.0'",
+        ),
         Argument("--unsure", "also apply what is unsure", flag=True),
         Argument("--report", "write all findings; the name ends with .csv, .json or .sarif", metavar="FILE"),
         Argument("--explain", "print a rule with its example", metavar="RULE"),

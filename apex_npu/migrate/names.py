@@ -155,6 +155,12 @@ class Names:
         found = self._dotted(node, self._scopes[node], frozenset())
         return found.pop() if len(found) == 1 else None
 
+    def is_taken(self, name: str, imported: str = "") -> bool:
+        """Whether ``name`` means something in any scope; an import of ``imported`` at the top level does not count."""
+        if any(name in scope.bindings for scope in {*self._scopes.values()} - {self.module}) or name in self.unbound():
+            return True
+        return any(binding != imported for binding in self.module.bindings.get(name, ()))
+
     def unbound(self) -> set[str]:
         """The names that are used and that no scope binds."""
         return {

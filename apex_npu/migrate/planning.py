@@ -8,7 +8,7 @@ import fnmatch
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,8 @@ from apex_npu.compat.pipeline.errors import PipelineError
 from .findings import Finding
 from .notebooks import rewrite_notebook
 from .program import Options
-from .rewriting import TRIGGER, Rewritten, owned_names, rewrite, unreadable
+from .programs import left_out
+from .rewriting import Rewritten, concerns, owned_names, rewrite, rewrite_part, unreadable
 from .rules import RULES
 from .source import UnreadableError
 
@@ -98,17 +99,30 @@ def plan(
     programs = {target: data for target, data in contents.items() if _is_program(target.path)}
     options = options or Options()
     options = replace(options, owned=options.owned.union(*map(owned_names, programs.values())))
-    work = [(target.shown, data, options) for target, data in programs.items() if TRIGGER.search(data)]
+    work = [(target.shown, data, options) for target, data in programs.items() if concerns(data, options)]
+    done = {shown: rewritten for (shown, *_), rewritten in zip(work, _all_rewritten(work, jobs), strict=True)}
     by_path = {target.shown: target for target in programs}
+    if options.amp:
+        done.update(_without_amp(programs, dict(done), options))
     changes = []
-    for (shown, data, _), rewritten in zip(work, _all_rewritten(work, jobs), strict=True):
+    for shown, rewritten in done.items():
         findings.extend(rewritten.findings)
-        if rewritten.source != data:
+        if rewritten.source != programs[by_path[shown]]:
             assert isinstance(rewritten.source, bytes)
-            changes.append(FileChange(by_path[shown], data, rewritten.source))
+            changes.append(FileChange(by_path[shown], programs[by_path[shown]], rewritten.source))
     for target in contents.keys() - programs.keys():
         findings.extend(_other(target, contents[target]))
     return Plan(tuple(changes), tuple(sorted(findings)), len(contents))
+
+
+def _without_amp(
+    programs: Mapping[Target, bytes], done: Mapping[str, Rewritten], options: Options
+) -> Iterator[tuple[str, Rewritten]]:
+    """The files of programs that amp cannot be put into as a whole, rewritten without it."""
+    modules = {Path(target.shown): data for target, data in programs.items() if target.path.endswith(".py")}
+    findings = {path: done[str(path)].findings for path in modules if str(path) in done}
+    for path, reason in left_out(modules, findings).items():
+        yield str(path), _rewritten((str(path), modules[path], replace(options, amp_left=reason)))
 
 
 def _all_rewritten(work: list[tuple[str, bytes, Options]], jobs: int) -> Iterator[Rewritten]:
@@ -124,7 +138,7 @@ def _all_rewritten(work: list[tuple[str, bytes, Options]], jobs: int) -> Iterato
 def _rewritten(work: tuple[str, bytes, Options]) -> Rewritten:
     shown, data, options = work
     if not shown.endswith(".ipynb"):
-        return rewrite(data, shown, options)
+        return rewrite_part(data, shown, options)
     try:
         return rewrite_notebook(data, shown, lambda program: rewrite(program, shown, options))
     except UnreadableError as error:

@@ -60,6 +60,9 @@ class Options:
         force: Change files that speak of npu already.
         owned: Names of attributes that the files define themselves.
         to: "npu", or "portable": code that runs on npu, cuda, xpu and the CPU.
+        amp: The opt_level of an amp that is put in, or takes torch.amp's place; "": none.
+        amp_args: Further arguments of ``amp.initialize``, as a program has them.
+        amp_left: Why amp stays out of the program; "": it does not.
 
     Example::
 
@@ -67,15 +70,20 @@ class Options:
         'pick("npu")'
     """
 
-    select: tuple[str, ...] = ("D", "X")
+    select: tuple[str, ...] = ("D", "X", "O")
     ignore: tuple[str, ...] = ()
     unsure: bool = False
     force: bool = False
     owned: frozenset[str] = frozenset()
     to: str = "npu"
+    amp: str = ""
+    amp_args: str = ""
+    amp_left: str = ""
 
     def has(self, rule: str) -> bool:
-        """Whether a rule applies."""
+        """Whether a rule applies; the rules of amp do together."""
+        if rule[0] in "AT":
+            return bool(self.amp)
         return rule.startswith(self.select) and not rule.startswith(self.ignore or ("-",))
 
 
@@ -175,9 +183,9 @@ class Program:
         return Edit(quote.end(), end - len(quote[2]), value, partial(setattr, node, "value", value))
 
     def insert(
-        self, body: list[ast.stmt], anchor: ast.stmt, offset: int, statement: str, text: str, after: bool
+        self, body: list[ast.stmt], anchor: ast.stmt, offset: int, statement: str, text: str, after: int
     ) -> Edit:
-        """Put a statement before or after ``anchor``: ``text``, which contains it, at ``offset``."""
+        """Put a statement ``after`` places behind ``anchor``, 0: before it. ``text`` contains it, at ``offset``."""
 
         def change_tree() -> None:
             body.insert(body.index(anchor) + after, ast.parse(statement).body[0])

@@ -9,23 +9,29 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from . import apex, device, strings
+from . import amp, apex, device, fused, strings
 from .findings import Finding
+from .ours import missing_imports, torch_import
 from .program import Draft, Options, Program
 from .rules import RULES
 from .source import Edit, Source, UnreadableError
+from .tables import TRAINERS
 from .targets import target_of, torch_name
 
 __all__ = ["TRIGGER", "Rewritten", "rewrite"]
 
-# A file without any of these has nothing for the rules.
+# A file without any of these has nothing for the rules for devices and apex.
 TRIGGER = re.compile(
     rb"cuda|CUDA|nccl|NCCL|apex|amp_C|change_data_ptr|DataParallel|data_parallel|backends\.cudnn|flash_attn|xformers"
     rb"|bitsandbytes|cupy|pynvml|tensorrt|torch2trt|transformer_engine|nvidia\.dali"
 )
+# Likewise for those for optimizers and amp.
+_TRAINING = re.compile(
+    rb"optim|backward|autocast|GradScaler|fully_shard|FullyShard|" + b"|".join(map(str.encode, TRAINERS))
+)
 # What may define a name, that rules rename, as the program's own.
 _DEFINES = re.compile(rb"\bis_cuda\s*[:=]|\bdef\s+(is_)?cuda\b|[\"']-{1,2}is[-_]cuda")
-_FAMILIES: tuple[Callable[[Program], None], ...] = (device.check, strings.check, apex.check)
+_FAMILIES: tuple[Callable[[Program], None], ...] = (device.check, strings.check, apex.check, fused.check, amp.check)
 # What brings a name of npu's into the file.
 _NPU_NAMES = ("D101", "D102", "D103", "D104", "D105", "D106", "D107", "D108", "D109", "D110", "D111")
 
@@ -68,8 +74,20 @@ def rewrite(source: str | bytes, path: str = "train.py", options: Options | None
         'X201'
     """
     options = options or Options()
+    rewritten = rewrite_part(source, path, options)
+    left = amp.why_left([rewritten.findings])
+    return rewrite_part(source, path, replace(options, amp_left=left)) if left else rewritten
+
+
+def concerns(data: bytes, options: Options) -> bool:
+    """Whether the rules could have anything to say of a file."""
+    return bool(TRIGGER.search(data) or ((options.amp or options.has("O501")) and _TRAINING.search(data)))
+
+
+def rewrite_part(source: str | bytes, path: str, options: Options) -> Rewritten:
+    """``rewrite`` for one file of a program: whether amp is put in as a whole, who calls this finds out."""
     data = source if isinstance(source, bytes) else source.encode("utf-8", "surrogatepass")
-    if not TRIGGER.search(data):
+    if not concerns(data, options):
         return Rewritten(source, ())
     options = replace(options, owned=options.owned | owned_names(data))
     try:
@@ -98,7 +116,8 @@ def examined(source: str | bytes, options: Options) -> Program:
     program.settle()
     _refuse_gated(program)
     _respect_npu(program)
-    _add_first_line(program)
+    amp.drop_covered(program)
+    _add_first_lines(program)
     return program
 
 
@@ -181,28 +200,29 @@ def _speaks_of_npu(program: Program) -> int | None:
     return None
 
 
-def _add_first_line(program: Program) -> None:
-    """Add the line that goes with the import of torch: after it, or before it where that line needs it already."""
+def _add_first_lines(program: Program) -> None:
+    """Add the lines that go with the import of torch: after it, or before it where that line needs them already."""
     portable = program.options.to == "portable"
+    node = torch_import(program)
+    lines: dict[str, list[str]] = {}
     needed = any(draft.rule in _NPU_NAMES for draft in program.changes())
-    if not needed or not (portable or program.options.has("D113")):
-        return
-    if portable and "ACCELERATOR" in program.names.module.bindings:
-        return
-    for node in program.tree.body:
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level and not portable else []
-        if any((module if portable else module.partition(".")[0]) == "torch" for module in modules):
-            added = _beside_torch(program, node)
-            if portable and any(draft.start < added.start for draft in program.changes()):
-                break
-            program.drafts.append(added)
-            return
-    if portable:
-        _leave_all(program, "portable code asks torch for the accelerator: import torch at the top level, before this")
-        return
-    first = min(draft.start for draft in program.changes())
-    program.drafts.append(Draft("D113", "note", first, first, message=RULES["D113"].message))
+    needed &= portable or program.options.has("D113")
+    if needed and not (portable and "ACCELERATOR" in program.names.module.bindings):
+        first = min(draft.start for draft in program.changes() if draft.rule in _NPU_NAMES)
+        if portable and (node is None or first < program.source.span(node)[1]):
+            _leave_all(
+                program, "portable code asks torch for the accelerator: import torch at the top level, before this"
+            )
+        elif node is None:
+            program.drafts.append(Draft("D113", "note", first, first, message=RULES["D113"].message))
+        else:
+            lines["D113"] = [target_of(program).first_line(torch_name(program) or "torch")]
+    rules = {draft.rule[0] for draft in program.changes()}
+    parts = [part for part, families in (("amp", {"A", "T"}), ("optimizers", {"O"})) if rules & families]
+    if parts:
+        lines["X202"] = missing_imports(program, parts)
+    if node is not None and lines:
+        _beside_torch(program, node, lines)
 
 
 def _leave_all(program: Program, message: str) -> None:
@@ -211,10 +231,9 @@ def _leave_all(program: Program, message: str) -> None:
             program.drafts[number] = replace(draft, status="refused", edits=(), message=message)
 
 
-def _beside_torch(program: Program, node: ast.stmt) -> Draft:
+def _beside_torch(program: Program, node: ast.stmt, lines: dict[str, list[str]]) -> None:
     assert node.end_lineno is not None
     source, first, last = program.source, node.lineno, node.end_lineno
-    line = target_of(program).first_line(torch_name(program) or "torch")
     body = program.tree.body
     used = any(first <= source.place(draft.start)[0] <= last for draft in program.changes())
     index = body.index(node)
@@ -225,9 +244,14 @@ def _beside_torch(program: Program, node: ast.stmt) -> Draft:
         index += 1  # statements of this line come after
         anchor = body[index]
         last = anchor.end_lineno or last
-    if used and program.options.to == "npu":
-        offset, text = source.line_start(anchor.lineno), line + source.newline(anchor.lineno)
-    else:
-        offset, text = source.line_end(last), source.newline(last) + line
-    edit: Edit = program.insert(body, anchor, offset, line, text, after=offset > source.span(anchor)[0])
-    return Draft("D113", "changed", offset, offset, (edit,))
+    before = used and program.options.to == "npu"
+    offset = source.line_start(anchor.lineno) if before else source.line_end(last)
+    newline = source.newline(anchor.lineno if before else last)
+    number = 0
+    for rule, statements in lines.items():
+        edits: list[Edit] = []
+        for line in statements:
+            number += not before
+            text = line + newline if before else newline + line
+            edits.append(program.insert(body, anchor, offset, line, text, after=number))
+        program.drafts += [Draft(rule, "changed", offset, offset, tuple(edits))] if edits else []

@@ -177,6 +177,13 @@ APEX_RULES = (
         "from apex_npu import amp\n",
         source="https://nvidia.github.io/apex/",
     ),
+    Rule(
+        "X202",
+        "the import of apex_npu",
+        "import torch\nopt = torch.optim.SGD(params, 0.1)\n",
+        "import torch\nfrom apex_npu import optimizers\nopt = optimizers.NpuFusedSGD(params, 0.1)\n",
+        source="https://nvidia.github.io/apex/",
+    ),
     _left(
         "X250",
         "names of apex without a counterpart",
@@ -184,6 +191,111 @@ APEX_RULES = (
         "{} is no public name of apex_npu",
         "https://nvidia.github.io/apex/",
     ),
+)
+OPTIMIZER_RULES = (
+    Rule(
+        "O501",
+        "optimizers of torch.optim",
+        "import torch\nopt = torch.optim.Adam(params, lr=1e-3)\n",
+        "import torch\nfrom apex_npu import optimizers\nopt = optimizers.NpuFusedAdam(params, lr=1e-3)\n",
+        "it is used as a class: a fused optimizer would have to take its place everywhere",
+        _TORCH + "optim.html",
+    ),
+)
+_TRAIN = """import torch
+{top}model = torch.nn.Linear(2, 1)
+opt = torch.optim.Adam(model.parameters())
+{made}for x in data:
+    loss = model(x).sum()
+{step}"""
+_AMP_IMPORT, _AMP_MADE = "from apex_npu import amp\n", 'model, opt = amp.initialize(model, opt, opt_level="O1")\n'
+_SCALED = "    with amp.scale_loss(loss, opt) as scaled_loss:\n        scaled_loss.backward()\n"
+_STEP = "    opt.step()\n"
+
+
+def _amp(
+    id: str, title: str, before: str, after: str, message: str = "", *, head: str = "", end: str = "", ended: str = ""
+) -> Rule:
+    """A rule whose example is a loop: ``before`` comes ahead of the step, ``end`` behind the loop."""
+    old = _TRAIN.format(top="", made=head, step=before) + end
+    new = _TRAIN.format(top=_AMP_IMPORT, made=_AMP_MADE, step=after) + (ended or end)
+    return Rule(id, title, old, new, message, "https://nvidia.github.io/apex/amp.html")
+
+
+def _no_amp(id: str, title: str, program: str, message: str = "") -> Rule:
+    return _left(id, title, program, message, "https://nvidia.github.io/apex/amp.html")
+
+
+_PLAIN = "    loss.backward()\n" + _STEP
+_CLIP = "    torch.nn.utils.clip_grad_norm_({}, 1.0)\n"
+_SCALER = "scaler = torch.amp.GradScaler()\n"
+_T402 = "    scaler.scale(loss).backward()\n    scaler.step(opt)\n    scaler.update()\n"
+_SAVED = 'torch.save({{"opt": opt.state_dict(){}}}, path)\n'
+_LOADED = 'saved = torch.load(path)\nopt.load_state_dict(saved["opt"])\n'
+_LOADED_AMP = 'if "amp" in saved:\n    amp.load_state_dict(saved["amp"])\n'
+_BCE = "    loss = torch.nn.functional.binary_cross_entropy(model(x){}, y)\n"
+AMP_RULES = (
+    _amp("A301", "amp.initialize", _PLAIN, _SCALED + _STEP),
+    _amp("A302", "amp.scale_loss", _PLAIN, _SCALED + _STEP),
+    _amp(
+        "A303",
+        "clipped gradients",
+        "    loss.backward()\n" + _CLIP.format("model.parameters()") + _STEP,
+        _SCALED + _CLIP.format("amp.master_params(opt)") + _STEP,
+    ),
+    _amp(
+        "A304",
+        "saved states",
+        _PLAIN,
+        _SCALED + _STEP,
+        "amp.state_dict() is not saved beside it: training that goes on from here begins with the first loss scale",
+        end=_SAVED.format(""),
+        ended=_SAVED.format(', "amp": amp.state_dict()'),
+    ),
+    _amp(
+        "A305",
+        "loaded states",
+        _PLAIN,
+        _SCALED + _STEP,
+        "amp.load_state_dict() is not called beside it: the loss scale begins with its first value",
+        end=_LOADED,
+        ended=_LOADED + _LOADED_AMP,
+    ),
+    _amp(
+        "A306",
+        "binary_cross_entropy, which takes no half precision",
+        _BCE.format("") + _PLAIN,
+        _BCE.format(".float()") + _SCALED + _STEP,
+    ),
+    _amp("T401", "GradScaler", _T402, _SCALED + _STEP, head=_SCALER),
+    _amp("T402", "backward of a scaled loss", _T402, _SCALED + _STEP, head=_SCALER),
+    _amp("T403", "step of a scaler", _T402, _SCALED + _STEP, head=_SCALER),
+    _amp("T404", "update and unscale_ of a scaler", _T402, _SCALED + _STEP, head=_SCALER),
+    _amp(
+        "T405",
+        "state of a scaler",
+        _T402,
+        _SCALED + _STEP,
+        head=_SCALER,
+        end="torch.save(scaler.state_dict(), path)\n",
+        ended="torch.save(amp.state_dict(), path)\n",
+    ),
+    _amp(
+        "T406",
+        "autocast",
+        '    with torch.autocast("cuda"):\n        loss = loss + model(x).mean()\n' + _PLAIN,
+        "    loss = loss + model(x).mean()\n" + _SCALED + _STEP,
+    ),
+    _no_amp("A350", "a program with amp", "from apex_npu import amp", "the program has amp already"),
+    _no_amp("A351", "optimizers that cannot be told", "import torch\nopts = [torch.optim.Adam(model.parameters())]"),
+    _no_amp("A352", "models that cannot be told", "import torch\nopt = torch.optim.Adam(model.head.parameters())"),
+    _no_amp("A353", "backward or steps that cannot be told", "import torch\nif True: loss.backward()"),
+    _no_amp(
+        "A354",
+        "other libraries, gradients and losses",
+        "import accelerate\nloss.backward()\naccelerate.load()\nopt.step()",
+    ),
+    _no_amp("A355", "torch.amp that cannot be moved over", "import torch\ncast = torch.autocast('cuda')"),
 )
 FILE_RULES = (
     _left("F901", "a file that does not parse", "x = (", ""),
@@ -200,4 +312,4 @@ FILE_RULES = (
         "the new text is not the old one with these changes: the file is left. Please report this as a bug",
     ),
 )
-RULES = {rule.id: rule for rule in (*DEVICE_RULES, *APEX_RULES, *FILE_RULES)}
+RULES = {rule.id: rule for rule in (*DEVICE_RULES, *APEX_RULES, *OPTIMIZER_RULES, *AMP_RULES, *FILE_RULES)}

@@ -109,3 +109,15 @@ NO_EFFECT = (
     "torch.backends.cuda",
     "torch.backends.cudnn",
 )
+
+# Optimizers of torch.optim, ours of the same rule, and their arguments: those with a place, and those by keyword alone.
+FUSED = {
+    "Adadelta": ("NpuFusedAdadelta", "params lr rho eps weight_decay"),
+    "Adam": ("NpuFusedAdam", "params lr betas eps weight_decay amsgrad"),
+    "AdamW": ("NpuFusedAdamW", "params lr betas eps weight_decay amsgrad"),
+    "RMSprop": ("NpuFusedRMSprop", "params lr alpha eps weight_decay momentum centered"),
+    "SGD": ("NpuFusedSGD", "params lr momentum dampening weight_decay nesterov"),
+}
+FUSED_KEYWORDS = frozenset({"maximize", "capturable"})
+# Libraries whose own loop calls backward and step.
+TRAINERS = frozenset({"accelerate", "composer", "deepspeed", "fastai", "ignite", "lightning", "pytorch_lightning"})

@@ -99,7 +99,7 @@ class Portable(Npu):
         rest = node.value[len(f"{prefix}cuda") :].replace("{", "{{").replace("}", "}}")
         raw = quote[1] if quote[1] in "rR" else ""
         text = f"f{raw}{quote[2]}{prefix}{{{_ACCELERATOR}}}{rest}{quote[2]}" if prefix or rest else _ACCELERATOR
-        return _replaced(program, node, text)
+        return replaced(program, node, text)
 
     def fstring(self, node: ast.JoinedStr, span: tuple[int, int]) -> Edit:
         """See ``Npu``."""
@@ -116,7 +116,7 @@ class Portable(Npu):
         torch = torch_name(program)
         if node.value != "nccl" or torch is None or program.restring(node, "") is None:
             return None
-        return _replaced(program, node, f"{torch}.distributed.get_default_backend_for_device({_ACCELERATOR})")
+        return replaced(program, node, f"{torch}.distributed.get_default_backend_for_device({_ACCELERATOR})")
 
     def nccl_check(self, program: Program, node: ast.Attribute) -> Edit | None:
         """See ``Npu``."""
@@ -137,7 +137,7 @@ class Portable(Npu):
         module = "accelerator" if parts and parts[0] in _ACCELERATOR_NAMES else f"get_device_module({_ACCELERATOR})"
         if not root.isidentifier() or program.rename(node, "") is None:
             return [None]
-        return [_replaced(program, node, f"{root}.{module}")]
+        return [replaced(program, node, f"{root}.{module}")]
 
     def move(self, program: Program, called: ast.Attribute, call: ast.Call | None) -> list[Edit | None]:
         """See ``Npu``."""
@@ -154,7 +154,7 @@ class Portable(Npu):
                 return [None if isinstance(given, ast.Constant) and given.value is None else first]
             span = program.source.span(given)
             name = program.source.text[slice(*span)]
-            return [first, _replaced(program, given, f"{_ACCELERATOR} if {name} is None else {name}")]
+            return [first, replaced(program, given, f"{_ACCELERATOR} if {name} is None else {name}")]
         opened = _OPEN.match(program.source.text, first.end)
         if opened is None:
             return [None]
@@ -210,7 +210,7 @@ def _become(node: ast.expr, new: ast.expr) -> None:
     vars(node).update(vars(new))
 
 
-def _replaced(program: Program, node: ast.expr, text: str) -> Edit:
+def replaced(program: Program, node: ast.expr, text: str) -> Edit:
     """``text`` in place of ``node``, apart from names next to it."""
     (start, end), whole = program.source.span(node), program.source.text
     change: Callable[[], object] = partial(_become, node, ast.parse(text, mode="eval").body)

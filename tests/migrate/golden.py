@@ -23,7 +23,10 @@ def options_of(program: str) -> Options:
     """The first line of a program may say `# options: NAME ...`."""
     first = program.partition("\n")[0]
     words = first.removeprefix("# options:").split() if first.startswith("# options:") else []
-    return Options(unsure="unsure" in words, force="force" in words, to="portable" if "portable" in words else "npu")
+    amp = next((word.removeprefix("amp=") for word in words if word.startswith("amp=")), "")
+    target = "portable" if "portable" in words else "npu"
+    ignore = tuple(word.removeprefix("no=") for word in words if word.startswith("no="))
+    return Options(unsure="unsure" in words, force="force" in words, to=target, amp=amp, ignore=ignore)
 
 
 def expected(case: Path) -> list[str]:

@@ -8,7 +8,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from apex_npu.migrate.rules import APEX_RULES, DEVICE_RULES
+from apex_npu.migrate.rules import APEX_RULES, DEVICE_RULES, OPTIMIZER_RULES
 from apex_npu.migrate.tables import INSTEAD, NEEDS_CUDA, RENAMED, SAME_NAMES
 
 GUIDE = Path(__file__).parents[2] / "docs" / "migrating_cuda.md"
@@ -30,7 +30,7 @@ def table(name: str) -> str:
         rows = [
             f"| {rule.id} | {rule.title} | {_shown(rule.before, rule.id)} | "
             f"{_shown(rule.after, rule.id) if rule.after != rule.before else 'reported'} |"
-            for rule in (*DEVICE_RULES, *APEX_RULES)
+            for rule in (*DEVICE_RULES, *APEX_RULES, *OPTIMIZER_RULES)
         ]
         return _table("| rule | what | before | after |", rows)
     if name == "names":
