@@ -24,7 +24,7 @@ LEVELS = ("O1", "O2", "O4", "O5")
 _OF_BFLOAT16 = {"O1": "O4", "O2": "O5"}
 _OURS = re.compile(r"apex(_npu)?\.amp(\..*)?|apex(_npu)?\.fp16_utils(\..*)?")
 _WRAPPER = re.compile(r"(torch|apex|apex_npu)\..*(DistributedDataParallel|DataParallel)|torch\.compile")
-_SHARDED = re.compile(r"torch\.distributed\..*(FullyShardedDataParallel|fully_shard)")
+_SHARDED = re.compile(r"torch\.distributed\..*(FullyShardedDataParallel|fully_shard|distribute_\w+|parallelize_module)")
 _CLIP = re.compile(r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm|value)_?")
 _BCE = re.compile(r"torch\.nn\.(modules\.loss\.)?BCELoss")
 _NOT_GIVEN = {"models", "optimizers", "opt_level", "enabled", "num_losses", "fuse_unscale"} | {
@@ -157,14 +157,14 @@ class _Insertion:
             if isinstance(node, (ast.Name, ast.Attribute)):
                 dotted = names.dotted(node) or ""
                 if _SHARDED.fullmatch(dotted):
-                    raise UnclearError(node, "A354", "parameters are sharded: use FSDP's own mixed precision")
+                    raise UnclearError(node, "A354", "parameters are sharded: use torch's own mixed precision")
                 if dotted.partition(".")[0] in TRAINERS and (training.made or training.backwards):
                     raise UnclearError(node, "A354", f"{dotted.partition('.')[0]} trains: use its own mixed precision")
                 if dotted in ("torch.autograd.grad", "torch.autograd.backward"):
                     raise UnclearError(node, "A353", f"{dotted} is used, whose gradients amp does not scale")
-                is_grad = isinstance(node, ast.Attribute) and node.attr == "grad"
-                if is_grad and self.casts_model and (training.made or training.backwards):
-                    raise UnclearError(node, "A354", "gradients are read: at this level they belong to the masters")
+                used = node.attr if isinstance(node, ast.Attribute) else ""
+                if used in ("grad", "share_memory") and self.casts_model and (training.made or training.backwards):
+                    raise UnclearError(node, "A354", f"{used} of parameters is used: at this level masters are stepped")
         first = next(iter([*training.made, *training.backwards]), None)
         if first is not None and not self.amp:
             raise UnclearError(first.statement, "A354", UNNAMED)
@@ -228,17 +228,21 @@ class _Insertion:
 
     def _is_wrapped(self, model: str, place: ast.stmt) -> bool:
         """Whether a model can be inside of DistributedDataParallel already."""
+        wraps = []
         for node in self.program.names.nodes:
-            if isinstance(node, ast.Assign) and model in map(text, node.targets) and isinstance(node.value, ast.Call):
-                name = self.program.names.dotted(node.value.func) or ""
+            if isinstance(node, ast.Assign) and model in map(text, node.targets):
+                value = node.value
+                while (
+                    isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _MOVES
+                ):
+                    value = value.func.value
+                name = self.program.names.dotted(value.func) or "" if isinstance(value, ast.Call) else ""
                 before = self.training.offset(node) < self.training.offset(place) or "." in model
-                if _WRAPPER.fullmatch(name) and before:
-                    if self.casts_model or not name.endswith("DistributedDataParallel"):
-                        raise UnclearError(
-                            node, "A352", f"{model} is wrapped before its optimizer is made: wrap it after"
-                        )
-                    return True
-        return False
+                wraps += [(node, name)] if _WRAPPER.fullmatch(name) and before else []
+        for node, name in wraps:
+            if self.casts_model or name == "torch.compile":
+                raise UnclearError(node, "A352", f"{model} is wrapped before its optimizer is made: wrap it after")
+        return bool(wraps)
 
     def _check_after(self, models: list[str], place: ast.stmt) -> None:
         """Refuse models that move after ``initialize``, and optimizers that are loaded before it."""
@@ -336,8 +340,12 @@ class _Insertion:
             self._in_float32(at)
             return
         target = text(at.targets[0]) if isinstance(at, ast.Assign) else ""
+        nodes = (node for node in program.names.nodes if isinstance(node, (ast.Name, ast.Attribute)))
+        home = self.training.scope_of(call, target)
         uses = [
-            node for node in program.names.nodes if isinstance(node, (ast.Name, ast.Attribute)) and text(node) == target
+            node
+            for node in nodes
+            if text(node) == target and ("." in target or self.training.scope_of(node, target) is home)
         ]
         calls = []
         for node in uses if target else ():
@@ -358,8 +366,9 @@ class _Insertion:
             raise UnclearError(call, "A354", "which argument of binary_cross_entropy is its input cannot be told")
         given = call.args[0]
         start, end = self.source.span(given)
+        done = any(draft.rule == "A306" and draft.start == start for draft in self.program.drafts)
         simple = isinstance(given, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
-        if self.source.text[start:end].endswith(".float()"):
+        if done or self.source.text[start:end].endswith(".float()"):
             return
 
         def change_tree() -> None:

@@ -159,9 +159,7 @@ MIGRATE = Command(
         ),
         Argument("--ignore", "rules or families that do not", type=_chosen, metavar="RULES", default=()),
         Argument("--to", "npu, or portable: for npu, cuda, xpu and cpu", metavar="npu|portable", default="npu"),
-        Argument(
-            "--amp", "put amp in, or in torch.amp's place, at O1, O2, O4 or O5", type=_level, metavar="O1"
-        ),
+        Argument("--amp", "put amp in, or in torch.amp's place, at O1, O2, O4 or O5", type=_level, metavar="O1"),
         Argument(
             "--amp-args",
             "further arguments of amp.initialize",

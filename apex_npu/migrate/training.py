@@ -160,7 +160,7 @@ class Training:
         given = [*call.args[:1], *(one.value for one in call.keywords if one.arg == "params")]
         if given and isinstance(given[0], ast.Name):
             home = self.program.names.scope(call).find(given[0].id)
-            stores = self._assigned(given[0].id)
+            stores = self._assigned(given[0].id, call)
             if home is None or len(stores) != 1 or len(home.bindings[given[0].id]) != 1:
                 raise UnclearError(call, "A352", f"whose parameters {given[0].id} are cannot be told")
             given = [stores[0].value]
@@ -309,7 +309,7 @@ class Training:
         name = text(node)
         if name and is_argument(self.program, node, name):
             return True
-        values = [one.value for one in self._assigned(name)]
+        values = [one.value for one in self._assigned(name, node)]
         listed = values[0].elts if len(values) == 1 and isinstance(values[0], (ast.List, ast.Tuple)) else []
         return bool(listed) and all(text(one) in self.targets for one in listed)
 
@@ -317,16 +317,35 @@ class Training:
         """Refuse the step of an optimizer that may not be one of those that are made here, or an argument."""
         known = any(one.target == name and self.is_same(one, call) for one in self.made)
         if "." in name and not known:
-            values = [one.value for one in self._assigned(name) if not _gets_none(one)]
+            values = [one.value for one in self._assigned(name, call) if not _gets_none(one)]
             passed = (is_argument(self.program, one, text(one)) or text(one) in self.targets for one in values)
             known = bool(values) and all(passed)
+        if not known and "." not in name:
+            values = [one.value for one in self._assigned(name, call) if not _gets_none(one)]
+            home = self.program.names.scope(call).find(name)
+            known = (
+                all(map(self._is_factory_call, values)) and len(values) == len(home.bindings[name] if home else ()) > 0
+            )
         if not known and not is_argument(self.program, call, name):
             raise UnclearError(call, "A351", f"where {name} comes from cannot be told")
 
-    def _assigned(self, name: str) -> list[ast.Assign]:
-        """The assignments of a name or attribute."""
-        nodes = self.program.names.nodes
-        return [one for one in nodes if isinstance(one, ast.Assign) and name in map(text, one.targets)]
+    def _is_factory_call(self, value: ast.expr) -> bool:
+        """Whether a function is called that makes an optimizer and returns it."""
+        if not isinstance(value, ast.Call):
+            return False
+        makers = {function_of(self.program, one.statement): one.target for one in self.made}
+        named = {getattr(function, "name", ""): (function, target) for function, target in makers.items()}
+        function, target = named.get(text(value.func), (None, ""))
+        returns = [] if function is None else [one.value for one in ast.walk(function) if isinstance(one, ast.Return)]
+        return bool(returns) and all(one is not None and text(one) == target for one in returns)
+
+    def _assigned(self, name: str, node: ast.AST) -> list[ast.Assign]:
+        """The assignments of an attribute, or of a name as it is bound at ``node``."""
+        found = [
+            one for one in self.program.names.nodes if isinstance(one, ast.Assign) and name in map(text, one.targets)
+        ]
+        home = self.scope_of(node, name)
+        return [one for one in found if "." in name or self.scope_of(one, name) is home]
 
     def is_same(self, one: Made, node: ast.AST) -> bool:
         """Whether its name means this optimizer at ``node``, too."""

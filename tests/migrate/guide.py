@@ -8,7 +8,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from apex_npu.migrate.rules import APEX_RULES, DEVICE_RULES, OPTIMIZER_RULES
+from apex_npu.migrate.rules import AMP_RULES, APEX_RULES, DEVICE_RULES, OPTIMIZER_RULES
 from apex_npu.migrate.tables import INSTEAD, NEEDS_CUDA, RENAMED, SAME_NAMES
 
 GUIDE = Path(__file__).parents[2] / "docs" / "migrating_cuda.md"
@@ -33,6 +33,12 @@ def table(name: str) -> str:
             for rule in (*DEVICE_RULES, *APEX_RULES, *OPTIMIZER_RULES)
         ]
         return _table("| rule | what | before | after |", rows)
+    if name == "amp":
+        rows = [
+            f"| {rule.id} | {rule.title} | {'changed' if rule.after != rule.before else 'reported'} |"
+            for rule in AMP_RULES
+        ]
+        return _table("| rule | what | |", rows)
     if name == "names":
         names = sorted(SAME_NAMES, key=lambda name: (name.lower(), name))
         return textwrap.fill(", ".join(f"`{one}`" for one in names), 120) + "\n"

@@ -82,6 +82,16 @@ def other(model):
     optimizer = torch.optim.Adam(model.parameters())
     engine.fit(model, [], optimizer)
 """
+FACTORY = """
+import torch
+
+def make(model):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return optimizer
+"""
+ENGINE_OF_FACTORY = ENGINE.replace("for x", "optimizer = main.make(model)\n    for x").replace(
+    "import torch", "import torch, main"
+)
 SCRIPT = """
 import torch
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -121,6 +131,7 @@ def test_a_program_of_two_files(tmp_path):
         ),
         ({"main": MAIN + "import other", "engine": ENGINE, "other": OTHER}, "made in several files"),
         ({"main": MAIN, "engine": ENGINE.replace("import torch", "from apex_npu import amp")}, "has amp already"),
+        ({"main": FACTORY, "engine": ENGINE_OF_FACTORY}, "(A351)"),
         ({"main": MAIN, "pack__engine": ENGINE}, "no backward is seen"),
     ],
 )

@@ -5,13 +5,15 @@
 import re
 
 import pytest
-from migrate import guide
+from migrate import golden, guide
 
-from apex_npu.migrate import Options, rewrite
+from apex_npu.migrate import rewrite
 
 TEXT = guide.GUIDE.read_text(encoding="utf-8")
 PAIRS = re.findall(
-    r"(<!-- options: portable -->\n)?```python\n((?:(?!```).)*)```\n\nbecomes\n\n```python\n(.*?)```", TEXT, re.DOTALL
+    r"(?:<!-- options: ([\w= ]+) -->\n)?```python\n((?:(?!```).)*)```\n\nbecomes\n\n```python\n(.*?)```",
+    TEXT,
+    re.DOTALL,
 )
 
 
@@ -21,11 +23,11 @@ def test_tables_are_current():
 
 @pytest.mark.parametrize(("options", "before", "after"), PAIRS)
 def test_an_example(options, before, after):
-    assert rewrite(before, options=Options(to="portable" if options else "npu")).source == after
+    assert rewrite(before, options=golden.options_of(f"# options: {options}")).source == after
 
 
 def test_all_examples_are_tested():
-    assert len(PAIRS) == TEXT.count("becomes") - 1 == 5
+    assert len(PAIRS) == TEXT.count("becomes") - 1 == 7
 
 
 def test_the_example_from_python(capsys):
