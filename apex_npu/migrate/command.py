@@ -75,10 +75,10 @@ def _level(text: str) -> str:
 def _amp_args(text: str) -> str:
     """Arguments of ``amp.initialize``, as a program has them: names that it takes, and literals."""
     try:
-        (call,) = [ast.parse(f"f({text})", mode="eval").body]
-        given = {one.arg: ast.literal_eval(one.value) for one in call.keywords} if isinstance(call, ast.Call) else {}
-        if not given or call.args or ast.unparse(call.func) != "f":
+        call = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or not call.keywords or ast.unparse(call.func) != "f":
             raise ValueError("no arguments by name")
+        given = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
     except (SyntaxError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text!r}: give names and literals, as loss_scale=128.0 ({error})") from None
     unknown = [name for name in given if name not in arguments_of_initialize()]

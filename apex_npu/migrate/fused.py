@@ -17,7 +17,8 @@ def check(program: Program) -> None:
     """Say what the rules for optimizers find."""
     if not program.options.has("O501"):
         return
-    sparse = next((program.source.span(node)[0] for node in program.names.nodes if _is_sparse(node)), None)
+    calls = (node for node in program.names.nodes if isinstance(node, ast.Call))
+    sparse = next((program.source.span(call)[0] for call in calls if _is_sparse(call)), None)
     optimizers = name_of(program, "optimizers")
     for node in program.names.nodes:
         if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Load):
@@ -27,11 +28,9 @@ def check(program: Program) -> None:
                 _use(program, node, parts[-1], optimizers, sparse)
 
 
-def _is_sparse(node: ast.AST) -> bool:
+def _is_sparse(node: ast.Call) -> bool:
     """Whether gradients that only some rules can take are made here."""
-    given = (
-        [keyword.value for keyword in node.keywords if keyword.arg == "sparse"] if isinstance(node, ast.Call) else []
-    )
+    given = [keyword.value for keyword in node.keywords if keyword.arg == "sparse"]
     return any(not (isinstance(value, ast.Constant) and value.value is False) for value in given)
 
 

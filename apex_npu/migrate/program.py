@@ -185,7 +185,7 @@ class Program:
     def insert(
         self, body: list[ast.stmt], anchor: ast.stmt, offset: int, statement: str, text: str, after: int
     ) -> Edit:
-        """Put a statement ``after`` places behind ``anchor``, 0: before it. ``text`` contains it, at ``offset``."""
+        """Put a statement ``after`` places after ``anchor``, 0: before it. ``text`` contains it, at ``offset``."""
 
         def change_tree() -> None:
             body.insert(body.index(anchor) + after, ast.parse(statement).body[0])

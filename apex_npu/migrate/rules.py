@@ -216,7 +216,7 @@ _STEP = "    opt.step()\n"
 def _amp(
     id: str, title: str, before: str, after: str, message: str = "", *, head: str = "", end: str = "", ended: str = ""
 ) -> Rule:
-    """A rule whose example is a loop: ``before`` comes ahead of the step, ``end`` behind the loop."""
+    """A rule whose example is a loop: ``before`` comes ahead of the step, ``end`` after the loop."""
     old = _TRAIN.format(top="", made=head, step=before) + end
     new = _TRAIN.format(top=_AMP_IMPORT, made=_AMP_MADE, step=after) + (ended or end)
     return Rule(id, title, old, new, message, "https://nvidia.github.io/apex/amp.html")

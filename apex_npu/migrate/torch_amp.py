@@ -90,8 +90,8 @@ class TorchAmp:
     def report(self, amp: str, removed: dict[int, list[ast.stmt]]) -> None:
         """Say what becomes of it, but for what follows ``scaler.scale``. ``removed``: statements, by their body."""
         program = self.program
-        for statement in self.made:
-            self._remove("T401", statement, removed)
+        for made in self.made:
+            self._remove("T401", made, removed)
         for node in self.uses:
             method = program.parent(node)
             call = None if method is None else program.parent(method)
@@ -109,9 +109,10 @@ class TorchAmp:
                 raise UnclearError(node, "A355", f"amp has nothing like {name} of a scaler, as it is used here")
         for block, item in self.blocks:
             self._take_off(block, item)
-        for node in program.names.nodes:
-            if isinstance(node, ast.ImportFrom) and self._is_import(node) and alone(program, node):
-                self._remove("T401", node, removed)
+        imports = [node for node in program.names.nodes if isinstance(node, ast.ImportFrom)]
+        for imported in imports:
+            if self._is_import(imported) and alone(program, imported):
+                self._remove("T401", imported, removed)
 
     def _is_import(self, node: ast.ImportFrom) -> bool:
         """Whether all that a statement imports has been moved over."""

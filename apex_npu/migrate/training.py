@@ -15,6 +15,8 @@ from .program import Program
 _OPTIMIZER = re.compile(
     r"torch\.optim\.((?!lr_scheduler|swa_utils)\w+\.)?[A-Z]\w*|apex(_npu)?\.optimizers\.(?!WarmupLR|FusedEMA)(\w+\.)?[A-Z]\w*"
 )
+# Methods that move or cast a module, and return it.
+MOVES = ("to", "cuda", "npu", "half", "float", "double", "bfloat16", "type")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
@@ -67,6 +69,11 @@ def text(node: ast.AST) -> str:
     return ast.unparse(node) if isinstance(at, ast.Name) else ""
 
 
+def method_of(call: ast.Call) -> tuple[str, str]:
+    """Whose method is called, as the program writes it, and which."""
+    return (text(call.func.value), call.func.attr) if isinstance(call.func, ast.Attribute) else ("", "")
+
+
 def around(program: Program, node: ast.AST) -> Iterator[ast.AST]:
     """The nodes that contain ``node``, from the inside."""
     at = program.parent(node)
@@ -83,8 +90,8 @@ def function_of(program: Program, node: ast.AST) -> ast.AST:
 def body_of(program: Program, statement: ast.stmt) -> list[ast.stmt]:
     """The statements beside ``statement``, and itself."""
     parent = program.parent(statement)
-    fields = (value for _, value in ast.iter_fields(parent) if isinstance(value, list)) if parent is not None else ()
-    return next(body for body in fields if any(one is statement for one in body))
+    fields = [value for _, value in ast.iter_fields(parent)] if parent is not None else []
+    return next(body for body in fields if isinstance(body, list) and any(one is statement for one in body))
 
 
 def alone(program: Program, statement: ast.stmt) -> bool:
@@ -122,7 +129,7 @@ class Training:
     def __init__(self, program: Program, scalers: frozenset[str]) -> None:
         self.program, self.scalers = program, scalers
         self.calls = [node for node in program.names.nodes if isinstance(node, ast.Call)]
-        self.cleared = {text(call.func.value) for call in self._methods("zero_grad")} - {""}
+        self.cleared = {method_of(call)[0] for call in self._methods("zero_grad")} - {""}
         self.made = [self._made(call) for call in self.calls if self._makes(call)]
         self.targets = {one.target for one in self.made}
         self._check_made()
@@ -216,7 +223,7 @@ class Training:
             yield Backward(call, statement)
 
     def _follow_steps(self) -> None:
-        """Tell which steps follow each backward: those in its function, before the next backward behind a step."""
+        """Tell which steps follow each backward: those in its function, before the next backward after a step."""
         steps = [call for call in self._methods("step") if self._steps(call)]
         for function in {function_of(self.program, one.call) for one in self.backwards}:
             run: list[Backward] = []
@@ -225,7 +232,8 @@ class Training:
             for event in sorted(here, key=lambda one: self.offset(_call(one))):
                 if isinstance(event, Backward):
                     run = [*run, event] if not run or not run[-1].steps else [event]
-                for backward in run if isinstance(event, ast.Call) else ():
+                    continue
+                for backward in run:
                     backward.steps.append(event)
         stepped = {text(self.stepped(call)) for one in self.backwards for call in one.steps}
         for backward in self.backwards:
@@ -243,11 +251,7 @@ class Training:
         events = (call for call in self._methods("step") if function_of(self.program, call) is function)
         ends = [self.offset(call) for call in events if self.offset(call) < at and self._steps(call)]
         calls = (call for call in self._methods("zero_grad") if function_of(self.program, call) is function)
-        cleared = {
-            text(call.func.value)
-            for call in calls
-            if isinstance(call.func, ast.Attribute) and max(ends, default=0) <= self.offset(call) < first
-        }
+        cleared = {method_of(call)[0] for call in calls if max(ends, default=0) <= self.offset(call) < first}
         models = {model for one in self.made if one.target == name for model in one.models}
         loops = [one for one in ast.walk(function) if isinstance(one, ast.For) and text(one.target) in cleared]
         return (
@@ -258,12 +262,11 @@ class Training:
 
     def _steps(self, call: ast.Call) -> bool:
         """Whether this is the step of an optimizer, rather than of a schedule."""
-        assert isinstance(call.func, ast.Attribute)
-        if text(call.func.value) in self.scalers:
+        name = method_of(call)[0]
+        if name in self.scalers:
             if len(call.args) != 1 or call.keywords or not text(call.args[0]):
                 raise UnclearError(call, "A353", "the scaler steps more than an optimizer by a name")
             return True
-        name = text(call.func.value)
         last = name.rpartition(".")[2].lower()
         if name not in self.targets | self.cleared and ("opt" not in last or "sched" in last):
             if any("opt" in text(one).lower() for one in call.args):
@@ -288,7 +291,7 @@ class Training:
         return plain[0] if len(plain) == 1 else f"[{', '.join(plain)}]"
 
     def _optimizer(self, call: ast.Call, backward: Backward) -> tuple[str, bool]:
-        """What is stepped, and whether that is a list: what a loop behind the backward goes over."""
+        """What is stepped, and whether that is a list: what a loop after the backward goes over."""
         program, node = self.program, self.stepped(call)
         for loop in around(program, call):
             if isinstance(loop, ast.For) and text(loop.target) == text(node):

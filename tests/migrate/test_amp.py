@@ -3,6 +3,7 @@
 """Programs without amp, or with torch.amp, run with the amp that the rules put in; programs of several files."""
 
 import inspect
+import json
 import runpy
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from devices import DEVICE
 
 from apex_npu import amp, optimizers
+from apex_npu.__main__ import main
 from apex_npu.migrate import Options, plan, rewrite
 from apex_npu.migrate.amp import LEVELS, arguments_of_initialize
 from apex_npu.migrate.tables import FUSED, FUSED_KEYWORDS
@@ -182,3 +184,57 @@ def test_arguments_of_initialize():
     taken = inspect.signature(amp.initialize).parameters
     assert arguments_of_initialize() < taken.keys()
     assert "combine_grad" in arguments_of_initialize()
+
+
+def test_the_command_puts_amp_in(tmp_path, capsys):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    arguments = ["--amp", "O2", "--amp-args", "loss_scale=128.0, verbosity=0", "--ignore", "O", "--write", "--backup"]
+    assert main(["migrate", *arguments, str(tmp_path)]) == 0
+    written = (tmp_path / "script.py").read_text()
+    assert 'amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)' in written
+    assert main(["migrate", *arguments[:-2], "--check", str(tmp_path)]) == 0  # a second run changes nothing
+    assert "1 notes" in capsys.readouterr().out
+
+
+def test_the_command_says_why_amp_stays_out(tmp_path, capsys):
+    (tmp_path / "script.py").write_text(SCRIPT.replace("model.parameters", "model.head.parameters"))
+    assert main(["migrate", "--amp", "O1", "--ignore", "O", str(tmp_path)]) == 1
+    assert "A352 refused  the model is model.head: amp takes whole models" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--amp", "O3"], "there is no level O3 to put in: give one of O1, O2, O4, O5"),
+        (["--amp", "O1", "--amp-args", "opt_level='O2'"], "opt_level cannot be given here"),
+        (["--amp", "O1", "--amp-args", "loss_scale=scale()"], "give names and literals"),
+        (["--amp", "O1", "--amp-args", "128.0"], "no arguments by name"),
+        (["--amp", "O1", "--ignore", "A303"], "the rules of amp apply together"),
+        (["--select", "T"], "the rules of amp apply together"),
+        (["--amp-args", "verbosity=0"], "--amp-args goes with --amp"),
+    ],
+)
+def test_wrong_usage(arguments, message, tmp_path, capsys):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    try:
+        status = main(["migrate", *arguments, str(tmp_path)])
+    except SystemExit as left:
+        status = left.code
+    assert status == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "script.py").read_text() == SCRIPT
+
+
+def test_a_notebook_gets_amp(tmp_path):
+    cells = [{"cell_type": "code", "source": [line + "\n" for line in SCRIPT.strip().splitlines()]}]
+    (tmp_path / "n.ipynb").write_text(json.dumps({"cells": cells}))
+    (change,) = plan([tmp_path], Options(select=("X",), amp="O1")).files
+    program = "".join(json.loads(change.after)["cells"][0]["source"])
+    assert program == rewrite(SCRIPT.strip() + "\n", options=Options(select=("X",), amp="O1")).source
+    assert "scaled_loss.backward()" in program
+
+
+def test_a_file_that_imports_itself(tmp_path):
+    changed, refused = planned(tmp_path, main=MAIN.replace("from engine import fit", "import main as engine"))
+    assert changed == {}
+    assert any("no backward is seen" in message for message in refused)
