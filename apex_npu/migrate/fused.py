@@ -17,15 +17,22 @@ def check(program: Program) -> None:
     """Say what the rules for optimizers find."""
     if not program.options.has("O501"):
         return
+    uses = [node for node in program.names.nodes if isinstance(node, (ast.Attribute, ast.Name))]
+    found = [(node, name) for node in uses if (name := _optimizer(program, node)) and not _is_annotation(program, node)]
+    if not found:
+        return
     calls = (node for node in program.names.nodes if isinstance(node, ast.Call))
     sparse = next((program.source.span(call)[0] for call in calls if _is_sparse(call)), None)
     optimizers = name_of(program, "optimizers")
-    for node in program.names.nodes:
-        if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Load):
-            parts = (program.names.dotted(node) or "").split(".")
-            modules = [["torch", "optim"], ["torch", "optim", parts[-1].lower()]]
-            if parts[-1] in FUSED and parts[:-1] in modules and not _is_annotation(program, node):
-                _use(program, node, parts[-1], optimizers, sparse)
+    for node, name in found:
+        _use(program, node, name, optimizers, sparse)
+
+
+def _optimizer(program: Program, node: ast.Attribute | ast.Name) -> str:
+    """The class of torch.optim that is used, if we have one of its rule."""
+    parts = (program.names.dotted(node) or "").split(".") if isinstance(node.ctx, ast.Load) else [""]
+    modules = [["torch", "optim"], ["torch", "optim", parts[-1].lower()]]
+    return parts[-1] if parts[-1] in FUSED and parts[:-1] in modules else ""
 
 
 def _is_sparse(node: ast.Call) -> bool:
