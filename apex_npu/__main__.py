@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu run script.py``: run a script that imports ``apex``, unchanged; ``patch DIR``: patch an Apex.
+"""``python -m apex_npu``: ``run`` scripts that import ``apex``, ``migrate`` those for CUDA, ``patch`` an Apex.
 
 ``COMMANDS`` is the table of all commands. A package that adds one defines its ``Command``.
 """
@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import runpy
 import sys
@@ -16,11 +17,14 @@ from collections.abc import Sequence
 from apex_npu.compat import install_as_apex
 from apex_npu.compat.pipeline.command_line import Argument, Command, parser_of, split_rest
 from apex_npu.compat.pipeline.commands import PATCH
+from apex_npu.migrate.command import MIGRATE
 
 PROGRAM = "python -m apex_npu"
 ABOUT = """\
 Runs a script in which the name apex, with apex.amp and apex.optimizers, is apex_npu.
-  --force   even where another package called apex is installed
+  --force        even where another package called apex is installed
+  --device npu   what is written for CUDA is rewritten for npu, in memory, as it is imported
+Or rewrites scripts for CUDA and apex for npu; migrate --help lists its options.
 Or patches a checkout of NVIDIA's Apex, so that it answers with apex_npu; --reverse takes the patch out.
 With several processes: torchrun --nproc-per-node 8 -m apex_npu run script.py"""
 
@@ -32,6 +36,13 @@ def _run(options: argparse.Namespace) -> int:
     name = options.rest[0]
     if not options.m and not os.path.exists(name):
         return _fail(f"can't open file {name!r}: no such file")
+    if options.device:
+        if options.device != "npu":
+            return _fail(f"--device {options.device}: scripts for CUDA are rewritten for npu")
+        try:
+            importlib.import_module("torch_npu")
+        except ImportError as error:
+            return _fail(f"--device npu needs torch_npu ({error})")
     sys.argv = options.rest
     # As Python does for a script, and before the search for another apex; run_path does it for folders and archives.
     if not options.m and os.path.isfile(name) and not getattr(sys.flags, "safe_path", False):
@@ -41,7 +52,11 @@ def _run(options: argparse.Namespace) -> int:
     except RuntimeError as error:
         print(f"apex_npu: {error}", file=sys.stderr)
         return 2
-    if options.m:
+    if options.device:
+        from apex_npu.migrate import running
+
+        running.run(name, is_module=options.m)
+    elif options.m:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(name, run_name="__main__")
@@ -54,15 +69,16 @@ RUN = Command(
     _run,
     (
         Argument("--force", "even where another package called apex is installed", flag=True),
+        Argument("--device", "npu: modules for CUDA are rewritten as they are imported", metavar="npu"),
         Argument("-m", "run a module rather than a file", flag=True),
     ),
     usage=(
-        "[--force] script.py [arguments of the script]",
-        "[--force] -m module [arguments of the module]",
+        "[--force] [--device npu] script.py [arguments of the script]",
+        "[--force] [--device npu] -m module [arguments of the module]",
     ),
     passes_rest=True,
 )
-COMMANDS = (RUN, PATCH)
+COMMANDS = (RUN, MIGRATE, PATCH)
 
 
 def main(arguments: Sequence[str]) -> int:

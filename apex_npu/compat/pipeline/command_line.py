@@ -22,6 +22,7 @@ class Argument:
         metavar: What stands for the value in the help.
         default: The value of an option that is not given.
         required: An option that has to be given.
+        many: What is given by its place may be given any number of times; an option may be repeated.
     """
 
     name: str
@@ -31,14 +32,18 @@ class Argument:
     metavar: str | None = None
     default: Any = None
     required: bool = False
+    many: bool = False
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Let ``parser`` accept it."""
         if self.flag:
             parser.add_argument(self.name, action="store_true", help=self.help)
             return
+        several: dict[str, Any] = {}
+        if self.many:
+            several = {"action": "append"} if self.name.startswith("-") else {"nargs": "*"}
         added = parser.add_argument(
-            self.name, type=self.type, metavar=self.metavar, default=self.default, help=self.help
+            self.name, type=self.type, metavar=self.metavar, default=self.default, help=self.help, **several
         )
         added.required |= self.required
 
@@ -83,6 +88,7 @@ def split_rest(command: Command, arguments: Sequence[str]) -> argparse.Namespace
         ValueError: An option is unknown, or given twice or out of order; the text says which.
     """
     names = [argument.name for argument in command.arguments]
+    flags = {argument.name for argument in command.arguments if argument.flag}
     parser = argparse.ArgumentParser(add_help=False)
     for argument in command.arguments:
         argument.add_to(parser)
@@ -91,5 +97,5 @@ def split_rest(command: Command, arguments: Sequence[str]) -> argparse.Namespace
         if arguments[count] not in names:
             raise ValueError(f"unknown option {arguments[count]!r}")
         names = names[names.index(arguments[count]) + 1 :]
-        count += 1
+        count += 1 if arguments[count] in flags else 2
     return parser.parse_args(arguments[:count], argparse.Namespace(rest=list(arguments[count:])))

@@ -60,23 +60,23 @@ def replace_all(checkout: Checkout, changes: Sequence[Change]) -> None:
     with _writing(root, "it is as it was"):
         try:
             for path, content in staged.items():
-                files.write(root, _aside(path), content, files.mode(root, path))
+                files.write(root, temporary_name(path), content, files.mode(root, path))
             _write_journal(checkout.git_folder, changes)
-            with _uninterrupted():
+            with uninterrupted():
                 for change in changes:
                     if change.after is None:
                         files.remove(root, change.path)
                     else:
-                        files.rename(root, _aside(change.path), change.path)
+                        files.rename(root, temporary_name(change.path), change.path)
                 _remove_journal(checkout.git_folder)
         except BaseException:
-            with _uninterrupted():
+            with uninterrupted():
                 take_back(checkout, changes)
             raise
         finally:
             for path in staged:
                 with contextlib.suppress(OSError):
-                    files.remove(root, _aside(path))
+                    files.remove(root, temporary_name(path))
 
 
 @contextlib.contextmanager
@@ -91,7 +91,7 @@ def _writing(root: Path, then: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM wait: what is done here takes milliseconds, and is done whole."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
@@ -116,7 +116,7 @@ def take_back(checkout: Checkout, allowed: Sequence[Change]) -> bool:
     root, home = checkout.folder, checkout.git_folder
     changes = _read_journal(home, allowed)
     if changes is None:
-        shutil.rmtree(home / _aside(_JOURNAL), ignore_errors=True)
+        shutil.rmtree(home / temporary_name(_JOURNAL), ignore_errors=True)
         return False
     for change in changes:
         if checkout.present(change.path) not in (change.before, change.after):
@@ -129,9 +129,9 @@ def take_back(checkout: Checkout, allowed: Sequence[Change]) -> bool:
             if change.before is None:
                 files.remove(root, change.path)
             elif checkout.present(change.path) != change.before:
-                files.write(root, _aside(change.path), change.before, files.mode(root, change.path))
-                files.rename(root, _aside(change.path), change.path)
-            files.remove(root, _aside(change.path))
+                files.write(root, temporary_name(change.path), change.before, files.mode(root, change.path))
+                files.rename(root, temporary_name(change.path), change.path)
+            files.remove(root, temporary_name(change.path))
         _remove_journal(home)
     return True
 
@@ -139,14 +139,15 @@ def take_back(checkout: Checkout, allowed: Sequence[Change]) -> bool:
 _JOURNAL = "apex_npu-journal"
 
 
-def _aside(path: str) -> str:
+def temporary_name(path: str) -> str:
+    """Of a file, the name of its new content until that takes its place."""
     folder, slash, name = path.rpartition("/")
     return f"{folder}{slash}.{name}.apex_npu-tmp"
 
 
 def _write_journal(home: Path, changes: Sequence[Change]) -> None:
     """Contents first, then the folder's name, by which it counts."""
-    aside = _aside(_JOURNAL)
+    aside = temporary_name(_JOURNAL)
     shutil.rmtree(home / aside, ignore_errors=True)
     (home / aside).mkdir()
     for number, change in enumerate(changes):
@@ -181,7 +182,7 @@ def _read_journal(home: Path, allowed: Sequence[Change]) -> list[Change] | None:
 
 def _remove_journal(home: Path) -> None:
     """The name first, by which it counts."""
-    aside = home / _aside(_JOURNAL)
+    aside = home / temporary_name(_JOURNAL)
     shutil.rmtree(aside, ignore_errors=True)
     (home / _JOURNAL).rename(aside)
     shutil.rmtree(aside, ignore_errors=True)

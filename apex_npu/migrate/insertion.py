@@ -1,0 +1,46 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``Insertion``: amp in one file, as the rules for its parts see it."""
+
+from __future__ import annotations
+
+import ast
+
+from .ours import name_of
+from .program import Program
+from .torch_amp import TorchAmp
+from .training import Training, UnclearError, body_of
+
+_OF_BFLOAT16 = {"O1": "O4", "O2": "O5"}
+
+
+class Insertion:
+    """amp in one file.
+
+    Raises:
+        UnclearError: A part of what it takes cannot be told.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.source = program, program.source
+        self.torch_amp = TorchAmp(program)
+        self.training = Training(program, self.torch_amp.scalers)
+        self.level = program.options.amp
+        if self.torch_amp.is_bfloat16:
+            self.level = _OF_BFLOAT16.get(self.level, self.level)
+        self.casts_model = self.level in ("O2", "O5")
+        self.removed: dict[int, list[ast.stmt]] = {}
+        self.amp = name_of(program, "amp") or ""
+
+    def put_after(self, rule: str, anchor: ast.stmt, statements: list[str]) -> None:
+        """Put statements after another: the first one, with what belongs to it, on a line of its own."""
+        program, source = self.program, self.source
+        if self.torch_amp.holds(anchor):
+            raise UnclearError(anchor, "A355", "it is inside of autocast, which is taken off")
+        indent = source.text[source.line_start(anchor.lineno) : source.span(anchor)[0]]
+        newline = source.newline(anchor.lineno)
+        offset = source.line_end(anchor.end_lineno or 0)
+        inner = "\t" if "\t" in indent else "    "
+        lines = "".join(f"{newline}{indent}{line.replace('    ', inner)}" for line in statements)
+        edit = program.insert(body_of(program, anchor), anchor, offset, "\n".join(statements), lines, after=1)
+        program.report(rule, "changed", (offset, offset), [edit], links=["amp"])

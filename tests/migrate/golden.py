@@ -1,0 +1,42 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Golden cases: ``cases/NAME.txt`` has a program, what it becomes, and the report, separated by lines of "=====".
+
+``PYTHONPATH=tests python -m migrate.golden`` writes the last two parts again; read the diff.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from apex_npu.migrate import Options, reports, rewrite
+
+CASES = Path(__file__).parent / "cases"
+_LINE = "=====\n"
+
+
+def parts(case: Path) -> list[str]:
+    return case.read_text(encoding="utf-8").split(_LINE)
+
+
+def options_of(program: str) -> Options:
+    """The first line of a program may say `# options: NAME ...`."""
+    first = program.partition("\n")[0]
+    words = first.removeprefix("# options:").split() if first.startswith("# options:") else []
+    amp = next((word.removeprefix("amp=") for word in words if word.startswith("amp=")), "")
+    target = "portable" if "portable" in words else "npu"
+    ignore = tuple(word.removeprefix("no=") for word in words if word.startswith("no="))
+    return Options(unsure="unsure" in words, force="force" in words, to=target, amp=amp, ignore=ignore)
+
+
+def expected(case: Path) -> list[str]:
+    """The parts of a case as they are now."""
+    before = parts(case)[0]
+    rewritten = rewrite(before, "t.py", options_of(before))
+    assert isinstance(rewritten.source, str)
+    return [before, rewritten.source, "".join(f"{line}\n" for line in reports.lines(rewritten.findings))]
+
+
+if __name__ == "__main__":
+    for path in sorted(CASES.glob("*.txt")):
+        path.write_text(_LINE.join(expected(path)), encoding="utf-8")

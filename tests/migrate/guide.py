@@ -1,0 +1,108 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The tables of ``docs/migrating_cuda.md``, and of the guide in Chinese, made from the rules.
+
+``PYTHONPATH=tests python -m migrate.guide`` writes them.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from apex_npu.migrate.rules import AMP_RULES, APEX_RULES, DEVICE_RULES, OPTIMIZER_RULES, Rule
+from apex_npu.migrate.tables import INSTEAD, NEEDS_CUDA, RENAMED, SAME_NAMES
+
+from . import chinese
+
+GUIDE = Path(__file__).parents[2] / "docs" / "migrating_cuda.md"
+CHINESE_GUIDE = GUIDE.with_suffix(".zh.md")
+_TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def _shown(program: str, rule: str) -> str:
+    hidden = ("import torch",) if rule == "D113" else ("import torch", "import torch_npu  # noqa: F401")
+    lines = [line for line in program.splitlines() if line not in hidden]
+    return "<br>".join(f"`{line.strip()}`" for line in lines if line.strip())
+
+
+class Tables:
+    """The tables in English."""
+
+    def head(self, word: str) -> str:
+        return word
+
+    def title(self, rule: Rule) -> str:
+        return rule.title
+
+    def word(self, word: str) -> str:
+        return word
+
+    def instead(self) -> dict[str, str]:
+        return INSTEAD
+
+    def needs_cuda(self) -> dict[str, str]:
+        return NEEDS_CUDA
+
+    def _table(self, heads: Sequence[str], rows: list[list[str]]) -> str:
+        lines = [[self.head(head) for head in heads], ["---"] * len(heads), *rows]
+        return "\n".join([*("| " + " | ".join(line) + " |" for line in lines), ""])
+
+    def table(self, name: str) -> str:
+        if name == "rules":
+            rules = (*DEVICE_RULES, *APEX_RULES, *OPTIMIZER_RULES)
+            return self._table(("rule", "what", "before", "after"), [self._example(rule) for rule in rules])
+        if name == "amp":
+            made = [(rule, "changed" if rule.after != rule.before else "reported") for rule in AMP_RULES]
+            return self._table(
+                ("rule", "what", ""), [[rule.id, self.title(rule), self.word(did)] for rule, did in made]
+            )
+        if name == "names":
+            names = sorted(SAME_NAMES, key=lambda name: (name.lower(), name))
+            return textwrap.fill(", ".join(f"`{one}`" for one in names), 120) + "\n"
+        if name == "others":
+            renamed = [[f"`{old}`", f"`torch.npu.{new}`"] for old, new in RENAMED.items()]
+            return self._table(("torch.cuda", "instead"), [*renamed, *_rows(self.instead())])
+        assert name == "libraries"
+        return self._table(("name", "instead"), _rows(self.needs_cuda()))
+
+    def _example(self, rule: Rule) -> list[str]:
+        after = _shown(rule.after, rule.id) if rule.after != rule.before else self.word("reported")
+        return [rule.id, self.title(rule), _shown(rule.before, rule.id), after]
+
+    def current(self, text: str) -> str:
+        """A guide with its tables as they are now."""
+        return _TABLE.sub(lambda found: found[1] + "\n" + self.table(found[2]) + "\n" + found[3], text)
+
+
+class ChineseTables(Tables):
+    """The same in Chinese."""
+
+    def head(self, word: str) -> str:
+        return chinese.HEADS.get(word, word)
+
+    def title(self, rule: Rule) -> str:
+        return chinese.TITLES[rule.id]
+
+    def word(self, word: str) -> str:
+        return chinese.WORDS[word]
+
+    def instead(self) -> dict[str, str]:
+        return {name: chinese.INSTEAD[name] for name in INSTEAD}
+
+    def needs_cuda(self) -> dict[str, str]:
+        return {name: chinese.NEEDS_CUDA[name] for name in NEEDS_CUDA}
+
+
+def _rows(texts: dict[str, str]) -> list[list[str]]:
+    return [[f"`{name}`", text] for name, text in texts.items()]
+
+
+GUIDES: dict[Path, Tables] = {GUIDE: Tables(), CHINESE_GUIDE: ChineseTables()}
+
+
+if __name__ == "__main__":
+    for guide, tables in GUIDES.items():
+        guide.write_text(tables.current(guide.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,240 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Programs without amp, or with torch.amp, run with the amp that the rules put in; programs of several files."""
+
+import inspect
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from devices import DEVICE
+
+from apex_npu import amp, optimizers
+from apex_npu.__main__ import main
+from apex_npu.migrate import Options, plan, rewrite
+from apex_npu.migrate.amp import LEVELS, arguments_of_initialize
+from apex_npu.migrate.tables import FUSED, FUSED_KEYWORDS
+
+PROGRAMS = sorted((Path(__file__).parent / "training").glob("*.py"))
+# Device rules where the device is an npu; on others programs find none, and run on the CPU.
+SELECT = ("D", "X", "O") if DEVICE.type == "npu" else ("X", "O")
+
+
+@pytest.fixture(autouse=True)
+def no_amp_afterwards():
+    yield
+    amp.shutdown()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_a_program_trains_with_amp(program, level, tmp_path, monkeypatch):
+    original = runpy.run_path(str(program))
+    options = Options(select=SELECT, amp=level, amp_args="loss_scale=128.0, verbosity=0")
+    rewritten = rewrite(program.read_bytes(), options=options)
+    assert {finding.status for finding in rewritten.findings} == {"changed"}
+    changed = tmp_path / program.name
+    changed.write_bytes(rewritten.source)
+    scaled = []
+    scale_loss = amp.scale_loss
+    monkeypatch.setattr(amp, "scale_loss", lambda loss, own: scaled.append(own) or scale_loss(loss, own))
+    new = runpy.run_path(str(changed))
+    assert (original["where"], new["where"]) == ("cpu", DEVICE.type if DEVICE.type == "npu" else "cpu")
+    tolerance = 2e-2 if level in ("O4", "O5") else 1e-3
+    assert new["losses"][0] == pytest.approx(original["losses"][0], rel=tolerance)
+    assert new["losses"] == pytest.approx(original["losses"], rel=25 * tolerance)
+    if program.stem != "torch_amp" or DEVICE.type == "npu":  # which is switched on there alone
+        assert new["losses"] != original["losses"]
+    assert scaled
+
+
+def test_a_moved_switch_switches_amp_off(tmp_path):
+    program = next(path for path in PROGRAMS if path.stem == "torch_amp")
+    source = program.read_text(encoding="utf-8").replace("use_amp = torch.cuda.is_available()", "use_amp = False")
+    original = runpy.run_path(str(program))
+    changed = tmp_path / program.name
+    changed.write_text(rewrite(source, options=Options(select=SELECT, ignore=("O",), amp="O2")).source)
+    assert runpy.run_path(str(changed))["losses"] == pytest.approx(original["losses"], rel=1e-5)
+
+
+MAIN = """
+import torch
+from engine import fit
+
+def main(model, data):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fit(model, data, optimizer)
+"""
+ENGINE = """
+import torch
+
+def fit(model, data, optimizer):
+    for x in data:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+"""
+OTHER = """
+import torch
+import engine
+
+def other(model):
+    optimizer = torch.optim.Adam(model.parameters())
+    engine.fit(model, [], optimizer)
+"""
+FACTORY = """
+import torch
+
+def make(model):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return optimizer
+"""
+ENGINE_OF_FACTORY = ENGINE.replace("for x", "optimizer = main.make(model)\n    for x").replace(
+    "import torch", "import torch, main"
+)
+SCRIPT = """
+import torch
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loss = model(x).sum()
+loss.backward()
+optimizer.step()
+"""
+
+
+def planned(folder, level="O1", **files):
+    """What becomes of files: their new text where they change, and the reasons of refusals."""
+    for name, text in files.items():
+        path = folder / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    made = plan([folder], Options(select=("X",), amp=level))
+    changed = {change.target.path: change.after.decode() for change in made.files}
+    return changed, {finding.message for finding in made.findings if finding.status == "refused"}
+
+
+def test_a_program_of_two_files(tmp_path):
+    changed, refused = planned(tmp_path, main=MAIN, engine=ENGINE)
+    assert not refused
+    assert 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1")' in changed["main.py"]
+    assert "with amp.scale_loss(loss, optimizer) as scaled_loss:" in changed["engine.py"]
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"main": MAIN, "engine": ENGINE.replace("loss.backward()", "loss.backward() or 1")}, "(A353)"),
+        ({"main": MAIN.replace("model.parameters", "model.head.parameters"), "engine": ENGINE}, "(A352)"),
+        ({"main": MAIN, "engine": "import library as fit"}, "no backward is seen"),
+        (
+            {"main": MAIN.replace("torch.optim.SGD(model.parameters(), 0.1)", "make()"), "engine": ENGINE},
+            "no optimizer",
+        ),
+        ({"main": MAIN + "import other", "engine": ENGINE, "other": OTHER}, "made in several files"),
+        ({"main": MAIN, "engine": ENGINE.replace("import torch", "from apex_npu import amp")}, "has amp already"),
+        ({"main": FACTORY, "engine": ENGINE_OF_FACTORY}, "(A351)"),
+        ({"main": MAIN, "pack__engine": ENGINE}, "no backward is seen"),
+    ],
+)
+def test_a_program_is_converted_whole_or_not_at_all(files, reason, tmp_path):
+    changed, refused = planned(tmp_path, **files)
+    assert changed == {}
+    assert any(reason in message for message in refused)
+
+
+def test_what_two_programs_share_follows_both(tmp_path):
+    changed, refused = planned(tmp_path, main=MAIN, other=OTHER, engine=ENGINE)
+    assert not refused
+    assert {*changed} == {"main.py", "other.py", "engine.py"}
+    broken = OTHER.replace("model.parameters", "model.head.parameters")
+    for name in ("main", "engine"):
+        (tmp_path / f"{name}.py").unlink()
+    changed, refused = planned(tmp_path, main=MAIN, other=broken, engine=ENGINE, script=SCRIPT)
+    assert {*changed} == {"script.py"}  # in the same folder, and a program of its own
+
+
+def test_relative_imports_make_a_program(tmp_path):
+    main = MAIN.replace("from engine", "from .parts.engine")
+    changed, refused = planned(tmp_path, pack__main=main, pack__parts__engine=ENGINE, pack__parts____init__="")
+    assert not refused
+    assert {*changed} == {"pack/main.py", "pack/parts/engine.py"}
+
+
+def test_sharding_in_another_file_is_seen(tmp_path):
+    sharded = "from torch.distributed.fsdp import fully_shard\ndef fit(model, *rest):\n    fully_shard(model)\n"
+    changed, refused = planned(tmp_path, main=SCRIPT + "import engine", engine=sharded)
+    assert changed == {}
+    assert any("sharded" in message for message in refused)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_arguments_of_optimizers(name):
+    ours, places = FUSED[name]
+    torchs = inspect.signature(getattr(torch.optim, name)).parameters
+    own = inspect.signature(getattr(optimizers, ours)).parameters
+    assert [one for one in own if own[one].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD] == places.split()
+    assert [*torchs][: len(places.split())] == places.split()
+    assert own.keys() >= FUSED_KEYWORDS
+    for one in own.keys() & torchs.keys():
+        assert own[one].default == torchs[one].default
+
+
+def test_arguments_of_initialize():
+    taken = inspect.signature(amp.initialize).parameters
+    assert arguments_of_initialize() < taken.keys()
+    assert "combine_grad" in arguments_of_initialize()
+
+
+def test_the_command_puts_amp_in(tmp_path, capsys):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    arguments = ["--amp", "O2", "--amp-args", "loss_scale=128.0, verbosity=0", "--ignore", "O", "--write", "--backup"]
+    assert main(["migrate", *arguments, str(tmp_path)]) == 0
+    written = (tmp_path / "script.py").read_text()
+    assert 'amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)' in written
+    assert main(["migrate", *arguments[:-2], "--check", str(tmp_path)]) == 0  # a second run changes nothing
+    assert "1 notes" in capsys.readouterr().out
+
+
+def test_the_command_says_why_amp_stays_out(tmp_path, capsys):
+    (tmp_path / "script.py").write_text(SCRIPT.replace("model.parameters", "model.head.parameters"))
+    assert main(["migrate", "--amp", "O1", "--ignore", "O", str(tmp_path)]) == 1
+    assert "A352 refused  the model is model.head: amp takes whole models" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--amp", "O3"], "there is no level O3 to put in: give one of O1, O2, O4, O5"),
+        (["--amp", "O1", "--amp-args", "opt_level='O2'"], "opt_level cannot be given here"),
+        (["--amp", "O1", "--amp-args", "loss_scale=scale()"], "give names and literals"),
+        (["--amp", "O1", "--amp-args", "128.0"], "no arguments by name"),
+        (["--amp", "O1", "--ignore", "A303"], "the rules of amp apply together"),
+        (["--select", "T"], "the rules of amp apply together"),
+        (["--amp-args", "verbosity=0"], "--amp-args goes with --amp"),
+    ],
+)
+def test_wrong_usage(arguments, message, tmp_path, capsys):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    try:
+        status = main(["migrate", *arguments, str(tmp_path)])
+    except SystemExit as left:
+        status = left.code
+    assert status == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "script.py").read_text() == SCRIPT
+
+
+def test_a_notebook_gets_amp(tmp_path):
+    cells = [{"cell_type": "code", "source": [line + "\n" for line in SCRIPT.strip().splitlines()]}]
+    (tmp_path / "n.ipynb").write_text(json.dumps({"cells": cells}))
+    (change,) = plan([tmp_path], Options(select=("X",), amp="O1")).files
+    program = "".join(json.loads(change.after)["cells"][0]["source"])
+    assert program == rewrite(SCRIPT.strip() + "\n", options=Options(select=("X",), amp="O1")).source
+    assert "scaled_loss.backward()" in program
+
+
+def test_a_file_that_imports_itself(tmp_path):
+    changed, refused = planned(tmp_path, main=MAIN.replace("from engine import fit", "import main as engine"))
+    assert changed == {}
+    assert any("no backward is seen" in message for message in refused)

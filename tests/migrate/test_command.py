@@ -1,0 +1,286 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The command: searching, exit statuses, reports, files in place and copies, what goes wrong."""
+
+import csv
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from apex_npu.__main__ import main
+from apex_npu.compat.pipeline import files
+from apex_npu.migrate import plan
+
+ROOT = Path(__file__).parents[2]
+BEFORE = "import torch\nx = torch.ones(2).cuda()\n"
+AFTER = "import torch\nimport torch_npu  # noqa: F401\nx = torch.ones(2).npu()\n"
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A folder with two programs to change, one without, and a shell script."""
+    folder = tmp_path / "tree"
+    (folder / "inner").mkdir(parents=True)
+    for name in ("a.py", "inner/b.py"):
+        (folder / name).write_text(BEFORE)
+    (folder / "c.py").write_text("print(1)\n")
+    (folder / "run.sh").write_text("CUDA_VISIBLE_DEVICES=0,1 python a.py\n")
+    return folder
+
+
+def contents(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def migrate(*arguments):
+    return main(["migrate", *map(str, arguments)])
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def test_a_dry_run_changes_nothing(tree, capsys):
+    before = contents(tree)
+    assert migrate(tree) == 0
+    assert contents(tree) == before
+    printed = capsys.readouterr().out
+    assert "a.py:2:18" in printed
+    assert ".cuda -> .npu" in printed
+    assert "run.sh:1:1" in printed
+    assert "4 files read, 2 would change: 4 changes; left for you: nothing; 1 notes." in printed
+
+
+def test_a_diff_can_be_applied(tree, monkeypatch, capsys):
+    monkeypatch.chdir(tree)
+    assert migrate("--diff", ".") == 0
+    patch = capsys.readouterr().out
+    subprocess.run(["git", "apply", "-"], input=patch, text=True, check=True, cwd=tree)
+    assert (tree / "a.py").read_text() == AFTER
+
+
+def test_files_in_place_keep_their_modes(tree):
+    (tree / "a.py").chmod(0o755)
+    assert migrate("--write", "--allow-dirty", tree) == 0
+    assert (tree / "a.py").read_text() == (tree / "inner/b.py").read_text() == AFTER
+    assert stat.S_IMODE((tree / "a.py").stat().st_mode) == 0o755
+    assert sorted(contents(tree)) == ["a.py", "c.py", "inner/b.py", "run.sh"]
+    assert migrate("--check", tree) == 0
+
+
+def test_a_backup(tree, capsys):
+    assert migrate("--write", "--backup", tree) == 0
+    assert (tree / "a.py.orig").read_text() == BEFORE
+    (tree / "a.py").write_text(BEFORE)
+    assert migrate("--write", "--backup", tree) == 2
+    assert "a.py.orig exists" in capsys.readouterr().err
+    assert (tree / "a.py").read_text() == BEFORE
+
+
+def test_git_decides_what_may_be_changed(tree, capsys):
+    assert migrate("--write", tree) == 2
+    assert "is not in git" in capsys.readouterr().err
+    git(tree, "init", "-q")
+    (tree / ".gitignore").write_text("ignored.py\n")
+    (tree / "ignored.py").write_text(BEFORE)
+    git(tree, "add", "-A")
+    git(tree, "commit", "-qm", "a")
+    with (tree / "inner/b.py").open("a") as file:
+        file.write("# edited\n")
+    assert migrate("--write", tree) == 2
+    assert "inner/b.py has changes that are not committed" in capsys.readouterr().err
+    assert (tree / "a.py").read_text() == BEFORE
+    git(tree, "commit", "-qam", "b")
+    assert migrate("--write", tree) == 0
+    assert (tree / "a.py").read_text() == AFTER
+    assert (tree / "ignored.py").read_text() == BEFORE
+
+
+def test_a_copy(tree, tmp_path):
+    before = contents(tree)
+    (tree / "link.py").symlink_to("a.py")
+    os.mkfifo(tree / "pipe.py")
+    out = tmp_path / "out"
+    assert migrate("--out", out, tree) == 1  # the pipe cannot be read
+    assert (out / "link.py").is_symlink()
+    (out / "link.py").unlink()
+    assert contents(out) == {**before, "a.py": AFTER.encode(), "inner/b.py": AFTER.encode()}
+    assert contents(tree) == {**before, "link.py": BEFORE.encode()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "a path is missing"),
+        (("nosuch",), "neither a file nor a folder"),
+        (("--write", "--out", "x", "."), "give one of them"),
+        (("--out", "x", "a", "b"), "give one path"),
+        (("--report", "a.txt", "."), "names no format"),
+        (("--explain", "D999"), "no rule D999"),
+        (("--to", "xpu", "."), "one of npu, portable"),
+        (("--out", "inner", "."), "inner exists"),
+        (("--out", "inner/new", "."), "is inside"),
+        (("link",), "is a link"),
+        (("--report", "nosuch/a.csv", "."), "cannot be written"),
+    ],
+)
+def test_wrong_usage(tree, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tree)
+    (tree / "link").symlink_to("inner")
+    before = contents(tree)
+    assert migrate(*arguments) == 2
+    assert words in capsys.readouterr().err
+    assert contents(tree) == before
+
+
+def test_an_unknown_rule_is_wrong_usage(tree, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        migrate("--select", "D,Q", tree)
+    assert "no rule or family Q" in capsys.readouterr().err
+
+
+def test_exit_statuses(tree):
+    assert migrate("--check", tree) == 1
+    (tree / "a.py").write_text("pick('cuda')\n")
+    assert migrate(tree) == 1
+    assert migrate("--unsure", tree) == 0
+    assert migrate("--ignore", "D106", tree) == 0
+    assert migrate("--select", "X", "--check", tree) == 0
+    assert migrate("--exclude", "a.py", tree) == 0
+
+
+def test_links_are_neither_read_nor_written_through(tree, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "d.py").write_text(BEFORE)
+    (tree / "d.py").symlink_to(outside / "d.py")
+    (tree / "folder").symlink_to(outside)
+    os.mkfifo(tree / "e.py")
+    assert migrate("--write", "--allow-dirty", tree) == 1
+    assert (outside / "d.py").read_text() == BEFORE
+    assert (tree / "d.py").is_symlink()
+    assert (tree / "a.py").read_text() == AFTER
+    assert [finding.rule for finding in plan([tree]).findings if "e.py" in finding.path] == ["F906"]
+
+
+def test_what_is_searched(tree):
+    for folder in (".git", "venv", "node_modules", "lib/site-packages", "build"):
+        (tree / folder).mkdir(parents=True)
+        (tree / folder / "x.py").write_text(BEFORE)
+    (tree / "venv/pyvenv.cfg").touch()
+    assert sorted(change.target.path for change in plan([tree]).files) == ["a.py", "inner/b.py"]
+
+
+def test_several_processes_give_the_same(tree):
+    for number in range(45):
+        (tree / f"m{number}.py").write_text(BEFORE + f"cuda_{number} = 'cuda'\n")
+    assert plan([tree], jobs=2) == plan([tree], jobs=1)
+
+
+def test_an_attribute_of_another_file_is_the_programs_own(tree):
+    (tree / "a.py").write_text("class A:\n    def is_cuda(self): pass\n")
+    (tree / "c.py").write_text("print(a.is_cuda)\n")
+    assert {finding.rule for finding in plan([tree]).findings if finding.path.endswith("c.py")} == {"D154"}
+
+
+@pytest.mark.parametrize("call", range(1, 6))
+@pytest.mark.parametrize("name", ["write", "rename"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device", "a.py"), KeyboardInterrupt()])
+def test_a_failure_leaves_all_files_old_or_all_new(tree, monkeypatch, capsys, name, call, error):
+    before, calls, real = contents(tree), [], getattr(files, name)
+
+    def fails(*arguments):
+        calls.append(1)
+        if len(calls) == call:
+            raise error
+        return real(*arguments)
+
+    monkeypatch.setattr(files, name, fails)
+    # A rename is not interrupted: signals wait. What can happen there is an error.
+    error_can_happen = name == "write" or isinstance(error, OSError)
+    status = migrate("--write", "--allow-dirty", tree) if error_can_happen else 0
+    monkeypatch.undo()
+    if error_can_happen and call <= 2:
+        assert status == (130 if isinstance(error, KeyboardInterrupt) else 2)
+        assert contents(tree) == before
+    elif error_can_happen:
+        assert status == 0
+        assert contents(tree) == {**before, "a.py": AFTER.encode(), "inner/b.py": AFTER.encode()}
+
+
+def test_ctrl_c_among_the_renames_waits(tree, monkeypatch, capsys):
+    real = files.rename
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        real(*arguments)
+
+    monkeypatch.setattr(files, "rename", interrupted)
+    assert migrate("--write", "--allow-dirty", tree) == 130
+    assert "all are changed" in capsys.readouterr().err
+    assert (tree / "a.py").read_text() == (tree / "inner/b.py").read_text() == AFTER
+    assert sorted(contents(tree)) == ["a.py", "c.py", "inner/b.py", "run.sh"]
+
+
+def test_an_edit_in_between_is_not_overwritten(tree, monkeypatch, capsys):
+    from apex_npu.migrate import command
+
+    def edited(*arguments):
+        made = plan(*arguments)
+        (tree / "inner/b.py").write_text("edited\n")
+        return made
+
+    monkeypatch.setattr(command, "plan", edited)
+    assert migrate("--write", "--allow-dirty", tree) == 2
+    assert "has been edited" in capsys.readouterr().err
+    assert (tree / "a.py").read_text() == BEFORE
+
+
+def test_reports(tree, tmp_path):
+    (tree / "a.py").write_text(BEFORE + "x = '=1'; pick('cuda'); torch.nn.DataParallel(x)\n")
+    for suffix in (".csv", ".json", ".sarif"):
+        assert migrate("-q", "--report", tmp_path / f"r{suffix}", tree) == 1
+    with (tmp_path / "r.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[:5] == ["path", "line", "end_line", "status", "message"]
+    read = json.loads((tmp_path / "r.json").read_text())
+    assert [row["rule"] for row in rows] == [row["rule"] for row in read]
+    assert [(row["rule"], row["line"], row["column"], row["after"]) for row in read[:2]] == [
+        ("D113", 1, 13, "\nimport torch_npu  # noqa: F401"),
+        ("D103", 2, 18, ".npu"),
+    ]
+    sarif = json.loads((tmp_path / "r.sarif").read_text())
+    assert sarif["version"] == "2.1.0"
+    results = sarif["runs"][0]["results"]
+    assert len(results) == len(read)
+    assert {result["ruleId"] for result in results} == {
+        rule["id"] for rule in sarif["runs"][0]["tool"]["driver"]["rules"]
+    }
+    for result, row in zip(results, read, strict=True):
+        region = result["locations"][0]["physicalLocation"]["region"]
+        assert (region["startLine"], region["startColumn"]) == (row["line"], row["column"])
+        assert ("fixes" in result) == (row["after"] is not None)
+    assert {result["level"] for result in results} == {"note", "warning", "error"}
+
+
+def test_rules_are_listed(capsys):
+    assert migrate("--list-rules") == 0
+    assert "D103  cuda() of tensors and modules" in capsys.readouterr().out
+    assert migrate("--explain", "X201") == 0
+    assert "from apex_npu import amp" in capsys.readouterr().out
+
+
+def test_torch_is_not_imported(tree):
+    program = (
+        "import sys; sys.modules['torch'] = None; from apex_npu.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, "migrate", tree]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,68 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Notebooks: cells are one program; outputs, metadata and the form of the JSON stay byte for byte."""
+
+import json
+
+import pytest
+
+from apex_npu.migrate import plan
+
+CELLS = [
+    ("code", ["%matplotlib inline\n", "!pip install \\\n", "  torch\n", "import torch"]),
+    ("markdown", ["Uses `cuda`: x.cuda()\n"]),
+    (
+        "code",
+        "device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\nprint('\u00e9\\t\U0001f600'); x.cuda()",
+    ),
+    ("code", ["%%bash\n", "echo cuda"]),
+    ("code", ["%%time\n", "y = x.cuda()\n", "x?\n"]),
+    ("code", []),
+]
+
+
+def notebook(cells, **style):
+    made = [{"cell_type": kind, "metadata": {"a": 1.50}, "source": source} for kind, source in cells]
+    made[0]["outputs"] = [{"text": ["cuda\n"], "data": 1e3}]
+    return json.dumps({"nbformat": 4, "cells": made, "metadata": {}}, **style)
+
+
+@pytest.mark.parametrize("style", [{"indent": 1}, {"indent": None, "ensure_ascii": False}, {"indent": "\t"}])
+def test_only_code_changes(tmp_path, style):
+    path = tmp_path / "n.ipynb"
+    before = notebook(CELLS, **style)
+    path.write_text(before, encoding="utf-8")
+    made = plan([path])
+    new = json.loads(made.files[0].after)
+    expected = json.loads(before)
+    cells = expected["cells"]
+    cells[0]["source"][3] = "import torch\nimport torch_npu  # noqa: F401"
+    cells[2]["source"] = cells[2]["source"].replace("cuda", "npu")
+    cells[4]["source"][1] = "y = x.npu()\n"
+    assert new == expected
+    assert made.files[0].after.decode() == notebook([(c["cell_type"], c["source"]) for c in cells], **style)
+    lines = before.splitlines()
+    for finding in made.findings:
+        text = lines[finding.line - 1][finding.column - 1 :]
+        assert text.startswith(finding.before)
+        assert finding.message.startswith("cell ")
+    path.write_bytes(made.files[0].after)
+    assert plan([path]).files == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("cuda", "F901"),
+        ('{"cells": [1], "cuda": 2}', "F901"),
+        ('{"cells": "cuda"}', "F901"),
+        ("[" * 100_000 + '"cuda"', "F904"),
+        (notebook([("code", "x = ("), ("code", "y.cuda()")]), "F901"),
+    ],
+)
+def test_what_is_no_notebook(tmp_path, text, rule):
+    path = tmp_path / "n.ipynb"
+    path.write_text(text)
+    made = plan([path])
+    assert made.files == ()
+    assert [finding.rule for finding in made.findings] == [rule]

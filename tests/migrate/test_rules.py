@@ -1,0 +1,60 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Each rule's example and each golden case; the tables against what they are about."""
+
+import pytest
+import torch
+from migrate import golden
+
+from apex_npu import compat
+from apex_npu.migrate import Options, apex, reports, rewrite
+from apex_npu.migrate.rules import AMP_RULES, RULES
+from apex_npu.migrate.tables import RENAMED, SAME_NAMES, SUBMODULES
+
+CASES = sorted(golden.CASES.glob("*.txt"))
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES.values() if rule.id[0] != "F"], ids=lambda rule: rule.id)
+def test_the_example_of_a_rule(rule):
+    options = Options(amp="O1", ignore=("D", "O")) if rule in AMP_RULES else Options()
+    rewritten = rewrite(rule.before, options=options)
+    assert rewritten.source == rule.after
+    assert rule.id in {finding.rule for finding in rewritten.findings}
+    if rule.after != rule.before:
+        assert rewrite(rule.after, options=options).source == rule.after
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.stem)
+def test_a_golden_case(case):
+    assert golden.parts(case) == golden.expected(case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.stem)
+def test_a_second_run_changes_nothing(case):
+    after = golden.parts(case)[1]
+    assert rewrite(after, options=golden.options_of(after)).source == after
+
+
+def test_every_rule_has_a_golden_case():
+    reported = "".join(golden.parts(case)[2] for case in CASES)
+    assert [rule for rule in RULES if rule[0] != "F" and rule not in reported] == []
+
+
+def test_names_of_torch_cuda():
+    public = set(torch.cuda.__all__)
+    assert SAME_NAMES | RENAMED.keys() <= public
+    assert {name for name in SUBMODULES if "." not in name} <= public
+    assert len(SAME_NAMES) == 88
+
+
+def test_names_of_apex_are_read_from_the_sources():
+    for old, ours in compat.MODULES.items():
+        names = apex.exports(ours)
+        module = __import__(ours, fromlist=["x"])
+        assert all(hasattr(module, name) for name in names), old
+
+
+def test_an_explanation_shows_the_example():
+    text = reports.explanation(RULES["D103"])
+    assert "x = torch.ones(2).cuda()" in text
+    assert "x = torch.ones(2).npu()" in text
