@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -215,11 +216,20 @@ def test_a_failure_leaves_all_files_old_or_all_new(tree, monkeypatch, capsys, na
         assert contents(tree) == {**before, "a.py": AFTER.encode(), "inner/b.py": AFTER.encode()}
 
 
-def test_ctrl_c_among_the_renames_waits(tree, monkeypatch, capsys):
+@pytest.fixture
+def interruptible():
+    """Processes of pytest-xdist ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_among_the_renames_waits(tree, monkeypatch, capsys, interruptible):
     real = files.rename
 
     def interrupted(*arguments):
-        os.kill(os.getpid(), signal.SIGINT)
+        # To this thread: a command has no other, pytest-xdist has.
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
         real(*arguments)
 
     monkeypatch.setattr(files, "rename", interrupted)
