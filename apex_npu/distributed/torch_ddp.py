@@ -79,11 +79,15 @@ def _add(known: KnownDDPs, ddp: DistributedDataParallel) -> None:
         known.append(weakref.ref(ddp, known.remove))
 
 
+def _alive(known: KnownDDPs) -> list[DistributedDataParallel]:
+    """Those that still exist, and have been made to the end."""
+    return [ddp for ref in known if (ddp := ref()) is not None and hasattr(ddp, "reducer")]
+
+
 def ddps_of(known: KnownDDPs, params: Iterable[Tensor]) -> list[DistributedDataParallel]:
     """Those of ``known`` around one of ``params``."""
     ids = set(map(id, params))
-    alive = [ddp for ref in known if (ddp := ref()) is not None and hasattr(ddp, "reducer")]
-    return [ddp for ddp in alive if any(id(p) in ids for p in ddp.module.parameters())]
+    return [ddp for ddp in _alive(known) if any(id(p) in ids for p in ddp.module.parameters())]
 
 
 def may_keep_grads(known: KnownDDPs) -> KnownDDPs:
@@ -131,8 +135,7 @@ def _has_new(now: list[Tensor | None], before: list[Tensor | None], versions: li
 
 def dtypes_of(known: KnownDDPs) -> list[tuple[DistributedDataParallel, list[torch.dtype]]]:
     """Those of ``known`` that are alive, with the dtypes of their parameters."""
-    alive = [ddp for ref in known if (ddp := ref()) is not None and hasattr(ddp, "reducer")]
-    return [(ddp, [p.dtype for p in ddp.module.parameters()]) for ddp in alive]
+    return [(ddp, [p.dtype for p in ddp.module.parameters()]) for ddp in _alive(known)]
 
 
 def follow_dtypes(ddp: DistributedDataParallel, dtypes: list[torch.dtype]) -> None:
