@@ -22,9 +22,14 @@ _API = 11
 _WAY_OUT = "using the pure-PyTorch fallback (slower); rebuild with `pip install --no-build-isolation apex_npu`"
 
 
-def _load(built_for: Path = _BUILT_FOR) -> ModuleType | None:
-    # The same words as for setup.py.
-    if os.environ.get("APEX_NPU_NO_EXT", "").strip().lower() not in {"", "0", "false", "no", "off"}:
+def is_switched_off() -> bool:
+    """True where ``APEX_NPU_NO_EXT`` is set, to the same words as for setup.py."""
+    return os.environ.get("APEX_NPU_NO_EXT", "").strip().lower() not in {"", "0", "false", "no", "off"}
+
+
+def load(built_for: Path = _BUILT_FOR) -> ModuleType | None:
+    """The extension, or None with a warning that says why it cannot be used; without one where there is none."""
+    if is_switched_off():
         return None
     if not built_for.exists():
         return None
@@ -47,4 +52,4 @@ def _load(built_for: Path = _BUILT_FOR) -> ModuleType | None:
     return module
 
 
-extension: ModuleType | None = _load()
+extension: ModuleType | None = load()

@@ -25,11 +25,11 @@ def test_built_for_another_torch(note):
     with pytest.warns(
         RuntimeWarning, match=r"was built for torch 1\.0\.0, this is torch .*using the pure-PyTorch fallback.*rebuild"
     ):
-        assert _extension._load(note) is None
+        assert _extension.load(note) is None
 
 
 def test_not_built(tmp_path):
-    assert _extension._load(tmp_path / "missing") is None
+    assert _extension.load(tmp_path / "missing") is None
 
 
 def test_does_not_load(note, monkeypatch):
@@ -40,13 +40,13 @@ def test_does_not_load(note, monkeypatch):
     with pytest.warns(
         RuntimeWarning, match=r"does not load \(undefined symbol: _ZN3c10\): using the pure-PyTorch fallback"
     ):
-        assert _extension._load(note) is None
+        assert _extension.load(note) is None
 
 
 def test_of_another_version_of_this_package(note, monkeypatch):
     monkeypatch.setattr(_extension.importlib, "import_module", lambda name: types.SimpleNamespace(API=0))
     with pytest.warns(RuntimeWarning, match="is of another version: using the pure-PyTorch fallback"):
-        assert _extension._load(note) is None
+        assert _extension.load(note) is None
 
 
 @pytest.mark.parametrize(("value", "skipped"), [("1", True), ("yes", True), ("0", False), ("", False)])
@@ -54,7 +54,7 @@ def test_switched_off(note, monkeypatch, value, skipped):
     monkeypatch.setenv("APEX_NPU_NO_EXT", value)
     module = types.SimpleNamespace(API=_extension._API)
     monkeypatch.setattr(_extension.importlib, "import_module", lambda name: module)
-    assert _extension._load(note) is (None if skipped else module)
+    assert _extension.load(note) is (None if skipped else module)
 
 
 @pytest.mark.skipif(_extension.extension is None, reason="there is no extension")

@@ -78,6 +78,25 @@ def uninstall_apex() -> None:
         undo.close()
 
 
+def names_taken() -> dict[str, str]:
+    """Which of ``apex``, ``apex_C`` and ``change_data_ptr`` belong to another package, each with the refusal.
+
+    Empty where ``install_as_apex`` would succeed without ``force``, or has been called.
+
+    Example::
+
+        >>> apex_npu.compat.apex_name.names_taken()
+        {}
+    """
+    taken: dict[str, str] = {}
+    for root in _ROOTS:
+        try:
+            _check_name_is_free(root)
+        except RuntimeError as error:
+            taken[root] = str(error)
+    return taken
+
+
 def _undo() -> ExitStack | None:
     # On the module rather than in this one: code that has replaced it in sys.modules has taken the name over.
     undo = getattr(sys.modules.get("apex"), "_undo", None)

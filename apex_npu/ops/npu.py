@@ -391,3 +391,5 @@ _KERNELS: dict[str, tuple[Callable[[], bool], Callable[..., None], Callable[...,
         lambda *operands: elementwise.sgd_.reference(*operands[:3], **_SGD),
     ),
 }
+# Those that ``works`` tells of.
+KERNELS = tuple(_KERNELS)

@@ -1,0 +1,326 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is examined, section by section. Each check asks the module that decides at run time, and repeats its reason."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import apex_npu
+from apex_npu import _extension
+from apex_npu.compat.apex_name import names_taken
+from apex_npu.doctor.precision import native_dtypes, speed_of_low_precision
+from apex_npu.ops import cpu, cuda, npu
+
+_OLDEST_TORCH = (2, 6)
+_PACKAGES = ("numpy", "triton", "torch_npu", "timm", "transformers", "accelerate", "lightning", "deepspeed")
+
+
+class State(str, Enum):
+    """How a finding counts: ``BROKEN`` makes the command end with status 1."""
+
+    OK = "ok"
+    NOTE = "note"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: What was examined.
+        value: What was found, in plain text.
+        state: Whether it works.
+        remedy: What to do about it; empty where nothing has to be done.
+    """
+
+    name: str
+    value: str
+    state: State = State.OK
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Findings under one heading."""
+
+    title: str
+    findings: list[Finding]
+
+
+def examine() -> list[Section]:
+    """Examine versions, the extension, devices and their kernels, torch.distributed and the name ``apex``.
+
+    Nothing is changed. Devices are used for small trial computations, which takes a few seconds.
+
+    Example::
+
+        >>> [section.title for section in apex_npu.doctor.checks.examine()]
+        ['Versions', 'C++ extension', 'Devices', 'Kernels', 'Several processes', 'The name apex']
+    """
+    torch_npu = _import_torch_npu()
+    return [
+        Section("Versions", [*_versions(), *_torch_npu(torch_npu)]),
+        Section("C++ extension", [_extension_state()]),
+        Section("Devices", list(_devices())),
+        Section("Kernels", list(_kernels())),
+        Section("Several processes", list(_collectives())),
+        Section("The name apex", list(_apex())),
+    ]
+
+
+# --- versions --------------------------------------------------------------------------------------------------------
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("apex_npu", f"{apex_npu.__version__} ({Path(apex_npu.__file__).parent})")
+    yield Finding("Python", f"{platform.python_version()} ({sys.executable})")
+    yield Finding("system", platform.platform())
+    too_old = _release(torch.__version__) < _OLDEST_TORCH
+    yield Finding(
+        "torch",
+        f"{torch.__version__} ({_built_for()})",
+        State.BROKEN if too_old else State.OK,
+        f"torch {'.'.join(map(str, _OLDEST_TORCH))} or newer is needed: pip install --upgrade torch" if too_old else "",
+    )
+    for name in _PACKAGES:
+        version = _version(name)
+        if version is not None:
+            yield Finding(name, version)
+
+
+def _built_for() -> str:
+    cuda, hip = torch.version.cuda, getattr(torch.version, "hip", None)
+    return f"for CUDA {cuda}" if cuda else f"for ROCm {hip}" if hip else "for the CPU"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.partition("+")[0].split(".")[:2])
+
+
+def _import_torch_npu() -> ModuleType | Exception | None:
+    """The module; None where it is not installed; else what keeps it from being imported."""
+    if "torch_npu" not in sys.modules and importlib.util.find_spec("torch_npu") is None:
+        return None
+    try:
+        return importlib.import_module("torch_npu")
+    except Exception as error:  # a broken installation raises anything
+        return error
+
+
+def _torch_npu(module: ModuleType | Exception | None) -> Iterator[Finding]:
+    if isinstance(module, Exception):
+        reason = f"{type(module).__name__}: {module}".splitlines()[0]
+        remedy = "install CANN and source its set_env.sh; without an NPU: uninstall torch_npu"
+        yield Finding("import torch_npu", reason, State.BROKEN, remedy)
+    elif module is None:
+        cards = sorted(Path("/dev").glob("davinci[0-9]*"))
+        if cards:
+            wanted = ".".join(map(str, _release(torch.__version__)))
+            remedy = f"the npu needs it: pip install torch_npu=={wanted}.*"
+            yield Finding("torch_npu", f"not installed, though {cards[0]} is there", State.BROKEN, remedy)
+    else:
+        version = _version("torch_npu")  # none of a stand-in's
+        if version and _release(version) != _release(torch.__version__):
+            remedy = (
+                f"each torch_npu is built for one torch: pip install torch=={'.'.join(map(str, _release(version)))}.*"
+            )
+            yield Finding("torch_npu and torch", f"{version} and {torch.__version__}", State.BROKEN, remedy)
+
+
+# --- extension -------------------------------------------------------------------------------------------------------
+
+
+def _extension_state() -> Finding:
+    name = "apex_npu._C"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loaded = _extension.load()
+    if loaded is not None:
+        return Finding(name, f"loaded, built for torch {torch.__version__}")
+    if caught:
+        reason, _, remedy = str(caught[0].message).removeprefix("apex_npu: ").partition(": using ")
+        return Finding(name, reason, State.BROKEN, "using " + remedy)
+    if _extension.is_switched_off():
+        return Finding(name, "switched off by APEX_NPU_NO_EXT: pure PyTorch, the same results, slower", State.NOTE)
+    remedy = "with a C++ compiler: pip install --no-build-isolation apex_npu"
+    return Finding(name, "not built: pure PyTorch, the same results, slower", State.NOTE, remedy)
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+
+def _devices() -> Iterator[Finding]:
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield Finding("cpu", f"{_cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}")
+    yield _precision("cpu")
+    if torch.version.cuda and not torch.cuda.is_available():
+        remedy = "nvidia-smi shows whether the driver sees a GPU, and which CUDA it supports"
+        yield Finding("cuda", "this torch is built for it, and sees no GPU", State.NOTE, remedy)
+    for kind in ("cuda", "npu"):
+        yield from _accelerators(kind)
+
+
+def _accelerators(kind: str) -> Iterator[Finding]:
+    module: Any = getattr(torch, kind, None)
+    if module is None or not module.is_available():
+        return
+    for index in range(module.device_count()):
+        yield _guarded(f"{kind}:{index}", functools.partial(_accelerator, module, index))
+    if kind == "npu":
+        yield _guarded("npu, overflow", _overflow)
+    yield _precision(kind)
+
+
+def _accelerator(module: Any, index: int) -> str:
+    # Nothing that makes the device current: torch_npu's backward then fails for want of that device's streams.
+    return f"{module.get_device_name(index)}, {module.get_device_properties(index).total_memory / 2**30:.1f} GiB"
+
+
+def _overflow() -> str:
+    from apex_npu.backends import for_device
+
+    saturates = for_device(torch.device("npu")).saturates()
+    return "saturates: a sticky flag says so, and amp reads it" if saturates else "gives inf and NaN"
+
+
+def _precision(kind: str) -> Finding:
+    def measured() -> str:
+        speeds = speed_of_low_precision(kind)
+        native = native_dtypes(speeds)
+        times = ", ".join(f"{_name(dtype)} {speed:.2g} times as fast as float32" for dtype, speed in speeds.items())
+        levels = {torch.float16: "O1, O2", torch.bfloat16: "O4, O5"}
+        advice = "; ".join(f"{_name(dtype)}: levels {levels[dtype]}" for dtype in native)
+        return f"{times} ({advice or 'neither is native: mixed precision is correct here, not fast'})"
+
+    return _guarded(f"{kind}, low precision", measured)
+
+
+def _guarded(name: str, ask: Callable[[], str]) -> Finding:
+    """What ``ask`` says; a device that fails is a finding, too."""
+    try:
+        return Finding(name, ask())
+    except Exception as error:  # drivers raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Finding(name, reason, State.BROKEN, "the device, or its driver, fails a trial computation")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine()
+    models = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def _kernels() -> Iterator[Finding]:
+    if cpu.available:
+        yield Finding("cpu", "C++ extension, all rules")
+    else:
+        remedy = "see the C++ extension above"
+        yield Finding("cpu", "torch's fused kernels for SGD and Adam, plain torch else", State.NOTE, remedy)
+    if torch.cuda.is_available():
+        yield _cuda_kernels()
+    module: Any = getattr(torch, "npu", None)
+    if module is not None and module.is_available():
+        device = torch.device("npu", module.current_device())
+        for kernel in npu.KERNELS:
+            yield _npu_kernel(kernel, device)
+
+
+def _cuda_kernels() -> Finding:
+    with _logged() as said:
+        if cuda.takes_ranges():
+            return Finding("cuda", f"Triton {_version('triton')}, all rules")
+    reason = said[0] if said else "APEX_NPU_NO_TRITON is set"
+    return Finding("cuda", f"torch's own kernels, with more launches: {reason}", State.NOTE, "pip install triton")
+
+
+def _npu_kernel(kernel: str, device: torch.device) -> Finding:
+    name = f"npu, {kernel}"
+    with _logged() as said:
+        if npu.works(kernel, device):
+            return Finding(name, "used: a trial step gave the right result")
+    return Finding(name, said[0] if said else "not available, plain torch is used (more launches)", State.NOTE)
+
+
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    """What the library logs meanwhile; it says each thing once in a process."""
+    said: list[str] = []
+
+    class _Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage().removeprefix("apex_npu: "))
+
+    logger, listener = logging.getLogger("apex_npu"), _Listener()
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield said
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(level)
+        logger.propagate = propagates
+
+
+# --- processes and names ---------------------------------------------------------------------------------------------
+
+
+def _collectives() -> Iterator[Finding]:
+    if not dist.is_available():
+        yield Finding("torch.distributed", "not in this torch", State.NOTE)
+        return
+    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    there["hccl"] = "hccl" in dist.Backend.backend_list
+    yield Finding("backends", ", ".join(name for name, is_there in there.items() if is_there) or "none")
+
+
+def _apex() -> Iterator[Finding]:
+    taken = names_taken()
+    for name, refusal in taken.items():
+        reason, _, remedy = refusal.partition(". ")
+        yield Finding(name, reason, State.BROKEN, remedy)
+    if not taken:
+        version = _version("apex")
+        served = f"the installed wheel apex {version}" if version else "python -m apex_npu run, or install_as_apex()"
+        yield Finding("apex", f"free: served by {served}")
+    if _version("apex") and _version("apex_npu") and not taken:
+        remedy = "pip uninstall one of the two: the wheel apex has apex_npu in it"
+        yield Finding("apex and apex_npu", "both are installed", State.BROKEN, remedy)

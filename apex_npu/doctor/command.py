@@ -1,0 +1,62 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``python -m apex_npu doctor``: the report, as text or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from apex_npu.compat.pipeline.command_line import Argument, Command
+
+if TYPE_CHECKING:
+    from apex_npu.doctor.checks import Section
+
+_WIDTH = 110
+_MARKS = {"ok": " ", "note": "·", "broken": "✗"}
+
+
+def _run(options: argparse.Namespace) -> int:
+    # A torch_npu that is broken would keep torch from being imported; the examination imports it afterwards.
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    try:
+        from apex_npu.doctor.checks import State, examine
+    except ImportError as error:
+        print(f"apex_npu: {error}: torch 2.6 or newer is needed, see https://pytorch.org", file=sys.stderr)
+        return 1
+    sections = examine()
+    broken = sum(finding.state is State.BROKEN for section in sections for finding in section.findings)
+    if options.json:
+        report = {section.title: [asdict(finding) for finding in section.findings] for section in sections}
+        print(json.dumps({"broken": broken, "sections": report}, indent=2))
+    else:
+        print("\n".join(_lines(sections)))
+        print(f"\n{broken} broken, marked ✗" if broken else "\nNothing is broken.")
+    return 1 if broken else 0
+
+
+def _lines(sections: Sequence[Section]) -> list[str]:
+    width = max(len(finding.name) for section in sections for finding in section.findings)
+    lines: list[str] = []
+    for section in sections:
+        lines += ["", section.title] if lines else [section.title]
+        for finding in section.findings:
+            first = f"{_MARKS[finding.state.value]} {finding.name:{width}}  "
+            text = finding.value + (f" → {finding.remedy}" if finding.remedy else "")
+            lines += textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=" " * len(first)) or [first]
+    return lines
+
+
+DOCTOR = Command(
+    "doctor",
+    "versions, devices, kernels and what is in the way; status 1 where something is broken",
+    _run,
+    (Argument("--json", "for programs", flag=True),),
+    usage=("[--json]",),
+)

@@ -1,0 +1,170 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``doctor`` finds what is planted: a foreign extension, another apex, a torch_npu that does not load."""
+
+import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from apex_npu import _extension
+from apex_npu.__main__ import main
+from apex_npu.doctor import checks, precision
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _no_timing(monkeypatch):
+    """Times are the machine's; and a test is to change nothing of the process."""
+    monkeypatch.setattr(checks, "speed_of_low_precision", lambda _: {torch.bfloat16: 2.0, torch.float16: 0.05})
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1"))
+
+
+@pytest.fixture
+def examine(capsys):
+    """Run the command; the exit status, and the findings by section and name."""
+
+    def run() -> tuple[int, dict[str, dict[str, dict[str, str]]]]:
+        status = main(["doctor", "--json"])
+        report = json.loads(capsys.readouterr().out)
+        assert (status == 1) == (report["broken"] > 0)
+        sections = report["sections"]
+        return status, {title: {row["name"]: row for row in rows} for title, rows in sections.items()}
+
+    return run
+
+
+def test_a_machine_on_which_all_is_well(examine, capsys):
+    status, found = examine()
+    assert found["Versions"]["torch"]["value"].startswith(torch.__version__)
+    assert "bfloat16: levels O4, O5" in found["Devices"]["cpu, low precision"]["value"]
+    assert main(["doctor"]) == status
+    text = capsys.readouterr().out
+    for title in found:
+        assert f"{title}\n" in text
+
+
+def test_an_extension_of_another_torch_is_broken(examine, monkeypatch, tmp_path):
+    note = tmp_path / "_C.torch_version"
+    note.write_text("2.0.1")
+    monkeypatch.delenv("APEX_NPU_NO_EXT", raising=False)
+    monkeypatch.setattr(_extension, "load", functools.partial(_extension.load, note))
+    status, found = examine()
+    finding = found["C++ extension"]["apex_npu._C"]
+    assert status == 1
+    assert finding["value"] == f"the C++ extension was built for torch 2.0.1, this is torch {torch.__version__}"
+    assert "pip install --no-build-isolation apex_npu" in finding["remedy"]
+
+
+@pytest.mark.parametrize("switched_off", [True, False])
+def test_no_extension_is_worth_a_note(examine, monkeypatch, tmp_path, switched_off):
+    monkeypatch.setenv("APEX_NPU_NO_EXT", "1" if switched_off else "0")
+    monkeypatch.setattr(_extension, "load", functools.partial(_extension.load, tmp_path / "missing"))
+    monkeypatch.setattr(checks.cpu, "available", False)
+    _, found = examine()
+    finding = found["C++ extension"]["apex_npu._C"]
+    assert finding["state"] == "note"
+    assert ("APEX_NPU_NO_EXT" in finding["value"]) == switched_off
+    assert found["Kernels"]["cpu"]["state"] == "note"
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"), [("amp.py", "NVIDIA's Apex"), ("lib/libapex.py", "PyPI's apex"), ("other.py", "a stranger")]
+)
+def test_another_apex_is_in_the_way(examine, monkeypatch, tmp_path, file, kind):
+    for name in ("__init__.py", file):
+        path = tmp_path / "apex" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
+        monkeypatch.delitem(sys.modules, name)
+    status, found = examine()
+    finding = found["The name apex"]["apex"]
+    assert status == 1
+    assert str(tmp_path) in finding["value"]
+    assert kind in finding["value"]
+    assert "python -m apex_npu run --force" in finding["remedy"]
+
+
+def test_a_torch_npu_that_does_not_load(examine, monkeypatch, tmp_path):
+    (tmp_path / "torch_npu").mkdir()
+    (tmp_path / "torch_npu" / "__init__.py").write_text("raise ImportError('libhccl.so: cannot open')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+    importlib.invalidate_caches()
+    status, found = examine()
+    finding = found["Versions"]["import torch_npu"]
+    assert status == 1
+    assert finding["value"] == "ImportError: libhccl.so: cannot open"
+    assert "set_env.sh" in finding["remedy"]
+
+
+def test_a_torch_that_is_too_old(examine, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cpu")
+    status, found = examine()
+    assert status == 1
+    assert found["Versions"]["torch"]["remedy"] == "torch 2.6 or newer is needed: pip install --upgrade torch"
+
+
+def test_a_device_that_fails_is_a_finding(examine, monkeypatch):
+    def fail(_):
+        raise RuntimeError("driver\nand more")
+
+    monkeypatch.setattr(checks, "speed_of_low_precision", fail)
+    status, found = examine()
+    assert status == 1
+    assert found["Devices"]["cpu, low precision"]["value"] == "RuntimeError: driver"
+
+
+def test_speeds_are_ratios_of_the_shortest_times(monkeypatch):
+    # Seconds of each run, by dtype; float16 is hopeless, and not timed a second time.
+    seconds = {torch.float32: iter([4.0, 3.0, 9, 9, 9]), torch.bfloat16: iter([2.0, 1.5, 9, 9, 9])}
+    seconds[torch.float16] = iter([90.0])
+    monkeypatch.setattr(precision, "_work", lambda dtype, device: functools.partial(lambda dtype: dtype, dtype))
+    monkeypatch.setattr(precision, "_seconds", lambda work, device: next(seconds[work()]))
+    speeds = precision.speed_of_low_precision("cpu")
+    assert speeds[torch.bfloat16] == 2.0
+    assert speeds[torch.float16] < 0.05
+    assert precision.native_dtypes(speeds) == [torch.bfloat16]
+
+
+def test_a_dtype_that_the_device_refuses(monkeypatch):
+    make = precision._work
+
+    def refuse(dtype, device):
+        if dtype == torch.float16:
+            raise RuntimeError("\"slow_conv2d_cpu\" not implemented for 'Half'")
+        return make(dtype, device)
+
+    monkeypatch.setattr(precision, "_work", refuse)
+    threads = torch.get_num_threads()
+    speeds = precision.speed_of_low_precision("cpu")
+    assert speeds[torch.float16] == 0.0
+    assert speeds[torch.bfloat16] > 0.0
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.slow
+def test_on_the_simulated_npu():
+    pytest.importorskip("npu_simulator")
+    command = [sys.executable, "-m", "npu_simulator", "-m", "apex_npu", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    devices = [row["name"] for row in json.loads(done.stdout)["sections"]["Devices"]]
+    assert "npu:0" in devices
+    assert "npu, low precision" in devices
+
+
+def test_it_starts_without_torch():
+    program = 'import sys; sys.modules["torch"] = None; from apex_npu.__main__ import main; sys.exit(main(["doctor"]))'
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert "torch 2.6 or newer is needed" in done.stderr
