@@ -61,7 +61,7 @@ help: ## this list
 	@echo '          WORKERS=4                  tests that run at a time (default: one a core)'
 
 demo: setup-demo ## trains, shows the result
-	@echo '==> training (under 3 minutes on 2 cores)'
+	@echo '==> training (under 2 minutes on 2 cores)'
 	@$(PY) examples/digits.py
 
 demo-ddp: $(if $(SIMULATED_NPU),setup-dev,setup-demo) ## two processes on this machine, gloo on the CPU

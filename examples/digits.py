@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Trains a small residual network on handwritten digits, in plain fp32 and in mixed precision.
 
-Without ``--opt-level`` three runs are compared: plain fp32 torch, O1 with torch's Adam, and O2 with NpuFusedAdam and
-combine_grad. With it, there is one run, which can be saved after every epoch and resumed:
+Without ``--opt-level`` three runs are compared: plain fp32 torch, a level that casts per operation with torch's Adam
+(O4 where the device computes bfloat16 natively, else O1), and one that casts the model with NpuFusedAdam and
+combine_grad (O5, else O2). With it, there is one run, which can be saved after every epoch and resumed:
 
     python examples/digits.py
     python examples/digits.py --opt-level O2 --combine-grad --save run.pt
@@ -25,17 +26,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from digits_report import History, Progress, print_table, save_plot
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apex_npu import amp, optimizers
-
-try:
-    from digits_report import History, Progress, print_table, save_plot
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-except ImportError as missing:
-    sys.exit(f"digits.py: {missing.name} is missing; it comes with the extra: pip install 'apex_npu[examples]'")
+from apex_npu.doctor.precision import native_dtypes, speed_of_low_precision
 
 FORMAT = "apex_npu digits checkpoint 1"
 BATCH_SIZE = 64
@@ -60,6 +56,7 @@ class Recipe:
     seed: int = 0
     lr: float = 3e-3
     samples: int = 0  # training samples; 0 for all
+    channels: int = 16  # of the first layers; the last ones have twice as many
 
     @property
     def label(self) -> str:
@@ -84,6 +81,9 @@ class Digits:
 
 def load_data(device: torch.device, *, samples: int) -> Digits:
     """Scikit-learn's 1797 digits of 8x8 pixels. The halves are fixed: seeds of runs do not move samples."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
     labels = torch.tensor(digits.target)
@@ -111,7 +111,7 @@ class Residual(nn.Module):
 class DigitNet(nn.Module):
     """A residual network in small: 8x8 pixels, then 4x4, then one average per channel."""
 
-    def __init__(self, channels: int = 16) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
         self.stem = nn.Conv2d(1, channels, 3, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(channels)
@@ -137,7 +137,7 @@ class Run:
         self.recipe = recipe
         self.history = History()
         torch.manual_seed(recipe.seed)
-        model = DigitNet().to(device)
+        model = DigitNet(recipe.channels).to(device)
         momentum = {"momentum": 0.9} if recipe.optimizer.endswith("SGD") else {}
         optimizer = OPTIMIZERS[recipe.optimizer](model.parameters(), lr=recipe.lr, **momentum)
         if recipe.opt_level is not None:
@@ -316,32 +316,78 @@ def make_parser() -> Parser:
     parser.add_argument("--samples", type=count, default=0, metavar="N", help="train on the first N alone")
     parser.add_argument("--plot", type=Path, default=Path("digits.png"), metavar="PNG")
     single = parser.add_argument_group("one run instead of the comparison")
-    single.add_argument("--opt-level", choices=["O0", "O1", "O2", "O3"])
+    single.add_argument("--opt-level", choices=["O0", "O1", "O2", "O3", "O4", "O5"])
     single.add_argument("--optimizer", choices=sorted(OPTIMIZERS), metavar="NAME", help=", ".join(sorted(OPTIMIZERS)))
     single.add_argument("--combine-grad", action="store_true", default=None, help="one flat buffer of gradients")
     single.add_argument("--loss-scale", type=loss_scale, metavar="SCALE", help="'dynamic' or a number")
+    single.add_argument("--channels", type=count, metavar="N", help=f"width of the network (default {Recipe.channels})")
     single.add_argument("--lr", type=partial(number, low=1e-8, high=100))
     single.add_argument("--save", type=Path, metavar="FILE", help="write a checkpoint after every epoch")
     single.add_argument("--resume", type=Path, metavar="FILE", help="continue from a checkpoint")
     return parser
 
 
-def recipes(args: argparse.Namespace) -> list[Recipe]:
+def recipes(args: argparse.Namespace, device: torch.device) -> list[Recipe]:
     """The one run that the command line names, or the three of the comparison."""
     common = {"epochs": args.epochs, "seed": args.seed, "samples": args.samples}
     if args.opt_level is None:
-        for name in ("optimizer", "combine_grad", "loss_scale", "lr", "save", "resume"):
+        for name in ("optimizer", "combine_grad", "loss_scale", "channels", "lr", "save", "resume"):
             if getattr(args, name) is not None:
-                raise UserError(f"--{name.replace('_', '-')} belongs to one run: name it with --opt-level O0..O3")
-        return [
-            Recipe(None, "Adam", **common),
-            Recipe("O1", "Adam", **common),
-            Recipe("O2", "NpuFusedAdam", combine_grad=True, **common),
-        ]
+                raise UserError(f"--{name.replace('_', '-')} belongs to one run: name it with --opt-level O0..O5")
+        return comparison(native_dtype(device), **common)
     optimizer = args.optimizer or "NpuFusedAdam"
     lr = args.lr or (0.1 if optimizer.endswith("SGD") else Recipe.lr)
     scaling = {"combine_grad": bool(args.combine_grad), "loss_scale": args.loss_scale}
-    return [Recipe(args.opt_level, optimizer, lr=lr, **scaling, **common)]
+    channels = args.channels or Recipe.channels
+    return [Recipe(args.opt_level, optimizer, lr=lr, channels=channels, **scaling, **common)]
+
+
+def comparison(dtype: torch.dtype | None, **common: int) -> list[Recipe]:
+    """Plain fp32 and two levels of ``dtype``, the one that the device computes natively, or None.
+
+    Arithmetic decides the time of a network that is wide enough. Where half precision is emulated, that would take
+    minutes: the network is narrow then, and the levels show that they learn as well as fp32 does.
+    """
+    if dtype is None:
+        print("This device computes neither float16 nor bfloat16 natively: the levels show accuracy, not speed.")
+    casts_functions, casts_model = ("O4", "O5") if dtype == torch.bfloat16 else ("O1", "O2")
+    channels = Recipe.channels if dtype is None else 64
+    return [
+        Recipe(None, "Adam", channels=channels, **common),
+        Recipe(casts_functions, "Adam", channels=channels, **common),
+        Recipe(casts_model, "NpuFusedAdam", combine_grad=True, channels=channels, **common),
+    ]
+
+
+def native_dtype(device: torch.device) -> torch.dtype | None:
+    """The low-precision dtype that the device computes natively, the faster one of two; None where there is none."""
+    if device.type != "cpu":
+        return torch.float16
+    return next(iter(native_dtypes(speed_of_low_precision(device))), None)
+
+
+def time_of_steps(device: torch.device) -> str:
+    """A step of Adam over many small tensors, by torch.optim and fused: the shortest of some, taken in turns."""
+    shapes = [(64,), (64, 9), (32, 8)] * 100
+    # The fastest that torch has: its fused kernel on cpu and cuda.
+    fused = {"fused": True} if device.type in ("cpu", "cuda") else {"foreach": True}
+    makers = {"torch.optim.Adam": partial(torch.optim.Adam, **fused), "NpuFusedAdam": optimizers.NpuFusedAdam}
+    steps = {}
+    for name, make in makers.items():
+        params = [nn.Parameter(torch.ones(shape, device=device)) for shape in shapes]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        steps[name] = make(params).step
+    times = dict.fromkeys(steps, math.inf)
+    for _ in range(20):
+        for name, step in steps.items():
+            started = time.perf_counter()
+            step()
+            if device.type != "cpu":
+                torch.get_device_module(device).synchronize()
+            times[name] = min(times[name], time.perf_counter() - started)
+    shown = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in times.items())
+    return f"A step of Adam over {len(shapes)} small tensors: {shown}"
 
 
 def check_writable(option: str, path: Path | None) -> None:
@@ -360,31 +406,28 @@ def find_device(name: str) -> torch.device:
     return torch.device((there or ["cpu"])[0] if name == "auto" else name)
 
 
-def computes_halfs(device: torch.device) -> bool:
-    """Whether the device has instructions for fp16 arithmetic; a CPU that cannot be asked counts as one without."""
-    if device.type != "cpu":
-        return True
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split()
-    except OSError:
-        return sys.platform == "darwin" and os.uname().machine == "arm64"
-    return bool({"avx512_fp16", "amx_fp16", "fphp", "asimdhp"} & set(flags))
+def check_packages() -> None:
+    """Says before the training which package is missing."""
+    for name, package in {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm"}.items():
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"{package} is missing; it comes with the extra: pip install 'apex_npu[examples]'")
 
 
 def run_all(args: argparse.Namespace) -> None:
     """Trains what the command line asks for and shows the result."""
-    todo = recipes(args)
+    check_packages()
     check_writable("--save", args.save)
     check_writable("--plot", args.plot)
     device = find_device(args.device)
-    print(f"digits.py: torch {torch.__version__} on {device.type}, {args.epochs} epochs, seed {args.seed}")
-    if not computes_halfs(device):
-        print("This CPU has no half-precision arithmetic of its own: the demo proves correctness, not speed.")
+    print(f"digits.py: torch {torch.__version__} on {device.type}, {args.epochs} epochs, seed {args.seed}", flush=True)
+    todo = recipes(args, device)
     torch.backends.cudnn.deterministic = True  # same seed, same losses
     # Batches this small are not worth sharing among cores, which on a busy machine would mostly wait for each other.
     torch.set_num_threads(1)
     histories = {recipe.label: train(recipe, device, save=args.save, resume=args.resume) for recipe in todo}
     print_table(histories)
+    if len(todo) > 1:
+        print(time_of_steps(device))
     save_plot(histories, args.plot)
     print(f"Curves of loss and loss scale: {args.plot}")
 

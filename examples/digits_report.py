@@ -10,13 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-import matplotlib
-
-matplotlib.use("Agg")  # before pyplot: there may be no screen
-
-from matplotlib import pyplot
-from tqdm import tqdm
-
 # Okabe and Ito's palette, which colour-blind readers tell apart; line styles tell runs apart in black and white.
 COLOURS = ["#000000", "#E69F00", "#0072B2", "#009E73"]
 STYLES = ["-", "--", "-.", ":"]
@@ -57,6 +50,8 @@ class Progress:
 
     def __init__(self, label: str, *, epochs: int, steps_per_epoch: int, done: int) -> None:
         self.label, self.epochs = label, epochs
+        from tqdm import tqdm
+
         self.out: TextIO = sys.stdout
         if done:
             print(f"{label}: continuing after epoch {done} of {epochs}", file=self.out, flush=True)
@@ -96,17 +91,19 @@ class Progress:
 
 
 def print_table(histories: dict[str, History]) -> None:
-    """One line per run."""
-    rows = [("run", "test accuracy", "epochs/s", "skipped steps", "final loss scale")]
+    """One line per run; the last column is the speed over that of the first run."""
+    rows = [("run", "test accuracy", "skipped steps", "final loss scale", "epochs/s", "speed")]
+    first = next(iter(histories.values())).epochs_per_second
     for label, history in histories.items():
         scaled = bool(history.scales)
         rows.append(
             (
                 label,
                 f"{history.test_accuracies[-1]:.2%}",
-                f"{history.epochs_per_second:.2f}",
                 str(history.skipped) if scaled else "-",
                 f"{history.scales[-1]:.0f}" if scaled else "-",
+                f"{history.epochs_per_second:.2f}",
+                f"{history.epochs_per_second / first:.2f}x",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -121,6 +118,12 @@ def print_table(histories: dict[str, History]) -> None:
 
 def save_plot(histories: dict[str, History], path: Path) -> None:
     """Training loss, test loss and loss scale of all runs, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # before pyplot: there may be no screen
+
+    from matplotlib import pyplot
+
     figure, (train, test, scale) = pyplot.subplots(3, 1, figsize=(8, 9), layout="constrained")
     looks = [
         {"color": colour, "linestyle": style, "linewidth": width}

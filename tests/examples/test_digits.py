@@ -34,6 +34,8 @@ def digits(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import digits
 
+    # What the comparison compares is to depend on no machine.
+    monkeypatch.setattr(digits, "native_dtype", lambda device: None)
     return digits
 
 
@@ -123,15 +125,48 @@ def differences(left: object, right: object, where: str = "") -> list[str]:
     return [] if left == right else [where]
 
 
-def test_comparison_prints_a_table_and_draws_a_picture(run, tmp_path):
-    status, out, err = run("--epochs", "2")
+@pytest.mark.parametrize(("native", "levels"), [(None, ("O1", "O2")), (torch.bfloat16, ("O4", "O5"))])
+def test_comparison_prints_a_table_and_draws_a_picture(digits, run, monkeypatch, tmp_path, native, levels):
+    monkeypatch.setattr(digits, "native_dtype", lambda device: native)
+    status, out, err = run("--epochs", "2", "--samples", "64")
     assert status == 0
     assert err == ""
     assert "\r" not in out  # without a terminal: lines instead of a progress bar
-    for run_name in ("fp32 torch, Adam", "O1, Adam", "O2, NpuFusedAdam, combine_grad"):
+    for run_name in ("fp32 torch, Adam", f"{levels[0]}, Adam", f"{levels[1]}, NpuFusedAdam, combine_grad"):
         assert f"{run_name}: epoch 2/2" in out
     assert "final loss scale" in out
+    assert ("accuracy, not speed" in out) == (native is None)
+    assert "A step of Adam over 300 small tensors: torch.optim.Adam" in out
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_accelerators_are_compared_in_float16(digits, monkeypatch):
+    monkeypatch.undo()
+    assert digits.native_dtype(torch.device("cuda")) == torch.float16
+    levels = [recipe.opt_level for recipe in digits.comparison(torch.float16)]
+    assert levels == [None, "O1", "O2"]
+
+
+def test_help_needs_no_other_package():
+    program = """
+import runpy, sys
+for name in ("matplotlib", "sklearn", "tqdm"):
+    sys.modules[name] = None  # importing it fails
+sys.argv = ["digits.py", *sys.argv[1:]]
+sys.path.insert(0, "examples")
+runpy.run_path("examples/digits.py", run_name="__main__")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program, "--help"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--opt-level" in done.stdout
+
+
+def test_a_missing_package_is_named(digits, run, monkeypatch):
+    find = digits.importlib.util.find_spec
+    monkeypatch.setattr(digits.importlib.util, "find_spec", lambda name: None if name == "sklearn" else find(name))
+    refused(run(), "scikit-learn is missing", "pip install 'apex_npu[examples]'")
 
 
 def test_levels_follow_plain_fp32(digits):
