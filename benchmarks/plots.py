@@ -1,6 +1,11 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Draws results/cpu.csv, and cuda.csv where there is one: share of the ceiling, baselines, and how cost grows."""
+"""Draws results/cpu.csv, and cuda.csv where there is one: share of the ceiling, baselines, and how cost grows.
+
+    python benchmarks/plots.py
+
+``results/speed.png``, the picture of the first page, is drawn from cpu.csv alone.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +59,72 @@ def _growth(axes: Any, table: Table, sweep: dict[str, int], label: str) -> None:
     axes.legend(fontsize="small")
 
 
+# What the bars of the first page stand for, with Okabe and Ito's colours, which colour-blind readers tell apart.
+_COLOURS = {"torch": "#999999", "patch of 2020": "#E69F00", "apex_npu": "#0072B2", "apex_npu, folded": "#56B4E9"}
+_WHOLE_STEP = {
+    "torch": "foreach copies, GradScaler, clip, fused",
+    "apex_npu": "apex_npu, as written",
+    "apex_npu, folded": "apex_npu, folded",
+}
+_WORKLOADS = {"resnet50": "ResNet-50", "bert": "BERT", "small2000": "2,000 small tensors"}
+
+
+def _whole_steps(table: Table) -> dict[str, dict[str, float]]:
+    """Workload → what is drawn → speed over torch's, of a whole O2 step."""
+    rows = {(row["workload"], row["variant"]): row for row in table if row["comparison"] == "whole O2 step"}
+    return {
+        shown: {label: 1 / float(rows[workload, variant]["ratio"]) for label, variant in _WHOLE_STEP.items()}
+        for workload, shown in _WORKLOADS.items()
+    }
+
+
+def _small_steps(table: Table) -> dict[str, dict[str, float]]:
+    """Rule → what is drawn → speed over the fastest of torch's implementations and timm's, for many small tensors."""
+    speeds = {}
+    for rule, variants in _steps(table, "small2000").items():
+        times = {name: float(row["ratio"]) for name, row in variants.items()}
+        others = [time for name, time in times.items() if name.startswith(("torch ", "timm"))]
+        if others:
+            fastest = min(others)
+            speeds[rule] = {"torch": 1.0, "patch of 2020": fastest / times["old patch"], "apex_npu": fastest}
+    return speeds
+
+
+def _bars(axes: Any, speeds: dict[str, dict[str, float]]) -> None:
+    labels = list(next(iter(speeds.values())))
+    for place, label in enumerate(labels):
+        heights = [row + 0.27 * (place - 1) for row in range(len(speeds))]
+        values = [row[label] for row in speeds.values()]
+        axes.barh(heights, values, 0.25, label=label, color=_COLOURS[label])
+        if label.startswith("apex_npu"):
+            for height, value in zip(heights, values, strict=True):
+                axes.text(value, height, f" {value:.1f}x", va="center", fontsize=8)
+    axes.set_yticks(range(len(speeds)), list(speeds))
+    axes.set_xlabel("speed, torch = 1", fontsize=9)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, ncols=len(labels), loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
+
+
+def write_front(results: Path = RESULTS) -> None:
+    """The picture of the first page."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    table = read_csv(results / "cpu.csv")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+    _bars(left, _whole_steps(table))
+    left.set_title("A whole O2 step with Adam: unscale, check, clip, step, clear", fontsize=10)
+    _bars(right, _small_steps(table))
+    right.set_title("A step over 2,000 small tensors; torch: its fastest, or timm", fontsize=10)
+    figure.savefig(results / "speed.png", dpi=110, metadata={"Software": None})
+    plt.close(figure)
+    print(f"written: {results / 'speed.png'}")
+
+
 def write(results: Path = RESULTS) -> None:
     """One PNG for each device that has been timed; none without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
@@ -80,3 +151,9 @@ def write(results: Path = RESULTS) -> None:
         figure.savefig(results / f"{device}.png", dpi=80, metadata={"Software": None})
         plt.close(figure)
         print(f"written: {results / f'{device}.png'}")
+    if (results / "cpu.csv").exists():
+        write_front(results)
+
+
+if __name__ == "__main__":
+    write()
