@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu``: ``run``, ``migrate`` and ``patch`` for scripts and packages, ``doctor`` for the machine.
+"""``python -m apex_npu``: ``run``, ``migrate``, ``patch``, ``convert`` and ``doctor``.
 
 ``COMMANDS`` is the table of all commands. A package that adds one defines its ``Command``.
 """
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from apex_npu.compat import install_as_apex
 from apex_npu.compat.pipeline.command_line import Argument, Command, parser_of, split_rest
 from apex_npu.compat.pipeline.commands import PATCH
+from apex_npu.convert.command import CONVERT
 from apex_npu.doctor.command import DOCTOR
 from apex_npu.migrate.command import MIGRATE
 
@@ -27,6 +28,7 @@ Runs a script in which the name apex, with apex.amp and apex.optimizers, is apex
   --device npu   what is written for CUDA is rewritten for npu, in memory, as it is imported
 Or rewrites scripts for CUDA and apex for npu; migrate --help lists its options.
 Or patches a checkout of NVIDIA's Apex, so that it answers with apex_npu; --reverse takes the patch out.
+Or shows what is in a checkpoint, and converts it between apex and torch.
 Or examines this machine: versions, devices, kernels, and what is in the way.
 With several processes: torchrun --nproc-per-node 8 -m apex_npu run script.py"""
 
@@ -80,7 +82,7 @@ RUN = Command(
     ),
     passes_rest=True,
 )
-COMMANDS = (RUN, MIGRATE, PATCH, DOCTOR)
+COMMANDS = (RUN, MIGRATE, PATCH, CONVERT, DOCTOR)
 
 
 def main(arguments: Sequence[str]) -> int:

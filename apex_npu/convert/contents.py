@@ -1,0 +1,152 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which of a checkpoint's entries is the state of what, told by their structure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+# What the states of a rule have, the more particular ones first.
+_RULES = {
+    ("exp_avg", "exp_avg_sq"): "Adam, AdamW or LAMB",
+    ("square_avg", "acc_delta"): "Adadelta",
+    ("square_avg",): "RMSprop",
+    ("next_m", "next_v"): "BertAdam",
+    ("momentum_buffer",): "SGD with momentum",
+    ("sum",): "Adagrad",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One state in a checkpoint.
+
+    Attributes:
+        path: The keys that lead to it from the top; empty where the checkpoint is this state alone.
+        kind: ``"optimizer"``, ``"amp"`` (loss scales in Apex's format), ``"GradScaler"``, ``"model"`` or ``"other"``.
+        value: The state.
+    """
+
+    path: tuple[str | int, ...]
+    kind: str
+    value: Any
+
+    @property
+    def name(self) -> str:
+        """The path in Python's notation; "checkpoint" for the whole."""
+        return "checkpoint" + "".join(f"[{key!r}]" for key in self.path)
+
+    def describe(self) -> str:
+        """One line on what it holds."""
+        return _DESCRIPTIONS[self.kind](self.value)
+
+
+def parts_of(checkpoint: Any) -> Iterator[Part]:
+    """The states in ``checkpoint``, in their order; nested dicts are searched.
+
+    Example::
+
+        >>> checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
+        >>> [part.kind for part in apex_npu.convert.contents.parts_of(checkpoint)]
+        ['model', 'optimizer', 'amp']
+    """
+    yield from _search(checkpoint, ())
+
+
+def _search(value: Any, path: tuple[str | int, ...]) -> Iterator[Part]:
+    kind = next((kind for kind, is_one in _KINDS.items() if isinstance(value, Mapping) and is_one(value)), None)
+    if kind is not None:
+        yield Part(path, kind, value)
+    elif isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
+        for key, entry in value.items():
+            yield from _search(entry, (*path, key))
+    elif isinstance(value, list | tuple) and value and all(_is_optimizer(entry) for entry in value):
+        for index, entry in enumerate(value):
+            yield Part((*path, index), "optimizer", entry)
+    else:
+        yield Part(path, "other", value)
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
+
+
+def _is_amp(value: Mapping[Any, Any]) -> bool:
+    entries = [isinstance(state, Mapping) and {"loss_scale", "unskipped"} <= state.keys() for state in value.values()]
+    return bool(entries) and all(entries)
+
+
+def _is_grad_scaler(value: Mapping[Any, Any]) -> bool:
+    return {"scale", "_growth_tracker"} <= value.keys()
+
+
+def _is_model(value: Mapping[Any, Any]) -> bool:
+    return bool(value) and all(isinstance(key, str) for key in value) and any(map(_is_weight, value.values()))
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+_KINDS: dict[str, Callable[[Mapping[Any, Any]], bool]] = {
+    "optimizer": _is_optimizer,
+    "amp": _is_amp,
+    "GradScaler": _is_grad_scaler,
+    "model": _is_model,
+}
+
+
+# --- in words --------------------------------------------------------------------------------------------------------
+
+
+def _describe_optimizer(value: Mapping[str, Any]) -> str:
+    entries = [entry for entry in value["state"].values() if isinstance(entry, Mapping)]
+    names = set().union(*entries)
+    rule = next((rule for wanted, rule in _RULES.items() if set(wanted) <= names), "no state that is known")
+    groups = value["param_groups"]
+    count = sum(len(group["params"]) for group in groups)
+    steps = {"in its groups, as NVIDIA's optimizers count": any("step" in group for group in groups)}
+    steps["in each state, as torch.optim counts"] = "step" in names
+    where = " and ".join(text for text, is_there in steps.items() if is_there) or "nowhere"
+    masters = ", float32 masters" if "master_param" in names else ""
+    return (
+        f"optimizer: {rule} ({', '.join(sorted(names)) or 'stateless'}), {len(entries)} of {count} parameters have "
+        f"state, {len(groups)} groups{masters}; its step is {where}"
+    )
+
+
+def _describe_amp(value: Mapping[str, Any]) -> str:
+    return "amp: " + ", ".join(f"loss scale {state['loss_scale']:g}" for state in value.values())
+
+
+def _describe_grad_scaler(value: Mapping[str, Any]) -> str:
+    return f"torch.amp.GradScaler: loss scale {value['scale']:g}"
+
+
+def _describe_model(value: Mapping[str, Any]) -> str:
+    tensors = [entry for entry in value.values() if isinstance(entry, Tensor)]
+    dtypes = Counter(str(entry.dtype).removeprefix("torch.") for entry in tensors)
+    prefix = ", names begin with module." if all(name.startswith("module.") for name in value) else ""
+    shown = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common())
+    return f"model: {len(tensors)} tensors, {sum(entry.numel() for entry in tensors):,} elements ({shown}){prefix}"
+
+
+def _describe_other(value: Any) -> str:
+    if isinstance(value, bool | int | float | str | None):
+        text = repr(value)
+        return text if len(text) <= 60 else text[:57] + "..."
+    return type(value).__name__
+
+
+_DESCRIPTIONS: dict[str, Callable[[Any], str]] = {
+    "optimizer": _describe_optimizer,
+    "amp": _describe_amp,
+    "GradScaler": _describe_grad_scaler,
+    "model": _describe_model,
+    "other": _describe_other,
+}

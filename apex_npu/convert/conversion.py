@@ -1,0 +1,137 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Translates the states of a checkpoint. Nothing is written into the one that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_npu.convert.contents import Part, parts_of
+
+TARGETS = ("apex", "torch")
+# What a GradScaler has beside its scale, as torch's own begins.
+_GRAD_SCALER = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+
+
+def convert(checkpoint: Any, to: str, *, strip_module: bool = False) -> tuple[Any, list[str]]:
+    """``checkpoint`` in the form that ``to`` loads.
+
+    - Loss scales become those of ``torch.amp.GradScaler`` (``to="torch"``) or of ``amp.load_state_dict`` (``"apex"``,
+      which apex_npu reads as well). A GradScaler has one scale: of several losses the smallest counts.
+    - The step of an optimizer is in each parameter's state for torch.optim, and in the group for NVIDIA's optimizers.
+      Both places get it, which all of them load.
+    - float32 masters in an optimizer's state (NVIDIA's ``master_weights``) are taken out for torch, which would drop
+      them.
+    - Models are not changed, but for the prefix ``module.`` where ``strip_module`` is set.
+
+    Args:
+        checkpoint: As ``torch.load`` returns it.
+        to: ``"torch"``, or ``"apex"`` for NVIDIA's Apex and apex_npu.
+        strip_module: Take the prefix that DistributedDataParallel adds off the names of models.
+
+    Returns:
+        The new checkpoint, which shares tensors with the old one, and a sentence for each change.
+
+    Raises:
+        ValueError: ``to`` is unknown, there is nothing to convert, or parameters of one group have taken different
+            numbers of steps, which NVIDIA's optimizers cannot express.
+
+    Example::
+
+        >>> checkpoint, changes = apex_npu.convert.conversion.convert(torch.load("apex.pt"), to="torch")
+        >>> optimizer.load_state_dict(checkpoint["optimizer"])
+    """
+    if to not in TARGETS:
+        raise ValueError(f"to={to!r}: {' or '.join(map(repr, TARGETS))} is expected")
+    parts = list(parts_of(checkpoint))
+    if all(part.kind == "other" for part in parts):
+        raise ValueError(f"there is no state of a model, an optimizer or a loss scaler in this {_type(checkpoint)}")
+    changes: list[str] = []
+    for part in parts:
+        new, said = _converted(part, to, strip_module)
+        if said:
+            checkpoint = _with(checkpoint, part.path, new)
+            changes += [f"{part.name}: {text}" for text in said]
+    return checkpoint, changes
+
+
+def _converted(part: Part, to: str, strip_module: bool) -> tuple[Any, list[str]]:
+    if part.kind == "amp" and to == "torch":
+        return _to_grad_scaler(part.value)
+    if part.kind == "GradScaler" and to == "apex":
+        return _to_amp(part.value)
+    if part.kind == "optimizer":
+        return _with_steps(part, to)
+    if part.kind == "model" and strip_module:
+        return _stripped(part.value)
+    return part.value, []
+
+
+def _to_grad_scaler(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    smallest = min(state.values(), key=lambda entry: float(entry["loss_scale"]))
+    scale = float(smallest["loss_scale"])
+    said = [f"loss scale {scale:g} as torch.amp.GradScaler's"]
+    if len(state) > 1:
+        said.append(f"the smallest of {len(state)} loss scales, since a GradScaler has one")
+    return {"scale": scale, **_GRAD_SCALER, "_growth_tracker": int(smallest["unskipped"])}, said
+
+
+def _to_amp(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    scale = float(state["scale"])
+    entry = {"loss_scale": scale, "unskipped": int(state["_growth_tracker"])}
+    return {"loss_scaler0": entry}, [f"loss scale {scale:g} as amp's, of one loss"]
+
+
+def _stripped(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    if not all(name.startswith("module.") for name in state):
+        return state, []
+    return {name.removeprefix("module."): value for name, value in state.items()}, ["module. taken off the names"]
+
+
+def _with_steps(part: Part, to: str) -> tuple[dict[str, Any], list[str]]:
+    """An optimizer's state with its steps in both places."""
+    said: dict[str, None] = {}
+    state = {index: dict(entry) for index, entry in part.value["state"].items()}
+    groups = [dict(group) for group in part.value["param_groups"]]
+    for number, group in enumerate(groups):
+        entries = [state[index] for index in group["params"] if state.get(index)]
+        steps = {_count(entry["step"]) for entry in entries if "step" in entry}
+        if "step" in group:
+            for entry in entries:
+                if "step" not in entry:
+                    entry["step"] = torch.tensor(float(_count(group["step"])))
+                    said["steps of the groups copied to the states"] = None
+        elif len(steps) == 1 and to == "apex":
+            group["step"] = steps.pop()
+            said["steps of the states copied to the groups"] = None
+        elif len(steps) > 1 and to == "apex":
+            raise ValueError(
+                f"{part.name}: the parameters of group {number} have taken {min(steps)} to {max(steps)} steps, and "
+                "NVIDIA's optimizers count one for a group. apex_npu's load it as it is"
+            )
+        for entry in entries:
+            if to == "torch" and entry.pop("master_param", None) is not None:
+                said["float32 masters taken out: torch.optim steps the model's own parameters"] = None
+    return {**part.value, "state": state, "param_groups": groups}, list(said)
+
+
+def _count(step: Any) -> int:
+    return int(step.item() if isinstance(step, Tensor) else step)
+
+
+def _with(container: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A copy of ``container`` in which ``value`` is at ``path``; what is not on the way is shared."""
+    if not path:
+        return value
+    key, *rest = path
+    copy = list(container) if isinstance(container, list | tuple) else dict(container)
+    copy[key] = _with(container[key], tuple(rest), value)
+    return tuple(copy) if isinstance(container, tuple) else copy
+
+
+def _type(value: Any) -> str:
+    return type(value).__name__

@@ -1,0 +1,233 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Converted checkpoints are loaded by torch's own classes, which go on as if nothing had been converted."""
+
+import argparse
+import copy
+import os
+import stat
+
+import pytest
+import torch
+
+from apex_npu import optimizers
+from apex_npu.__main__ import main
+from apex_npu.convert import files
+from apex_npu.convert.contents import parts_of
+from apex_npu.convert.conversion import convert
+
+OPTIONS = {"lr": 0.1, "weight_decay": 0.01}
+
+
+def params() -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((3, 2), (5,))]
+
+
+def train(optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    for step in steps:
+        for param in held:
+            param.grad = torch.cos(param.detach() * (step + 1))
+        optimizer.step()
+    return [param.detach().clone() for param in held]
+
+
+def as_nvidia(state: dict) -> dict:
+    """As NVIDIA's FusedAdam saves it: one count for each group, none in the states."""
+    state = copy.deepcopy(state)
+    for group in state["param_groups"]:
+        group["step"] = int(state["state"][group["params"][0]]["step"])
+    for entry in state["state"].values():
+        del entry["step"]
+    return state
+
+
+def test_nvidias_state_goes_on_in_torch():
+    whole = torch.optim.AdamW(params(), **OPTIONS)
+    expected = train(whole, range(6))
+    first = torch.optim.AdamW(params(), **OPTIONS)
+    weights = train(first, range(3))
+    checkpoint = {"optimizer": as_nvidia(first.state_dict())}
+
+    converted, changes = convert(checkpoint, "torch")
+    second = torch.optim.AdamW([torch.nn.Parameter(weight) for weight in weights], **OPTIONS)
+    second.load_state_dict(converted["optimizer"])
+    assert all(map(torch.equal, train(second, range(3, 6)), expected))
+    assert changes == ["checkpoint['optimizer']: steps of the groups copied to the states"]
+    assert "step" not in checkpoint["optimizer"]["state"][0]  # the one that was given is as it was
+
+
+def test_torchs_state_goes_on_in_nvidias_class():
+    expected = train(torch.optim.AdamW(params(), **OPTIONS), range(6))
+    first = torch.optim.AdamW(params(), **OPTIONS)
+    weights = train(first, range(3))
+    converted, _ = convert(first.state_dict(), "apex")
+    assert converted["param_groups"][0]["step"] == 3
+    second = optimizers.FusedAdam([torch.nn.Parameter(weight) for weight in weights], **OPTIONS)
+    second.load_state_dict(converted)
+    for actual, wanted in zip(train(second, range(3, 6)), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_unequal_steps_have_no_form_in_nvidias():
+    optimizer = torch.optim.Adam(params())
+    train(optimizer, range(2))
+    optimizer.state_dict()["state"][1]["step"].fill_(5.0)
+    with pytest.raises(ValueError, match="the parameters of group 0 have taken 2 to 5 steps"):
+        convert({"optimizer": optimizer.state_dict()}, "apex")
+
+
+def test_masters_are_taken_out_for_torch():
+    held = [torch.nn.Parameter(param.detach().bfloat16()) for param in params()]
+    optimizer = optimizers.FusedAdam(held, master_weights=True)
+    train(optimizer, range(2))
+    converted, changes = convert({"optim": optimizer.state_dict()}, "torch")
+    assert all("master_param" not in entry for entry in converted["optim"]["state"].values())
+    assert any("float32 masters taken out" in change for change in changes)
+    torch.optim.AdamW(held).load_state_dict(converted["optim"])
+
+
+def test_loss_scales_both_ways():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))  # makes the scale
+    converted, _ = convert({"scaler": scaler.state_dict()}, "apex")
+    assert converted == {"scaler": {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 0}}}
+
+    apex = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}, "loss_scaler1": {"loss_scale": 64.0, "unskipped": 3}}
+    back, changes = convert(apex, "torch")
+    loaded = torch.amp.GradScaler("cpu")
+    loaded.load_state_dict(back)
+    assert loaded.get_scale() == 64.0
+    assert loaded.state_dict()["_growth_tracker"] == 3
+    assert loaded.state_dict().keys() == back.keys()
+    assert any("the smallest of 2 loss scales" in change for change in changes)
+
+
+def test_prefix_of_data_parallel_models():
+    model = torch.nn.Linear(2, 3)
+    state = {f"module.{name}": value for name, value in model.state_dict().items()}
+    converted, _ = convert({"state_dict": state, "epoch": 3}, "torch", strip_module=True)
+    torch.nn.Linear(2, 3).load_state_dict(converted["state_dict"])
+    assert converted["epoch"] == 3
+    assert convert({"state_dict": state}, "torch")[0]["state_dict"] is state
+
+
+def test_nothing_to_convert():
+    with pytest.raises(ValueError, match="there is no state of a model, an optimizer or a loss scaler in this dict"):
+        convert({"epoch": 3}, "torch")
+    with pytest.raises(ValueError, match="to='onnx'"):
+        convert({}, "onnx")
+
+
+def test_lists_of_optimizers():
+    states = [torch.optim.SGD(params(), lr=0.1).state_dict(), torch.optim.SGD(params(), lr=0.2).state_dict()]
+    assert [part.name for part in parts_of({"optimizers": states})] == [
+        "checkpoint['optimizers'][0]",
+        "checkpoint['optimizers'][1]",
+    ]
+    converted, _ = convert({"optimizers": states}, "torch")
+    assert [state["param_groups"][0]["lr"] for state in converted["optimizers"]] == [0.1, 0.2]
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    optimizer = torch.optim.AdamW(params(), **OPTIONS)
+    train(optimizer, range(3))
+    path = tmp_path / "apex.pth.tar"
+    amp = {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 2}}
+    model = torch.nn.Linear(2, 3).state_dict()
+    torch.save({"epoch": 4, "model": model, "optimizer": as_nvidia(optimizer.state_dict()), "amp": amp}, path)
+    return path
+
+
+def test_the_command_shows_what_is_inside(checkpoint, capsys):
+    assert main(["convert", str(checkpoint)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "checkpoint['epoch']: 4",
+        "checkpoint['model']: model: 2 tensors, 9 elements (2 float32)",
+        "checkpoint['optimizer']: optimizer: Adam, AdamW or LAMB (exp_avg, exp_avg_sq), 2 of 2 parameters have state, "
+        "1 groups; its step is in its groups, as NVIDIA's optimizers count",
+        "checkpoint['amp']: amp: loss scale 128",
+    ]
+
+
+def test_the_command_converts(checkpoint, tmp_path, capsys):
+    out = tmp_path / "torch.pt"
+    command = ["convert", str(checkpoint), "--to", "torch", "--out", str(out)]
+    assert main(command) == 0
+    assert "loss scale 128 as torch.amp.GradScaler's" in capsys.readouterr().out
+    state = torch.load(out)
+    torch.optim.AdamW(params()).load_state_dict(state["optimizer"])
+    torch.amp.GradScaler("cpu").load_state_dict(state["amp"])
+    assert stat.S_IMODE(out.stat().st_mode) == stat.S_IMODE(checkpoint.stat().st_mode)
+    assert main(command) == 2
+    assert "--force replaces it" in capsys.readouterr().err
+    assert main([*command, "--force"]) == 0
+
+
+class Spy:
+    """Pickled by name: restoring it would execute code of the file's choice."""
+
+    def __reduce__(self):
+        return (os.mkdir, ("executed",))
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (lambda path: None, "there is no such file"),
+        (lambda path: path.mkdir(), "there is no such file"),
+        (lambda path: path.write_bytes(b""), "not a whole checkpoint"),
+        (lambda path: path.write_text("no checkpoint"), "not a whole checkpoint"),
+        (lambda path: path.write_bytes(b"PK\x03\x04 a zip that ends"), "not a whole checkpoint"),
+        (lambda path: torch.save({"optimizer": Spy()}, path), "mkdir"),
+        (lambda path: torch.save({"args": argparse.Namespace(lr=1)}, path), "argparse.Namespace"),
+        (lambda path: torch.save({"epoch": 3}, path), "there is no state of a model"),
+        (lambda path: torch.save([1, 2], path), "in this list"),
+        (lambda path: torch.save(torch.ones(3), path), "in this Tensor"),
+    ],
+    ids=["missing", "folder", "empty", "text", "truncated", "code", "namespace", "numbers", "list", "tensor"],
+)
+def test_bad_files_are_refused_and_nothing_is_written(tmp_path, capsys, monkeypatch, write, words):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run.pt"
+    write(path)
+    assert main(["convert", str(path), "--to", "torch", "--out", str(tmp_path / "new.pt")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("apex_npu convert: ")
+    assert error.count("\n") == 1
+    assert words in error
+    assert not (tmp_path / "new.pt").exists()
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--to", "torch"], "--to and --out belong together"),
+        (["--strip-module"], "--strip-module belongs to"),
+        (["--to", "torch", "--out", "no/such/folder/new.pt"], "there is no folder no/such/folder"),
+        (["--to", "onnx", "--out", "new.pt"], "to='onnx'"),
+    ],
+    ids=" ".join,
+)
+def test_bad_options(checkpoint, tmp_path, monkeypatch, capsys, options, words):
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", str(checkpoint), *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "run.pt"
+    files.write({"epoch": 1}, path)
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="disk full"):
+        files.write({"epoch": 2}, path)
+    monkeypatch.undo()
+    assert files.read(path) == {"epoch": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.pt"]
