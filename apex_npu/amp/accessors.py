@@ -1,17 +1,25 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where a package above amp adds attributes to the optimizers that amp has adopted; ``apex_npu.compat.amp`` does.
+"""What is put between amp's methods and the own ones of the optimizers that amp has adopted, for all of them at once.
 
-An accessor is an ordinary property or method, written in a class of that package and put here once, for all optimizers.
+A package above amp adds attributes, as ``apex_npu.compat.amp`` does: ordinary properties and methods of a class of its
+own. A session with O1's casts adds a ``step``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch.optim import Optimizer
+
+from apex_npu.autocast.casting import CastHandle
+from apex_npu.autocast.monkey_patches import patch_attribute
+from apex_npu.autocast.undo import Undo
 
 
 class OptimizerAccessors(Optimizer):
-    """A base of what amp puts before an optimizer's class; it has what ``add_accessors`` was given, nothing else."""
+    """A base of what amp puts before an optimizer's class; it has what the functions below put there, nothing else."""
 
 
 def add_accessors(accessors: type) -> None:
@@ -24,3 +32,21 @@ def add_accessors(accessors: type) -> None:
     for name, value in vars(accessors).items():
         if not (name.startswith("__") and name.endswith("__")):
             setattr(OptimizerAccessors, name, value)
+
+
+def step_without(casts: CastHandle, undo: Undo) -> None:
+    """Have the own steps of adopted optimizers run with ``casts`` off, closures that amp has evaluated before aside.
+
+    Args:
+        casts: Those of O1, which are on in this thread.
+        undo: Takes the callback that takes this back.
+    """
+
+    def without_casts(_: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: OptimizerAccessors, *args: Any, **kwargs: Any) -> Any:
+            with casts.disabled():
+                return super(OptimizerAccessors, self).step(*args, **kwargs)
+
+        return step
+
+    patch_attribute(undo, OptimizerAccessors, "step", without_casts)

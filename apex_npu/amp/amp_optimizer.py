@@ -12,6 +12,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,18 +24,20 @@ from apex_npu.amp.capture import check_step
 from apex_npu.amp.checkpoint_guard import CHECKPOINTS
 from apex_npu.amp.data_parallel import GradSync
 from apex_npu.amp.deferred_inf_check import Deferral, DeferredInfCheck
-from apex_npu.amp.device_skip import check_for_device, report_later, say_skipped
-from apex_npu.amp.fused_unscale import (
+from apex_npu.amp.deferred_step import (
+    check_for_device,
     clip_at_step,
     clip_now,
     divide_before_step,
     holds,
+    report_later,
+    say_skipped,
     take_step,
     unscale_now_,
 )
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, fused_groups, state_of
-from apex_npu.amp.session import COPIED_WRITTEN, Session, current, disable_casts, warn_once
+from apex_npu.amp.session import COPIED_WRITTEN, Session, current, warn_once
 from apex_npu.amp.step_decision import explain_skips
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
@@ -72,14 +75,12 @@ class AmpOptimizerMixin(OptimizerAccessors):
             result, args, kwargs = _evaluate_closure(self, args, kwargs)
         try:
             if state.deferral is not None:
-                own = super().step
-                return _deferred_step(self, state, lambda: own(*args, **kwargs), result)
+                return _deferred_step(self, state, partial(super().step, *args, **kwargs), result)
             if state.skip:
                 _skip_step(self, state)
                 return result
             _check_ready(self, state)
-            with disable_casts():
-                result = super().step(*args, **kwargs)
+            result = super().step(*args, **kwargs)
             _end_step(self, state)
         except BaseException as error:
             if not isinstance(error, Exception):
@@ -426,12 +427,7 @@ def _warn_of_missing_gradients(optimizer: Optimizer, state: AmpOptimizerState) -
 
 
 def _deferred_step(optimizer: Optimizer, state: AmpOptimizerState, step: Callable[[], Any], loss: Any) -> Any:
-    """A step to which blocks have left something; see ``fused_unscale``. Returns ``loss`` where it is skipped."""
-
-    def without_casts() -> Any:
-        with disable_casts():
-            return step()
-
+    """A step to which blocks have left something; see ``deferred_step``. Returns ``loss`` where it is skipped."""
     state.drop_cleared()  # first: an inf that has been cleared is none
     check = check_for_device(optimizer, state)
     if check is None:
@@ -440,7 +436,7 @@ def _deferred_step(optimizer: Optimizer, state: AmpOptimizerState, step: Callabl
             _skip_step(optimizer, state)
             return loss
     _check_ready(optimizer, state)
-    result = take_step(optimizer, state, check, without_casts)
+    result = take_step(optimizer, state, check, step)
     _end_step(optimizer, state, check)
     return result
 

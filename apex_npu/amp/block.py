@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch.optim import Optimizer
 
@@ -35,6 +35,16 @@ STAGE_AFTER: dict[Delay | None, Stage] = {
 }
 
 
+class BlockArgs(NamedTuple):
+    """What a block is made for: see ``Block``, and ``scale_loss`` for ``loss_id``."""
+
+    session: Session
+    optimizers: Sequence[Optimizer]
+    work: Work
+    scaler: LossScaler
+    loss_id: int
+
+
 class Block:
     """A block: ``begin``, the user's backward, then ``end``, or ``abandon`` after an exception.
 
@@ -50,18 +60,15 @@ class Block:
     copies_grads = True
     decides = True
 
-    def __init__(
-        self, session: Session, optimizers: Sequence[Optimizer], work: Work, scaler: LossScaler, loss_id: int
-    ) -> None:
+    def __init__(self, args: BlockArgs) -> None:
         """Nothing has changed yet."""
-        self.optimizers, self.work = optimizers, work
-        self.states = [state for state, _ in work]
-        self.groups = [group for _, groups in work for group in groups]
-        self.scale, self.dynamic = scaler.scale, scaler.dynamic
+        self._session, self.optimizers, self.work, self._scaler, self._loss_id = args
+        self.states = [state for state, _ in self.work]
+        self.groups = [group for _, groups in self.work for group in groups]
+        self.scale, self.dynamic = self._scaler.scale, self._scaler.dynamic
         self.ending = False
         self._waited: dict[int, Stage] = {}
         self._unchecked = False
-        self._session, self._scaler, self._loss_id = session, scaler, loss_id
 
     @disable_dynamo
     def begin(self) -> None:
@@ -196,17 +203,9 @@ class UnscaledBlock(Block):
 class DelayingBlock(Block):
     """A block with ``delay_unscale`` or ``delay_overflow_check``, or where DistributedDataParallel may not average."""
 
-    def __init__(
-        self,
-        session: Session,
-        optimizers: Sequence[Optimizer],
-        work: Work,
-        scaler: LossScaler,
-        loss_id: int,
-        delay: Delay | None,
-    ) -> None:
+    def __init__(self, args: BlockArgs, delay: Delay | None) -> None:
         """See ``scale_loss`` for ``delay``."""
-        super().__init__(session, optimizers, work, scaler, loss_id)
+        super().__init__(args)
         self.set_delay(delay)
 
     def _end_with(self, stage: Stage, grad_scale: float = 1.0) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a model that amp has cast to low precision is in float32: its copies, and itself once amp is done with it.
+"""What a model that amp has cast to low precision is in float32: state dicts, copies, itself once amp is done with it.
 
 deepcopy and pickle copy a module by its ``__reduce_ex__``, which is an attribute of each module here, as ``forward`` is
 of the model. A copy becomes float32 when it is complete, and is put back at its level if its optimizer is copied by the
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from apex_npu.amp.master_params import fp32_value, give_fp32_state_dict, own_tensors, remove_fp32_state_dict
-from apex_npu.amp.session import current
+from apex_npu.amp.master_params import follow_
+from apex_npu.amp.session import current, master_of
 from apex_npu.autocast.containers import cast_floating
 from apex_npu.autocast.forward_cast import is_wrapped, unwrapped_forward
 from apex_npu.autocast.submodule_cast import unwatch
@@ -239,3 +239,72 @@ def to_float32(module: nn.Module, values: Mapping[str, Tensor], undo: Undo) -> N
 def _flatten(module: nn.Module) -> None:
     if isinstance(module, nn.RNNBase):
         module.flatten_parameters()
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of ``module`` itself, with their names."""
+    own = [*module._parameters.items(), *module._buffers.items()]
+    return [(name, t) for name, t in own if t is not None]
+
+
+def _show_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """state_dict hook: low-precision entries of this module appear in fp32, exact where there is a master."""
+    for name, tensor in own_tensors(module):
+        entry = state_dict.get(prefix + name)
+        if isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION and tensor.dtype == entry.dtype:
+            state_dict[prefix + name] = fp32_value(entry, master_of(tensor))
+
+
+def fp32_value(value: Tensor, master: Tensor | None) -> Tensor:
+    """``value``, of a low-precision tensor, in float32: its master's value where that rounds to it, on its device."""
+    if master is not None:
+        exact = master.detach().to(value.device)
+        # Weights that were written since the last step (a swapped-in moving average) are what is shown.
+        if torch.equal(exact.to(value.dtype), value):
+            return exact
+    return value.float()
+
+
+@torch.no_grad()
+def _fill_masters(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
+) -> None:
+    """load_state_dict hook: masters take the values as they were saved, not as the cast model rounds them."""
+    for name, tensor in module._parameters.items():
+        master = None if tensor is None else master_of(tensor)
+        entry = state_dict.get(prefix + name)
+        if master is not None and local_metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                f"load_state_dict(assign=True) would replace {prefix + name}, whose fp32 master the optimizer steps; "
+                "load without assign, or before amp.initialize"
+            )
+        if master is not None and isinstance(entry, Tensor) and entry.shape == master.shape:
+            master.copy_(entry)
+
+
+def _follow_loaded(module: nn.Module, _: Any) -> None:
+    """load_state_dict post-hook: what a module has loaded otherwise than from its entries, its masters have, too."""
+    for tensor in module._parameters.values():
+        master = None if tensor is None else master_of(tensor)
+        if tensor is not None and master is not None and master.shape == tensor.shape:
+            follow_(master, tensor)
+
+
+def give_fp32_state_dict(module: nn.Module) -> None:
+    """Let the entries of ``module`` in ``state_dict()`` and ``load_state_dict()`` be fp32, without its submodules'."""
+    module.register_state_dict_post_hook(_show_fp32)
+    module.register_load_state_dict_pre_hook(_fill_masters)
+    module.register_load_state_dict_post_hook(_follow_loaded)
+
+
+def remove_fp32_state_dict(module: nn.Module) -> None:
+    """Undo ``give_fp32_state_dict``."""
+    for key, hook in list(module._state_dict_hooks.items()):
+        if hook is _show_fp32:
+            del module._state_dict_hooks[key]
+    for key, hook in list(module._load_state_dict_pre_hooks.items()):
+        if getattr(hook, "hook", hook) is _fill_masters:  # torch wraps it
+            del module._load_state_dict_pre_hooks[key]
+    for key, hook in list(module._load_state_dict_post_hooks.items()):
+        if hook is _follow_loaded:
+            del module._load_state_dict_post_hooks[key]

@@ -5,43 +5,28 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.block import STAGE_AFTER, Delay, DelayingBlock, Work, decide
-from apex_npu.amp.deferred_inf_check import Deferral, DeferredInfCheck
-from apex_npu.amp.device_skip import supports_found_inf
-from apex_npu.amp.grad_groups import GradGroup, any_raised, found_inf_flags, look_for_overflow, separate, unscale
+from apex_npu.amp.block import STAGE_AFTER, BlockArgs, Delay, DelayingBlock, decide
+from apex_npu.amp.deferred_inf_check import DeferredInfCheck
+from apex_npu.amp.deferred_step import clip_now, deferral_of, holds, supports_found_inf
+from apex_npu.amp.grad_groups import GradGroup, any_raised, look_for_overflow, separate, unscale
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, inner_optimizer, state_of
-from apex_npu.amp.scaler import LossScaler
-from apex_npu.amp.session import Session, current
-from apex_npu.backends import number_on
+from apex_npu.amp.session import current
 from apex_npu.backends._torch_private import disable_dynamo
-from apex_npu.fusion import FlatGrads, HasFusedGroups, clip_coefficient, total_grad_norm
-from apex_npu.ops import divides_in_update, joins_lists
 
 
 class DeferringBlock(DelayingBlock):
     """A block of optimizers that have a ``Deferral``: gradients are divided, or their step is skipped, later."""
 
-    def __init__(
-        self,
-        session: Session,
-        optimizers: Sequence[Optimizer],
-        work: Work,
-        scaler: LossScaler,
-        loss_id: int,
-        delay: Delay | None,
-        *,
-        may_defer: bool,
-    ) -> None:
+    def __init__(self, args: BlockArgs, delay: Delay | None, *, may_defer: bool) -> None:
         """Of ``may_defer`` the check may be left open: what processes decide together may not. See ``scale_loss``."""
-        super().__init__(session, optimizers, work, scaler, loss_id, delay)
-        self._fuses = any(state.policy.fuse_unscale for state, _ in work)
+        super().__init__(args, delay)
+        self._fuses = any(state.policy.fuse_unscale for state in self.states)
         self._alone = may_defer
         self._open: DeferredInfCheck | None = None
 
@@ -60,7 +45,7 @@ class DeferringBlock(DelayingBlock):
                 self._unchecked |= state.grads.unchecked
                 if state.skip:
                     state.drop_overflowed()
-                    _deferral(state).clip_coefficient = None  # of gradients that are zeros now; NaN, maybe
+                    deferral_of(state).clip_coefficient = None  # of gradients that are zeros now; NaN, maybe
                 if state.stage in (Stage.DELAYED, Stage.LOCAL):
                     self._begin_delayed(state, groups)
                 for group in groups:
@@ -124,7 +109,7 @@ class DeferringBlock(DelayingBlock):
     def decide(self, found_inf: bool) -> None:
         """See ``Block``."""
         if self._open is not None:
-            _deferral(self.work[0][0]).check = self._session.open_checks[self._scaler] = self._open
+            deferral_of(self.work[0][0]).check = self._session.open_checks[self._scaler] = self._open
         else:
             super().decide(found_inf)
 
@@ -135,11 +120,6 @@ class DeferringBlock(DelayingBlock):
         for group in groups:
             group.abandon_block(1.0)
         self._end_abandoned(state)
-
-
-def _deferral(state: AmpOptimizerState) -> Deferral:
-    assert state.deferral is not None
-    return state.deferral
 
 
 def check_fusible(given: Sequence[Any]) -> None:
@@ -175,174 +155,3 @@ def _check_unshared(optimizers: Sequence[Optimizer]) -> None:
                     f"{type(optimizer).__name__}: with fuse_unscale=True each would unscale its gradient; leave "
                     "fuse_unscale out"
                 )
-
-
-# What the step does
-
-
-def holds(state: AmpOptimizerState) -> bool:
-    """The next step has to divide gradients by the loss scale, or to clip them."""
-    deferral = state.deferral
-    return state.policy.fuse_unscale and (
-        state.grad_scale != 1.0 or (deferral is not None and deferral.clip_coefficient is not None)
-    )
-
-
-def take_step(
-    optimizer: Optimizer, state: AmpOptimizerState, check: DeferredInfCheck | None, step: Callable[[], Any]
-) -> Any:
-    """Call ``step`` with what has been left to it.
-
-    Args:
-        optimizer: Whose step it is.
-        state: The scale of its gradients, and how they are clipped.
-        check: By which the device skips the step; None: it is to be taken.
-        step: Its own.
-
-    Returns:
-        What it returns.
-    """
-    handed: Any = optimizer
-    # They stand on the optimizer during its step alone, and no interrupt comes before they are deleted.
-    handed.grad_scale = handed.found_inf = None
-    try:
-        handed_over = set_grad_scale(optimizer, state)
-        if check is not None:
-            handed.found_inf = check.start()
-        result = step()
-    finally:
-        del handed.grad_scale, handed.found_inf
-    if handed_over and not isinstance(optimizer, HasFusedGroups):  # torch's kernels write the unscaled gradients back
-        state.grad_scale, _deferral(state).clip_coefficient = 1.0, None
-    return result
-
-
-def divide_before_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    """Where the step would need separate launches to divide gradients, divide them with the check for overflow."""
-    deferral = _deferral(state)
-    if deferral.check is None or deferral.clip_coefficient is not None or not holds(state):
-        return
-    groups = state.grad_groups(optimizer)
-    if any(divides_in_update(group.device) for group in groups):
-        return
-
-    def look() -> list[Tensor]:
-        flags = _scale_and_look(groups, 1.0 / state.grad_scale)
-        state.grad_scale = 1.0
-        return flags
-
-    deferral.resolve(look=look)
-
-
-def set_grad_scale(optimizer: Optimizer, state: AmpOptimizerState) -> bool:
-    """Have gradients divided by their scale, and clipped: in the step itself, where the optimizer can.
-
-    Returns:
-        True where the step finds the scale on the optimizer, as torch.amp.GradScaler hands it over.
-    """
-    first = next((p for group in optimizer.param_groups for p in group["params"]), None)
-    fuses = isinstance(optimizer, HasFusedGroups)
-    # Code of the script reads them.
-    are_read = bool(optimizer._optimizer_step_pre_hooks) or getattr(optimizer, "reads_param_grads", False)
-    if not fuses or are_read:
-        state.grads.materialize()
-    if not holds(state):
-        return False
-    coefficient = _deferral(state).clip_coefficient
-    if first is None or are_read or not _takes_grad_scale(optimizer, first.device):
-        unscale_now_(state, state.grad_groups(optimizer))
-        return False
-    if coefficient is None and fuses and not divides_in_update(first.device):
-        unscale_now_(state, state.grad_groups(optimizer))
-        return False
-    there = first.device if coefficient is None else coefficient.device
-    scale = torch.full((1,), state.grad_scale, dtype=torch.float32, device=there)
-    if coefficient is not None:
-        scale /= coefficient
-    optimizer.grad_scale = number_on(scale, first.device)  # type: ignore[attr-defined]
-    return True
-
-
-def _takes_grad_scale(optimizer: Optimizer, device: torch.device) -> bool:
-    """True for optimizers that read ``grad_scale``: those of this package, and torch's with ``fused=True``."""
-    if isinstance(optimizer, HasFusedGroups):
-        return True
-    # torch_npu's fused AdamW reads neither scale nor flag.
-    return device.type != "npu" and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def unscale_now_(state: AmpOptimizerState, groups: list[GradGroup]) -> None:
-    """Divide gradients by their scale, and clip them, now rather than in the step."""
-    _gather_joined(groups)
-    clip_now(state, groups)
-    if state.policy.fuse_unscale:
-        for group in groups:
-            group.scale_(1.0 / state.grad_scale)
-        state.grad_scale = 1.0
-
-
-def clip_now(state: AmpOptimizerState, groups: list[GradGroup]) -> None:
-    """Clip now what was to be clipped by the next step: gradients to come have no part in it."""
-    deferral = state.deferral
-    if deferral is not None and deferral.clip_coefficient is not None:
-        coefficient, deferral.clip_coefficient = deferral.clip_coefficient, None
-        for group in groups:
-            group.clip_(coefficient)
-
-
-def clip_at_step(
-    state: AmpOptimizerState,
-    flats: list[FlatGrads],
-    unfused: list[Tensor],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-) -> Tensor:
-    """Leave it to the next step to clip; the arguments and the norm are those of ``clip_grad_norm_``."""
-    deferral = _deferral(state)
-    check = deferral.device_check
-    if check is not None:
-        norm = _checked_norm(check, flats, unfused, norm_type)
-    else:
-        norm = total_grad_norm(flats, unfused, norm_type)
-    device = norm.device
-    if deferral.check is not None and check is None and norm_type > 0:  # others pass over inf and NaN
-        norm = norm.cpu()  # the one wait of the step; what follows from it is cheaper on the host
-        deferral.resolve(norm)
-    if norm_type != 0:  # which counts, whatever the scale
-        norm = norm / state.grad_scale
-    before = deferral.clip_coefficient
-    if before is not None and norm_type != 0:
-        norm = norm * number_on(before, norm.device).squeeze()
-    coefficient = clip_coefficient(norm, max_norm, norm_type, error_if_nonfinite).float().reshape(1)
-    deferral.clip_coefficient = coefficient if before is None else coefficient * number_on(before, coefficient.device)
-    return number_on(norm, device)
-
-
-def _checked_norm(check: DeferredInfCheck, flats: list[FlatGrads], unfused: list[Tensor], norm_type: float) -> Tensor:
-    """The norm, with a look for overflow that the host does not wait for."""
-    if norm_type != 2.0 or check.flag is not None:
-        if norm_type > 0:  # others pass over inf and NaN, which are looked for later
-            check.start()
-        return total_grad_norm(flats, unfused, norm_type)
-    device = next(t.device for t in (*(flat.flat for flat in flats), *unfused))
-    found_inf = torch.zeros(1, dtype=torch.float32, device=device)
-    norm = total_grad_norm(flats, unfused, norm_type, found_inf)
-    check.start(found_inf)
-    return norm
-
-
-def _gather_joined(groups: Sequence[GradGroup]) -> None:
-    """Where gradients are gathered anyway, gather all: one that cannot be raises before any has been written."""
-    for group in groups:
-        if group.flat is not None and joins_lists(group.device):
-            group.flat.gather()
-
-
-def _scale_and_look(groups: Sequence[GradGroup], factor: float) -> list[Tensor]:
-    """``look_for_overflow``, while the gradients are multiplied by ``factor``."""
-    _gather_joined(groups)
-    flags = found_inf_flags(groups)
-    for group in groups:
-        group.scale_(factor, flags[group.device])
-    return list(flags.values())

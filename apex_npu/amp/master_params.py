@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""fp32 masters of low-precision model parameters: making the pairs, copying values, and the fp32 face of state dicts.
+"""fp32 masters of low-precision model parameters: making the pairs, and copying values.
 
 Masters take the place of the model's parameters in ``optimizer.param_groups``. They hold the fp32 values that the model
 had before it was cast, so nothing is lost by casting, saving or loading.
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex_npu.amp.session import master_of
 from apex_npu.backends import for_device
 from apex_npu.fusion import (
     FlatBuffer,
@@ -32,7 +31,6 @@ from apex_npu.fusion import (
     not_combinable,
     storage_numel,
 )
-from apex_npu.ops import LOW_PRECISION
 
 
 @dataclass(frozen=True, eq=False)
@@ -341,72 +339,3 @@ def write_unless(skipped: Tensor | None, target: Tensor, source: Tensor) -> None
     if skipped is not None:
         source = torch.where(skipped.to(target.device).reshape(()) != 0, target, source)
     target.copy_(source)
-
-
-def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers of ``module`` itself, with their names."""
-    own = [*module._parameters.items(), *module._buffers.items()]
-    return [(name, t) for name, t in own if t is not None]
-
-
-def _show_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """state_dict hook: low-precision entries of this module appear in fp32, exact where there is a master."""
-    for name, tensor in own_tensors(module):
-        entry = state_dict.get(prefix + name)
-        if isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION and tensor.dtype == entry.dtype:
-            state_dict[prefix + name] = fp32_value(entry, master_of(tensor))
-
-
-def fp32_value(value: Tensor, master: Tensor | None) -> Tensor:
-    """``value``, of a low-precision tensor, in float32: its master's value where that rounds to it, on its device."""
-    if master is not None:
-        exact = master.detach().to(value.device)
-        # Weights that were written since the last step (a swapped-in moving average) are what is shown.
-        if torch.equal(exact.to(value.dtype), value):
-            return exact
-    return value.float()
-
-
-@torch.no_grad()
-def _fill_masters(
-    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
-) -> None:
-    """load_state_dict hook: masters take the values as they were saved, not as the cast model rounds them."""
-    for name, tensor in module._parameters.items():
-        master = None if tensor is None else master_of(tensor)
-        entry = state_dict.get(prefix + name)
-        if master is not None and local_metadata.get("assign_to_params_buffers"):
-            raise RuntimeError(
-                f"load_state_dict(assign=True) would replace {prefix + name}, whose fp32 master the optimizer steps; "
-                "load without assign, or before amp.initialize"
-            )
-        if master is not None and isinstance(entry, Tensor) and entry.shape == master.shape:
-            master.copy_(entry)
-
-
-def _follow_loaded(module: nn.Module, _: Any) -> None:
-    """load_state_dict post-hook: what a module has loaded otherwise than from its entries, its masters have, too."""
-    for tensor in module._parameters.values():
-        master = None if tensor is None else master_of(tensor)
-        if tensor is not None and master is not None and master.shape == tensor.shape:
-            follow_(master, tensor)
-
-
-def give_fp32_state_dict(module: nn.Module) -> None:
-    """Let the entries of ``module`` in ``state_dict()`` and ``load_state_dict()`` be fp32, without its submodules'."""
-    module.register_state_dict_post_hook(_show_fp32)
-    module.register_load_state_dict_pre_hook(_fill_masters)
-    module.register_load_state_dict_post_hook(_follow_loaded)
-
-
-def remove_fp32_state_dict(module: nn.Module) -> None:
-    """Undo ``give_fp32_state_dict``."""
-    for key, hook in list(module._state_dict_hooks.items()):
-        if hook is _show_fp32:
-            del module._state_dict_hooks[key]
-    for key, hook in list(module._load_state_dict_pre_hooks.items()):
-        if getattr(hook, "hook", hook) is _fill_masters:  # torch wraps it
-            del module._load_state_dict_pre_hooks[key]
-    for key, hook in list(module._load_state_dict_post_hooks.items()):
-        if hook is _follow_loaded:
-            del module._load_state_dict_post_hooks[key]

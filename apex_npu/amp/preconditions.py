@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from apex_npu.amp.float32_copies import is_cast
-from apex_npu.amp.master_params import own_tensors
+from apex_npu.amp.float32_copies import is_cast, own_tensors
 from apex_npu.amp.optimizer_state import state_of
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current, settings

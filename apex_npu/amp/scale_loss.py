@@ -11,12 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex_npu.amp.block import Block, Delay, DelayingBlock, SaturatingBlock, UnscaledBlock, Work
+from apex_npu.amp.block import Block, BlockArgs, Delay, DelayingBlock, SaturatingBlock, UnscaledBlock, Work
 from apex_npu.amp.capture import AnyBlock, CapturedBlock, check_block
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
 from apex_npu.amp.grad_sync import NoSyncBlock, SyncedBlock
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, inner_optimizer
-from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session, require
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
@@ -121,7 +120,7 @@ def _open_block(session: Session, optimizers: Any, loss_id: int, delay: Delay | 
         unscaled = unscaled and state.is_unscaled
         states.append(state)
     if ordinary and unscaled and not capturing:
-        return UnscaledBlock(session, listed, [(state, []) for state in states], scaler, loss_id)
+        return UnscaledBlock(BlockArgs(session, listed, [(state, []) for state in states], scaler, loss_id))
     work: Work = []
     for optimizer, state in zip(listed, states, strict=True):
         new = state.policy.master_weights and state.prepare_masters(optimizer)
@@ -134,9 +133,8 @@ def _open_block(session: Session, optimizers: Any, loss_id: int, delay: Delay | 
         ordinary = ordinary and not state.grads.saturates
     if len(work) > 1:
         work = _without_repeats(work)
-    if not ordinary or capturing or session.ddps:
-        return _special_block(session, optimizers, listed, work, scaler, loss_id, delay)
-    return Block(session, listed, work, scaler, loss_id)
+    args = BlockArgs(session, listed, work, scaler, loss_id)
+    return _special_block(args, optimizers, delay) if not ordinary or capturing or session.ddps else Block(args)
 
 
 def _listed(optimizers: Any) -> list[Optimizer]:
@@ -164,16 +162,9 @@ def _state_for_block(optimizer: Optimizer) -> AmpOptimizerState:
     return state
 
 
-def _special_block(
-    session: Session,
-    given: Any,
-    optimizers: list[Optimizer],
-    work: Work,
-    scaler: LossScaler,
-    loss_id: int,
-    delay: Delay | None,
-) -> AnyBlock:
+def _special_block(args: BlockArgs, given: Any, delay: Delay | None) -> AnyBlock:
     """What is rare: each kind is an object of its own, around or in place of the ordinary block."""
+    session, work = args.session, args.work
     states = [state for state, _ in work]
     for state in states:
         if state.deferral is not None:
@@ -182,16 +173,16 @@ def _special_block(
     _check_parallel(states)
     ddps = _may_keep_grads(session, work)
     if ddps and is_capturing() and any(state.masters.masters for state in states):
-        check_block(optimizers, scaler, delays=True)
+        check_block(args.optimizers, args.scaler, delays=True)
     saturating = any(state.grads.saturates for state in states)
     synced = session.overflow_group is not None or any(state.sync is not None for state in states)
     if any(state.deferral is not None for state in states):
         may_defer = not saturating and not synced
-        inner: Block = DeferringBlock(session, optimizers, work, scaler, loss_id, delay, may_defer=may_defer)
+        inner: Block = DeferringBlock(args, delay, may_defer=may_defer)
     elif delay is not None or ddps:
-        inner = DelayingBlock(session, optimizers, work, scaler, loss_id, delay)
+        inner = DelayingBlock(args, delay)
     else:
-        inner = Block(session, optimizers, work, scaler, loss_id)
+        inner = Block(args)
     unsynced = SaturatingBlock(inner) if saturating else inner
     block: AnyBlock = unsynced
     if synced:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from apex_npu.amp.accessors import step_without
 from apex_npu.amp.checkpoint_guard import watch_checkpoints
 from apex_npu.amp.clip_guard import Clipper, watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
@@ -222,6 +223,8 @@ class Session:
             watch.open()
             patch_attribute(self._undo, DistributedDataParallel, "__setstate__", adding_to(self.ddps))
         self.casts = enable_casts(self.policy, self.device_types, self.patches, self._undo)
+        if self.casts.active:
+            step_without(self.casts, self._undo)
         for model in self.models if self.casts.active else []:
             model.shield(self.ambient, self.device_types)
         self.ambient.active = True

@@ -14,7 +14,7 @@ from devices import DEVICE, SAME_KERNELS, SIMULATOR, needs, needs_counts
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu.amp import amp_optimizer, device_skip
+from apex_npu.amp import amp_optimizer, deferred_step
 from apex_npu.ops import masks_writes
 
 needs_device = pytest.mark.skipif(DEVICE.type == "cpu", reason="on a CPU there is nothing to wait for")
@@ -28,7 +28,7 @@ CAPTURABLE = [
 @pytest.fixture(autouse=True)
 def delegated(monkeypatch):
     """On a simulated device, too, where it would cost more than a wait."""
-    monkeypatch.setattr(device_skip, "masks_writes", lambda device: True)
+    monkeypatch.setattr(deferred_step, "masks_writes", lambda device: True)
 
 
 HOOKS = ("register_step_pre_hook", "register_step_post_hook")
@@ -457,7 +457,7 @@ def test_a_subclass_that_changes_no_step_is_left_to_the_device():
         def validate(self, group):
             super().validate(group)
 
-    assert device_skip.supports_found_inf(make(cls=Named)[1])
+    assert deferred_step.supports_found_inf(make(cls=Named)[1])
 
 
 class AsksMeanwhile(optimizers.NpuFusedSGD):

@@ -534,22 +534,40 @@ def test_initialize_twice_restores_torch():
     assert plain(batch(0)[0]).dtype == torch.float32
 
 
+class Watching(torch.optim.SGD):
+    """Records whether autocast is on in its own step."""
+
+    def step(self, closure=None):
+        self.seen = torch.is_autocast_enabled(DEVICE.type)
+        return super().step(closure)
+
+
 def test_the_optimizer_steps_outside_the_casts():
-    seen = []
-
-    class Watching(torch.optim.SGD):
-        def step(self, closure=None):
-            seen.append(torch.is_autocast_enabled(DEVICE.type))
-            return super().step(closure)
-
     model = Net().to(DEVICE)
     model, optimizer = amp.initialize(model, Watching(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
     assert torch.is_autocast_enabled(DEVICE.type)
     train(model, optimizer, [0])
-    assert seen == [False]
+    assert optimizer.seen is False
     assert torch.is_autocast_enabled(DEVICE.type)
     with amp.disable_casts(), amp.disable_casts():
         assert not torch.is_autocast_enabled(DEVICE.type)
+
+
+def test_the_optimizer_of_an_earlier_session_steps_outside_the_casts_of_a_later_one():
+    model = Net().to(DEVICE)
+    _, earlier = amp.initialize(model, Watching(model.parameters(), lr=0.1), opt_level="O0", verbosity=0)
+    amp.initialize(Net().to(DEVICE), opt_level="O1", verbosity=0)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    param = next(model.parameters())
+    before = param.detach().clone()
+    earlier.step()
+    assert earlier.seen is False
+    torch.testing.assert_close(param.detach(), before - 0.1)
+    amp.shutdown()
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):  # nothing of the session is left
+        earlier.step()
+    assert earlier.seen is True
 
 
 def test_closure():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.fused_unscale import unscale_now_
+from apex_npu.amp.deferred_step import unscale_now_
 from apex_npu.amp.grad_groups import GradGroup, MasterGradGroup, any_raised, clear_saturation, has_saturated, unscale
 from apex_npu.amp.master_params import copy_masters_to_model
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
