@@ -64,7 +64,7 @@ DEVICE = torch.device(_NAME)
 SATURATES = VENDOR and SIMULATOR is not None and SIMULATOR.saturates()
 
 # False where a rule computes with a number on the device by another kernel than with one of the host, as torch_npu:
-# the last bit may differ.
+# the last bit may differ, and what is not finite be inf or NaN.
 SAME_KERNELS = not VENDOR
 
 # What torch_npu and CANN do not do, by the names that `needs` takes.

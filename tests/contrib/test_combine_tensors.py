@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor  # a subclass that has no memory but that of two inside
 
 from apex_npu.contrib.combine_tensors import (
     combine_npu,
@@ -87,6 +88,11 @@ def test_tied_weights():
         (lambda: [torch.ones(2), torch.ones(2, device="meta")], ValueError, r"tensors\[1\] on meta"),
         (lambda: [torch.ones(2), None], TypeError, r"list_of_tensor\[1\] must be a tensor, got NoneType"),
         (lambda: [torch.ones(2), torch.ones(2).to_sparse()], TypeError, r"list_of_tensor\[1\] must be dense"),
+        (
+            lambda: [torch.ones(2), TwoTensor(torch.ones(2), torch.ones(2))],
+            TypeError,
+            r"\[1\] must be a plain .* local",
+        ),
         (lambda: [torch.ones(2), torch.ones(1000)[:4]], ValueError, r"list_of_tensor\[1\] .* storage of 1000 elements"),
     ],
 )

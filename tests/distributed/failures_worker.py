@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import assert_averages, assert_equal_on_all, backward, data, local_grads, loss_on, main, mlp, start
-from devices import DEVICE
+from devices import DEVICE, SIMULATOR, VENDOR
 
 from apex_npu import amp
 from apex_npu.distributed.consistency import RanksDifferError
@@ -101,6 +101,8 @@ def trained_until(fault):
     steps = []
     model[2].bias.register_hook(lambda grad: fault() if rank == 1 and len(steps) == 3 else None)
     for step in range(6):
+        if step == 3 and rank == 0:
+            notice_before_the_group_does()
         before = [p.detach().clone() for p in amp.master_params(optimizer)]
         try:
             backward(loss_on(data(step, 0, rank))(model), optimizer)
@@ -113,6 +115,12 @@ def trained_until(fault):
         optimizer.step()
         optimizer.zero_grad()
         steps.append(step)
+
+
+def notice_before_the_group_does():
+    """Let collectives fail before the group's timeout, when the watchdog of the vendor's torch_npu ends the process."""
+    if VENDOR and SIMULATOR is not None:
+        SIMULATOR.set_collective_timeout(5)
 
 
 def killed():
@@ -128,12 +136,14 @@ def unfrozen_alone():
     group = dist.new_group(timeout=timedelta(seconds=20))  # the wait for what never comes: twice as long as this
     model = mlp()
     model[0].requires_grad_(False)
-    model, optimizer = start(model, process_group=group)
+    # With a dynamic scale: over hccl collectives fail where the host waits for the device.
+    model, optimizer = start(model, level="O1", dynamic_init_scale=1.0, process_group=group)
     loss = loss_on(data(0, 0, dist.get_rank()))
     for _ in range(2):
         backward(loss(model), optimizer)
         optimizer.zero_grad()
     dist.barrier()
+    notice_before_the_group_does()
     model[0].requires_grad_(dist.get_rank() == 1)
     said = "other processes have not come to compare" if dist.get_rank() else "could not average its gradients"
     with pytest.raises(RuntimeError, match=said):

@@ -69,6 +69,16 @@ def test_other_versions_are_built_beside(packages: Path, builds: list[Path], mon
     assert len(builds) == 2
 
 
+@pytest.mark.parametrize(("of_strings", "newer"), [("RKNSt7__cxx1112basic_stringIcE", True), ("RKSs", False)])
+def test_strings_are_those_that_torch_is_built_with(
+    packages: Path, monkeypatch: pytest.MonkeyPatch, of_strings: str, newer: bool
+) -> None:
+    """Wheels of torch 2.6 have the std::string before C++11's; libstdc++ exports functions of both."""
+    names = {f"_ZN3c106detail23torchCheckFailEPKcS2_j{of_strings}", "_ZGTtNSt11logic_errorC1ERKNSt7__cxx1112basic"}
+    monkeypatch.setattr(build, "_symbols", lambda which, *files: names)
+    assert build._has_newer_strings(packages / "torch") is newer
+
+
 def test_two_at_once_build_once(packages: Path, builds: list[Path]) -> None:
     threads = [threading.Thread(target=build.build) for _ in range(3)]
     for thread in threads:

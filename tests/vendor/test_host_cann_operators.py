@@ -5,7 +5,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import host_cann
@@ -409,6 +412,30 @@ def test_random_numbers(npu: torch.device) -> None:
     assert abs((dropped == 0).float().mean().item() - 0.25) < 0.03
 
 
+# max_grad_norm, global_grad_norm, step_size and adam_mode of BERT's Adam, and by how much the gradient is clipped.
+BERT_ADAM = {
+    "clipped": (0.5, 2.0, None, 0, 0.25),
+    "below the limit": (3.0, 2.0, None, 0, 1.0),
+    "without a limit": (-1.0, 2.0, None, 0, 1.0),
+    "mbart": (0.5, 2.0, 0.02, 1, 1.0),
+}
+
+
+@pytest.mark.parametrize("case", BERT_ADAM)
+def test_berts_adam(npu: torch.device, case: str) -> None:
+    import torch_npu
+
+    max_norm, norm, step_size, mode, clipped = BERT_ADAM[case]
+    p, m, grad, v = normal(40), normal(41)[:40], normal(42)[:40], positive(40)
+    outputs = tuple(x.npu() for x in (p, m, v))
+    torch_npu.npu_bert_apply_adam(0.1, 0.9, 0.99, 1e-3, grad.npu(), max_norm, norm, 0.05, step_size, mode, out=outputs)
+    p, m, v, g = p.double(), m.double(), v.double(), clipped * grad.double()
+    m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    p = p - (step_size or 0.1) * m / (v.sqrt() + 1e-3) - 0.1 * 0.05 * p
+    for actual, expected in zip(outputs, (p, m, v), strict=True):
+        torch.testing.assert_close(actual.cpu(), expected.float(), rtol=1e-5, atol=1e-6)
+
+
 def test_functions_of_labels(npu: torch.device) -> None:
     import torch_npu
 
@@ -467,12 +494,26 @@ def test_dtypes_beyond_the_documentation_are_refused(run_script: Any) -> None:
 import torch
 assert torch.ones(3).npu().sqrt().tolist() == [1, 1, 1]
 x = torch.ones(3, dtype=torch.float64).npu()
-try:
-    torch._foreach_lerp_([x], [x], 0.5)
-    torch.npu.synchronize()
-except RuntimeError as error:
-    print("refused", error)
+b = torch.ones(3, dtype=torch.bfloat16).npu()
+assert b.erf().cpu().dtype == b.floor().cpu().dtype == torch.bfloat16
+for name, call in {"lerp": lambda: torch._foreach_lerp_([x], [x], 0.5), "digamma": lambda: b.digamma()}.items():
+    try:
+        call()
+        torch.npu.synchronize()
+    except RuntimeError as error:
+        print("refused", name, error)
 """
     done = run_script(code, HOST_CANN_DTYPES="1", TASK_QUEUE_ENABLE="0")
     assert done.returncode == 0, done.stderr
-    assert "refused" in done.stdout
+    assert "refused lerp" in done.stdout
+    assert "refused digamma" in done.stdout
+
+
+def test_each_operator_has_documented_dtypes() -> None:
+    library = Path(os.environ["ASCEND_HOME_PATH"], "libopapi.so")
+    listed = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
+    names = {line.split()[-1] for line in listed.splitlines()}
+    operators = {name for name in names if f"{name}GetWorkspaceSize" in names}
+    documented = {line.split()[0] for line in Path(installation.__file__).with_name("dtypes.txt").open()}
+    assert len(operators) > 500
+    assert operators <= documented

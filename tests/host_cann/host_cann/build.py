@@ -164,6 +164,7 @@ class _Builder:
         self.with_torch = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
 
     def libraries(self) -> Path:
+        self.compiler.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(_has_newer_strings(self.torch))}")
         for name in CANN_FOLDERS:
             (self.out / name).mkdir(parents=True)
         names = sorted(path.stem for path in CSRC.glob("*.cpp"))
@@ -217,6 +218,12 @@ class _Builder:
             print(done.stderr, file=sys.stderr)
         if done.returncode != 0:
             raise BuildError(f"host_cann: this failed, with the errors above: {shlex.join(command)}")
+
+
+def _has_newer_strings(torch: Path) -> bool:
+    """Whether torch is built with the std::string of C++11, as its wheels are since 2.7: those of 2.6 are not."""
+    names = _symbols("--defined-only", torch / "lib" / "libc10.so")
+    return any(name.startswith("_ZN3c10") and "__cxx11" in name for name in names)
 
 
 def _symbols(which: str, *files: Path) -> set[str]:

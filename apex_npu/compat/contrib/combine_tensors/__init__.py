@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import for_device
-from apex_npu.fusion import FlatBuffer, change_data_ptr, owns_storage, plan, storage_view
+from apex_npu.fusion import FlatBuffer, change_data_ptr, owns_storage, plan, storage_view, wraps_tensors
 from apex_npu.fusion.layout import extent_numel, padded_numel
 
 __all__ = [
@@ -55,6 +55,11 @@ def combine_npu(list_of_tensor: Sequence[Tensor], require_copy_value: bool = Tru
             raise TypeError(f"list_of_tensor[{i}] must be a tensor, got {type(t).__name__}")
         if t.layout != torch.strided:
             raise TypeError(f"list_of_tensor[{i}] must be dense, got layout {t.layout}")
+        if wraps_tensors(t):
+            raise TypeError(
+                f"list_of_tensor[{i}] must be a plain tensor with memory of its own, got {type(t.data).__name__}; "
+                "pass its local tensor"
+            )
     if not tensors:
         return None
     planned = plan(tensors)

@@ -57,6 +57,24 @@ void apply_adam_w(const Operands& o) {
   o.write(2, v);
 }
 
+// var m v lr beta1 beta2 epsilon grad max_grad_norm global_grad_norm weight_decay[, step_size] -> var m v
+// BERT's Adam, without bias correction: as CANN 9 documents it, in float32. Kernels of CANN before divided the gradient
+// by global_grad_norm, without multiplying it by max_grad_norm.
+void apply_adam_v2(const Operands& o) {
+  const float lr = o.number(3), beta1 = o.number(4), beta2 = o.number(5), eps = o.number(6);
+  const float max_norm = o.number(8), norm = o.number(9), decay = o.number(10);
+  const bool mbart = o.attribute("adam_mode", std::string("adam")) == "mbart_adam";
+  at::Tensor grad = o.read(7).to(at::kFloat);
+  if (!mbart && max_norm > 0 && norm > max_norm) grad = grad * (max_norm / norm);
+  const at::Tensor p = o.read(0).to(at::kFloat);
+  const at::Tensor m = o.read(1).to(at::kFloat) * beta1 + grad * (1 - beta1);
+  const at::Tensor v = o.read(2).to(at::kFloat) * beta2 + grad * grad * (1 - beta2);
+  const float step = mbart && o.has(11) ? o.number(11) : lr;
+  o.write(0, p - step * (m / (v.sqrt() + eps)) - lr * decay * p);
+  o.write(1, m);
+  o.write(2, v);
+}
+
 // ---- matrices and convolutions, in private formats and on older chips ----
 
 void mat_mul(const Operands& o) {
@@ -421,6 +439,7 @@ void dynamic_gru_v2_grad(const Operands& o) {
 const std::map<std::string, OlderKernel>& kernels() {
   static const auto* all = new std::map<std::string, OlderKernel>{
       {"Add", add},
+      {"ApplyAdamV2", apply_adam_v2},
       {"ApplyAdamW", apply_adam_w},
       {"AvgPool3D", avg_pool3d},
       {"AvgPool3DGrad", avg_pool3d_grad},

@@ -223,7 +223,7 @@ aclError aclrtLaunchCallback(aclrtCallback call, void* data, aclrtCallbackBlockT
   submit(as_stream(stream), [=] { call(data); });
   return 0;
 }
-aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc call, void* data) {
+aclError aclrtLaunchHostFunc(aclrtStream stream, void (*call)(void*), void* data) {
   submit(as_stream(stream), [=] { call(data); });
   return 0;
 }
