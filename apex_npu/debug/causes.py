@@ -333,9 +333,7 @@ def _ranks(call: Call, scale: Scale, value: float | None, limit: float | None, f
     )
 
 
-def _written(
-    call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None
-) -> tuple[str, str]:
+def _written(call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None) -> tuple[str, str]:
     return (
         "the gradient was finite when backward ended, and was changed in the block after it",
         "look at the code of the block after backward(), which sees gradients multiplied with the loss scale: do that "
@@ -353,9 +351,7 @@ def _constant(
     )
 
 
-def _unknown(
-    call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None
-) -> tuple[str, str]:
+def _unknown(call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None) -> tuple[str, str]:
     reason = call.opinion.reason if call.opinion is not None else "it was not asked"
     return (
         f"its inputs are finite, its result is not; float64 gave no second opinion ({reason})",

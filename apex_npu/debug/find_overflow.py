@@ -18,7 +18,7 @@ from apex_npu.backends import for_device, is_capturing
 from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.causes import Finding, Scale, find_causes, name_of
 from apex_npu.debug.places import Names
-from apex_npu.debug.report import Overflows, OverflowReport, note_of_dropped
+from apex_npu.debug.report import OverflowReport, Overflows, note_of_dropped
 from apex_npu.debug.watch import Leaf, Watch
 from apex_npu.distributed import local_part
 
@@ -159,7 +159,7 @@ def session_models(session: Session) -> list[nn.Module]:
     return [model for converted in session.models if (model := converted.model) is not None]
 
 
-class find_overflow:  # noqa: N801 - a function to those who call it, as torch.no_grad is
+class find_overflow:
     """A context that finds out why the steps of the iterations inside of it are skipped.
 
     Every operator of forward and backward is looked at, which takes two to three times as long as the iteration alone;
@@ -233,4 +233,3 @@ class find_overflow:  # noqa: N801 - a function to those who call it, as torch.n
         if kind is None and not finder.found.reports:
             finder.examine_without_block()
         self._finder = self._session = self._former = None
-

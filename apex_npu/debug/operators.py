@@ -38,7 +38,7 @@ class Operator:
         self.plain = plain
         returns = [r.alias_info for r in schema.returns]
         is_view = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
-        self.passed_over = is_view or plain in _ALLOCATIONS or not schema.returns and not schema.is_mutable
+        self.passed_over = is_view or plain in _ALLOCATIONS or (not schema.returns and not schema.is_mutable)
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
         self.is_collective = namespace in _COLLECTIVES
         self.makes_tensor = self.name in ("aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift")

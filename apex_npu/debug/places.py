@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from apex_npu.backends._torch_private import privateuse1_device_type
+
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _LIBRARY = os.path.join(sysconfig.get_path("stdlib"), "")
@@ -65,13 +67,22 @@ class Place:
 
 
 @functools.cache
+def _folder_of_device(device_type: str) -> str:
+    """The package of an out-of-tree device, whose operators may be written in Python."""
+    module = getattr(torch, device_type, None)
+    package = sys.modules.get(getattr(module, "__name__", "").partition(".")[0])
+    file = getattr(package, "__file__", None)
+    return _TORCH if file is None else os.path.join(os.path.dirname(file), "")
+
+
+@functools.cache
 def _kind_of(file: str, function: str) -> Caller | bool:
     """True: a file of the user's; False: one of a library, which is passed over."""
     if file.startswith(_TORCH) and function == "_engine_run_backward":
         return Caller.ENGINE
     if file.startswith(_OPTIMIZING) and not file.startswith(_PART_OF_THE_GRAPH):
         return Caller.OPTIMIZER
-    if file.startswith((_TORCH, _OWN, "<")):
+    if file.startswith((_TORCH, _OWN, _folder_of_device(privateuse1_device_type()), "<")):
         return False
     return file.startswith(_PACKAGES) or not file.startswith(_LIBRARY)
 

@@ -203,7 +203,9 @@ class Watch(TorchDispatchMode):
                 for tensor in tensors_in(argument):
                     if self._followed(tensor) is not None:
                         key = tensor.untyped_storage()._cdata
-                        self._arguments[key] = f"argument {i} of {self.names.of_module(module) or type(module).__name__}"
+                        self._arguments[key] = (
+                            f"argument {i} of {self.names.of_module(module) or type(module).__name__}"
+                        )
         self._modules.push(module)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -262,9 +264,7 @@ class Watch(TorchDispatchMode):
                 if local is not None:
                     self._lineage.forget(local)
 
-    def _keep_written(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments | None:
+    def _keep_written(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The arguments, with copies of those that are read and written; None: there is no memory for them."""
         if not operator.written or all(operator.written.values()):
             return args, kwargs

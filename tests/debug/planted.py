@@ -4,16 +4,15 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from devices import DEVICE
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from apex_npu import amp
@@ -33,6 +32,7 @@ class Fault:
         levels: At which there is this fault.
         backwards: How often each loss is computed, and its backward called, in its block.
         plant: What is done to the model once it is initialized.
+        marks: The mark of the line at a level, where it is not ``name``.
     """
 
     name: str
@@ -47,18 +47,22 @@ class Fault:
     levels: tuple[str, ...] = ("O1", "O2", "O3")
     backwards: int = 1
     plant: Callable[[nn.Module], None] = lambda model: None
+    marks: dict[str, str] = field(default_factory=dict)
 
     def at(self, level: str) -> dict[str, Any]:
         """What is expected at ``level``."""
         expected = {"kind": self.kind, "phase": self.phase, "module": self.module, "operator": self.operator}
         found = {k: v[level] if isinstance(v, dict) else v for k, v in expected.items()}
-        return {**found, "line": marked_line(self.name) if self.name in MARKED else None}
+        return {**found, "line": MARKED.get(self.marks.get(level, self.name))}
 
 
-def marked_line(name: str, module: Any = None) -> int:
-    """The number of the line with the comment ``fault: name``."""
-    lines = inspect.getsource(module or inspect.getmodule(marked_line)).splitlines()
-    return next(i for i, line in enumerate(lines, 1) if line.endswith(f"# fault: {name}"))
+def marked_lines(file: str) -> dict[str, int]:
+    """The numbers of the lines that end with a comment ``fault: name``, by the name."""
+    lines = enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1)
+    return {line.rpartition("# fault: ")[2]: i for i, line in lines if "# fault: " in line}
+
+
+MARKED = marked_lines(__file__)
 
 
 def batch(*shape: int, value: float | None = None) -> torch.Tensor:
@@ -231,7 +235,6 @@ def product(model):
     return (large * large).mean()  # fault: product
 
 
-MARKED = {line.rpartition(": ")[2] for line in open(__file__, encoding="utf-8").read().splitlines() if "# fault: " in line}
 HALF = {"O1": "aten::mul", "O2": "aten::mul", "O3": "aten::mul"}
 FAULTS = [
     Fault("squared", Squared, mean_of_ones, "overflow", "forward", "", HALF),
@@ -259,6 +262,7 @@ FAULTS = [
         "aten::_to_copy",
         tensor="argument 0 of Plain",
         plant=load_batch,
+        marks={"O1": "plain"},
     ),
     Fault(
         "scale",
