@@ -42,7 +42,6 @@ class Finder:
         self._sources: list[Tensor] = []
         self._report: OverflowReport | None = None
         self._dynamic = False
-        self._first_bad = 0
 
     # ---- what amp calls --------------------------------------------------------------------------------------------
 
@@ -103,14 +102,14 @@ class Finder:
             name = watch.names.of_tensor(source) or f"parameter {i} of shape {list(source.shape)}"
             report.parameters[name] = (int(grad.isnan().sum()), int(grad.isinf().sum()))
         bad_loss = loss is not None and self._is_bad(loss)
-        if watch.saturates:
-            targets = watch.bad[self._first_bad :]
-            self._first_bad = len(watch.bad)
-        else:
-            starts = [loss] if bad_loss and loss is not None else [grad for _, grad in bad]
-            targets = list(dict.fromkeys(call for tensor in starts for call in watch.bad_writers(tensor)))
+        starts = [loss] if bad_loss and loss is not None else [grad for _, grad in bad]
+        if watch.saturates:  # where what has overflowed is finite
+            starts = [*([] if loss is None else [loss]), *(grad for _, grad in grads)]
+        targets = list(dict.fromkeys(call for tensor in starts for call in watch.bad_writers(tensor)))
         scale = Scale(report.scale, self._dynamic)
         report.causes = find_causes(watch, targets, scale)
+        if watch.flag_raised and not report.causes:
+            report.causes = find_causes(watch, watch.bad or watch.constants, scale)
         if watch.saturates and len(report.causes) > 1:
             report.notes.append(f"{len(report.causes) - 1} more operators have saturated; the first is shown")
             report.causes = report.causes[:1]

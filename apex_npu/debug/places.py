@@ -110,14 +110,18 @@ def _joined(names: dict[int, list[str]]) -> dict[int, str]:
 
 
 class Names:
-    """The names of the modules, parameters and buffers of some models; those that are shared have several."""
+    """The names of the modules, parameters and buffers of some models; those that are shared have several.
+
+    Attributes:
+        tensors: The parameters and buffers.
+    """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         """With several models names begin with ``models[i].``."""
         modules: dict[int, list[str]] = {}
         tensors: dict[int, list[str]] = {}
-        self.kept: list[Any] = list(models)
-        self.params: set[int] = set()
+        self.tensors: list[Tensor] = []
+        self._models = list(models)  # as long as they live, no other object has their ids
         for i, model in enumerate(models):
             prefix = f"models[{i}]" if len(models) > 1 else ""
             for name, module in model.named_modules(remove_duplicate=False, prefix=prefix):
@@ -127,7 +131,7 @@ class Names:
                 *model.named_buffers(remove_duplicate=False, prefix=prefix),
             ]
             for name, tensor in named:
-                self.kept.append(tensor)
+                self.tensors.append(tensor)
                 tensors.setdefault(id(tensor), []).append(_plain(name))
         self._modules, self._tensors = _joined(modules), _joined(tensors)
 
@@ -145,8 +149,8 @@ class Names:
         if name is not None:
             return name
         address = tensor.data_ptr()
-        for known in self.kept:
-            if isinstance(known, Tensor) and known.device == tensor.device and address:
+        for known in self.tensors:
+            if address and known.device == tensor.device and known.layout == torch.strided:
                 begin = known.data_ptr()
                 if begin <= address < begin + known.nbytes:
                     return self.of_tensor(known)

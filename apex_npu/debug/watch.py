@@ -119,6 +119,8 @@ class Watch(TorchDispatchMode):
         bad: The calls with a result that is not finite, in their order.
         saturates: A device has the largest number in place of inf.
         flag_raised: Its flag of overflows, since amp last cleared it.
+        constants: Where a device saturates, calls whose own arguments have inf or nan, as masks have: their results are
+            not counted as saturated.
         dropped_bad: Further calls like ``bad``, of which too many were.
         module_ranges: The largest magnitude of what each module has returned last.
     """
@@ -138,6 +140,8 @@ class Watch(TorchDispatchMode):
         self.saturates = bool(saturating)
         self._saturating: list[tuple[torch.device, Backend]] = [(d, for_device(d)) for d in saturating]
         self._flag_is_ours = False
+        self.constants: list[Call] = []
+        self._bad_given: set[int] = set()
         self._backward_seen = False
         self._lineage: Lineage[Result] = Lineage()
         self._forward: dict[int, list[Call]] = {}
@@ -203,10 +207,20 @@ class Watch(TorchDispatchMode):
                 for tensor in tensors_in(argument):
                     if self._followed(tensor) is not None:
                         key = tensor.untyped_storage()._cdata
-                        self._arguments[key] = (
-                            f"argument {i} of {self.names.of_module(module) or type(module).__name__}"
-                        )
+                        name = self.names.of_module(module) or type(module).__name__
+                        self._arguments[key] = f"argument {i} of {name}"
+            if self.saturates:
+                self._check_given([*self.names.tensors, *tensors_in(args)])
         self._modules.push(module)
+
+    def _check_given(self, tensors: Sequence[Tensor]) -> None:
+        """Where nothing spreads: find what is not finite from the beginning."""
+        self._take_flag()
+        with torch.no_grad():
+            for tensor in tensors:
+                local = self._followed(tensor)
+                if local is not None and not self._lineage.writers(local) and self._is_at_limit(local):
+                    self._bad_given.add(local.untyped_storage()._cdata)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         self._modules.pop(module)
@@ -314,11 +328,19 @@ class Watch(TorchDispatchMode):
                 slots = self._slots[key] = torch.empty(2, dtype=tensor.dtype, device=tensor.device)
         torch.aminmax(tensor.detach(), out=(slots[0], slots[1]))
         low, high = slots.tolist()
+        if self.saturates and not (math.isfinite(low) and math.isfinite(high)):
+            for device, backend in self._saturating:  # the flag that this has raised
+                backend.clear_overflow_flag(device)
         return low, high
 
     def is_bad(self, tensor: Tensor) -> bool:
         """Whether an element of ``tensor`` is inf or nan; waits for the device."""
         return not all(map(math.isfinite, self.range_of(tensor)))
+
+    def _is_at_limit(self, tensor: Tensor) -> bool:
+        """Whether an element is inf or nan, or what a device that saturates makes of them."""
+        largest = torch.finfo(tensor.dtype).max if tensor.dtype.is_floating_point else math.inf
+        return not all(abs(value) < largest for value in self.range_of(tensor))
 
     def _phase(self, operator: Operator, place: Place | Caller | None, in_backward: bool) -> Phase:
         if in_backward:
@@ -408,7 +430,9 @@ class Watch(TorchDispatchMode):
             return
         first = next((tensor for tensor, bad, _ in found if bad), found[0][0])
         call.dtype, call.shape = first.dtype, tuple(first.shape)
-        call.is_bad = any(bad for _, bad, _ in found)
+        if self.saturates:
+            self._follow_saturation(call, operator, given)
+        call.is_bad = any(bad for _, bad, _ in found) or bool(call.leaves)
         if call.is_bad:
             self._explain(call, func, operator, given, before, results, saturated, first)
             self._keep_bad(call)
@@ -416,10 +440,15 @@ class Watch(TorchDispatchMode):
             self._find_inputs(call, operator, given, before or given)
             call.from_other_process = not call.causes and not call.leaves
         for tensor, bad, largest in found:
+            if self.saturates:
+                bad = call.is_bad or bool(call.causes)
             self._lineage.write(tensor, Result(call, bad, largest))
 
     def _keep_bad(self, call: Call) -> None:
-        if len(self.bad) < KEPT_BAD:
+        if self.saturates and call.from_constant:
+            call.is_bad = False
+            self.constants.append(call)
+        elif len(self.bad) < KEPT_BAD:
             self.bad.append(call)
         else:
             self.dropped_bad += 1
@@ -452,6 +481,20 @@ class Watch(TorchDispatchMode):
         else:
             call.opinion = ask(func, operator, *before, results, saturated=saturated)
 
+    def _follow_saturation(self, call: Call, operator: Operator, given: Arguments) -> None:
+        """What has saturated before ``call``, and has gone on to it as a finite number."""
+        for name, value in operator.operands(*given):
+            for tensor in () if operator.written.get(name) else tensors_in(value):
+                local = self._followed(tensor)
+                if local is None:
+                    continue
+                writers = self.bad_writers(local)
+                call.causes += [writer for writer in writers if writer not in call.causes]
+                if local.untyped_storage()._cdata in self._bad_given and not self._lineage.writers(local):
+                    leaf = self.leaf(local)
+                    if leaf not in call.leaves and self._is_at_limit(local):
+                        call.leaves.append(leaf)
+
     def _find_inputs(
         self,
         call: Call,
@@ -479,7 +522,8 @@ class Watch(TorchDispatchMode):
         if writers:
             call.causes += [writer for writer in writers if writer not in call.causes]
         elif not is_finite:
-            call.leaves.append(self.leaf(tensor))
+            leaf = self.leaf(tensor)
+            call.leaves += [leaf] if leaf not in call.leaves else []
         else:
             own = self.names.of_memory(tensor)
             call.inputs.append((f"{name} ({own})" if own else name, max(abs(low), abs(high))))

@@ -5,6 +5,7 @@
 import pytest
 import torch
 from debug import planted
+from devices import SIMULATOR, require
 
 from apex_npu import amp, optimizers
 
@@ -30,3 +31,22 @@ def test_planted(fault, level, optimizer, options):
     expected = fault.at(level)
     assert [{key: getattr(cause, key) for key in expected} for cause in found.causes] == [expected], str(found)
     assert found.causes[0].tensor == fault.tensor or fault.tensor is None
+
+
+@pytest.fixture
+def saturating_chip():
+    if SIMULATOR is None:
+        pytest.skip("a chip that saturates is simulated on the npu")
+    require("configurable_chip")
+    SIMULATOR.configure(saturate="fp16")
+    yield
+    SIMULATOR.configure()
+
+
+@pytest.mark.parametrize(("fault", "level", "optimizer", "options"), CASES)
+def test_planted_on_a_chip_that_saturates(fault, level, optimizer, options, saturating_chip):
+    model, made, _ = planted.set_up(fault, level, optimizer, **options)
+    with amp.debug.find_overflow(model) as found:
+        planted.iterate(fault, model, made)
+    expected = fault.at(level)
+    assert [{key: getattr(cause, key) for key in expected} for cause in found.causes] == [expected], str(found)
