@@ -64,3 +64,9 @@ __all__ = [
 init: Callable[..., Any]
 _amp_state: Any
 importlib.import_module("apex_npu.compat.amp")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "debug":  # above amp, and imported when it is asked for
+        return importlib.import_module("apex_npu.debug")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

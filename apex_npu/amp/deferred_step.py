@@ -84,6 +84,8 @@ def say_skipped(report: StepReport) -> None:
             f"Gradient overflow.  Skipping step, loss scaler {report.loss_id} reducing loss scale to "
             f"{report.scale_after}"
         )
+        if session.observer is not None:
+            session.observer.step_skipped(report)
 
 
 def holds(state: AmpOptimizerState) -> bool:

@@ -86,13 +86,21 @@ def scale_loss(
     block = _open_block(session, optimizers, loss_id, delay)
     if not loss.requires_grad:
         _warn_of_constant_loss(session, loss_id)
+    observer = session.observer
     try:
+        if observer is not None:
+            observer.block_begins(loss, optimizers, loss_id, block.scale, session.scaler(loss_id).dynamic)
         block.begin()
         yield (loss.float() if loss.dtype in LOW_PRECISION else loss) * block.scale
+        if observer is not None:
+            observer.backward_ended()
         block.end()
     except BaseException as error:
         block.abandon(error)
         raise
+    finally:
+        if observer is not None:
+            observer.block_ended()
 
 
 def _warn_of_constant_loss(session: Session, loss_id: int) -> None:

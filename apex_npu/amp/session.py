@@ -28,6 +28,7 @@ from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.deferred_inf_check import DeferredInfCheck
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler, in_apex_format
+from apex_npu.amp.step_decision import StepReport
 from apex_npu.autocast.casting import CastHandle, ModelCast, enable_casts
 from apex_npu.autocast.float32_view import average_in_float32
 from apex_npu.autocast.forward_cast import Ambient
@@ -67,6 +68,26 @@ class HasMasters(Protocol):
         ...
 
 
+class Observer(Protocol):
+    """What a package above amp, which looks at iterations, is told of their blocks and steps."""
+
+    def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
+        """A ``scale_loss`` block is about to begin: its arguments, and its loss scale."""
+        ...
+
+    def backward_ended(self) -> None:
+        """The user's code in it has ended: gradients are as backward has left them."""
+        ...
+
+    def block_ended(self) -> None:
+        """It has ended, after an exception, too."""
+        ...
+
+    def step_skipped(self, report: StepReport) -> None:
+        """A step has been skipped."""
+        ...
+
+
 class ConvertedModel:
     """What was changed on one model, for as long as the model lives: nothing here keeps it alive."""
 
@@ -77,9 +98,14 @@ class ConvertedModel:
         self._restore_float32 = restore_float32
 
     @property
+    def model(self) -> nn.Module | None:
+        """The model; None once it is gone, or converted again."""
+        return self._cast.model
+
+    @property
     def alive(self) -> bool:
         """False once the model is gone, or converted again."""
-        return self._cast.model is not None
+        return self.model is not None
 
     def parameter_names(self) -> dict[Tensor, str]:
         """The names of its parameters."""
@@ -120,6 +146,7 @@ class Session:
         data_parallels: Those of this session and of those before it.
         no_sync_depth: How many ``no_sync`` contexts are open.
         ddps: The DistributedDataParallel instances of this process.
+        observer: Is told of blocks and skipped steps; None: nothing is looked at.
     """
 
     policy: Policy
@@ -139,6 +166,7 @@ class Session:
     data_parallels: list[DataParallel] = field(default_factory=list)
     no_sync_depth: int = 0
     ddps: KnownDDPs = field(default_factory=list)
+    observer: Observer | None = field(default_factory=lambda: settings.observer)
     open_checks: dict[LossScaler, DeferredInfCheck] = field(default_factory=dict)
     _undo: Undo = field(default_factory=Undo)
     _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
@@ -322,9 +350,11 @@ class Settings:
 
     Attributes:
         accept_low_precision_models: Models with float16 or bfloat16 parameters are accepted.
+        observer: That of sessions.
     """
 
     accept_low_precision_models: bool = False
+    observer: Observer | None = None
 
 
 settings = Settings()

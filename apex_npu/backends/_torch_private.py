@@ -42,12 +42,16 @@ NAMES: dict[str, str] = {
     "torch._C._get_privateuse1_backend_name": "the device type of an out-of-tree backend",
     "torch.library.Library._destroy": "takes back what a library has registered, before it is collected",
     "torch.library._impls": "which kernels Python has registered",
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "which modes see the operators of this thread",
     # Autocast and torch.compile
     "torch._C._DisableAutocast": "TensorGuards compare autocast's state, too",
     "torch._C._dynamo.guards.TensorGuards": "compares the sizes, strides and dtypes of many tensors in one call",
     "torch._compile._disable_dynamo": "torch.compiler.disable imports all of dynamo, which takes seconds",
     # Autograd
     "torch._C._current_graph_task_id": "whether this is within a backward",
+    "torch._C._current_autograd_node": "which node of the graph an operator of backward belongs to",
+    "torch.autograd._get_sequence_nr": "by which a node of backward and its operator of forward find each other",
+    "torch.autograd.function.BackwardCFunction()._sequence_nr": "likewise",
     "torch.autograd._engine_run_backward": "patched, so that backward runs without ambient autocast",
     "torch.autograd.function.BackwardCFunction()._forward_cls": "whose backward runs: a user's or torch's",
     "torch.nn.utils.clip_grad._no_grad": "wraps the clipping functions; what the wrapper calls is patched",
@@ -156,6 +160,24 @@ def wraps_tensors(tensor: Any) -> bool:
 def is_in_backward() -> bool:
     """True within a backward of this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def autograd_node() -> Any:
+    """The node of the graph that backward is at in this thread; None outside of it."""
+    return torch._C._current_autograd_node()
+
+
+def sequence_number() -> int:
+    """The number that the next node of a graph gets; within an operator, its own has the one before."""
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes of this thread, the innermost one last."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return list(_get_current_dispatch_mode_stack())
 
 
 def data_worker() -> ModuleType:

@@ -1,0 +1,9 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``amp.debug``: why a step was skipped, which line of the model it is, and what to write instead."""
+
+from apex_npu.debug.causes import Finding
+from apex_npu.debug.find_overflow import find_overflow
+from apex_npu.debug.report import OverflowReport, Overflows
+
+__all__ = ["Finding", "OverflowReport", "Overflows", "find_overflow"]

@@ -1,0 +1,234 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``find_overflow``: watches an iteration, and tells why its gradients are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apex_npu.amp.optimizer_state import inner_optimizer, state_of
+from apex_npu.amp.session import Session, current
+from apex_npu.amp.step_decision import StepReport
+from apex_npu.backends import for_device, is_capturing
+from apex_npu.backends._torch_private import dispatch_modes
+from apex_npu.debug.causes import Finding, Scale, find_causes, name_of
+from apex_npu.debug.places import Names
+from apex_npu.debug.report import OverflowReport, Overflows, note_of_dropped
+from apex_npu.debug.watch import Leaf, Watch
+from apex_npu.distributed import local_part
+
+
+class Finder:
+    """An observer of amp that watches operators, and makes a report of each block.
+
+    Attributes:
+        found: The reports.
+        watch: What sees the operators.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """Of ``models``, whose names the reports have."""
+        self.found = Overflows()
+        self._models = list(models)
+        params = [p for model in models for p in model.parameters()]
+        devices = [d for d in dict.fromkeys(p.device for p in params) if d.type != "meta" and for_device(d).saturates()]
+        self.watch = Watch(Names(models), devices)
+        self._loss: Tensor | None = None
+        self._sources: list[Tensor] = []
+        self._report: OverflowReport | None = None
+        self._dynamic = False
+
+    # ---- what amp calls --------------------------------------------------------------------------------------------
+
+    def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
+        """See ``Observer``."""
+        listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self._sources = []
+        for optimizer in map(inner_optimizer, listed):
+            state = state_of(optimizer)
+            groups = [] if state is None else state.grad_groups(optimizer)
+            self._sources += [source for group in groups for source in group.sources]
+        self._loss, self._dynamic = loss.detach(), dynamic
+        self._report = OverflowReport(loss_id=loss_id, scale=scale)
+        self.watch.begin_block(scale)
+
+    def backward_ended(self) -> None:
+        """See ``Observer``."""
+        report = self._report
+        if report is None or self._loss is None:
+            return
+        self.watch.suspended = True
+        with torch.no_grad():
+            if self._loss.numel() == 1:
+                report.loss = float(self._loss)
+            self._examine(report, self._loss, self._sources)
+        self.found.reports.append(report)
+        self.watch.hand_flag_back()
+
+    def block_ended(self) -> None:
+        """See ``Observer``."""
+        self.watch.end_block([source.grad for source in self._sources if source.grad is not None])
+        self._loss, self._report, self._sources = None, None, []
+        self.watch.suspended = False
+
+    def step_skipped(self, report: StepReport) -> None:
+        """See ``Observer``."""
+        for known in reversed(self.found.reports):
+            if known.loss_id == report.loss_id:
+                known.scale_after, known.skips_in_a_row = report.scale_after, report.skips_in_a_row
+                break
+
+    # ---- what is found ---------------------------------------------------------------------------------------------
+
+    def examine_without_block(self) -> None:
+        """Make a report of the gradients that are there, where amp has had no block."""
+        report, params = OverflowReport(), [p for model in self._models for p in model.parameters()]
+        if any(p.grad is not None for p in params):
+            with torch.no_grad():
+                self._examine(report, None, params)
+            self.found.reports.append(report)
+
+    def _examine(self, report: OverflowReport, loss: Tensor | None, sources: Sequence[Tensor]) -> None:
+        watch = self.watch
+        grads = [(source, local_part(source.grad)) for source in sources if source.grad is not None]
+        bad = [(source, grad) for source, grad in grads if self._is_bad(grad)]
+        report.gradients, report.operators = len(grads), watch.calls
+        for i, (source, grad) in enumerate(bad):
+            name = watch.names.of_tensor(source) or f"parameter {i} of shape {list(source.shape)}"
+            report.parameters[name] = (int(grad.isnan().sum()), int(grad.isinf().sum()))
+        bad_loss = loss is not None and self._is_bad(loss)
+        starts = [loss] if bad_loss and loss is not None else [grad for _, grad in bad]
+        if watch.saturates:  # where what has overflowed is finite
+            starts = [*([] if loss is None else [loss]), *(grad for _, grad in grads)]
+        targets = list(dict.fromkeys(call for tensor in starts for call in watch.bad_writers(tensor)))
+        scale = Scale(report.scale, self._dynamic)
+        report.causes = find_causes(watch, targets, scale)
+        if watch.flag_raised and not report.causes:
+            report.causes = find_causes(watch, watch.bad or watch.constants, scale)
+        if watch.saturates and len(report.causes) > 1:
+            report.notes.append(f"{len(report.causes) - 1} more operators have saturated; the first is shown")
+            report.causes = report.causes[:1]
+        if not report.causes and bad_loss and loss is not None:
+            report.causes = [_of_loss(watch.leaf(loss))]
+        elif not report.causes and bad:
+            report.causes = [_of_unseen(bad[0][0], watch)]
+        report.not_measured = dict(watch.not_measured) if report.overflowed else {}
+        if watch.dropped_bad:
+            report.notes.append(note_of_dropped(watch.dropped_bad))
+
+    def _is_bad(self, tensor: Tensor) -> bool:
+        return tensor.numel() > 0 and tensor.layout == torch.strided and self.watch.is_bad(tensor)
+
+
+def _of_loss(leaf: Leaf) -> Finding:
+    return Finding(
+        "data",
+        "forward",
+        None,
+        "none",
+        dtype=name_of(leaf.dtype),
+        shape=leaf.shape,
+        tensor="the loss",
+        why="the loss was not finite before it was watched, or was computed by code that is not seen",
+        advice="open find_overflow before the forward that the loss comes from",
+    )
+
+
+def _of_unseen(source: Tensor, watch: Watch) -> Finding:
+    return Finding(
+        "written",
+        "block",
+        None,
+        "none",
+        dtype=name_of(source.dtype),
+        shape=tuple(source.shape),
+        tensor=watch.names.of_tensor(source),
+        why="no operator that was watched has written this gradient: it was finite, or from before",
+        advice="look at code of the block that writes gradients, and at gradients that were not cleared",
+    )
+
+
+def session_models(session: Session) -> list[nn.Module]:
+    """The models that amp knows, and that are still there."""
+    return [model for converted in session.models if (model := converted.model) is not None]
+
+
+class find_overflow:
+    """A context that finds out why the steps of the iterations inside of it are skipped.
+
+    Every operator of forward and backward is looked at, which takes two to three times as long as the iteration alone;
+    what the iteration computes, and which steps are skipped, does not change. ``print(found)`` has for each cause the
+    operator, the module, the line of code, the reason, and what to do.
+
+    Args:
+        models: Those whose modules and parameters are named; by default those that were passed to ``amp.initialize``.
+
+    Returns:
+        From ``with``: an ``Overflows`` with ``causes``, ``parameters``, ``loss``, ``scale``, ``reports`` and
+        ``to_json(path)``.
+
+    Raises:
+        TypeError: One of ``models`` is no module.
+        ValueError: No model is given, and amp has none; or another ``find_overflow`` is open.
+        RuntimeError: A CUDA graph is being captured, whose operators the host cannot look at.
+
+    Example::
+
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+        >>> with amp.debug.find_overflow(model) as found:
+        ...     loss = model(torch.randn(8, 4) * 1e6).mean()
+        ...     with amp.scale_loss(loss, optimizer) as scaled_loss:
+        ...         scaled_loss.backward()
+        ...     optimizer.step()
+        >>> found.causes[0].kind
+        'overflow'
+    """
+
+    def __init__(self, *models: nn.Module) -> None:
+        """Check the models."""
+        for model in models:
+            if not isinstance(model, nn.Module):
+                raise TypeError(f"find_overflow takes models, torch.nn.Module, got {type(model).__name__}")
+        self._models = models
+        self._finder: Finder | None = None
+        self._session: Session | None = None
+        self._former: Any = None
+
+    def __enter__(self) -> Overflows:
+        if is_capturing():
+            raise RuntimeError(
+                "find_overflow was entered while a CUDA graph is captured: the host cannot look at what its operators "
+                "compute. Run one iteration without a graph"
+            )
+        if any(isinstance(mode, Watch) for mode in dispatch_modes()):
+            raise ValueError("find_overflow is open already: it covers all that runs inside of it; leave this one out")
+        session = current()
+        models = list(self._models) or ([] if session is None else session_models(session))
+        if not models:
+            raise ValueError("find_overflow needs a model: pass it, or call amp.initialize first")
+        finder = self._finder = Finder(models)
+        self._session = session
+        if session is not None:
+            self._former, session.observer = session.observer, finder
+        finder.watch.attach()
+        return finder.found
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        finder, session = self._finder, self._session
+        if finder is None:
+            return
+        finder.watch.detach()
+        if session is not None:
+            session.observer = self._former
+        if kind is None and not finder.found.reports:
+            finder.examine_without_block()
+        self._finder = self._session = self._former = None

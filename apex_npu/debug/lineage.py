@@ -1,0 +1,97 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which operator has written which bytes: how an inf is followed from a gradient to where it began."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Writer = TypeVar("Writer")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a storage.
+
+    Attributes:
+        begin: The first.
+        end: The one after the last.
+        dense: All of them belong to elements, none is in between.
+    """
+
+    begin: int
+    end: int
+    dense: bool
+
+    def __contains__(self, other: Span) -> bool:
+        return self.begin <= other.begin and other.end <= self.end
+
+    def overlaps(self, other: Span) -> bool:
+        """Whether they have bytes in common."""
+        return self.begin < other.end and other.begin < self.end
+
+
+def span_of(tensor: Tensor) -> Span:
+    """The bytes of ``tensor``, which is strided and has elements."""
+    size = tensor.element_size()
+    count = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.storage_offset() * size
+    return Span(begin, begin + count * size, count == tensor.numel())
+
+
+class Lineage(Generic[Writer]):
+    """For each storage the writers of its bytes.
+
+    Storages are known by weak references, which keep what identifies them from being used again; an address alone may
+    be another tensor's by now.
+    """
+
+    def __init__(self) -> None:
+        """Of no storage."""
+        self._storages: dict[int, tuple[StorageWeakRef, list[tuple[Span, Writer]]]] = {}
+        self._until_swept = 1024
+
+    def write(self, tensor: Tensor, writer: Writer) -> None:
+        """Record that ``writer`` has written all of ``tensor``."""
+        span, reference = span_of(tensor), StorageWeakRef(tensor.untyped_storage())
+        known = self._storages.get(reference.cdata)
+        if known is None:
+            self._sweep()
+            self._storages[reference.cdata] = (reference, [(span, writer)])
+            return
+        spans = known[1]
+        if span.dense:
+            spans[:] = [(other, w) for other, w in spans if other not in span]
+        spans.append((span, writer))
+
+    def writers(self, tensor: Tensor) -> list[tuple[Span, Writer]]:
+        """Those of bytes of ``tensor``, oldest first, each with what it has written; empty: none is known."""
+        known = self._storages.get(StorageWeakRef(tensor.untyped_storage()).cdata)
+        if known is None:
+            return []
+        span = span_of(tensor)
+        return [(other, writer) for other, writer in known[1] if other.overlaps(span)]
+
+    def forget(self, tensor: Tensor) -> None:
+        """``tensor`` has been written by something that is not followed."""
+        known = self._storages.get(StorageWeakRef(tensor.untyped_storage()).cdata)
+        if known is not None:
+            span = span_of(tensor)
+            known[1][:] = [(other, writer) for other, writer in known[1] if not other.overlaps(span)]
+
+    def all_writers(self) -> Iterator[Writer]:
+        """Those of storages that are still there."""
+        for reference, spans in self._storages.values():
+            if not reference.expired():
+                yield from (writer for _, writer in spans)
+
+    def _sweep(self) -> None:
+        self._until_swept -= 1
+        if not self._until_swept:
+            self._storages = {key: known for key, known in self._storages.items() if not known[0].expired()}
+            self._until_swept = max(1024, len(self._storages))

@@ -1,0 +1,193 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What was found, as objects, as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from apex_npu.debug.causes import Finding
+from apex_npu.debug.watch import KEPT_BAD
+
+_WIDTH = 12
+_SHOWN = 5
+
+
+@dataclass
+class OverflowReport:
+    """What was found in one ``scale_loss`` block, or in an iteration without any.
+
+    Attributes:
+        loss_id: Of the block; None without amp.
+        loss: The value of the loss; None without amp, and where it has more than one element.
+        scale: What it was multiplied with.
+        scale_after: The loss scale from then on; None where the step was not skipped, or was not called yet.
+        skips_in_a_row: How many steps have been skipped one after the other by then.
+        gradients: How many gradients there are.
+        parameters: The names of those that are not finite, each with how many of their elements are nan and inf.
+        causes: Why; the most telling cause first. Empty where nothing has overflowed.
+        operators: How many operators were looked at.
+        not_measured: Why results of operators were not, and how often.
+        notes: What else is to be known.
+    """
+
+    loss_id: int | None = None
+    loss: float | None = None
+    scale: float = 1.0
+    scale_after: float | None = None
+    skips_in_a_row: int | None = None
+    gradients: int = 0
+    parameters: dict[str, tuple[int, int]] = field(default_factory=dict)
+    causes: list[Finding] = field(default_factory=list)
+    operators: int = 0
+    not_measured: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def overflowed(self) -> bool:
+        """The loss, or a gradient, is not finite."""
+        return bool(self.causes or self.parameters)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**vars(self), "causes": [cause.as_dict() for cause in self.causes]}
+
+    def __str__(self) -> str:
+        head = self._head()
+        if not self.overflowed:
+            return f"no overflow: {head}, all {self.gradients} gradients are finite ({self.operators} operators)"
+        bad = f"{len(self.parameters)} of {self.gradients} gradients are not finite"
+        names = f" ({shortened(list(self.parameters))})" if self.parameters else ""
+        lines = [f"{head}: {bad}{names}"]
+        for cause in self.causes:
+            lines += _lines_of(cause)
+        if not self.causes:
+            lines.append("no cause was found: no operator that was watched has written them")
+        if self.not_measured:
+            some = "; ".join(f"{why} ({count})" for why, count in list(self.not_measured.items())[:_SHOWN])
+            lines.append(f"not measured: {some}")
+        return "\n".join([*lines, *self.notes])
+
+    def _head(self) -> str:
+        if self.loss_id is None:
+            return "without amp"
+        value = "" if self.loss is None else f" is {self.loss:.4g}"
+        after = "" if self.scale_after is None else f" → {self.scale_after:g}"
+        row = "" if self.skips_in_a_row is None else f", {_count(self.skips_in_a_row, 'skip')} in a row"
+        return f"loss {self.loss_id}{value}, loss scale {self.scale:g}{after}{row}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first few of ``names``."""
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown}, … {len(names) - _SHOWN} more"
+
+
+def _lines_of(cause: Finding) -> list[str]:
+    operator = cause.operator
+    if cause.forward_operator is not None:
+        operator = f"{cause.forward_operator}, in its backward {cause.operator}"
+    elif cause.node is not None:
+        operator = f"{cause.operator} in {cause.node}"
+    module = "outside of modules" if cause.module is None else cause.module or "the model itself"
+    what = f"{cause.dtype} {list(cause.shape)}" if cause.dtype else ""
+    tensor = f" {cause.tensor}" if cause.tensor else ""
+    first = f"{cause.kind:{_WIDTH}}{cause.phase}  {module}  {operator}  {what}{tensor}"
+    lines = [first.rstrip()]
+    if cause.place:
+        lines.append(f"{'line':{_WIDTH}}{cause.place}  {cause.source}".rstrip())
+    lines.append(f"{'why':{_WIDTH}}{cause.why}")
+    if cause.inputs:
+        inputs = ", ".join(f"{name} {value:.3g}" for name, value in cause.inputs)
+        lines.append(f"{'inputs':{_WIDTH}}largest magnitudes: {inputs}")
+    if cause.before:
+        before = " · ".join(f"{name} {value:.3g}" for name, value in cause.before)
+        lines.append(f"{'before':{_WIDTH}}{before}")
+    if len(cause.path) > 1:
+        steps = cause.path if len(cause.path) <= 8 else (*cause.path[:5], "…", *cause.path[-2:])
+        lines.append(f"{'path':{_WIDTH}}{' → '.join(steps)}")
+    lines.append(f"{'do':{_WIDTH}}{cause.advice}")
+    return lines
+
+
+class Overflows:
+    """What ``find_overflow`` has found: a report for each ``scale_loss`` block.
+
+    Attributes:
+        reports: In the order of the blocks; without amp one for the whole iteration.
+    """
+
+    def __init__(self) -> None:
+        """Nothing so far."""
+        self.reports: list[OverflowReport] = []
+
+    def _told(self) -> OverflowReport | None:
+        """The first report of an overflow, or else the last."""
+        overflowed = (report for report in self.reports if report.overflowed)
+        return next(overflowed, self.reports[-1] if self.reports else None)
+
+    @property
+    def causes(self) -> list[Finding]:
+        """Those of all blocks; empty where nothing has overflowed."""
+        return [cause for report in self.reports for cause in report.causes]
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, int]]:
+        """The gradients that are not finite in any block: name → how many elements are nan, and inf."""
+        return {name: counts for report in self.reports for name, counts in report.parameters.items()}
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of the first block that has overflowed, or else of the last."""
+        told = self._told()
+        return None if told is None else told.loss
+
+    @property
+    def scale(self) -> float | None:
+        """Its loss scale."""
+        told = self._told()
+        return None if told is None else told.scale
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The reports as JSON, with inf and nan as strings.
+
+        Args:
+            path: A file to write it to as well.
+
+        Returns:
+            The text.
+        """
+        text = json.dumps({"format": 1, "reports": [_plain(report.as_dict()) for report in self.reports]}, indent=2)
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+        return text
+
+    def __str__(self) -> str:
+        if not self.reports:
+            return "nothing was seen: no scale_loss block, and no gradient"
+        return "\n\n".join(map(str, self.reports))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
+
+
+def note_of_dropped(count: int) -> str:
+    """Said where more calls than are kept have had results that are not finite."""
+    return f"{count} more operators after the first {KEPT_BAD} had results that are not finite"

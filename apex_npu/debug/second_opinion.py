@@ -1,0 +1,114 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""An operator once more, in float64 on the host: is a dtype too small, or is the result not finite in mathematics?"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_npu.backends._torch_private import autocast_disabler
+from apex_npu.debug.operators import Operator, tensors_in
+
+
+@dataclass(frozen=True)
+class Opinion:
+    """What float64 says of results that are not finite.
+
+    Attributes:
+        is_finite: All of them are.
+        largest: The largest magnitude among those that are; nan where there is none.
+        reason: Why there is no opinion; empty where there is one.
+    """
+
+    is_finite: bool = False
+    largest: float = float("nan")
+    reason: str = ""
+
+
+def widen(value: Any) -> Any:
+    """``value``, an argument, for an operator that computes in float64 on the host."""
+    if isinstance(value, Tensor):
+        host = value.detach().cpu()
+        if value.dtype.is_complex:
+            return host.to(torch.complex128)
+        return host.double() if value.dtype.is_floating_point else host
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else torch.complex128 if value.is_complex else value
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if isinstance(value, (list, tuple)):
+        return type(value)(widen(item) for item in value)
+    return value
+
+
+def ask(
+    func: Any,
+    operator: Operator,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    results: list[Tensor],
+    *,
+    saturated: bool = False,
+) -> Opinion:
+    """Call ``func`` again in float64.
+
+    Args:
+        func: The operator that has been called.
+        operator: What is known of it.
+        args: Its arguments; those that it writes as they were before.
+        kwargs: Likewise.
+        results: What it has returned and written, in the order of ``results_of``.
+        saturated: The device has neither inf nor nan, so that any of the results may have been either.
+    """
+    named = {name: widen(value) for name, value in kwargs.items()}
+    named.pop("generator", None)
+    named.pop("pin_memory", None)
+    placed = [widen(value) for value in args]
+    for i, name in enumerate(operator.arguments[: len(placed)]):
+        if name == "half_to_float":  # float64 stays
+            placed[i] = False
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(autocast_disabler()())
+        if operator.is_random:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+        try:
+            returned = func(*placed, **named)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, MemoryError) as error:
+            return Opinion(reason=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        exact = results_of(operator, returned, tuple(placed), named)
+        return _compare(exact, results, saturated)
+
+
+def results_of(operator: Operator, returned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The distinct tensors that an operator has returned and written."""
+    found = list(tensors_in(returned))
+    for name, value in operator.operands(args, kwargs):
+        if name in operator.written:
+            found += tensors_in(value)
+    return list({id(t): t for t in found}.values())
+
+
+def _compare(exact: list[Tensor], results: list[Tensor], saturated: bool) -> Opinion:
+    if len(exact) != len(results):
+        return Opinion(reason="another number of results in float64")
+    largest, is_finite = float("nan"), True
+    for true, result in zip(exact, results, strict=True):
+        if not result.dtype.is_floating_point or result.layout != torch.strided or result.is_nested:
+            continue
+        if true.shape != result.shape:
+            return Opinion(reason=f"shape {list(true.shape)} instead of {list(result.shape)} in float64")
+        values = true.detach().abs()
+        if not saturated:
+            values = values[~result.detach().cpu().isfinite()]
+        finite = values[values.isfinite()]
+        is_finite &= finite.numel() == values.numel()
+        if finite.numel():
+            high = float(finite.max())
+            largest = high if largest != largest else max(largest, high)
+    return Opinion(is_finite, largest)

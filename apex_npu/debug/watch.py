@@ -1,0 +1,557 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``Watch``: sees every operator of forward and backward, and remembers where inf and nan began."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from apex_npu.backends import Backend, for_device
+from apex_npu.backends._torch_private import (
+    autograd_node,
+    dispatch_modes,
+    has_python_dispatch,
+    sequence_number,
+)
+from apex_npu.debug.lineage import Lineage
+from apex_npu.debug.operators import Operator, is_measurable, nonfinite_number_in, operator_of, tensors_in
+from apex_npu.debug.places import Caller, ModuleStack, Names, Place, calling_line
+from apex_npu.debug.second_opinion import Opinion, ask, results_of
+from apex_npu.distributed import local_part
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+Phase = Literal["forward", "backward", "recompute", "block"]
+
+# Of the operators of forward so many are remembered, for their backward; of those with results that are not finite
+# fewer.
+KEPT = 100_000
+KEPT_BAD = 1_000
+
+
+class Leaf(NamedTuple):
+    """A tensor that was not finite before any operator that was watched has read it."""
+
+    kind: Literal["data", "weights", "constant"]
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of an operator.
+
+    Attributes:
+        index: How many calls came before it.
+        operator: Its name.
+        phase: "block" is what changes gradients in place after backward.
+        module: The name of the innermost module whose forward it is part of, or of whose backward; None: of none.
+        place: The line that calls it; in backward, that of the operator of forward.
+        node: In backward the name of the graph's node.
+        forward: In backward the operator of forward.
+        parameter: The name of the parameter that a gradient is accumulated for.
+        dtype: Of the first result that is not finite, or else of the first result.
+        shape: Likewise.
+        is_bad: A result is not finite.
+        causes: Calls whose results made it so.
+        leaves: What was not finite from the beginning.
+        inputs: The largest magnitude of each input, where none is to blame.
+        opinion: What float64 says, where no input is to blame.
+        from_constant: A number among the arguments is not finite.
+        from_other_process: A collective, whose own inputs were finite.
+    """
+
+    index: int
+    operator: str
+    phase: Phase
+    module: str | None
+    place: Place | None
+    node: str | None = None
+    forward: Call | None = None
+    parameter: str | None = None
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    is_bad: bool = False
+    causes: list[Call] = field(default_factory=list)
+    leaves: list[Leaf] = field(default_factory=list)
+    inputs: list[tuple[str, float]] = field(default_factory=list)
+    opinion: Opinion | None = None
+    from_constant: bool = False
+    from_other_process: bool = False
+
+
+class Result(NamedTuple):
+    """What a call has written.
+
+    Attributes:
+        call: The call.
+        is_bad: It was not finite; None: not known yet, as of a collective.
+        largest: The largest magnitude.
+    """
+
+    call: Call
+    is_bad: bool | None
+    largest: float
+
+
+class Watch(TorchDispatchMode):
+    """A dispatch mode that reads the range of each result; where one is not finite, it finds out why.
+
+    Nothing that the iteration computes depends on it: values, random numbers and the device's flag of overflows are the
+    same without it.
+
+    Attributes:
+        suspended: Operators pass unseen.
+        scale: What the loss is multiplied with in the block that is open; 1 outside of blocks.
+        calls: Operators that were seen.
+        not_measured: Why results of operators were not measured, and how often.
+        bad: The calls with a result that is not finite, in their order.
+        saturates: A device has the largest number in place of inf.
+        flag_raised: Its flag of overflows, since amp last cleared it.
+        constants: Where a device saturates, calls whose own arguments have inf or nan, as masks have: their results are
+            not counted as saturated.
+        dropped_bad: Further calls like ``bad``, of which too many were.
+        module_ranges: The largest magnitude of what each module has returned last.
+    """
+
+    def __init__(self, names: Names, saturating: Sequence[torch.device] = ()) -> None:
+        """Of models with ``names``; devices ``saturating`` have the largest number in place of inf, and a flag."""
+        super().__init__()
+        self.names = names
+        self.suspended = False
+        self.scale = 1.0
+        self.calls = 0
+        self.not_measured: Counter[str] = Counter()
+        self.bad: list[Call] = []
+        self.dropped_bad = 0
+        self.module_ranges: dict[str, float] = {}
+        self.flag_raised = False
+        self.saturates = bool(saturating)
+        self._saturating: list[tuple[torch.device, Backend]] = [(d, for_device(d)) for d in saturating]
+        self._flag_is_ours = False
+        self.constants: list[Call] = []
+        self._bad_given: set[int] = set()
+        self._backward_seen = False
+        self._lineage: Lineage[Result] = Lineage()
+        self._forward: dict[int, list[Call]] = {}
+        self._modules = ModuleStack()
+        self._arguments: dict[int, str] = {}
+        self._slots: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._hooks: list[Any] = []
+        self._lock = threading.RLock()
+
+    # ---- when it watches -------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Begin."""
+        self._hooks = [
+            torch_module.register_module_forward_pre_hook(self._enter_module),
+            torch_module.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        self.__enter__()
+
+    def detach(self) -> bool:
+        """End; False where another mode has been entered since, which has to be left first."""
+        self.suspended = True
+        self.hand_flag_back()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        modes = dispatch_modes()
+        if modes and modes[-1] is self:
+            self.__exit__(None, None, None)
+        return not any(mode is self for mode in dispatch_modes())
+
+    def begin_block(self, scale: float) -> None:
+        """A block begins: what follows is multiplied with ``scale``."""
+        self.scale = scale
+        self._backward_seen = False
+        self.hand_flag_back()
+
+    def end_block(self, gradients: Sequence[Tensor]) -> None:
+        """The block has ended: its ``gradients`` are unscaled, clipped and so on by what is not watched."""
+        self.scale = 1.0
+        self._backward_seen = False
+        for gradient in gradients:
+            local = self._followed(gradient)
+            if local is not None:
+                self._lineage.forget(local)
+
+    def hand_flag_back(self) -> None:
+        """Raise the device's flag of overflows, if an operator has raised it since amp last cleared it."""
+        if self.flag_raised:
+            self.flag_raised = False
+            for device, _ in self._saturating:
+                torch.full((1,), 65504.0, dtype=torch.float16, device=device).mul_(2)
+        self._flag_is_ours = False
+
+    # ---- modules ---------------------------------------------------------------------------------------------------
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if self.suspended:
+            return
+        if not self._modules.modules:
+            self._backward_seen = False
+            for i, argument in enumerate(args):
+                for tensor in tensors_in(argument):
+                    if self._followed(tensor) is not None:
+                        key = tensor.untyped_storage()._cdata
+                        name = self.names.of_module(module) or type(module).__name__
+                        self._arguments[key] = f"argument {i} of {name}"
+            if self.saturates:
+                self._check_given([*self.names.tensors, *tensors_in(args)])
+        self._modules.push(module)
+
+    def _check_given(self, tensors: Sequence[Tensor]) -> None:
+        """Where nothing spreads: find what is not finite from the beginning."""
+        self._take_flag()
+        with torch.no_grad():
+            for tensor in tensors:
+                local = self._followed(tensor)
+                if local is not None and not self._lineage.writers(local) and self._is_at_limit(local):
+                    self._bad_given.add(local.untyped_storage()._cdata)
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._modules.pop(module)
+        name = self.names.of_module(module)
+        if self.suspended or not name:
+            return
+        for tensor in tensors_in(output):
+            local = self._followed(tensor)
+            for _, result in self._lineage.writers(local) if local is not None else ():
+                self.module_ranges[name] = result.largest
+            break
+
+    def _current_module(self) -> str | None:
+        for module in reversed(self._modules.modules):
+            name = self.names.of_module(module)
+            if name is not None:
+                return name
+        return f"({type(self._modules.modules[-1]).__name__})" if self._modules.modules else None
+
+    # ---- operators -------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``func``, and look at what it has returned and written."""
+        kwargs = kwargs or {}
+        if self.suspended:
+            return func(*args, **kwargs)
+        operator: Operator = operator_of(func)
+        place = calling_line()
+        if place is Caller.OPTIMIZER:
+            returned = func(*args, **kwargs)
+            self._pass_over(operator, args, kwargs)
+            return returned
+        if operator.passed_over and not operator.makes_tensor:
+            with self._lock:
+                self._note_forward(operator, place)
+            return func(*args, **kwargs)
+        with self._lock:
+            self._take_flag()
+            before = self._keep_written(operator, args, kwargs)
+            returned = func(*args, **kwargs)
+            try:
+                with torch.no_grad():
+                    self._look(func, operator, place, (args, kwargs), before, returned)
+            except (RuntimeError, NotImplementedError, TypeError, MemoryError) as error:
+                self.not_measured[f"{operator.name}: {str(error).splitlines()[0] if str(error) else error!r}"] += 1
+        return returned
+
+    def _pass_over(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._flag_is_ours = False
+        for name, value in operator.operands(args, kwargs):
+            for tensor in tensors_in(value) if name in operator.written else ():
+                local = self._followed(tensor)
+                if local is not None:
+                    self._lineage.forget(local)
+
+    def _keep_written(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """The arguments, with copies of those that are read and written; None: there is no memory for them."""
+        if not operator.written or all(operator.written.values()):
+            return args, kwargs
+
+        def kept(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                local = self._followed(value)
+                return value if local is None else local.detach().clone()
+            return type(value)(map(kept, value)) if isinstance(value, (list, tuple)) else value
+
+        try:
+            with torch.no_grad():
+                read_too = {name for name, overwritten in operator.written.items() if not overwritten}
+                placed = [kept(v) if n in read_too else v for n, v in zip(operator.arguments, args, strict=False)]
+                return tuple(placed), {n: kept(v) if n in read_too else v for n, v in kwargs.items()}
+        except RuntimeError:  # OutOfMemoryError is one
+            return None
+
+    def _take_flag(self) -> None:
+        """Clear the flag of overflows for the operator that follows, and remember it for amp."""
+        if self._saturating and not self._flag_is_ours:
+            self._read_flag()
+            self._flag_is_ours = True
+
+    def _read_flag(self) -> bool:
+        raised = False
+        for device, backend in self._saturating:
+            if backend.overflow_flag(device):
+                backend.clear_overflow_flag(device)
+                raised = True
+        self.flag_raised |= raised
+        return raised
+
+    def _followed(self, tensor: Any) -> Tensor | None:
+        """``tensor``, or the part of it that is here, if its range and memory can be looked at."""
+        tensor = local_part(tensor)
+        return tensor if is_measurable(tensor) and not has_python_dispatch(tensor) else None
+
+    def range_of(self, tensor: Tensor) -> tuple[float, float]:
+        """The smallest and the largest element; nan for both where there is one. Waits for the device."""
+        if tensor.dtype.is_complex:
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        key = (tensor.device, tensor.dtype)
+        slots = self._slots.get(key)
+        if slots is None:
+            with torch.inference_mode(False):
+                slots = self._slots[key] = torch.empty(2, dtype=tensor.dtype, device=tensor.device)
+        torch.aminmax(tensor.detach(), out=(slots[0], slots[1]))
+        low, high = slots.tolist()
+        if self.saturates and not (math.isfinite(low) and math.isfinite(high)):
+            for device, backend in self._saturating:  # the flag that this has raised
+                backend.clear_overflow_flag(device)
+        return low, high
+
+    def is_bad(self, tensor: Tensor) -> bool:
+        """Whether an element of ``tensor`` is inf or nan; waits for the device."""
+        return not all(map(math.isfinite, self.range_of(tensor)))
+
+    def _is_at_limit(self, tensor: Tensor) -> bool:
+        """Whether an element is inf or nan, or what a device that saturates makes of them."""
+        largest = torch.finfo(tensor.dtype).max if tensor.dtype.is_floating_point else math.inf
+        return not all(abs(value) < largest for value in self.range_of(tensor))
+
+    def _phase(self, operator: Operator, place: Place | Caller | None, in_backward: bool) -> Phase:
+        if in_backward:
+            self._backward_seen = True
+            return "recompute" if self._modules.modules and isinstance(place, Place) else "backward"
+        return "block" if self._backward_seen and operator.written else "forward"
+
+    def _new_call(self, operator: Operator, place: Place | Caller | None) -> Call:
+        node = autograd_node()
+        phase = self._phase(operator, place, node is not None)
+        line = place if isinstance(place, Place) else None
+        call = Call(self.calls, operator.name, phase, self._current_module(), line)
+        self.calls += 1
+        if phase != "backward":
+            self._remember(call)
+            return call
+        call.node = node.name()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            call.parameter = self.names.of_tensor(variable)
+            call.module = call.parameter.rpartition(".")[0] if call.parameter is not None else None
+        call.forward = self._forward_of(node, str(call.node))
+        if call.forward is not None:
+            call.module = call.forward.module
+            call.place = line or call.forward.place
+        return call
+
+    def _remember(self, call: Call) -> None:
+        known = self._forward.setdefault(sequence_number() - 1, [])
+        # A node of a recomputation on another thread can have a number of this one's.
+        if not known or (call.phase == "recompute" and known[-1].phase != "recompute"):
+            known.append(call)
+        while len(self._forward) > KEPT:
+            del self._forward[next(iter(self._forward))]
+
+    def _note_forward(self, operator: Operator, place: Place | Caller | None) -> None:
+        """A view has a backward, too, which computes: that of ``expand`` is a sum."""
+        if autograd_node() is None and sequence_number() - 1 not in self._forward:
+            self._new_call(operator, place)
+            self.calls -= 1
+
+    def _forward_of(self, node: Any, name: str) -> Call | None:
+        known = self._forward.get(node._sequence_nr(), [])
+        plain = name.rstrip("0123456789").removesuffix("Backward").lower()
+        for call in known if len(known) > 1 else ():
+            if call.operator.rpartition(":")[2].replace("_", "") == plain:
+                return call
+        return known[0] if known else None
+
+    def _look(
+        self,
+        func: Any,
+        operator: Operator,
+        place: Place | Caller | None,
+        given: Arguments,
+        before: Arguments | None,
+        returned: Any,
+    ) -> None:
+        args, kwargs = given
+        results = results_of(operator, returned, args, kwargs)
+        call = self._new_call(operator, place)
+        written = {id(t) for n, v in operator.operands(args, kwargs) if n in operator.written for t in tensors_in(v)}
+        inputs = {
+            local.untyped_storage()._cdata
+            for _, value in operator.operands(args, kwargs)
+            for tensor in tensors_in(value)
+            if (local := self._followed(tensor)) is not None
+        }
+        saturated = bool(self._saturating) and self._read_flag()
+        found: list[tuple[Tensor, bool | None, float]] = []
+        for tensor in results:
+            local = self._followed(tensor)
+            if local is None:
+                if (tensor.dtype.is_floating_point or tensor.dtype.is_complex) and tensor.numel():
+                    self.not_measured[f"{operator.name}: {tensor.layout}, {type(tensor).__name__}"] += 1
+                continue
+            is_view = id(tensor) not in written and local.untyped_storage()._cdata in inputs
+            if is_view and not operator.makes_tensor:
+                continue
+            if operator.is_collective:
+                found.append((local, None, math.nan))
+                continue
+            low, high = self.range_of(local)
+            bad = saturated or not (math.isfinite(low) and math.isfinite(high))
+            found.append((local, bad, max(abs(low), abs(high))))
+        if not found:
+            return
+        first = next((tensor for tensor, bad, _ in found if bad), found[0][0])
+        call.dtype, call.shape = first.dtype, tuple(first.shape)
+        if self.saturates:
+            self._follow_saturation(call, operator, given)
+        call.is_bad = any(bad for _, bad, _ in found) or bool(call.leaves)
+        if call.is_bad:
+            self._explain(call, func, operator, given, before, results, saturated, first)
+            self._keep_bad(call)
+        elif operator.is_collective:
+            self._find_inputs(call, operator, given, before or given)
+            call.from_other_process = not call.causes and not call.leaves
+        for tensor, bad, largest in found:
+            if self.saturates:
+                bad = call.is_bad or bool(call.causes)
+            self._lineage.write(tensor, Result(call, bad, largest))
+
+    def _keep_bad(self, call: Call) -> None:
+        if self.saturates and call.from_constant:
+            call.is_bad = False
+            self.constants.append(call)
+        elif len(self.bad) < KEPT_BAD:
+            self.bad.append(call)
+        else:
+            self.dropped_bad += 1
+
+    # ---- why -------------------------------------------------------------------------------------------------------
+
+    def _explain(
+        self,
+        call: Call,
+        func: Any,
+        operator: Operator,
+        given: Arguments,
+        before: Arguments | None,
+        results: list[Tensor],
+        saturated: bool,
+        first: Tensor,
+    ) -> None:
+        if operator.makes_tensor:
+            kind: Literal["constant", "data"] = "constant" if first.numel() == 1 else "data"
+            call.leaves.append(Leaf(kind, "a tensor made here", first.dtype, tuple(first.shape)))
+            return
+        if before is None:
+            call.opinion = Opinion(reason="out of memory while its operands were copied")
+            return
+        self._find_inputs(call, operator, given, before)
+        if call.causes or call.leaves:
+            call.inputs = []
+        elif any(nonfinite_number_in(value) for _, value in operator.operands(*given)):
+            call.from_constant = True
+        else:
+            call.opinion = ask(func, operator, *before, results, saturated=saturated)
+
+    def _follow_saturation(self, call: Call, operator: Operator, given: Arguments) -> None:
+        """What has saturated before ``call``, and has gone on to it as a finite number."""
+        for name, value in operator.operands(*given):
+            for tensor in () if operator.written.get(name) else tensors_in(value):
+                local = self._followed(tensor)
+                if local is None:
+                    continue
+                writers = self.bad_writers(local)
+                call.causes += [writer for writer in writers if writer not in call.causes]
+                if local.untyped_storage()._cdata in self._bad_given and not self._lineage.writers(local):
+                    leaf = self.leaf(local)
+                    if leaf not in call.leaves and self._is_at_limit(local):
+                        call.leaves.append(leaf)
+
+    def _find_inputs(
+        self,
+        call: Call,
+        operator: Operator,
+        given: Arguments,
+        before: Arguments,
+    ) -> None:
+        """What ``call`` has read that was not finite: calls, and tensors that no call has written."""
+        seen: set[int] = set()
+        named = zip(operator.operands(*given), operator.operands(*before), strict=True)
+        for (name, now), (_, earlier) in named:
+            if operator.written.get(name):  # it was not read
+                continue
+            for tensor, values in zip(tensors_in(now), tensors_in(earlier), strict=True):
+                local, read = self._followed(tensor), self._followed(values)
+                if local is not None and read is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    self._find_input(call, name, local, read)
+
+    def _find_input(self, call: Call, name: str, tensor: Tensor, values: Tensor) -> None:
+        low, high = self.range_of(values)
+        is_finite = math.isfinite(low) and math.isfinite(high)
+        # Where the device saturates, what has overflowed is finite.
+        writers = self.bad_writers(tensor) if self._saturating or not is_finite else []
+        if writers:
+            call.causes += [writer for writer in writers if writer not in call.causes]
+        elif not is_finite:
+            leaf = self.leaf(tensor)
+            call.leaves += [leaf] if leaf not in call.leaves else []
+        else:
+            own = self.names.of_memory(tensor)
+            call.inputs.append((f"{name} ({own})" if own else name, max(abs(low), abs(high))))
+
+    def bad_writers(self, tensor: Tensor) -> list[Call]:
+        """The calls that have made ``tensor`` not finite, as far as they were seen."""
+        local = self._followed(tensor)
+        writers = [] if local is None else self._lineage.writers(local)
+        return [result.call for _, result in writers if result.is_bad is not False]
+
+    def leaf(self, tensor: Tensor) -> Leaf:
+        """``tensor``, which is not finite, and which no call has written."""
+        name = self.names.of_memory(tensor)
+        if name is not None:
+            return Leaf("weights", name, tensor.dtype, tuple(tensor.shape))
+        if tensor.is_leaf and tensor.requires_grad:
+            return Leaf("weights", "a parameter of no known model", tensor.dtype, tuple(tensor.shape))
+        given = self._arguments.get(tensor.untyped_storage()._cdata, "a tensor given from outside")
+        return Leaf("data", given, tensor.dtype, tuple(tensor.shape))
+
+
+def iterate(calls: Sequence[Call], follow: Callable[[Call], Sequence[Call]]) -> Iterator[tuple[Call, Call | None]]:
+    """All that ``follow`` leads to from ``calls``, nearest first, each with the call that it was reached from."""
+    seen = {id(call) for call in calls}
+    waiting: list[tuple[Call, Call | None]] = [(call, None) for call in calls]
+    for call, origin in waiting:
+        yield call, origin
+        for further in follow(call):
+            if id(further) not in seen:
+                seen.add(id(further))
+                waiting.append((further, call))
