@@ -31,20 +31,21 @@ CHECKED := apex_npu benchmarks examples scripts tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ddp test test-all test-rest test-torch-npu test-torch-npu-quick bench bench-quick bench-deps upstream patch-check dev lint types clean setup-demo setup-dev setup-torch-npu pytest-quick pytest-slow sanitize
+.PHONY: help demo demo-ddp docs test test-all test-rest test-torch-npu test-torch-npu-quick bench bench-quick bench-deps upstream patch-check dev lint types clean setup-demo setup-dev setup-torch-npu pytest-quick pytest-slow sanitize
 
 help: ## this list
 	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
 	@echo 'make demo-ddp   the same network on two processes, averaged by amp and by torch (SIMULATED_NPU=1: on hccl)'
 	@echo 'make test       lint, types, import contracts and the quick tests (under 10 minutes on 2 cores)'
 	@echo 'make test-all   the same, then those of test-rest'
-	@echo 'make test-rest  the tests marked slow, and test-torch-npu-quick'
+	@echo 'make test-rest  the site, the tests marked slow, and test-torch-npu-quick'
 	@echo "make test-torch-npu  all npu tests on the vendor's torch_npu, without an NPU (over an hour)"
 	@echo 'make test-torch-npu-quick  the quick ones of amp, optimizers and data parallel training, once'
 	@echo "make setup-torch-npu  the environment with the vendor's torch_npu, .venv-npu"
 	@echo 'make bench      all benchmarks on every device that is here: benchmarks/results, plots, tables (MINUTES=15 each)'
 	@echo 'make bench-quick  each goal for speed on the CPU, met or not (under 2 minutes on 2 cores)'
 	@echo 'make bench-deps other implementations of the optimizers, for benchmarks and tests that compare with them'
+	@echo 'make docs       the documentation site: build/site/html/index.html'
 	@echo 'make upstream   the amp tests of a checkout of NVIDIA Apex against this package: APEX=path [DEVICE=npu]'
 	@echo 'make patch-check  patches, wheels and scripts on a clone of NVIDIA Apex: APEX_UPSTREAM=path'
 	@echo 'make dev        the environment for working on apex_npu, with the git hooks'
@@ -68,11 +69,17 @@ demo-ddp: $(if $(SIMULATED_NPU),setup-dev,setup-demo) ## two processes on this m
 	@$(PY) -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 examples/ddp_digits.py \
 	    $(if $(SIMULATED_NPU),--simulated-npu) $(ARGS)
 
+docs: setup-dev ## warnings are errors; needs nothing from the network once it is set up
+	@$(PY) -m pip install -qq -r requirements-docs.txt
+	@$(PY) scripts/site_pages.py build/site/pages
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	@echo '==> written: build/site/html/index.html'
+
 test: lint types pytest-quick
 
 test-all: test test-rest
 
-test-rest: bench-deps pytest-slow test-torch-npu-quick
+test-rest: bench-deps docs pytest-slow test-torch-npu-quick
 
 bench-deps: setup-dev ## other people's optimizers, to compare with (benchmarks, tests/optimizers/test_baselines.py)
 	@$(PY) -m pip install -qq --no-deps adamp==0.3.0 timm==1.0.22 pytorch_optimizer==4.1.0

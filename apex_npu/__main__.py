@@ -85,12 +85,13 @@ RUN = Command(
 COMMANDS = (RUN, MIGRATE, PATCH, CONVERT, DOCTOR)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run what ``arguments``, those of the command line, say.
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what ``arguments`` say; without any, those of the command line, as the program ``apex-npu`` does.
 
     Returns:
         The exit status, where the script did not end with one itself: 0, or 2 if there is nothing to run.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
     name, rest = (arguments[0] if arguments else None), arguments[1:]
     command = next((command for command in COMMANDS if command.name == name), None)
     asks_for_help = list(rest) in (["-h"], ["--help"])
@@ -119,4 +120,4 @@ def _fail(reason: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -3,12 +3,14 @@
 """Draws the way of every optimizer through Rosenbrock's valley into one picture.
 
     python examples/rosenbrock.py [docs/rosenbrock.png]
+    python examples/rosenbrock.py --each FOLDER          # a picture for each, in files of their names
 
 f(x, y) = (1 - x)² + 100 (y - x²)²; the minimum, 0, is at (1, 1). The learning rates were chosen so that each gets
 somewhere within the steps shown: the picture is about the shape of the paths, not a race.
 """
 
 import sys
+from pathlib import Path
 
 import matplotlib
 import torch
@@ -55,24 +57,46 @@ def path(name: str) -> Tensor:
     return torch.stack(points)
 
 
-def main() -> None:
-    """Draw."""
-    target = sys.argv[1] if len(sys.argv) > 1 else "docs/rosenbrock.png"
+def draw(panel: plt.Axes, name: str) -> None:
+    """The path of optimizer ``name``, over the logarithm of the function."""
     x, y = torch.meshgrid(torch.linspace(-2, 2, 200), torch.linspace(-0.8, 3, 200), indexing="xy")
+    points = path(name)
+    panel.contourf(x, y, rosenbrock(x, y).log1p(), 18, cmap="Greys", alpha=0.7)
+    panel.plot(*points.T, color="#d55e00", linewidth=1.6)
+    panel.plot(*points[-1], "o", color="#0072b2", markersize=5)
+    panel.plot(1, 1, "*", color="#009e73", markersize=12)
+    final = rosenbrock(*points[-1]).item()
+    panel.set_title(f"{name}\n{', '.join(f'{k}={v}' for k, v in RUNS[name].items())}: f = {final:.2g}", fontsize=9)
+    panel.set_xlim(-2, 2)
+    panel.set_ylim(-0.8, 3)
+
+
+def draw_all(target: str) -> None:
+    """One picture of all."""
     figure, axes = plt.subplots(3, 4, figsize=(14, 9), sharex=True, sharey=True, constrained_layout=True)
     for panel, name in zip(axes.flat, RUNS, strict=True):
-        points = path(name)
-        panel.contourf(x, y, rosenbrock(x, y).log1p(), 18, cmap="Greys", alpha=0.7)
-        panel.plot(*points.T, color="#d55e00", linewidth=1.6)
-        panel.plot(*points[-1], "o", color="#0072b2", markersize=5)
-        panel.plot(1, 1, "*", color="#009e73", markersize=12)
-        final = rosenbrock(*points[-1]).item()
-        panel.set_title(f"{name}\n{', '.join(f'{k}={v}' for k, v in RUNS[name].items())}: f = {final:.2g}", fontsize=9)
-        panel.set_xlim(-2, 2)
-        panel.set_ylim(-0.8, 3)
+        draw(panel, name)
     figure.suptitle(f"{STEPS} steps on Rosenbrock's function from {START}; star: minimum, dot: where it ended")
     figure.savefig(target, dpi=90)
     print(f"wrote {target}")
+
+
+def draw_each(folder: Path) -> None:
+    """A picture for each optimizer."""
+    for name in RUNS:
+        figure, panel = plt.subplots(figsize=(5, 4), constrained_layout=True)
+        draw(panel, name)
+        figure.savefig(folder / f"{name}.png", dpi=90)
+        plt.close(figure)
+    print(f"wrote {len(RUNS)} pictures to {folder}")
+
+
+def main() -> None:
+    """Draw."""
+    if sys.argv[1:2] == ["--each"]:
+        draw_each(Path(sys.argv[2]))
+    else:
+        draw_all(sys.argv[1] if len(sys.argv) > 1 else "docs/rosenbrock.png")
 
 
 if __name__ == "__main__":

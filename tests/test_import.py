@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from apex_npu.__main__ import main
+
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import sys

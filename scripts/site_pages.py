@@ -1,0 +1,101 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Lays out the pages of the documentation site.
+
+    python scripts/site_pages.py build/site/pages
+
+The pages of the repository keep their places, so that links between them hold in both. Pages of the optimizers and the
+API reference are made from the names that the packages export; mkdocstrings fills them from the docstrings.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = (
+    "*.md",
+    "LICENSE",
+    "docs/*",
+    "benchmarks/README.md",
+    "benchmarks/results/*.png",
+    "patch/README.md",
+    "scripts/docker/README.md",
+)
+REFERENCE = {
+    "amp": "Mixed precision: `from apex_npu import amp`.",
+    "optimizers": "",
+    "fp16_utils": "Apex's `fp16_utils`: `from apex_npu import fp16_utils`.",
+    "normalization": "Apex's norms: `from apex_npu import normalization`.",
+    "parallel": "Apex's `parallel`: `from apex_npu import parallel`.",
+    "multi_tensor_apply": "Apex's lists of tensors: `from apex_npu import multi_tensor_apply`.",
+}
+
+
+def copy_pages(target: Path) -> None:
+    """The pages of the repository, and what they show."""
+    for pattern in PAGES:
+        for path in sorted(ROOT.glob(pattern)):
+            if path.is_file():
+                copy = target / path.relative_to(ROOT)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
+
+
+def write_optimizers(target: Path) -> None:
+    """One page for each optimizer, with its path through Rosenbrock's valley where there is one."""
+    folder = target / "optimizers"
+    folder.mkdir(parents=True)
+    subprocess.run([sys.executable, ROOT / "examples" / "rosenbrock.py", "--each", folder], check=True, cwd=ROOT)
+    for name in _classes("optimizers"):
+        picture = f"\n![Path of {name} through Rosenbrock's valley]({name}.png)\n"
+        shown = picture if (folder / f"{name}.png").exists() else ""
+        (folder / f"{name}.md").write_text(
+            f"# {name}\n{shown}\n::: apex_npu.optimizers.{name}\n"
+            "    options:\n      show_root_heading: false\n      members: false\n",
+            encoding="utf-8",
+        )
+
+
+def write_reference(target: Path) -> None:
+    """One page for each package that scripts import."""
+    folder = target / "reference"
+    folder.mkdir(parents=True)
+    for package, about in REFERENCE.items():
+        module = importlib.import_module(f"apex_npu.{package}")
+        if package == "optimizers":
+            listed = "\n".join(f"- [{name}](../optimizers/{name}.md)" for name in _classes(package))
+            text = f"Each optimizer has a page:\n\n{listed}\n"
+        else:
+            shown = [getattr(module, name) for name in module.__all__]
+            own = [
+                found
+                for found in shown
+                if (inspect.isclass(found) or inspect.isfunction(found)) and found.__module__.startswith("apex_npu")
+            ]
+            text = f"{about}\n\n" + "\n".join(f"::: {found.__module__}.{found.__qualname__}\n" for found in own)
+        (folder / f"{package}.md").write_text(f"# apex_npu.{package}\n\n{text}", encoding="utf-8")
+
+
+def _classes(package: str) -> list[str]:
+    module = importlib.import_module(f"apex_npu.{package}")
+    return [name for name in module.__all__ if inspect.isclass(getattr(module, name))]
+
+
+def main() -> None:
+    """Lay the pages out in the folder that is named, which is made again."""
+    sys.path.insert(0, str(ROOT))
+    target = Path(sys.argv[1])
+    shutil.rmtree(target, ignore_errors=True)
+    copy_pages(target)
+    write_optimizers(target)
+    write_reference(target)
+
+
+if __name__ == "__main__":
+    main()
