@@ -5,20 +5,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from torch.optim import Optimizer
 
 from apex_npu.amp.grad_groups import (
     GradGroup,
     any_raised,
-    clear_saturation,
-    has_saturated,
     look_for_overflow,
     separate,
     unscale,
 )
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
+from apex_npu.amp.saturation import clear_saturation, has_saturated
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session
 from apex_npu.amp.step_decision import StepDecision
@@ -61,7 +60,6 @@ class Block:
     decides = True
 
     def __init__(self, args: BlockArgs) -> None:
-        """Nothing has changed yet."""
         self._session, self.optimizers, self.work, self._scaler, self._loss_id = args
         self.states = [state for state, _ in self.work]
         self.groups = [group for _, groups in self.work for group in groups]
@@ -187,16 +185,13 @@ class UnscaledBlock(Block):
     """A block at a static loss scale of 1, without masters: gradients are what backward leaves."""
 
     def begin(self) -> None:
-        """See ``Block``."""
         self._end_with(Stage.SCALED)
 
     def unscale(self) -> bool:
-        """See ``Block``."""
         self._end_with(Stage.UNSCALED)
         return False
 
     def abandon(self, error: BaseException) -> None:
-        """See ``Block``."""
         self._end_with(Stage.READY)
 
 
@@ -231,7 +226,6 @@ class DelayingBlock(Block):
 
     @disable_dynamo
     def unscale(self) -> bool:
-        """See ``Block``."""
         if self.decides:
             return super().unscale()
         if self.copies_grads:
@@ -245,38 +239,62 @@ class DelayingBlock(Block):
             super().decide(found_inf)
 
 
-class SaturatingBlock:
-    """``block`` on a device that saturates where others give inf, and raises a flag instead."""
+class WrappedBlock:
+    """Another block, and what is done around it."""
 
-    def __init__(self, block: Block) -> None:
-        """The gradients of ``block`` are on such a device."""
+    def __init__(self, block: AnyBlock) -> None:
         self._block = block
-        self.scale = block.scale
+        self.scale: float = block.scale
+
+    def begin(self) -> None:
+        self._block.begin()
+
+    def end(self) -> None:
+        self._block.end()
+
+    def abandon(self, error: BaseException) -> None:
+        self._block.abandon(error)
+
+
+AnyBlock: TypeAlias = Block | WrappedBlock
+
+
+class SaturatingBlock(WrappedBlock):
+    """A block on a device that saturates where others give inf, and raises a flag instead."""
+
+    _block: Block
 
     def begin(self) -> None:
         """See ``Block``. While gradients of an earlier backward are not checked, the flag may be about them."""
-        if all(state.stage not in (Stage.DELAYED, Stage.UNCHECKED, Stage.LOCAL) for state, _ in self._block.work):
+        if all(state.stage not in (Stage.DELAYED, Stage.UNCHECKED, Stage.LOCAL) for state in self._block.states):
             clear_saturation(self._block.groups)
         self._block.begin()
 
     def end(self) -> None:
-        """See ``Block``."""
         self._block.ending = True
         self.decide(self.unscale())
 
     def unscale(self) -> bool:
-        """See ``Block``."""
         found_inf = self._block.unscale()
         checks = self._block.dynamic and self._block.decides
         return (has_saturated(self._block.groups) or found_inf) if checks else False
 
     def decide(self, found_inf: bool) -> None:
-        """See ``Block``."""
         self._block.decide(found_inf)
 
-    def abandon(self, error: BaseException) -> None:
-        """See ``Block``."""
-        self._block.abandon(error)
+
+class CapturedBlock(WrappedBlock):
+    """A block in a CUDA graph that is being captured: the step that belongs to it has to be captured, too."""
+
+    def __init__(self, block: AnyBlock, states: Sequence[AmpOptimizerState]) -> None:
+        """``block`` has passed ``check_block``."""
+        super().__init__(block)
+        self._states = states
+
+    def end(self) -> None:
+        self._block.end()
+        for state in self._states:
+            state.stage = Stage.CAPTURED
 
 
 def decide(states: Iterable[AmpOptimizerState], loss_id: int, scaler: LossScaler, found_inf: bool) -> None:

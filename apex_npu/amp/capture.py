@@ -5,31 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch.optim import Optimizer
 
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, fused_groups, state_of
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.backends import is_capturing
-
-
-class AnyBlock(Protocol):
-    """A block of any kind; see ``Block``."""
-
-    scale: float
-
-    def begin(self) -> None:
-        """Before backward."""
-        ...
-
-    def end(self) -> None:
-        """After backward."""
-        ...
-
-    def abandon(self, error: BaseException) -> None:
-        """After an exception."""
-        ...
 
 
 def check_block(optimizers: Sequence[Optimizer], scaler: LossScaler, *, delays: bool) -> None:
@@ -56,29 +37,6 @@ def check_block(optimizers: Sequence[Optimizer], scaler: LossScaler, *, delays: 
         )
     for optimizer in optimizers:
         _check_optimizer(optimizer)
-
-
-class CapturedBlock:
-    """``block``, in a CUDA graph that is being captured: the step that belongs to it has to be captured, too."""
-
-    def __init__(self, block: AnyBlock, states: Sequence[AmpOptimizerState]) -> None:
-        """``block`` has passed ``check_block``."""
-        self._block, self._states = block, states
-        self.scale = block.scale
-
-    def begin(self) -> None:
-        """See ``Block``."""
-        self._block.begin()
-
-    def end(self) -> None:
-        """See ``Block``."""
-        self._block.end()
-        for state in self._states:
-            state.stage = Stage.CAPTURED
-
-    def abandon(self, error: BaseException) -> None:
-        """See ``Block``."""
-        self._block.abandon(error)
 
 
 def check_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch.nn.utils
 from torch import Tensor
@@ -16,25 +16,17 @@ from apex_npu.autocast.undo import Undo
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
 
 
-class Clipper(Protocol):
-    """What has clipped gradients of its own, in flat buffers."""
-
-    def _clip_at_once(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """What ``torch.nn.utils.clip_grad_norm_`` does, for all of its parameters."""
-        ...
-
-
 def watch_clipping(
     undo: Undo,
     look: Callable[[list[Tensor]], None],
-    clipper_of: Callable[[list[Tensor]], Clipper | None],
+    clip_of: Callable[[list[Tensor]], Callable[..., Tensor] | None],
 ) -> None:
     """Stand between scripts and torch's clipping functions, also those that a script has imported by name before.
 
     Args:
         undo: Takes the callbacks that put the functions back.
         look: Called with a function's parameters before torch clips them; may warn.
-        clipper_of: Whose norm is clipped instead, in one pass and to the same values; None: leave it to torch.
+        clip_of: What clips the norm of these instead, in one pass and to the same values; None: leave it to torch.
     """
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,12 +36,12 @@ def watch_clipping(
             listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # it may be a generator
             # ``foreach`` selects one of torch's implementations.
             asked = len(args) > 3 or kwargs.get("foreach") is not None
-            clipper = None if asked or name != "clip_grad_norm_" else clipper_of(listed)
-            if clipper is None:
+            clip_at_once = None if asked or name != "clip_grad_norm_" else clip_of(listed)
+            if clip_at_once is None:
                 look(listed)
                 return original(listed, *args, **kwargs)
             kwargs.pop("foreach", None)
-            return clipper._clip_at_once(*args, **kwargs)
+            return clip_at_once(*args, **kwargs)
 
         return clip
 

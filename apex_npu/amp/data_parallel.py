@@ -46,7 +46,6 @@ class GradSync:
     """
 
     def __init__(self, parallel: DataParallel) -> None:
-        """There are no gradients yet."""
         self.parallel = parallel
         self.local_grads = LocalGrads.NONE
 
@@ -205,7 +204,6 @@ class Reduction:
     """
 
     def __init__(self, parallel: DataParallel, reducer: GradReducer, masters: bool) -> None:
-        """Of a reducer that has begun."""
         self._parallel, self._reducer = parallel, reducer
         self.masters = masters
 

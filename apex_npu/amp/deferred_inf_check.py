@@ -126,7 +126,6 @@ class Deferral:
     """
 
     def __init__(self) -> None:
-        """Nothing is left to do."""
         self.check: DeferredInfCheck | None = None
         self.skipped_check: DeferredInfCheck | None = None
         self.clip_coefficient: Tensor | None = None

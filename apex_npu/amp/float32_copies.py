@@ -48,7 +48,6 @@ class CopyLink:
     """
 
     def __init__(self) -> None:
-        """No optimizer so far."""
         self.joined = False
         self._undo = Undo()
 

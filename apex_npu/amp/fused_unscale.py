@@ -107,7 +107,6 @@ class DeferringBlock(DelayingBlock):
             self._open.start(*flags)
 
     def decide(self, found_inf: bool) -> None:
-        """See ``Block``."""
         if self._open is not None:
             deferral_of(self.work[0][0]).check = self._session.open_checks[self._scaler] = self._open
         else:

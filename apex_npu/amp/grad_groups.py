@@ -3,7 +3,7 @@
 """``GradGroup``: gradients that are unscaled together, on their way from backward to the optimizer's parameters.
 
 There is one class for each place that gradients take: in memory of their own or in one flat buffer, and copied to
-masters or not. ``make_grad_groups`` chooses.
+masters or not. ``grad_layout.py`` chooses.
 
 One rule decides about masters: a master's gradient counts as long as its model parameter has the gradient that it was
 made from. Clearing the model's, by whatever means, therefore clears the master's: it is dropped, or filled with zeros.
@@ -11,13 +11,13 @@ made from. Clearing the model's, by whatever means, therefore clears the master'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import is_
 
 import torch
 from torch import Tensor
 
-from apex_npu.backends import Backend, for_device, number_on
+from apex_npu.backends import number_on
 from apex_npu.distributed import GradReducer, local_part
 from apex_npu.fusion import (
     FlatGrads,
@@ -273,23 +273,19 @@ class FlatGradGroup(GradGroup):
     flat: FlatGrads
 
     def __init__(self, flat: FlatGrads, sources: Sequence[Tensor] | None = None) -> None:
-        """Of the parameters of ``flat``."""
         super().__init__(flat.params, sources)
         self.flat = flat
 
     @torch.no_grad()
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
-        """See ``GradGroup``."""
         self.flat.unscale_(factor, found_inf)
 
     @torch.no_grad()
     def unscale_(self, inv_scale: float, found_inf: Tensor | None, *, share: bool = False) -> None:
-        """See ``GradGroup``."""
         self.flat.unscale_(inv_scale, found_inf)
 
     @torch.no_grad()
     def check(self, found_inf: Tensor) -> None:
-        """See ``GradGroup``."""
         unscale_grads(self.flat.operands(InPlace.READ), 1.0, found_inf)
 
 
@@ -317,13 +313,11 @@ class MasterGradGroup(GradGroup):
             self.scale_sources_(factor)
 
     def abandon_block(self, factor: float) -> None:
-        """See ``GradGroup``."""
         self.copied.put_aside()
         self.scale_sources_(factor)
         self.copied.put_back()
 
     def note_delayed(self) -> None:
-        """See ``GradGroup``."""
         self.copied.note_delayed()
 
     @torch.no_grad()
@@ -332,7 +326,6 @@ class MasterGradGroup(GradGroup):
         self._scale_list_(self.sources, factor)
 
     def scale_all_(self, factor: float) -> None:
-        """See ``GradGroup``."""
         self._scale_list_(self._model_params, factor)
         self.scale_(factor)
 
@@ -342,11 +335,9 @@ class MasterGradGroup(GradGroup):
             torch._foreach_mul_(writable_grads(tensors), factor)
 
     def end_step(self) -> None:
-        """See ``GradGroup``."""
         self.copied.stepped = True
 
     def drop_cleared(self) -> None:
-        """See ``GradGroup``."""
         dropped, zeroed, written = self.copied.take_changed()
         self.edited |= written
         for k in dropped:
@@ -355,7 +346,6 @@ class MasterGradGroup(GradGroup):
             zero_grads([self.params[self._masters[k]] for k in zeroed])
 
     def forget_copied(self, set_to_none: bool) -> None:
-        """See ``GradGroup``."""
         if set_to_none:
             self.copied.forget()
             return
@@ -366,12 +356,10 @@ class MasterGradGroup(GradGroup):
         self.copied.note_zeros()
 
     def has_uncopied(self) -> bool:
-        """See ``GradGroup``."""
         return self.copied.lack_any()
 
     @torch.no_grad()
     def unscale_(self, inv_scale: float, found_inf: Tensor | None, *, share: bool = False) -> None:
-        """See ``GradGroup``."""
         self._copy_each(inv_scale, found_inf)
         self.copied.note()
 
@@ -405,7 +393,6 @@ class FlatMasterGradGroup(MasterGradGroup):
     flat: FlatGrads
 
     def __init__(self, flat: FlatGrads, sources: Sequence[Tensor]) -> None:
-        """Of the parameters of ``flat``."""
         super().__init__(flat.params, sources)
         self.flat = flat
         self._shares = False
@@ -419,7 +406,6 @@ class FlatMasterGradGroup(MasterGradGroup):
             self._reduced = reducer.gathered(self.sources, self.flat.offsets)
 
     def materialize_grads(self) -> None:
-        """See ``GradGroup``."""
         if self._shares:
             self.flat.gather()
         self._shares = False
@@ -430,13 +416,11 @@ class FlatMasterGradGroup(MasterGradGroup):
 
     @torch.no_grad()
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
-        """See ``GradGroup``."""
         if factor != 1.0 or found_inf is not None:
             self.flat.unscale_(factor, found_inf)
 
     @torch.no_grad()
     def check(self, found_inf: Tensor) -> None:
-        """See ``GradGroup``."""
         unscale_grads(self.flat.operands(InPlace.READ), 1.0, found_inf)
 
     @torch.no_grad()
@@ -494,46 +478,6 @@ class FlatMasterGradGroup(MasterGradGroup):
         return [views[i] for i in indices]
 
 
-def make_grad_groups(
-    params: Sequence[Tensor], flats: Sequence[FlatGrads], model_param_of: Mapping[int, Tensor]
-) -> list[GradGroup]:
-    """The groups of an optimizer.
-
-    Args:
-        params: All that it steps.
-        flats: The buffers that some of their gradients are in.
-        model_param_of: ``id(master)`` → model parameter.
-    """
-
-    def sources_of(params: Sequence[Tensor]) -> list[Tensor]:
-        return [model_param_of.get(id(p), p) for p in params]
-
-    groups: list[GradGroup] = []
-    for flat in flats:
-        has_masters = any(id(p) in model_param_of for p in flat.params)
-        groups.append(FlatMasterGradGroup(flat, sources_of(flat.params)) if has_masters else FlatGradGroup(flat))
-    held = {id(p) for flat in flats for p in flat.params}
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for p in params:
-        if id(p) not in held:
-            alike.setdefault((p.device, p.dtype), []).append(p)
-    for members in alike.values():
-        has_masters = any(id(p) in model_param_of for p in members)
-        groups.append(MasterGradGroup(members, sources_of(members)) if has_masters else GradGroup(members))
-    return groups
-
-
-def take_over(groups: Sequence[GradGroup], former: Sequence[GradGroup]) -> None:
-    """Pass to ``groups``, which replace ``former``, which gradients these have copied."""
-    copied = [group.copied for group in former if isinstance(group, MasterGradGroup)]
-    for group in groups:
-        if isinstance(group, MasterGradGroup):
-            group.copied.take_over(copied)
-            group.edited = any(one.edited for one in former)
-        if isinstance(group, FlatMasterGradGroup):
-            group.take_over(former)
-
-
 def _any_grads(tensors: Sequence[Tensor]) -> bool:
     return any(grad is not None for grad in grads_of(list(tensors)))
 
@@ -579,27 +523,6 @@ def separate(groups: Sequence[GradGroup]) -> None:
     """Replace gradients that share memory over groups by copies; within a group that is done where they are written."""
     if any(group.flat is None for group in groups):
         writable_grads(s for group in groups for p, s in zip(group.params, group.sources, strict=True) if p is s)
-
-
-def saturates(groups: Sequence[GradGroup]) -> bool:
-    """True where a device clamps to the largest finite value, and raises a flag, instead of giving inf."""
-    return bool(_saturating(groups))
-
-
-def clear_saturation(groups: Sequence[GradGroup]) -> None:
-    """Before a backward: have devices that saturate instead of giving inf forget what has overflowed so far."""
-    for device, backend in _saturating(groups):
-        backend.clear_overflow_flag(device)
-
-
-def has_saturated(groups: Sequence[GradGroup]) -> bool:
-    """Whether such a device has saturated since; waits for it."""
-    return any([backend.overflow_flag(device) for device, backend in _saturating(groups)])
-
-
-def _saturating(groups: Sequence[GradGroup]) -> list[tuple[torch.device, Backend]]:
-    devices = [(device, for_device(device)) for device in {group.device for group in groups}]
-    return [(device, backend) for device, backend in devices if backend.saturates()]
 
 
 def unscale(groups: Sequence[GradGroup], scale: float, *, check: bool, share: bool = False) -> list[Tensor]:

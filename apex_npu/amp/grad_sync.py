@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from apex_npu.amp.block import Block, DelayingBlock, SaturatingBlock
-from apex_npu.amp.capture import AnyBlock
+from apex_npu.amp.block import AnyBlock, Block, DelayingBlock, SaturatingBlock, WrappedBlock
 from apex_npu.amp.data_parallel import DataParallel, GradSync, LocalGrads, Reduction, agree_on_overflow
 from apex_npu.amp.optimizer_state import Stage
 from apex_npu.amp.session import require
@@ -55,8 +54,10 @@ def no_sync() -> Iterator[None]:
         session.no_sync_depth -= 1
 
 
-class SyncedBlock:
+class SyncedBlock(WrappedBlock):
     """``block``, where other processes average its gradients, or decide together whether they have overflowed."""
+
+    _block: Block | SaturatingBlock
 
     def __init__(self, block: Block | SaturatingBlock, inner: Block, groups: Sequence[Any]) -> None:
         """Nothing has been sent yet.
@@ -66,7 +67,8 @@ class SyncedBlock:
             inner: The same, or what that wraps.
             groups: Process groups that decide together, whether or not they average.
         """
-        self._block, self._inner = block, inner
+        super().__init__(block)
+        self._inner = inner
         self._agreeing = list(groups)
         prepared = [state.sync for state in inner.states if state.sync is not None]
         self._parallel: DataParallel | None = prepared[0].parallel if prepared else None
@@ -75,11 +77,9 @@ class SyncedBlock:
         self._syncs: list[GradSync] = [state.sync for state, _ in self._averaged]
         self._reduction: Reduction | None = None
         self._local_after: LocalGrads | None = None
-        self.scale = inner.scale
 
     @disable_dynamo
     def begin(self) -> None:
-        """See ``Block``."""
         self._join()
         self._block.begin()
 
@@ -117,7 +117,6 @@ class SyncedBlock:
 
     @disable_dynamo
     def end(self) -> None:
-        """See ``Block``."""
         inner = self._inner
         inner.ending = True
         if self._reduction is not None and not self._reduction.masters:
@@ -171,7 +170,7 @@ class SyncedBlock:
         return groups[0].device if groups else torch.device("cpu")
 
 
-class NoSyncBlock:
+class NoSyncBlock(WrappedBlock):
     """``block``, where DistributedDataParallel may keep the gradients to this process, as in its ``no_sync``.
 
     If it does, masters do not get them, and nothing is decided about the step, until a block has averages: those of one
@@ -180,23 +179,17 @@ class NoSyncBlock:
 
     def __init__(self, block: AnyBlock, inner: DelayingBlock, ddps: Sequence[Any]) -> None:
         """Of ``ddps``, around models of this block; ``block`` wraps ``inner``, or is it."""
-        self._block, self._inner, self._ddps = block, inner, ddps
-        self.scale = block.scale
+        super().__init__(block)
+        self._inner, self._ddps = inner, ddps
 
     @disable_dynamo
     def begin(self) -> None:
-        """See ``Block``."""
         pending = any(state.stage in (Stage.DELAYED, Stage.LOCAL) for state in self._inner.states)
         self._block.begin()
         self._backward = LocalBackward(self._ddps, pending=pending)
 
     @disable_dynamo
     def end(self) -> None:
-        """See ``Block``."""
         if self._backward.kept_grads():
             self._inner.leave_to_averages()
         self._block.end()
-
-    def abandon(self, error: BaseException) -> None:
-        """See ``Block``."""
-        self._block.abandon(error)

@@ -10,13 +10,14 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu.amp.deferred_inf_check import Deferral
-from apex_npu.amp.grad_groups import GradGroup, make_grad_groups, saturates, take_over
+from apex_npu.amp.grad_groups import GradGroup
+from apex_npu.amp.grad_layout import combine_grads, make_grad_groups, take_over, trainable
 from apex_npu.amp.master_params import MasterPair, MasterParams
 from apex_npu.amp.policy import Policy
+from apex_npu.amp.saturation import saturates
 from apex_npu.amp.session import current
 from apex_npu.amp.step_decision import StepDecision, StepReport
 from apex_npu.autocast.undo import Undo
@@ -263,7 +264,6 @@ class OptimizerGrads:
     """
 
     def __init__(self) -> None:
-        """Nothing is known of the optimizer yet."""
         self.groups: list[GradGroup] = []
         self.saturates = False
         self.unchecked = False
@@ -294,10 +294,10 @@ class OptimizerGrads:
         self.groups = groups  # last: what they know of copied gradients is all there
 
     def _combined(self, optimizer: Optimizer) -> list[FlatGrads]:
-        params = [p for group in _trainable(optimizer) for p in group]
+        params = [p for group in trainable(optimizer) for p in group]
         held = {id(p) for flat in self._own_flats for p in flat.params}
         if held != {id(p) for p in params} or any(flat.broken() for flat in self._own_flats):
-            self._own_flats = _combine_grads(optimizer, self._own_flats)
+            self._own_flats = combine_grads(optimizer, self._own_flats)
         return self._own_flats
 
     def combined(self, optimizer: Any, state: AmpOptimizerState) -> list[list[FlatGrads]]:
@@ -316,7 +316,7 @@ class OptimizerGrads:
         found = combined(flats, leading, attrgetter("flat")) if all(flat.is_placed for flat in flats) else None
         if found is None:
             optimizer.check_combining()
-            kinds = split_by_kind(_trainable(optimizer), leading)
+            kinds = split_by_kind(trainable(optimizer), leading)
             found = [FlatGrads.in_one([params for _, params in members]) for members in kinds]
             self._own_flats = [flat for members in found for flat in members]
         return found
@@ -330,31 +330,6 @@ class OptimizerGrads:
         """Masters that share the model's gradients, until the step, are about to be read: give them their own."""
         for group in self.groups:
             group.materialize_grads()
-
-
-def _trainable(optimizer: Optimizer) -> list[list[Tensor]]:
-    """The parameters of each group that need a gradient, or have one."""
-    return [[p for p in group["params"] if p.requires_grad or p.grad is not None] for group in optimizer.param_groups]
-
-
-def _combine_grads(optimizer: Optimizer, former: list[FlatGrads]) -> list[FlatGrads]:
-    """One gradient buffer per (param_group, device, dtype) of an optimizer that has none of its own.
-
-    Those of ``former`` stay that still fit. What replaces a parameter gets a buffer apart from the others, as it may be
-    replaced in every step.
-    """
-    groups = _trainable(optimizer)
-    there = {id(p) for params in groups for p in params}
-    flats = [flat for flat in former if all(id(p) in there for p in flat.params) and not flat.broken()]
-    held = {id(p) for flat in flats for p in flat.params}
-    known = {id(p) for flat in former for p in flat.params}
-    for params in groups:
-        members: dict[tuple[bool, torch.device, torch.dtype], list[Tensor]] = {}
-        for p in params:
-            if id(p) not in held:
-                members.setdefault((id(p) in known, p.device, p.dtype), []).append(p)
-        flats.extend(map(FlatGrads.apart, members.values()))
-    return flats
 
 
 def fused_groups(optimizer: Any) -> list[FusedGroup]:

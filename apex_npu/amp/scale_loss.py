@@ -11,8 +11,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex_npu.amp.block import Block, BlockArgs, Delay, DelayingBlock, SaturatingBlock, UnscaledBlock, Work
-from apex_npu.amp.capture import AnyBlock, CapturedBlock, check_block
+from apex_npu.amp.block import (
+    AnyBlock,
+    Block,
+    BlockArgs,
+    CapturedBlock,
+    Delay,
+    DelayingBlock,
+    SaturatingBlock,
+    UnscaledBlock,
+    Work,
+)
+from apex_npu.amp.capture import check_block
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
 from apex_npu.amp.grad_sync import NoSyncBlock, SyncedBlock
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer

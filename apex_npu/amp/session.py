@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.amp.accessors import step_without
 from apex_npu.amp.checkpoint_guard import watch_checkpoints
-from apex_npu.amp.clip_guard import Clipper, watch_clipping
+from apex_npu.amp.clip_guard import watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.deferred_inf_check import DeferredInfCheck
 from apex_npu.amp.policy import Policy
@@ -273,7 +273,7 @@ class Session:
     def enable(self) -> None:
         """Patch what this session needs patched. Where this fails, ``undo`` takes back what has been done."""
         if self.policy.enabled:
-            watch_clipping(self._undo, self._look_at_clipping, self._clipper_of)
+            watch_clipping(self._undo, self._look_at_clipping, self._clip_of)
             average_in_float32(self._undo)
             if self.policy.master_weights:
                 watch_checkpoints(self._undo)
@@ -304,15 +304,15 @@ class Session:
             self._undo.callback(model.undo, self.masters)
         self._undo.close()
 
-    def _clipper_of(self, params: list[Tensor]) -> Clipper | None:
-        """The optimizer that steps just ``params``, where all of their gradients are in float32 buffers."""
+    def _clip_of(self, params: list[Tensor]) -> Callable[..., Tensor] | None:
+        """That of the optimizer that steps just ``params``, where all of their gradients are in float32 buffers."""
         for optimizer in self.adopted:
             own = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
             in_order = are_same(own, params)  # as amp.master_params gives them
             steps_just_them = in_order or set(map(id, own)) == set(map(id, params))
             if steps_just_them and optimizer._amp_state.clips_like_torch(optimizer):
-                clipper: Clipper = optimizer
-                return clipper
+                clip: Callable[..., Tensor] = optimizer._clip_at_once
+                return clip
         return None
 
     def _look_at_clipping(self, params: list[Tensor]) -> None:

@@ -69,7 +69,6 @@ class CastHandle:
     """
 
     def __init__(self, device_types: tuple[str, ...], dtype: torch.dtype) -> None:
-        """Nothing is enabled here."""
         self.device_types = device_types
         self.dtype = dtype
         self.active = False

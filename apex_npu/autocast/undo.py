@@ -16,7 +16,6 @@ class Undo:
     """
 
     def __init__(self) -> None:
-        """Nothing to take back."""
         self._calls: list[Callable[[], Any]] = []
 
     def callback(self, call: Callable[..., Any], *arguments: Any) -> None:

@@ -71,7 +71,6 @@ class PythonGradArrivals:
     """See ``GradArrivals``; csrc/data_parallel is the same in C++."""
 
     def __init__(self, tensors: Sequence[Tensor], on_full: Callable[[int], None]) -> None:
-        """Nothing is watched yet."""
         self._tensors = list(tensors)
         self._on_full = on_full
         self._lock = threading.Lock()  # devices have threads of their own in backward

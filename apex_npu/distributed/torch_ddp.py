@@ -37,7 +37,6 @@ class DDPWatch:
     """Adds to ``known`` the instances that register the module inside of them, from ``open`` to ``close``."""
 
     def __init__(self, known: KnownDDPs) -> None:
-        """Closed."""
         self._known = known
         self._is_open = False
         self._handle: Any = None

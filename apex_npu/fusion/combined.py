@@ -29,7 +29,6 @@ class SharedBuffer:
     """A buffer of which several owners have a range each, allocated when the first of them needs its own."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Nothing is allocated yet."""
         self._numel, self._dtype, self._device = numel, dtype, device
         self._buffer: FlatBuffer | None = None
 

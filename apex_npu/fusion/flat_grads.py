@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import attrgetter
@@ -24,6 +24,7 @@ from apex_npu._extension import extension
 from apex_npu.fusion import grad_slots
 from apex_npu.fusion.combined import SharedBuffer, check_combinable
 from apex_npu.fusion.flat_buffer import FlatBuffer, plan
+from apex_npu.fusion.grad_copier import GradCopier, numbered
 from apex_npu.fusion.grad_slots import (
     EXTERNAL,
     FOREIGN,
@@ -31,26 +32,19 @@ from apex_npu.fusion.grad_slots import (
     NONE,
     GradSlots,
     InPlace,
-    dispatches_in_python,
+    check_grad,
 )
-from apex_npu.fusion.layout import gaps_between
 from apex_npu.fusion.many_tensors import are_same, increment_versions
 from apex_npu.fusion.storage import SlotTable, move_out, slot_table
 from apex_npu.ops import (
-    LOW_PRECISION,
     gather_,
     gathers_in_one_pass,
-    join_,
     joins_lists,
     take_grads_,
     takes_grads,
     unscale_grads,
 )
 
-# Gathered at once in pure torch: what has been copied is still in the cache when it is read.
-_BATCH_NUMEL = 1 << 16
-# So many tensors an NPU copies in one launch: joining is faster where there are as many neighbours on average.
-_JOINED_COUNT = 48
 _USE_COUNT: Any = Tensor._use_count  # type: ignore[attr-defined]
 _GRAD, _DTYPE, _LAYOUT, _DEVICE = map(attrgetter, ("grad", "dtype", "layout", "device"))
 
@@ -86,8 +80,7 @@ class FlatGrads:
         self._views: list[Tensor] = []
         self._view_table: SlotTable | None = None
         self._padding: Tensor | None = None
-        self._batched: tuple[list[int], list[range]] = ([], [])
-        self._zeros: dict[torch.dtype, Tensor] = {}
+        self._copier: GradCopier | None = None
         self._table = slot_table(self.params)
 
     @classmethod
@@ -287,7 +280,8 @@ class FlatGrads:
         else:
             foreign = _places_of(FOREIGN, states, first)
             params, slots_of_them = ([tensors[i] for i in foreign] for tensors in (self.params, views))
-            self._copy_in(foreign, slots_of_them, self._readable(foreign, list(map(_GRAD, params)), self.params))
+            grads = self._readable(foreign, list(map(_GRAD, params)), self.params)
+            self._make_copier().copy_in(foreign, slots_of_them, grads)
             _set_grads(params, slots_of_them)
         return states.replace(bytes([FOREIGN]), bytes([IN_BUFFER]))
 
@@ -333,7 +327,7 @@ class FlatGrads:
         if unfit is not None:
             index = taken[unfit]
             grad = sources[index].grad
-            self._check_grad(index, grad, own=sources[index] is self.params[index])
+            check_grad(index, self.params[index], grad, own=sources[index] is self.params[index])
             raise RuntimeError(f"parameter {index} has a gradient that cannot be fused: {grad!r}")
 
     def share(self, sources: Sequence[Tensor]) -> None:
@@ -376,6 +370,11 @@ class FlatGrads:
         if inv_scale != 1.0:
             increment_versions(operands)
 
+    def _make_copier(self) -> GradCopier:
+        if self._copier is None:
+            self._copier = GradCopier(self.flat, self.offsets, self._shapes)
+        return self._copier
+
     def _take_batches(
         self,
         sources: Sequence[Tensor],
@@ -389,65 +388,15 @@ class FlatGrads:
         there = [i for i in indices if given[i] is not None]
         slots_of_them = [views[i] for i in there]
         grads = self._readable(there, [given[i] for i in there], sources)
+        copier = self._make_copier()
         if joins_lists(self.device):
-            self._copy_in(there, slots_of_them, grads)
-            unscale_grads(list(map(self.span, self._batches(there))), inv_scale, found_inf)
+            copier.copy_in(there, slots_of_them, grads)
+            unscale_grads(list(map(self.span, copier.batches(there))), inv_scale, found_inf)
         else:
-            for batch, begin, end in _numbered(self._batches(there)):
+            for batch, begin, end in numbered(copier.batches(there)):
                 gather_(slots_of_them[begin:end], grads[begin:end])
                 unscale_grads([self.span(batch)], inv_scale, found_inf)
         _set_grads([self.params[i] for i in there], slots_of_them)
-
-    def _copy_in(self, indices: list[int], views: list[Tensor], grads: list[Tensor]) -> None:
-        """Copy ``grads`` into the slots ``indices``, which have these ``views``."""
-        batches = self._batches(indices) if joins_lists(self.device) else []
-        if not batches or len(batches) * _JOINED_COUNT > len(indices) + _JOINED_COUNT:
-            gather_(views, grads)
-            return
-        rows = self._rows(indices, grads)
-        for batch, begin, end in _numbered(batches):
-            offsets = self.offsets[batch.start : batch.stop]
-            gaps = gaps_between(offsets, [row.numel() for row in rows[begin:end]])
-            stretch = self.flat[offsets[0] : offsets[-1] + rows[end - 1].numel()]
-            join_(stretch, rows[begin:end], gaps, self._zeros_of(rows[begin].dtype, max(gaps)))
-
-    def _rows(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
-        """``grads``, 1-D, with the elements in the order that those of the slots ``indices`` have in memory."""
-        shapes = [self._shapes[i] for i in indices]
-        in_order = [
-            a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous())
-            for a, b in zip(grads, shapes, strict=True)
-        ]
-        if not all(in_order):
-            grads = [
-                grad if alike else torch.empty_like(shape, device=grad.device).copy_(grad)
-                for grad, shape, alike in zip(grads, shapes, in_order, strict=True)
-            ]
-        return [grad.detach().as_strided((grad.numel(),), (1,)) for grad in grads]
-
-    def _zeros_of(self, dtype: torch.dtype, numel: int) -> Tensor:
-        zeros = self._zeros.get(dtype)
-        if zeros is None or zeros.numel() < numel:
-            zeros = self._zeros[dtype] = FlatBuffer(numel, dtype, self.device).flat
-        return zeros
-
-    def _batches(self, indices: list[int]) -> list[range]:
-        """Neighbours among ``indices``, so many as are worth a call."""
-        if self._batched[0] != indices:
-            most = self._total_numel if joins_lists(self.device) else _BATCH_NUMEL
-            found = []
-            begin = 0
-            for k in range(1, len(indices) + 1):
-                first = indices[begin]
-                if (
-                    k == len(indices)
-                    or indices[k] != indices[k - 1] + 1
-                    or self.offsets[indices[k]] - self.offsets[first] >= most
-                ):
-                    found.append(range(first, indices[k - 1] + 1))
-                    begin = k
-            self._batched = (indices, found)
-        return self._batched[1]
 
     def _readable(self, indices: Sequence[int], grads: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
         """``grads``, of ``sources[i]`` for each of ``indices``; those in slots, which will be written, are cloned.
@@ -459,7 +408,7 @@ class FlatGrads:
         same_kind = set(map(_DTYPE, grads)) <= {self.flat.dtype} and set(map(_DEVICE, grads)) <= {self.flat.device}
         if not alike or not same_kind:
             for i, grad in zip(indices, grads, strict=True):
-                self._check_grad(i, grad, own=sources[i] is self.params[i])
+                check_grad(i, self.params[i], grad, own=sources[i] is self.params[i])
         begin = np.uint64(self.flat.data_ptr())
         behind = np.fromiter(map(Tensor.data_ptr, grads), np.uint64, len(grads)) - begin  # huge where it is before
         for k in np.flatnonzero(behind < self.flat.nbytes).tolist():
@@ -525,45 +474,10 @@ class FlatGrads:
                 mask[offset : offset + view.numel()] = 1.0
         return mask
 
-    def _check_grad(self, index: int, grad: Tensor | None, *, own: bool) -> None:
-        """Raise where ``grad``, parameter ``index``'s own or that of its model parameter, cannot be fused."""
-        param = self.params[index]
-        assert grad is not None
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"parameter {index} of shape {tuple(param.shape)} has a sparse gradient ({grad.layout}), which cannot "
-                "be fused; use a layer with sparse=False, or torch.optim.SparseAdam or SGD for it"
-            )
-        if grad.device != param.device:
-            raise RuntimeError(
-                f"parameter {index} of shape {tuple(param.shape)} is on {param.device} and has a gradient on "
-                f"{grad.device}: a part of the model has been moved since its training began. Move parts before "
-                "amp.initialize, or the whole model by model.to(device)"
-            )
-        narrow = param.dtype == torch.float32 and grad.dtype in LOW_PRECISION
-        if own and grad.dtype != param.dtype and not narrow:
-            raise RuntimeError(
-                f"parameter {index} of shape {tuple(param.shape)} is {param.dtype} and has a gradient in {grad.dtype}, "
-                "which cannot be fused; leave its grad_dtype as it was, or use the unfused optimizer"
-            )
-        if dispatches_in_python(grad):
-            raise RuntimeError(
-                f"parameter {index} of shape {tuple(param.shape)} is a plain tensor and has a {type(grad).__name__} as "
-                "gradient, which cannot be fused; give it a plain tensor (of a DTensor its full_tensor()), or None"
-            )
-
 
 def _set_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
-
-
-def _numbered(batches: Sequence[range]) -> Iterator[tuple[range, int, int]]:
-    """Each, with where its members begin and end in a list of all members."""
-    end = 0
-    for batch in batches:
-        begin, end = end, end + len(batch)
-        yield batch, begin, end
 
 
 def _places_of(state: int, states: bytes, first: int = 0) -> list[int]:

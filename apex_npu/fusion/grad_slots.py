@@ -21,6 +21,7 @@ from torch import Tensor
 
 from apex_npu._extension import extension
 from apex_npu.fusion.storage import has_unnamed_aliases, is_slot, owns_memory
+from apex_npu.ops import LOW_PRECISION
 
 NONE, IN_BUFFER, FOREIGN, EXTERNAL = 0, 1, 2, 3
 # From how many elements on.
@@ -162,3 +163,34 @@ def _is_alone(grad: Tensor) -> bool:
 def dispatches_in_python(tensor: Tensor) -> bool:
     """True for a subclass whose elements are accessible to its own code alone."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def check_grad(index: int, param: Tensor, grad: Tensor | None, *, own: bool) -> None:
+    """Require a gradient of ``param``, number ``index``, that can be fused: its ``own``, or its model parameter's.
+
+    Raises:
+        RuntimeError: It is sparse, not of the parameter's dtype or device, or a subclass such as DTensor.
+    """
+    assert grad is not None
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"parameter {index} of shape {tuple(param.shape)} has a sparse gradient ({grad.layout}), which cannot "
+            "be fused; use a layer with sparse=False, or torch.optim.SparseAdam or SGD for it"
+        )
+    if grad.device != param.device:
+        raise RuntimeError(
+            f"parameter {index} of shape {tuple(param.shape)} is on {param.device} and has a gradient on "
+            f"{grad.device}: a part of the model has been moved since its training began. Move parts before "
+            "amp.initialize, or the whole model by model.to(device)"
+        )
+    narrow = param.dtype == torch.float32 and grad.dtype in LOW_PRECISION
+    if own and grad.dtype != param.dtype and not narrow:
+        raise RuntimeError(
+            f"parameter {index} of shape {tuple(param.shape)} is {param.dtype} and has a gradient in {grad.dtype}, "
+            "which cannot be fused; leave its grad_dtype as it was, or use the unfused optimizer"
+        )
+    if dispatches_in_python(grad):
+        raise RuntimeError(
+            f"parameter {index} of shape {tuple(param.shape)} is a plain tensor and has a {type(grad).__name__} as "
+            "gradient, which cannot be fused; give it a plain tensor (of a DTensor its full_tensor()), or None"
+        )

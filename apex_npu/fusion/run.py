@@ -211,7 +211,6 @@ class StepCounts:
     """
 
     def __init__(self, count: int) -> None:
-        """Zeros."""
         self._buffer = FlatBuffer(count, torch.float32, torch.device("cpu"))
         self._counts = self._buffer.flat.numpy()  # the same memory; numpy is quicker with a handful of numbers
 
@@ -265,7 +264,6 @@ class Runs:
     is_captured = False
 
     def __init__(self, counts: StepCounts) -> None:
-        """None yet."""
         self.counts = counts
         self.current: list[Run] = []
         self._states: bytes | None = None

@@ -7,11 +7,9 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import repeat
-from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,34 +22,29 @@ from apex_npu.distributed import is_sharded
 from apex_npu.fusion import (
     FlatGrads,
     FusedGroup,
-    HasFusedGroups,
     Run,
     are_same,
-    clip_grad_norm_,
-    combined,
     drop_grads,
-    fuse_combined,
     hold_values,
     increment_versions,
-    joined,
-    split_by_kind,
 )
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.optimizers.capture import check_capture, check_captured_gradients, refusal
 from apex_npu.optimizers.checks import check_bool, check_params, naming
+from apex_npu.optimizers.combined_accessors import CombinedAccessors
 from apex_npu.optimizers.failed_steps import end_failed_step
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
 from apex_npu.optimizers.group_steps import check_group_step, follow_group_step
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
 from apex_npu.optimizers.shown_state import ShownState, StateSlot
-from apex_npu.optimizers.state_dicts import check_state_dict, indexed_params
+from apex_npu.optimizers.state_dicts import check_state_dict, copy_loaded
 
 logger = logging.getLogger("apex_npu")
 
 ParamGroup = dict[str, Any]
 
 
-class FusedOptimizer(HasFusedGroups, Optimizer):
+class FusedOptimizer(CombinedAccessors, Optimizer):
     """Steps flat buffers instead of tensors; in all else a ``torch.optim.Optimizer``.
 
     Parameters, gradients and state of each (param_group, device, dtype) are in flat buffers, so a step is one pass of
@@ -243,16 +236,16 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
                 self._shown.hide_unstepped(self, self._slots())
             raise
         finally:
-            if self._sharded:
-                self._increment_versions_of_owners(runs[:updated])
+            for record in self._fused if self._sharded else ():
+                increment_versions([owner for run, _ in runs[:updated] for owner in record.owners_of(run.params)])
         if self._shown.has_joined:
             self._shown.remember(self, self._slots())
 
     def _gather(self) -> list[tuple[ParamGroup, FusedGroup, bytes]]:
         """Bring gradients where ``update`` can read them: for each group, which of its slots have one, and where."""
         found: list[tuple[ParamGroup, FusedGroup, bytes]] = []
-        if self._sharded:
-            self._bring_gradients_of_owners()
+        for record in self._fused if self._sharded else ():
+            record.bring_gradients()
         # A gradient may alias a parameter, which is about to be written: it is copied, unless it certainly does not.
         in_place = InPlace.READ if self._all_in_slots else InPlace.WRITE
         for group, record in zip(self.param_groups, self._fused, strict=True):
@@ -386,112 +379,6 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
         """What the last step has stepped: none before the first."""
         return self._groups
 
-    def clip_optimizer_grad_norm_fused(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Clip the gradients of all parameters to a common norm, in one pass over each buffer.
-
-        The same values as ``torch.nn.utils.clip_grad_norm_``, without a host sync. Before the first backward there is
-        nothing to clip, and the norm is 0.
-
-        Args:
-            max_norm: Largest norm.
-            norm_type: p of the p-norm.
-            error_if_nonfinite: Raise where the norm is inf or nan.
-
-        Returns:
-            The norm before clipping, 0-dim.
-        """
-        return clip_grad_norm_(self.flat_grads(), (), max_norm, norm_type, error_if_nonfinite)
-
-    def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """``clip_optimizer_grad_norm_fused`` by the name that ``torch_npu.optim`` has for it."""
-        return self.clip_optimizer_grad_norm_fused(max_norm, norm_type)
-
-    @disable_dynamo
-    def combined_groups(self) -> list[list[FusedGroup]]:
-        """The fused groups that each combined buffer spans; they get common memory now if they have none.
-
-        Raises:
-            RuntimeError: See ``get_optimizer_combined_params``; nothing has moved.
-        """
-        self.flat_grads()
-        leading = {id(p) for p in self.leading_params()}
-        found = combined(self._groups, leading, attrgetter("param_flat"))
-        if found is None or any(not fused.owns_memory for groups in found if len(groups) > 1 for fused in groups):
-            self.check_combining()
-            self._combine(leading)
-            found = combined(self._groups, leading, attrgetter("param_flat"))
-            assert found is not None
-        return found
-
-    @torch.no_grad()
-    def _combine(self, leading: Collection[int]) -> None:
-        if any(fused.runs.is_captured for fused in self._groups):
-            raise RuntimeError(
-                f"{type(self).__name__} has a step in a captured CUDA graph, which writes parameters where they are: "
-                "they cannot be moved into a combined buffer. Call the accessor once before the capture; or, once the "
-                "graph is not to be replayed any more, give each parameter other memory (p.data = p.data.clone()), and "
-                "call it then. Nothing has moved"
-            )
-        kinds = split_by_kind([record.combinable_params() for record in self._fused], leading)
-        with ExitStack() as stack:
-            for record in self._fused:
-                stack.enter_context(record.without_those_in_place())
-            made = fuse_combined(
-                [[params for _, params in kind] for kind in kinds], self._release_groups, capturable=self.capturable
-            )
-        for kind, groups in zip(kinds, made, strict=True):
-            for (index, _), fused in zip(kind, groups, strict=True):
-                self._fused[index].take(fused)
-        self._note_groups()
-        self._shown.adopt(self, self._slots())
-        self._all_fused = True
-
-    def _release_groups(self) -> None:
-        self._all_fused = False  # until all have been taken: what is interrupted by then, the next step completes
-        for record in self._fused:
-            record.release()
-
-    def get_optimizer_combined_params(self) -> list[Tensor]:
-        """All parameters that are trained, over all param groups: one flat buffer for each device and dtype.
-
-        Under amp with masters these are the first, and parameters without one have a buffer after it. What is written
-        to a buffer, the parameters have. The first call after parameters were fused, added or unfrozen moves those of
-        several groups into one buffer; call it in each step, since a buffer from before has none of them any more.
-
-        Raises:
-            RuntimeError: A parameter shares its memory with other tensors, or is sharded over processes; or, where
-                parameters have yet to move, a CUDA graph is being captured, or a ``scale_loss`` block is open.
-            torch.OutOfMemoryError: There is no memory for the buffer. Nothing has moved in either case.
-        """
-        return [joined(fused.param_flat for fused in groups) for groups in self.combined_groups()]
-
-    def get_optimizer_combined_grads(self) -> list[Tensor]:
-        """The gradients of these parameters, laid out alike, with zeros where a gradient is None.
-
-        What is written to a buffer the next step takes, but where a gradient is None, which stays None. Call it after
-        each backward, which gives new gradients.
-
-        Raises:
-            RuntimeError: As of ``get_optimizer_combined_params``.
-        """
-        return [joined(fused.grads.show() for fused in groups) for groups in self.combined_groups()]
-
-    def get_optimizer_combined_grad_masks(self) -> list[Tensor]:
-        """For each of these buffers float32 ones where there is a gradient now, and zeros elsewhere.
-
-        Raises:
-            RuntimeError: As of ``get_optimizer_combined_params``.
-        """
-        return [torch.cat([fused.grads.mask() for fused in groups]) for groups in self.combined_groups()]
-
-    # Without masters the model's parameters are the optimizer's; amp overrides these where they are not.
-    clip_model_grad_norm_fused = clip_optimizer_grad_norm_fused
-    get_model_combined_params = get_optimizer_combined_params
-    get_model_combined_grads = get_optimizer_combined_grads
-    get_model_combined_grad_masks = get_optimizer_combined_grad_masks
-
     # State dicts, copies
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -513,24 +400,12 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
         before = {"state": self.state, "param_groups": self.param_groups}
         try:
             super().load_state_dict(state_dict)
-            self._copy_loaded(loaded)
+            copy_loaded(self, loaded)
         except BaseException:
             self.__dict__.update(before)  # what torch has rounded, or shares, is not to stay
             raise
         finally:
             handle.remove()
-
-    def _copy_loaded(self, loaded: dict[str, Any]) -> None:
-        for index, param in indexed_params(loaded, self.param_groups):
-            for name, value in loaded["state"].get(index, {}).items():
-                if isinstance(value, Tensor):
-                    # A copy of what was saved: torch rounds to the parameter's dtype, or keeps sharing its memory.
-                    target = param.device if value.dim() else value.device
-                    self.state[param][name] = value.detach().to(target, copy=True)
-        for group in self.param_groups:
-            for name, default in self.defaults.items():
-                if name != "differentiable":  # torch's own, which no rule here has
-                    group.setdefault(name, default)
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch's optimizers pickle, and the flags that are not in ``defaults``."""
@@ -601,11 +476,14 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
         with naming(type(self).__name__):
             # Again until nothing changes: fusing one group moves storages, and with them what other groups share.
             for _ in range(len(self.param_groups) + 1):
-                if not any([self._follow(i, group) for i, group in enumerate(self.param_groups)]):
+                if not any([self._follow(i, record) for i, record in enumerate(self._fused)]):
                     break
                 changed = True
+        self._end_fusing(with_state=changed or for_step)
+
+    def _end_fusing(self, *, with_state: bool = True) -> None:
         self._note_groups()
-        if changed or for_step:
+        if with_state:
             self._shown.adopt(self, self._slots())
         self._all_fused = True
 
@@ -615,9 +493,9 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
         self._sharded = any(record.owners for record in self._fused)
         self._all_in_slots = all(fused.in_slots for fused in self.fused_groups())
 
-    def _follow(self, index: int, group: ParamGroup) -> bool:
-        names = self.state_names(group)
-        return self._fused[index].follow(group["params"], names, lambda moved: self._report(index, moved))
+    def _follow(self, index: int, record: FusedParamGroup) -> bool:
+        group = self.param_groups[index]
+        return record.follow(group["params"], self.state_names(group), partial(self._report, index))
 
     def _report(self, index: int, moved: list[Tensor]) -> None:
         message = (
@@ -635,14 +513,6 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
             for fused in record.groups:
                 for index, part in enumerate(fused.params):
                     yield StateSlot(group, fused, index, record.owner_of(part))
-
-    def _bring_gradients_of_owners(self) -> None:
-        for record in self._fused:
-            record.bring_gradients()
-
-    def _increment_versions_of_owners(self, runs: list[tuple[Run, ParamGroup]]) -> None:
-        for record in self._fused:
-            increment_versions([owner for run, _ in runs for owner in record.owners_of(run.params)])
 
 
 @functools.lru_cache(maxsize=64)

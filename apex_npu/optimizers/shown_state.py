@@ -59,7 +59,6 @@ class ShownState:
     """
 
     def __init__(self) -> None:
-        """Of an empty one."""
         self.entries: list[dict[str, Any]] = []
         self.views: tuple[list[dict[str, Any]], list[str], list[Tensor]] = ([], [], [])
         self.has_joined = False

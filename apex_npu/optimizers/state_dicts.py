@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The conditions for loading a state dict, all of them checked before anything changes."""
+"""Loading a state dict: its conditions, all of them checked before anything changes, and the copies of its tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from apex_npu.optimizers.checks import as_number, naming
 _RULE_OPTIONS = ("amsgrad", "maximize")
 
 
-def indexed_params(state_dict: dict[str, Any], param_groups: list[dict[str, Any]]) -> list[tuple[int, Tensor]]:
+def _indexed_params(state_dict: dict[str, Any], param_groups: list[dict[str, Any]]) -> list[tuple[int, Tensor]]:
     """The parameters of ``param_groups``, each with its number in ``state_dict``."""
     indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     params = chain.from_iterable(group["params"] for group in param_groups)
@@ -34,7 +34,7 @@ def check_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """
     owner = type(optimizer).__name__
     problems: list[str] = []
-    params = dict(indexed_params(state_dict, optimizer.param_groups))
+    params = dict(_indexed_params(state_dict, optimizer.param_groups))
     for group in state_dict["param_groups"]:
         merged = {**optimizer.defaults, **group}
         with naming(owner):
@@ -56,6 +56,22 @@ def check_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
             f"this state dict is not one of {owner} for these parameters: {'; '.join(problems[:10])}{more}. Nothing "
             "has been loaded"
         )
+
+
+def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Give ``optimizer``, which has loaded ``state_dict``, copies of its state, in the precision of what was saved.
+
+    torch rounds to the parameter's dtype, or shares memory.
+    """
+    for index, param in _indexed_params(state_dict, optimizer.param_groups):
+        for name, value in state_dict["state"].get(index, {}).items():
+            if isinstance(value, Tensor):
+                target = param.device if value.dim() else value.device
+                optimizer.state[param][name] = value.detach().to(target, copy=True)
+    for group in optimizer.param_groups:
+        for name, default in optimizer.defaults.items():
+            if name != "differentiable":  # torch's own, which no rule here has
+                group.setdefault(name, default)
 
 
 def _state_shapes(optimizer: Any, group: dict[str, Any], param: Tensor) -> dict[str, torch.Size]:

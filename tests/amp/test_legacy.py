@@ -356,7 +356,7 @@ def test_a_manual_backward_reads_the_flag_of_saturating_devices(monkeypatch):
             return self.flag
 
     backend = Saturating(DEVICE.type, "gloo")
-    monkeypatch.setattr("apex_npu.amp.grad_groups.for_device", lambda device: backend)
+    monkeypatch.setattr("apex_npu.amp.saturation.for_device", lambda device: backend)
     model, optimizer = make("O2")
     scaler = amp._amp_state.loss_scalers[0]
     for overflow in (False, True):

@@ -2,12 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What earlier versions have saved, state dicts and whole objects, loads bit for bit and trains on."""
 
-import gzip
 import pickle
 
 import pytest
 import torch
-from saved_by_amp.write import FILE, LEVELS, NAMES, numbers, trained
+from saved_by_amp.write import LEVELS, NAMES, load, numbers, trained
 from torch.utils._pytree import tree_flatten
 
 from apex_npu import amp
@@ -21,8 +20,7 @@ ROUNDED = ("Lamb", "O3", False)
 
 @pytest.fixture(scope="module")
 def saved():
-    with gzip.open(FILE) as file:
-        return pickle.load(file)
+    return load()
 
 
 def assert_same(found, expected):

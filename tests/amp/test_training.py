@@ -626,7 +626,7 @@ def saturating(monkeypatch):
 
     backend = Saturating("cpu", "gloo")
     backend.log = []
-    monkeypatch.setattr(sys.modules["apex_npu.amp.grad_groups"], "for_device", lambda device: backend)
+    monkeypatch.setattr(sys.modules["apex_npu.amp.saturation"], "for_device", lambda device: backend)
     return backend
 
 

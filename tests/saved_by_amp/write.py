@@ -1,13 +1,15 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Write ``version_0_1.pkl.gz``: what a version of apex_npu saves, for the tests of later ones.
+"""Write what a version of apex_npu saves, for the tests of later ones.
 
 For each optimizer and level, after three steps: a pickle of model and optimizer, and the numbers in it. Run it with the
-version to be recorded: ``python tests/saved_by_amp/write.py``.
+version to be recorded: ``python tests/saved_by_amp/write.py version_0_1``. ``later.pkl.gz`` is of the version whose
+``amp`` had a ``device_skip.py``.
 """
 
 import gzip
 import pickle
+import sys
 from pathlib import Path
 
 import torch
@@ -16,27 +18,31 @@ from torch import nn
 from apex_npu import amp, optimizers
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-NAMES = (
-    "NpuFusedSGD",
-    "NpuFusedAdam",
-    "NpuFusedAdamW",
-    "NpuFusedAdamP",
-    "NpuFusedBertAdam",
-    "NpuFusedAdadelta",
-    "NpuFusedLamb",
-    "NpuFusedRMSprop",
-    "NpuFusedRMSpropTF",
-    "Lamb",
-)
-FILE = Path(__file__).parent / "version_0_1.pkl.gz"
+FILES = {
+    "version_0_1": (
+        "NpuFusedSGD",
+        "NpuFusedAdam",
+        "NpuFusedAdamW",
+        "NpuFusedAdamP",
+        "NpuFusedBertAdam",
+        "NpuFusedAdadelta",
+        "NpuFusedLamb",
+        "NpuFusedRMSprop",
+        "NpuFusedRMSpropTF",
+        "Lamb",
+    ),
+    "later": ("FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "SGD"),
+}
+NAMES = tuple(name for names in FILES.values() for name in names)
 
 
 def trained(name, level, **options):
     """A model and an optimizer after three steps, the second of them skipped where the loss scale is dynamic."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    more = {"momentum": 0.9} if name == "NpuFusedSGD" else {}
-    optimizer = getattr(optimizers, name)(model.parameters(), lr=1e-2, **more)
+    more = {"momentum": 0.9} if name.endswith("SGD") else {}
+    cls = getattr(optimizers if hasattr(optimizers, name) else torch.optim, name)
+    optimizer = cls(model.parameters(), lr=1e-2, **more)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
     for factor in (1.0, torch.inf if level in ("O1", "O2") else 2.0, 3.0):
         with amp.scale_loss(model(torch.randn(8, 3)).square().mean() * factor, optimizer) as scaled_loss:
@@ -60,16 +66,25 @@ def numbers(model, optimizer):
     }
 
 
-def main():
+def load():
+    """All that has been recorded, by name of the optimizer, level, and whether with ``fuse_unscale``."""
     saved = {}
-    for name in NAMES:
+    for file in FILES:
+        with gzip.open(Path(__file__).parent / f"{file}.pkl.gz") as opened:
+            saved.update(pickle.load(opened))
+    return saved
+
+
+def main(file):
+    saved = {}
+    for name in FILES[file]:
         for level in LEVELS:
             for fuse in (False, True) if level == "O2" else (False,):
                 pair = trained(name, level, fuse_unscale=fuse)
                 saved[name, level, fuse] = (pickle.dumps(pair), numbers(*pair))
-    with gzip.open(FILE, "wb") as file:
-        pickle.dump(saved, file)
+    with gzip.open(Path(__file__).parent / f"{file}.pkl.gz", "wb") as opened:
+        pickle.dump(saved, opened)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -64,7 +64,6 @@ class AmpHandle:
     """The casts of a session."""
 
     def __init__(self, session: Session, has_cache: bool = True) -> None:
-        """A view of ``session``."""
         self._session = session
         self._has_cache = has_cache
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,20 @@ from apex_npu.ops import unscale_grads
 
 __all__ = ["LossScaler", "axpby_check_overflow_python", "scale_check_overflow_python"]
 
+
+def _checked(value: Any) -> float:
+    scale = float(value)
+    if not 0.0 < scale < math.inf:
+        raise ValueError(f"a loss scale must be positive and finite, got {value!r}")
+    return scale
+
+
+# Apex's name of each number that moves, what it is here, and what an assigned value becomes.
+_NUMBERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "_loss_scale": ("scale", _checked),
+    "_unskipped": ("good_steps", int),
+    "_has_overflow": ("found_inf", bool),
+}
 # Apex's name of each option that can be seen and set from outside.
 _OPTIONS = {"_max_loss_scale": "max_scale", "_min_loss_scale": "min_scale", "_scale_seq_len": "growth_interval"}
 
@@ -83,37 +97,18 @@ class LossScaler:
         """False: a scale that stays."""
         return self._scaler.dynamic
 
-    @property
-    def _loss_scale(self) -> float:
-        return self._scaler.scale
-
-    @_loss_scale.setter
-    def _loss_scale(self, value: float) -> None:
-        self._scaler.scale = _checked(value)
-
-    @property
-    def _unskipped(self) -> int:
-        return self._scaler.good_steps
-
-    @_unskipped.setter
-    def _unskipped(self, value: int) -> None:
-        self._scaler.good_steps = int(value)
-
-    @property
-    def _has_overflow(self) -> bool:
-        return self._scaler.found_inf
-
-    @_has_overflow.setter
-    def _has_overflow(self, value: bool) -> None:
-        self._scaler.found_inf = bool(value)
-
     def __getattr__(self, name: str) -> Any:
+        if name in _NUMBERS:
+            return getattr(self._scaler, _NUMBERS[name][0])
         if name in _OPTIONS:
             return getattr(getattr(self._scaler, "options", DynamicScaleOptions()), _OPTIONS[name])
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _OPTIONS:
+        if name in _NUMBERS:
+            own, converted = _NUMBERS[name]
+            setattr(self._scaler, own, converted(value))
+        elif name not in _OPTIONS:
             object.__setattr__(self, name, value)
         elif isinstance(options := getattr(self._scaler, "options", None), DynamicScaleOptions):
             self._scaler.options = replace(options, **{_OPTIONS[name]: value})  # type: ignore[attr-defined]
@@ -208,8 +203,7 @@ class LossScaler:
     # ------------------------------------------------------------------------------------------- pickles, Apex's format
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("dynamic", "_loss_scale", "_unskipped", "_has_overflow")}
-        return {**own, **{name: getattr(self, name) for name in _OPTIONS}}
+        return {name: getattr(self, name) for name in ("dynamic", *_NUMBERS, *_OPTIONS)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         dynamic = state["dynamic"]
@@ -219,15 +213,8 @@ class LossScaler:
             min_loss_scale=state["_min_loss_scale"],
             max_loss_scale=state["_max_loss_scale"],
         )
-        for name in ("_loss_scale", "_unskipped", "_has_overflow"):
+        for name in _NUMBERS:
             setattr(self, name, state[name])
-
-
-def _checked(value: Any) -> float:
-    scale = float(value)
-    if not 0.0 < scale < math.inf:
-        raise ValueError(f"a loss scale must be positive and finite, got {value!r}")
-    return scale
 
 
 # -------------------------------------------------------------------------- Apex's functions on one gradient, in Python

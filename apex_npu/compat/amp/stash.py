@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu.amp.deferred_step import unscale_now_
-from apex_npu.amp.grad_groups import GradGroup, MasterGradGroup, any_raised, clear_saturation, has_saturated, unscale
+from apex_npu.amp.grad_groups import GradGroup, MasterGradGroup, any_raised, unscale
 from apex_npu.amp.master_params import copy_masters_to_model
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.preconditions import check_plain
+from apex_npu.amp.saturation import clear_saturation, has_saturated
 from apex_npu.amp.session import current
 from apex_npu.compat.amp.scaler import LossScaler
 from apex_npu.ops import LOW_PRECISION

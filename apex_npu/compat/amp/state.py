@@ -26,7 +26,6 @@ class OptProperties:
     """
 
     def __init__(self, policy: Policy) -> None:
-        """A view of ``policy``."""
         vars(self)["options"] = {name: getattr(policy, name) for name in PRINTED_OPTIONS}
 
     def __getattr__(self, name: str) -> Any:

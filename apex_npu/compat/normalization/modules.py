@@ -16,7 +16,19 @@ from apex_npu.compat.normalization.functional import (
 )
 
 
-class FusedLayerNorm(nn.LayerNorm):
+class _ApexArguments(nn.Module):
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+
+class FusedLayerNorm(_ApexArguments, nn.LayerNorm):
     """``torch.nn.LayerNorm``, whose state dict it shares.
 
     Args:
@@ -32,18 +44,8 @@ class FusedLayerNorm(nn.LayerNorm):
         torch.Size([8, 64])
     """
 
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
-        self.memory_efficient = memory_efficient
 
-
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(_ApexArguments, nn.RMSNorm):
     """``torch.nn.RMSNorm``, whose state dict it shares.
 
     Args:
@@ -59,28 +61,24 @@ class FusedRMSNorm(nn.RMSNorm):
         torch.Size([8, 64])
     """
 
+
+class _AlwaysAffine(_ApexArguments):
     def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
+        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **options: Any
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
-        self.memory_efficient = memory_efficient
+        cls, affine = type(self).__name__, options.pop("elementwise_affine", None)
+        if affine is not None:
+            if not affine:
+                raise RuntimeError(
+                    f"{cls} does not support elementwise_affine=False: its output has the weight's dtype"
+                )
+            warn(f"{cls} is always elementwise affine; drop the argument elementwise_affine", UserWarning)
+        if options:
+            raise TypeError(f"{cls} has no argument {', '.join(options)}")
+        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
 
-def _check_affine(cls: str, options: dict[str, Any]) -> None:
-    affine = options.pop("elementwise_affine", None)
-    if affine is not None:
-        if not affine:
-            raise RuntimeError(f"{cls} does not support elementwise_affine=False: its output has the weight's dtype")
-        warn(f"{cls} is always elementwise affine; drop the argument elementwise_affine", UserWarning)
-    if options:
-        raise TypeError(f"{cls} has no argument {', '.join(options)}")
-
-
-class MixedFusedLayerNorm(FusedLayerNorm):
+class MixedFusedLayerNorm(_AlwaysAffine, FusedLayerNorm):
     """Layer norm whose output has the dtype of its weight, whatever the input's.
 
     Args:
@@ -96,18 +94,12 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         torch.float32
     """
 
-    def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **options: Any
-    ) -> None:
-        _check_affine("MixedFusedLayerNorm", options)
-        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
-
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``."""
         return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_AlwaysAffine, FusedRMSNorm):
     """RMS norm whose output has the dtype of its weight, whatever the input's.
 
     Args:
@@ -122,12 +114,6 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         >>> norm(torch.randn(8, 64).bfloat16()).dtype
         torch.float32
     """
-
-    def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **options: Any
-    ) -> None:
-        _check_affine("MixedFusedRMSNorm", options)
-        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x``."""

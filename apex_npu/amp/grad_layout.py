@@ -1,0 +1,79 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which gradients of an optimizer are unscaled together, and in which buffers those are that it has none for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from apex_npu.amp.grad_groups import FlatGradGroup, FlatMasterGradGroup, GradGroup, MasterGradGroup
+from apex_npu.fusion import FlatGrads
+
+
+def make_grad_groups(
+    params: Sequence[Tensor], flats: Sequence[FlatGrads], model_param_of: Mapping[int, Tensor]
+) -> list[GradGroup]:
+    """The groups of an optimizer.
+
+    Args:
+        params: All that it steps.
+        flats: The buffers that some of their gradients are in.
+        model_param_of: ``id(master)`` → model parameter.
+    """
+
+    def sources_of(params: Sequence[Tensor]) -> list[Tensor]:
+        return [model_param_of.get(id(p), p) for p in params]
+
+    groups: list[GradGroup] = []
+    for flat in flats:
+        has_masters = any(id(p) in model_param_of for p in flat.params)
+        groups.append(FlatMasterGradGroup(flat, sources_of(flat.params)) if has_masters else FlatGradGroup(flat))
+    held = {id(p) for flat in flats for p in flat.params}
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for p in params:
+        if id(p) not in held:
+            alike.setdefault((p.device, p.dtype), []).append(p)
+    for members in alike.values():
+        has_masters = any(id(p) in model_param_of for p in members)
+        groups.append(MasterGradGroup(members, sources_of(members)) if has_masters else GradGroup(members))
+    return groups
+
+
+def take_over(groups: Sequence[GradGroup], former: Sequence[GradGroup]) -> None:
+    """Pass to ``groups``, which replace ``former``, which gradients these have copied."""
+    copied = [group.copied for group in former if isinstance(group, MasterGradGroup)]
+    for group in groups:
+        if isinstance(group, MasterGradGroup):
+            group.copied.take_over(copied)
+            group.edited = any(one.edited for one in former)
+        if isinstance(group, FlatMasterGradGroup):
+            group.take_over(former)
+
+
+def trainable(optimizer: Optimizer) -> list[list[Tensor]]:
+    """The parameters of each group that need a gradient, or have one."""
+    return [[p for p in group["params"] if p.requires_grad or p.grad is not None] for group in optimizer.param_groups]
+
+
+def combine_grads(optimizer: Optimizer, former: list[FlatGrads]) -> list[FlatGrads]:
+    """One gradient buffer per (param_group, device, dtype) of an optimizer that has none of its own.
+
+    Those of ``former`` stay that still fit. What replaces a parameter gets a buffer apart from the others, as it may be
+    replaced in every step.
+    """
+    groups = trainable(optimizer)
+    there = {id(p) for params in groups for p in params}
+    flats = [flat for flat in former if all(id(p) in there for p in flat.params) and not flat.broken()]
+    held = {id(p) for flat in flats for p in flat.params}
+    known = {id(p) for flat in former for p in flat.params}
+    for params in groups:
+        members: dict[tuple[bool, torch.device, torch.dtype], list[Tensor]] = {}
+        for p in params:
+            if id(p) not in held:
+                members.setdefault((id(p) in known, p.device, p.dtype), []).append(p)
+        flats.extend(map(FlatGrads.apart, members.values()))
+    return flats

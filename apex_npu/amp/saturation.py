@@ -1,0 +1,33 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Devices that clamp to the largest finite value, and raise a flag, where others give inf."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from apex_npu.amp.grad_groups import GradGroup
+from apex_npu.backends import Backend, for_device
+
+
+def saturates(groups: Sequence[GradGroup]) -> bool:
+    """True where gradients are on such a device."""
+    return bool(_saturating(groups))
+
+
+def clear_saturation(groups: Sequence[GradGroup]) -> None:
+    """Before a backward: have these devices forget what has overflowed so far."""
+    for device, backend in _saturating(groups):
+        backend.clear_overflow_flag(device)
+
+
+def has_saturated(groups: Sequence[GradGroup]) -> bool:
+    """Whether such a device has saturated since; waits for it."""
+    return any([backend.overflow_flag(device) for device, backend in _saturating(groups)])
+
+
+def _saturating(groups: Sequence[GradGroup]) -> list[tuple[torch.device, Backend]]:
+    devices = [(device, for_device(device)) for device in {group.device for group in groups}]
+    return [(device, backend) for device, backend in devices if backend.saturates()]

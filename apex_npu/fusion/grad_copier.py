@@ -1,0 +1,89 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Copies of many gradients into their slots, where no kernel does all of them in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from apex_npu.fusion.flat_buffer import FlatBuffer
+from apex_npu.fusion.layout import gaps_between
+from apex_npu.ops import gather_, join_, joins_lists
+
+# Gathered at once in pure torch: what has been copied is still in the cache when it is read.
+_BATCH_NUMEL = 1 << 16
+# So many tensors an NPU copies in one launch: joining is faster where there are as many neighbours on average.
+_JOINED_COUNT = 48
+
+
+class GradCopier:
+    """Copies gradients into slots, neighbours at once where that saves launches."""
+
+    def __init__(self, flat: Tensor, offsets: Sequence[int], shapes: Sequence[Tensor]) -> None:
+        """Into ``flat``, whose slots begin at ``offsets`` and have the sizes and strides of ``shapes``."""
+        self._flat, self._offsets, self._shapes = flat, offsets, shapes
+        self._joins = joins_lists(flat.device)
+        self._batched: tuple[list[int], list[range]] = ([], [])
+        self._zeros: dict[torch.dtype, Tensor] = {}
+
+    def copy_in(self, indices: list[int], views: list[Tensor], grads: list[Tensor]) -> None:
+        """Copy ``grads`` into the slots ``indices``, which have these ``views``."""
+        batches = self.batches(indices) if self._joins else []
+        if not batches or len(batches) * _JOINED_COUNT > len(indices) + _JOINED_COUNT:
+            gather_(views, grads)
+            return
+        rows = self._rows(indices, grads)
+        for batch, begin, end in numbered(batches):
+            offsets = self._offsets[batch.start : batch.stop]
+            gaps = gaps_between(offsets, [row.numel() for row in rows[begin:end]])
+            stretch = self._flat[offsets[0] : offsets[-1] + rows[end - 1].numel()]
+            join_(stretch, rows[begin:end], gaps, self._zeros_of(rows[begin].dtype, max(gaps)))
+
+    def _rows(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
+        """``grads``, 1-D, with the elements in the order that those of the slots ``indices`` have in memory."""
+        shapes = [self._shapes[i] for i in indices]
+        in_order = [
+            a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous())
+            for a, b in zip(grads, shapes, strict=True)
+        ]
+        if not all(in_order):
+            grads = [
+                grad if alike else torch.empty_like(shape, device=grad.device).copy_(grad)
+                for grad, shape, alike in zip(grads, shapes, in_order, strict=True)
+            ]
+        return [grad.detach().as_strided((grad.numel(),), (1,)) for grad in grads]
+
+    def _zeros_of(self, dtype: torch.dtype, numel: int) -> Tensor:
+        zeros = self._zeros.get(dtype)
+        if zeros is None or zeros.numel() < numel:
+            zeros = self._zeros[dtype] = FlatBuffer(numel, dtype, self._flat.device).flat
+        return zeros
+
+    def batches(self, indices: list[int]) -> list[range]:
+        """Neighbours among ``indices``, so many as are worth a call."""
+        if self._batched[0] != indices:
+            most = self._flat.numel() if self._joins else _BATCH_NUMEL
+            found = []
+            begin = 0
+            for k in range(1, len(indices) + 1):
+                first = indices[begin]
+                if (
+                    k == len(indices)
+                    or indices[k] != indices[k - 1] + 1
+                    or self._offsets[indices[k]] - self._offsets[first] >= most
+                ):
+                    found.append(range(first, indices[k - 1] + 1))
+                    begin = k
+            self._batched = (indices, found)
+        return self._batched[1]
+
+
+def numbered(batches: Sequence[range]) -> Iterator[tuple[range, int, int]]:
+    """Each, with where its members begin and end in a list of all members."""
+    end = 0
+    for batch in batches:
+        begin, end = end, end + len(batch)
+        yield batch, begin, end
