@@ -93,12 +93,18 @@ _SATURATING_LACK = {
 _DOCUMENTED_LACK = {
     "undocumented_dtypes": "CANN's documentation does not list this data type for an operator: HOST_CANN_DTYPES=1",
 }
+# Likewise what the versions of torch_npu before 2.10 lack.
+_OLDER_LACK = {
+    "fused_sgd": "this torch_npu has no kernel of torch's fused SGD, which came with 2.10",
+}
+_IS_OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
 _LACKING = {
     **(_VENDOR_LACKS if VENDOR else {}),
     **(_SATURATING_LACK if SATURATES else {}),
+    **(_OLDER_LACK if VENDOR and _IS_OLDER else {}),
     **(_DOCUMENTED_LACK if VENDOR and os.environ.get("HOST_CANN_DTYPES") else {}),
 }
-_FEATURES = _VENDOR_LACKS.keys() | _SATURATING_LACK.keys() | _DOCUMENTED_LACK.keys()
+_FEATURES = _VENDOR_LACKS.keys() | _SATURATING_LACK.keys() | _DOCUMENTED_LACK.keys() | _OLDER_LACK.keys()
 
 
 def _why_not(features: tuple[str, ...]) -> str:

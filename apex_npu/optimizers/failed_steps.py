@@ -14,6 +14,9 @@ from apex_npu.fusion.flat_buffer import NoRoomError
 
 logger = logging.getLogger("apex_npu")
 
+# torch_npu's words for an error after which its task queue runs nothing any more, and does not say so again.
+_QUEUE_ENDED = "The process exits for this inner error"
+
 
 def end_failed_step(optimizer: str, runs: Sequence[Run], begun: int, updated: int, error: BaseException) -> None:
     """Count the step no longer for runs that it has not reached.
@@ -54,8 +57,10 @@ def half_updated(optimizer: str, error: BaseException) -> Exception:
     """What a step of ``optimizer`` raises for ``error`` that has ended an update: of its kind, and with the way out."""
     kinds = (torch.OutOfMemoryError, MemoryError)
     kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+    way_out = "Load the model and the optimizer from a checkpoint before the next one"
+    if _QUEUE_ENDED in str(error):
+        way_out = "torch_npu's task queue has ended and computes nothing: start a new process, from a checkpoint"
     return kind(
         f"{optimizer}.step() has failed while it updated parameters: some may have been stepped, or their state, and "
-        "others not, so this step cannot be repeated. Load the model and the optimizer from a checkpoint before the "
-        f"next one. ({type(error).__name__}: {error})"
+        f"others not, so this step cannot be repeated. {way_out}. ({type(error).__name__}: {error})"
     )

@@ -100,17 +100,24 @@ def test_a_parameter_that_becomes_complex_is_refused():
     assert not torch.equal(params[0], before)
 
 
-def test_an_update_that_fails_half_way_says_that_it_cannot_be_repeated(monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "way_out"),
+    [
+        ("the device is lost", "Load the model and the optimizer"),
+        ("The process exits for this inner error", "torch_npu's task queue has ended .* start a new process"),
+    ],
+)
+def test_an_update_that_fails_half_way_says_that_it_cannot_be_repeated(monkeypatch, device, way_out):
     params = make_params()
     optimizer = NpuFusedAdam(params, lr=0.1)
     set_grads(params, 0)
 
     def lost(run, group):
         run.state("exp_avg").add_(1.0)
-        raise RuntimeError("the device is lost")
+        raise RuntimeError(device)
 
     monkeypatch.setattr(optimizer, "update", lost)
-    said = r"NpuFusedAdam.step\(\) has failed .* cannot be repeated. Load .* \(RuntimeError: the device is lost\)"
+    said = rf"NpuFusedAdam.step\(\) has failed .* cannot be repeated. {way_out}.* \(RuntimeError: {device}\)"
     with pytest.raises(RuntimeError, match=said):
         optimizer.step()
 

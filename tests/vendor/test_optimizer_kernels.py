@@ -9,6 +9,7 @@ import os
 import host_cann
 import pytest
 import torch
+from devices import needs
 
 from apex_npu.ops import adam_, npu, reference
 from apex_npu.optimizers import (
@@ -87,7 +88,7 @@ ON_VIEWS = {**GATHERED, **CORRECTED, "aclnnSubs": 1, "aclnnApplyAdamWV2": 1}
         (NpuFusedBertAdam, {}, WHOLE),
         (NpuFusedLamb, {}, LAMB),
         (FusedAdam, {}, WHOLE),
-        (NpuFusedSGD, {"momentum": 0.9}, {"aclnnFusedSgd": 1}),
+        pytest.param(NpuFusedSGD, {"momentum": 0.9}, {"aclnnFusedSgd": 1}, marks=needs("fused_sgd")),
         (NpuFusedSGD, {}, {**GATHERED, "aclnnInplaceAdd": 1}),
     ],
 )
@@ -264,7 +265,7 @@ def test_adamp_like_the_reference_where_rows_are_projected():
         torch.testing.assert_close(a.detach().cpu(), b.detach(), rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("cls", [NpuFusedAdamW, NpuFusedSGD])
+@pytest.mark.parametrize("cls", [NpuFusedAdamW, pytest.param(NpuFusedSGD, marks=needs("fused_sgd"))])
 def test_a_kernel_that_computes_something_else_is_not_taken(cls, forgotten, monkeypatch, caplog):
     def wrong(param, *operands, **options):
         param.zero_()
@@ -282,6 +283,7 @@ def test_a_kernel_that_computes_something_else_is_not_taken(cls, forgotten, monk
     assert caplog.text.count(name) == 1  # one decision for all steps
 
 
+@needs("fused_sgd")
 @raises_at_the_call
 def test_a_kernel_that_raises_is_not_taken(forgotten, monkeypatch, caplog):
     params = make_params(DEVICE)
@@ -320,6 +322,7 @@ def test_a_decision_is_made_once(forgotten, monkeypatch):
     assert trials == [DEVICE]
 
 
+@needs("fused_sgd")
 def test_defaults_of_the_script_do_not_matter(forgotten):
     params = make_params(DEVICE)
     set_grads(params, 0)

@@ -5,6 +5,7 @@
 import host_cann
 import pytest
 import torch
+from devices import needs
 from torch import nn
 
 from apex_npu.optimizers import NpuFusedSGD
@@ -142,6 +143,7 @@ def test_a_subclass_that_reads_flat_gradients():
         same(ours, theirs)
 
 
+@needs("fused_sgd")
 @pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
 def test_one_launch(options):
     ours, optimizer, theirs, _ = pair(options)

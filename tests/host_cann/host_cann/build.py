@@ -206,7 +206,7 @@ class _Builder:
         """Stubs for functions that torch_npu links against and that are not implemented; a call names the function."""
         users = [*self.torch_npu.glob("_C*.so"), *(self.torch_npu / "lib").glob("*.so")]
         missing = _symbols("--undefined-only", *users) - _symbols("--defined-only", *self.out.glob("*.so"))
-        names = sorted(name for name in missing if name.startswith(("acl", "rt", "Msprof")) and "_" not in name)
+        names = sorted(name for name in missing if name.startswith(("acl", "rt", "Msprof", "Hccl")) and "_" not in name)
         stubs = "".join(f'int {name}() {{ return host_cann::not_implemented("{name}"); }}\n' for name in names)
         source = self.work / "stubs.cpp"
         source.write_text(f'#include "{CSRC}/report.h"\nextern "C" {{\n{stubs}}}\n')
