@@ -77,3 +77,9 @@ def test_the_root_is_small():
     entries = [entry for entry in entries if entry.name != "_C.torch_version" and entry.suffix != ".pyd"]
     # 13, and one package for each capability above the core: migrate, convert, debug, doctor, integrations.
     assert len(entries) <= 18, sorted(entry.name for entry in entries)
+
+
+def test_the_program_takes_its_arguments_from_the_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["apex-npu", "--help"])
+    assert main() == 0
+    assert "doctor" in capsys.readouterr().out
