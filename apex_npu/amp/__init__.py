@@ -8,8 +8,17 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from apex_npu.amp.amp_scaler import AmpScaler
 from apex_npu.amp.checkpoint_view import checkpoint_view
-from apex_npu.amp.frontend import initialize, last_step, load_state_dict, master_params, state_dict
+from apex_npu.amp.frontend import (
+    initialize,
+    last_step,
+    load_state_dict,
+    master_params,
+    masters_of,
+    state_dict,
+    will_skip,
+)
 from apex_npu.amp.grad_sync import no_sync
 from apex_npu.amp.scale_loss import scale_loss
 from apex_npu.amp.session import disable_casts, shutdown
@@ -25,6 +34,7 @@ from apex_npu.amp.user_casts import (
 )
 
 __all__ = [
+    "AmpScaler",
     "StepReport",
     "_amp_state",
     "checkpoint_view",
@@ -36,6 +46,7 @@ __all__ = [
     "last_step",
     "load_state_dict",
     "master_params",
+    "masters_of",
     "no_sync",
     "promote_function",
     "register_float_function",
@@ -45,6 +56,7 @@ __all__ = [
     "shutdown",
     "state_dict",
     "unregister_function",
+    "will_skip",
 ]
 
 # Apex's names beside this interface: ``apex_npu.compat.amp`` puts these two here, and others on optimizers

@@ -155,14 +155,14 @@ class AmpOptimizerMixin(OptimizerAccessors):
         fuses = state.policy.fuse_unscale and (state.grad_scale != 1.0 or state.masters.masters)
         if not fuses:
             return self._clip_at_once(max_norm, norm_type, error_if_nonfinite)
-        _check_unscaled(state, "clipping")
+        check_unscaled(state, "clipping")
         state.drop_cleared()
         flats, unfused = _gradients_of(state.grad_groups(self))
         return clip_at_step(state, flats, unfused, max_norm, norm_type, error_if_nonfinite)
 
     def _clip_at_once(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         state = self._amp_state
-        _check_unscaled(state, "clipping")
+        check_unscaled(state, "clipping")
         if state.deferral is not None:
             state.deferral.start()  # an inf that is clipped is none any more
         groups = state.grad_groups(self)
@@ -308,7 +308,7 @@ def _gradients_of(groups: list[GradGroup]) -> tuple[list[FlatGrads], list[Tensor
 def _combined_grads(optimizer: Optimizer, state: AmpOptimizerState) -> list[list[FlatGrads]]:
     """What each combined buffer of gradients spans; they are as ``step`` takes them, outside of blocks."""
     if state.stage is Stage.DELAYED:
-        _check_unscaled(state, "reading combined gradients")
+        check_unscaled(state, "reading combined gradients")
     elif state.stage is not Stage.SCALED:
         groups = state.grad_groups(optimizer)
         if state.deferral is not None:
@@ -377,7 +377,7 @@ def _evaluate(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
 def _check_ready(optimizer: Optimizer, state: AmpOptimizerState) -> None:
     """Require gradients that ``step`` can take."""
     if state.stage is not Stage.UNSCALED:
-        _check_unscaled(state, "step()")
+        check_unscaled(state, "step()")
     if state.stage is Stage.LOCAL:
         raise RuntimeError(
             "the gradients are those of this process alone: the last scale_loss was inside of "
@@ -396,7 +396,8 @@ def _check_ready(optimizer: Optimizer, state: AmpOptimizerState) -> None:
         _warn_of_missing_gradients(optimizer, state)
 
 
-def _check_unscaled(state: AmpOptimizerState, caller: str) -> None:
+def check_unscaled(state: AmpOptimizerState, caller: str) -> None:
+    """Require a block to have ended that has unscaled the gradients, for ``caller``."""
     if not state.awaits_block:
         return
     if state.stage is Stage.SCALED:
@@ -472,7 +473,7 @@ def _end_interrupted_step(optimizer: Optimizer, state: AmpOptimizerState) -> Non
 
 
 def _skip_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    _check_unscaled(state, "step()")
+    check_unscaled(state, "step()")
     report = state.end_step()
     say_skipped(report)
     session = current()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_state import state_of
+from apex_npu.amp.optimizer_state import adopted_inside, state_of
 
 
 def checkpoint_view(optimizer: Optimizer) -> Optimizer:
@@ -33,6 +33,7 @@ def checkpoint_view(optimizer: Optimizer) -> Optimizer:
         >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
         >>> model_state, optimizer_state = get_state_dict(model, amp.checkpoint_view(optimizer))
     """
+    optimizer = adopted_inside(optimizer)
     state = state_of(optimizer)
     if state is None or not state.pairs:
         return optimizer

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.float32_copies import CopyLink, restore_float32, show_float32, undo_show_float32
 from apex_npu.amp.fused_unscale import check_fusible
 from apex_npu.amp.master_params import copy_masters_to_model
-from apex_npu.amp.optimizer_state import inner_optimizer, state_of
+from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer, state_of
 from apex_npu.amp.policy import PRINTED_OPTIONS, Policy, resolve
 from apex_npu.amp.preconditions import (
     changes_dtypes,
@@ -33,7 +33,7 @@ from apex_npu.amp.preconditions import (
     check_plain,
     check_sharded,
 )
-from apex_npu.amp.scaler import DynamicScaleOptions, in_apex_format, make_scaler
+from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
 from apex_npu.amp.session import (
     ConvertedModel,
     Session,
@@ -47,7 +47,6 @@ from apex_npu.amp.step_decision import APPLIED, StepReport
 from apex_npu.amp.user_casts import registered_patches
 from apex_npu.autocast.forward_cast import convert_model, put_wrapper_back, wrapper_of
 from apex_npu.autocast.undo import Undo
-from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed import ReduceOptions
 from apex_npu.distributed.consistency import Description, broadcast_values, describe, failing_together
 from apex_npu.distributed.torch_ddp import ddps_of, find_ddps, rebuild_reducer
@@ -365,14 +364,88 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """
 
     def lists() -> Iterator[list[Tensor]]:  # run when the first parameter is asked for
-        state = state_of(optimizer)
+        stepped = adopted_inside(optimizer)
+        state = state_of(stepped)
         if state is not None:
-            state.grads.materialize()
-            state.drop_cleared()
-        for group in optimizer.param_groups:
+            _show_gradients(state)
+        for group in stepped.param_groups:
             yield group["params"]
 
     return chain.from_iterable(lists())
+
+
+def _show_gradients(state: AmpOptimizerState) -> None:
+    """Give masters gradients of their own, and drop those whose model parameter's gradient has been cleared."""
+    state.grads.materialize()
+    state.drop_cleared()
+
+
+def masters_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """What is stepped for ``parameters`` of a model: the fp32 masters of those that have one, the others themselves.
+
+    For code that clips ``model.parameters()``, or reads their gradients, after ``scale_loss``. Without ``initialize``
+    these are ``parameters``.
+
+    Args:
+        parameters: One or several, of any models.
+
+    Returns:
+        One for each of ``parameters``, in their order.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+        >>> with amp.scale_loss(loss_fn(model(input), target), optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> norm = torch.nn.utils.clip_grad_norm_(amp.masters_of(model.parameters()), max_norm=1.0)
+        >>> optimizer.step()
+    """
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    session = current()
+    if session is None:
+        return listed
+    for optimizer in session.adopted:
+        _show_gradients(optimizer._amp_state)
+    return [session.masters.get(param, param) for param in listed]
+
+
+def will_skip(optimizer: Optimizer) -> bool:
+    """Whether the next ``optimizer.step()`` does nothing, since the last ``scale_loss`` has found inf or NaN.
+
+    Waits for the device where that has not been read yet. ``amp.last_step`` says the same after the step.
+
+    Raises:
+        RuntimeError: ``optimizer`` was not passed to ``initialize``, or a ``scale_loss`` block is open: it decides when
+            it ends.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        >>> with amp.scale_loss(loss_fn(model(input), target), optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> amp.will_skip(optimizer)
+        False
+    """
+    state = _initialized(optimizer)
+    if state is None:
+        return False
+    if state.stage is Stage.SCALED:
+        raise RuntimeError(
+            "amp.will_skip was called inside of amp.scale_loss, which decides when it ends; call it after the block, "
+            "with amp.AmpScaler after unscale_()"
+        )
+    return state.skip
+
+
+def _initialized(optimizer: Optimizer) -> AmpOptimizerState | None:
+    """Its state; None where amp is disabled."""
+    state = state_of(adopted_inside(optimizer))
+    session = current()
+    if state is None and (session is None or session.policy.enabled):
+        raise RuntimeError(f"{type(optimizer).__name__} was not passed to amp.initialize")
+    return state
 
 
 def last_step(optimizer: Optimizer) -> StepReport | None:
@@ -398,15 +471,12 @@ def last_step(optimizer: Optimizer) -> StepReport | None:
         >>> if amp.last_step(optimizer).applied:
         ...     scheduler.step()
     """
-    state = state_of(optimizer)
-    if state is not None:
-        if state.deferral is not None:
-            state.deferral.resolve_step()
-        return state.report
-    session = current()
-    if session is None or session.policy.enabled:
-        raise RuntimeError(f"{type(optimizer).__name__} was not passed to amp.initialize")
-    return APPLIED
+    state = _initialized(optimizer)
+    if state is None:
+        return APPLIED
+    if state.deferral is not None:
+        state.deferral.resolve_step()
+    return state.report
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -424,10 +494,8 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
         >>> amp.state_dict()["loss_scaler0"]
         {'loss_scale': 128.0, 'unskipped': 0}
     """
-    session = require("amp.state_dict")
     destination = OrderedDict() if destination is None else destination
-    for i, scaler in enumerate(session.scalers):
-        destination[f"loss_scaler{i}"] = scaler.state_dict()
+    destination.update(require("amp.state_dict").scaler_states())
     return destination
 
 
@@ -449,26 +517,4 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
         >>> checkpoint = {"amp": amp.state_dict()}
         >>> amp.load_state_dict(checkpoint["amp"])
     """
-    session = require("amp.load_state_dict")
-    if not session.policy.enabled:
-        return
-    if not isinstance(state_dict, dict):
-        raise TypeError(f"state_dict must be a dict as amp.state_dict() returns it, got {type(state_dict).__name__}")
-    state_dict = in_apex_format(state_dict, len(session.scalers))
-    unexpected = [key for key in state_dict if "loss_scaler" not in key]
-    if unexpected:
-        listed = ", ".join(f'"{key}"' for key in unexpected)
-        raise RuntimeError(f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {listed}. ")
-    if len(state_dict) != len(session.scalers):
-        warn(
-            f"state_dict contains {len(state_dict)} entries, while {len(session.scalers)} loss_scalers are used; they "
-            "are taken in order"
-        )
-    before = [scaler.state_dict() for scaler in session.scalers]
-    try:
-        for scaler, state in zip(session.scalers, state_dict.values(), strict=False):
-            scaler.load_state_dict(state)
-    except (KeyError, TypeError, ValueError) as error:
-        for scaler, state in zip(session.scalers, before, strict=True):
-            scaler.load_state_dict(state)
-        raise ValueError(f"state_dict holds no valid loss scaler: {error}. Nothing has been loaded") from error
+    require("amp.load_state_dict").load_scaler_states(state_dict)

@@ -368,6 +368,20 @@ def inner_optimizer(optimizer: Any) -> Any:
     return inner if isinstance(inner, Optimizer) and not isinstance(optimizer, Optimizer) else optimizer
 
 
+# What wrappers of training frameworks name the optimizer inside of them.
+_WRAPPED = ("optimizer", "_optimizer", "opt")
+
+
+def adopted_inside(optimizer: Any) -> Any:
+    """The adopted optimizer that a training framework has wrapped in ``optimizer``; else ``optimizer``."""
+    inner = optimizer
+    for _ in range(4):  # wrappers of wrappers
+        if state_of(inner) is not None:
+            return inner
+        inner = next((w for w in (getattr(inner, name, None) for name in _WRAPPED) if w is not None), None)
+    return optimizer
+
+
 def state_of(optimizer: Any) -> AmpOptimizerState | None:
     """Amp's state of ``optimizer``, or None where it was never passed to ``initialize``."""
     state: AmpOptimizerState | None = getattr(optimizer, "_amp_state", None)

@@ -71,10 +71,17 @@ def check_adoptable(optimizer: Optimizer) -> None:
     """Refuse an optimizer that amp cannot adopt.
 
     Raises:
-        RuntimeError: It has been adopted before, or something else replaced ``step`` on the instance.
+        RuntimeError: It has been adopted before, something else replaced ``step`` on the instance, or it is a training
+            framework's wrapper.
     """
     if state_of(optimizer) is not None:
         raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer) and not {"param_groups", "_optimizer_step_pre_hooks"} & vars(optimizer).keys():
+        raise RuntimeError(
+            f"Incoming optimizer is an instance of {type(optimizer).__name__}, which wraps another and is none itself: "
+            "pass its .optimizer, before the framework wraps it, as in accelerate before prepare()"
+        )
     step = vars(optimizer).get("step")
     if step is not None and not _is_scheduler_wrapper(step):
         raise RuntimeError(

@@ -15,7 +15,7 @@ from apex_npu.amp.block import Block, Delay, DelayingBlock, SaturatingBlock, Uns
 from apex_npu.amp.capture import AnyBlock, CapturedBlock, check_block
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
 from apex_npu.amp.grad_sync import NoSyncBlock, SyncedBlock
-from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, inner_optimizer
+from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session, require
 from apex_npu.backends import is_capturing
@@ -108,7 +108,7 @@ def _warn_of_constant_loss(session: Session, loss_id: int) -> None:
 def _open_block(session: Session, optimizers: Any, loss_id: int, delay: Delay | None) -> AnyBlock:
     """The block for ``optimizers``: the ordinary one, unless something about them or the session is special."""
     scaler = session.scaler(loss_id)
-    listed = [optimizers] if isinstance(optimizers, Optimizer) else _listed(optimizers)
+    listed = [optimizers] if hasattr(optimizers, "_amp_state") else _listed(optimizers)
     capturing = is_capturing()
     if capturing:
         check_block(listed, scaler, delays=delay is not None)
@@ -140,10 +140,14 @@ def _open_block(session: Session, optimizers: Any, loss_id: int, delay: Delay | 
 
 
 def _listed(optimizers: Any) -> list[Optimizer]:
-    given = [optimizers] if isinstance(inner_optimizer(optimizers), Optimizer) else optimizers
+    given = [optimizers] if isinstance(_stepped(optimizers), Optimizer) else optimizers
     if not isinstance(given, (list, tuple)):
         raise TypeError(f"optimizers must be an optimizer or a list of them, got {type(optimizers).__name__}")
-    return list(map(inner_optimizer, given))
+    return list(map(_stepped, given))
+
+
+def _stepped(optimizer: Any) -> Any:
+    return inner_optimizer(adopted_inside(optimizer))
 
 
 def _state_for_block(optimizer: Optimizer) -> AmpOptimizerState:
@@ -220,7 +224,7 @@ def _check_fusing(given: Any, states: Sequence[AmpOptimizerState]) -> None:
             "scale_loss was given optimizers of two amp.initialize, one with fuse_unscale=True and one without: open a "
             "block for each of them"
         )
-    check_fusible(given if isinstance(given, (list, tuple)) else [given])
+    check_fusible(list(map(adopted_inside, given if isinstance(given, (list, tuple)) else [given])))
 
 
 def _check_parallel(states: Sequence[AmpOptimizerState]) -> None:

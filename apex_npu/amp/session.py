@@ -26,7 +26,7 @@ from apex_npu.amp.clip_guard import Clipper, watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.deferred_inf_check import DeferredInfCheck
 from apex_npu.amp.policy import Policy
-from apex_npu.amp.scaler import LossScaler
+from apex_npu.amp.scaler import LossScaler, in_apex_format
 from apex_npu.autocast.casting import CastHandle, ModelCast, enable_casts
 from apex_npu.autocast.float32_view import average_in_float32
 from apex_npu.autocast.forward_cast import Ambient
@@ -167,6 +167,37 @@ class Session:
         if self.open_checks:
             self.resolve_checks(scaler)
         return scaler
+
+    def scaler_states(self) -> dict[str, Any]:
+        """See ``amp.state_dict``."""
+        return {f"loss_scaler{i}": scaler.state_dict() for i, scaler in enumerate(self.scalers)}
+
+    def load_scaler_states(self, state_dict: Any) -> None:
+        """See ``amp.load_state_dict``."""
+        if not self.policy.enabled:
+            return
+        if not isinstance(state_dict, dict):
+            raise TypeError(
+                f"state_dict must be a dict as amp.state_dict() returns it, got {type(state_dict).__name__}"
+            )
+        state_dict = in_apex_format(state_dict, len(self.scalers))
+        unexpected = [key for key in state_dict if "loss_scaler" not in key]
+        if unexpected:
+            listed = ", ".join(f'"{key}"' for key in unexpected)
+            raise RuntimeError(f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {listed}. ")
+        if len(state_dict) != len(self.scalers):
+            warn(
+                f"state_dict contains {len(state_dict)} entries, while {len(self.scalers)} loss_scalers are used; they "
+                "are taken in order"
+            )
+        before = [scaler.state_dict() for scaler in self.scalers]
+        try:
+            for scaler, state in zip(self.scalers, state_dict.values(), strict=False):
+                scaler.load_state_dict(state)
+        except (KeyError, TypeError, ValueError) as error:
+            for scaler, state in zip(self.scalers, before, strict=True):
+                scaler.load_state_dict(state)
+            raise ValueError(f"state_dict holds no valid loss scaler: {error}. Nothing has been loaded") from error
 
     def resolve_checks(self, scaler: LossScaler | None = None) -> None:
         """Resolve the checks that blocks have left open.

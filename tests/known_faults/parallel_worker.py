@@ -278,6 +278,31 @@ def no_sync(level, kind):
     accumulate(level, kind, delay=False)
 
 
+@check(*[(level, kind) for level in ("O1", *WITH_MASTERS) for kind in ("torch", "fused")])
+def no_sync_by_a_scaler(level, kind):
+    """Its blocks are still open when ``no_sync`` ends."""
+    model, optimizer = start(Weights(10.0), kind=kind, level=level)
+    wrapped, scaler = DDP(model), amp.AmpScaler(optimizer)
+    x = own_input(dist.get_rank())
+    for clipped in (1.0, 4.0):
+        with wrapped.no_sync():
+            scaler.scale(wrapped(x)).backward()
+        scaler.scale(wrapped(x)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_value_(amp.masters_of(model.parameters()), clipped)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert_equal(model, 5.0)
+    with wrapped.no_sync():
+        scaler.scale(wrapped(x)).backward()
+    if level in WITH_MASTERS:
+        with pytest.raises(
+            RuntimeError, match=r"DistributedDataParallel.no_sync\(\), where.*before unscale_\(\), close"
+        ):
+            scaler.unscale_(optimizer)
+
+
 @check(("O1", "torch"), ("O1", "fused"), ("O2", "torch"), ("O2", "fused"), ("O2", "fuse_unscale"))
 def two_wrappers_of_one_optimizer(level, kind):
     """A forward of one under ``no_grad`` keeps no gradients of the other; those of one wait for its own average."""

@@ -124,6 +124,14 @@ def test_accumulation_with_no_sync_alone_averages(verdicts, name):
     verify(verdicts, name)
 
 
+@pytest.mark.parametrize(
+    "name",
+    cases("no_sync_by_a_scaler", *(f"{level} {kind}" for level in ("O1", "O2", "O5") for kind in ("torch", "fused"))),
+)
+def test_accumulation_with_no_sync_by_a_scaler_averages(verdicts, name):
+    verify(verdicts, name)
+
+
 @pytest.mark.parametrize("name", cases("accumulation_programs", *WAYS))
 def test_random_accumulations_are_those_of_distributed_data_parallel_alone(verdicts, name):
     verify(verdicts, name)

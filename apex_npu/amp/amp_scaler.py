@@ -1,0 +1,210 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``AmpScaler``: ``scale_loss`` for code that expects a ``torch.amp.GradScaler``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from apex_npu.amp.amp_optimizer import check_unscaled
+from apex_npu.amp.optimizer_state import adopted_inside, state_of
+from apex_npu.amp.scale_loss import scale_loss
+from apex_npu.amp.session import require
+from apex_npu.ops import LOW_PRECISION
+
+
+class AmpScaler:
+    """``scale_loss`` with the interface of ``torch.amp.GradScaler``, as training frameworks call that.
+
+    ``scale`` opens a ``scale_loss`` block, and the first call that follows its backward closes it: ``unscale_``,
+    ``step``, ``update``, ``state_dict`` or the next ``scale``. Gradients, masters, the loss scale and skipped steps are
+    therefore those of a block around each backward. Accumulated gradients are added up in float32 where there are
+    masters.
+
+    As with GradScaler, ``step`` calls ``optimizer.step`` unless a gradient is inf or NaN, and ``get_scale`` changes
+    with ``update`` alone, so that either shows whether a step was skipped. Unlike there, one overflow skips the step of
+    all optimizers that the block has had gradients for, ``unscale_`` may be called repeatedly, and what
+    ``state_dict`` returns is ``amp.state_dict()``.
+
+    Args:
+        optimizers: One, or a list: those that were passed to ``amp.initialize``, or a framework's wrappers of them.
+        loss_id: Which of the ``num_losses`` scalers to use.
+
+    Raises:
+        RuntimeError: amp, or one of ``optimizers``, has not been initialized, or needs a closure.
+        IndexError: ``loss_id`` is not below ``num_losses``.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        >>> scaler = amp.AmpScaler(optimizer)
+        >>> scaler.scale(loss_fn(model(input), target)).backward()
+        >>> scaler.unscale_(optimizer)
+        >>> norm = torch.nn.utils.clip_grad_norm_(amp.masters_of(model.parameters()), max_norm=1.0)
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+    """
+
+    def __init__(self, optimizers: Optimizer | Sequence[Optimizer], loss_id: int = 0) -> None:
+        given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self.optimizers: list[Optimizer] = list(map(adopted_inside, given))
+        session = require("amp.AmpScaler")
+        for optimizer in self.optimizers if session.policy.enabled else []:
+            if state_of(optimizer) is None:
+                raise RuntimeError(f"{type(optimizer).__name__} was not passed to amp.initialize before amp.AmpScaler")
+            if isinstance(optimizer, LBFGS):
+                raise RuntimeError("LBFGS needs a closure, which amp.AmpScaler does not take, as GradScaler does not")
+        if session.policy.enabled:
+            session.scaler(loss_id)
+        self._loss_id = loss_id
+        self._block: AbstractContextManager[Tensor] | None = None
+        self._backward_begun = False
+        self._scale = 1.0
+        self._scale_until_update: float | None = None
+
+    def scale(self, outputs: Any) -> Any:
+        """Open a ``scale_loss`` block, and multiply ``outputs`` with the loss scale.
+
+        Several calls before one backward share the block, so that their results may be added up.
+
+        Args:
+            outputs: A loss, or a list or tuple of them.
+
+        Returns:
+            The same, multiplied; a low-precision loss in float32.
+
+        Raises:
+            TypeError: Something is no tensor.
+            RuntimeError: As of ``scale_loss``.
+        """
+        if isinstance(outputs, (list, tuple)):
+            return type(outputs)(map(self.scale, outputs))
+        if not isinstance(outputs, Tensor):
+            raise TypeError(f"AmpScaler.scale takes a loss, or a list of them, got {type(outputs).__name__}")
+        if not self.is_enabled():
+            return outputs
+        if self._block is None or self._backward_begun:
+            self._close()
+            scaled = self._open(outputs)
+        else:
+            scaled = (outputs.float() if outputs.dtype in LOW_PRECISION else outputs) * self._scale
+        if scaled.requires_grad:
+            scaled.register_hook(self._note_backward)
+        return scaled
+
+    def _open(self, loss: Tensor) -> Tensor:
+        # A discriminator's gradients are left alone where it is frozen for the generator's loss.
+        trained = [o for o in self.optimizers if any(p.requires_grad for g in o.param_groups for p in g["params"])]
+        scale = require("amp.AmpScaler").scaler(self._loss_id).scale
+        block = scale_loss(loss, trained or self.optimizers, loss_id=self._loss_id)
+        scaled = block.__enter__()
+        self._block, self._backward_begun, self._scale = block, False, scale
+        if self._scale_until_update is None:
+            self._scale_until_update = scale
+        return scaled
+
+    def _note_backward(self, _: Tensor) -> None:
+        self._backward_begun = True
+
+    def _close(self) -> None:
+        block, self._block = self._block, None
+        if block is not None:
+            block.__exit__(None, None, None)
+
+    def _close_after_backward(self) -> None:
+        if self._backward_begun:
+            self._close()
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients of all optimizers, those of ``optimizer`` among them, for clipping.
+
+        Those that count are on ``amp.masters_of(model.parameters())``.
+
+        Raises:
+            RuntimeError: ``fuse_unscale=True`` keeps them scaled until ``step``; or DistributedDataParallel has not
+                averaged them yet, as in its ``no_sync``.
+        """
+        self._close()
+        state = state_of(adopted_inside(optimizer))
+        if state is None:
+            return
+        if state.policy.fuse_unscale:
+            raise RuntimeError(
+                "unscale_() cannot unscale gradients that fuse_unscale=True keeps multiplied with the loss scale until "
+                "step(): leave fuse_unscale out of amp.initialize, or clip with "
+                "optimizer.clip_optimizer_grad_norm_fused(max_norm) instead"
+            )
+        check_unscaled(state, "unscale_()")
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step ``optimizer``, unless its gradients have overflowed; ``amp.last_step(optimizer)`` says which.
+
+        It waits for the device, for what ``scale_loss`` has left it to decide.
+
+        Args:
+            optimizer: One of those given to the constructor, or its wrapper.
+            *args: For its ``step``.
+            **kwargs: Likewise.
+
+        Returns:
+            What ``optimizer.step`` returns; None where the step is skipped.
+
+        Raises:
+            RuntimeError: There is a closure among the arguments, or the gradients are not averaged yet.
+        """
+        if any(map(callable, [*args, *kwargs.values()])):
+            raise RuntimeError(
+                "AmpScaler.step takes no closure, as GradScaler's does not: compute the loss, scale it and call "
+                "backward, then step without one"
+            )
+        self._close()
+        optimizer = adopted_inside(optimizer)
+        state = state_of(optimizer)
+        if state is not None and state.skip:
+            # What a framework has put over step on the instance is to see that it is not called.
+            return type(optimizer).step(optimizer)  # type: ignore[call-arg]
+        return optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Have ``get_scale`` return the loss scale of the next block, which the last one has chosen.
+
+        Args:
+            new_scale: The loss scale from now on, in place of that.
+
+        Raises:
+            ValueError: It is not positive and finite.
+        """
+        self._close_after_backward()
+        self._scale_until_update = None
+        if new_scale is not None and self.is_enabled():
+            scaler = require("amp.AmpScaler").scaler(self._loss_id)
+            scaler.load_state_dict({**scaler.state_dict(), "loss_scale": new_scale})
+
+    def get_scale(self) -> float:
+        """The scale of the first block since the last ``update``; between ``update`` and ``scale`` that of the next."""
+        if not self.is_enabled():
+            return 1.0
+        if self._scale_until_update is not None:
+            return self._scale_until_update
+        return require("amp.AmpScaler").scaler(self._loss_id).scale
+
+    def is_enabled(self) -> bool:
+        """False after ``amp.initialize(..., enabled=False)``: all of this passes through."""
+        return require("amp.AmpScaler").policy.enabled
+
+    def state_dict(self) -> dict[str, Any]:
+        """``amp.state_dict()``: the scales of all losses."""
+        self._close_after_backward()
+        return require("amp.AmpScaler").scaler_states()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from it, or from the ``state_dict`` of a ``torch.amp.GradScaler``; see ``amp.load_state_dict``."""
+        self._close_after_backward()
+        self._scale_until_update = None
+        require("amp.AmpScaler").load_scaler_states(state_dict)

@@ -1,0 +1,60 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A framework that is missing or too old is named, with the command that installs it."""
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import apex_npu
+from apex_npu.integrations.requirements import require
+
+PACKAGE = Path(apex_npu.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("found", "oldest", "there"),
+    [
+        (None, "1.0", "it is not installed"),
+        ("0.9.2", "1.0", "0.9.2 is installed"),
+        ("0.10.7", "0.11", "0.10.7 is installed"),
+        ("4.57.6", "5", "4.57.6 is installed"),
+    ],
+)
+def test_what_is_missing_or_too_old(monkeypatch, found, oldest, there):
+    def version(name):
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    text = f'apex_npu.integrations.timm needs timm >= {oldest} ({there}): pip install "apex-npu[timm]"'
+    with pytest.raises(ImportError, match=f"^{re.escape(text)}$"):
+        require("timm", "timm", oldest)
+
+
+@pytest.mark.parametrize(
+    ("found", "oldest"),
+    [
+        ("1.0", "1.0.0"),
+        ("1.0.0", "1.0"),
+        ("1.0.31", "1.0.9"),
+        ("2.0.0rc1", "2.0"),
+        ("2.13.0+cpu", "2.13"),
+        ("10", "9.9"),
+    ],
+)
+def test_what_is_new_enough(monkeypatch, found, oldest):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
+    require("timm", "timm", oldest)
+
+
+def test_nothing_of_the_package_imports_an_integration():
+    code = "import sys, apex_npu, apex_npu.amp, apex_npu.optimizers, apex_npu.compat, apex_npu.__main__\n"
+    code += "print([name for name in sys.modules if name.startswith('apex_npu.integrations')])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert found.stdout.strip() == "[]"
