@@ -26,19 +26,24 @@ unexport CDPATH
 
 VENV_NPU := .venv-npu
 PY_NPU := $(VENV_NPU)/bin/python
+# Training frameworks: their names in tests/integrations/requirements.txt, "all", or "newest" (all, without pins).
+HOSTS ?= all
+VENV_HOSTS := .venv-hosts$(if $(filter newest,$(HOSTS)),-newest)
+VENV_TRANSFORMERS4 := .venv-hosts-transformers4
 PY := $(if $(filter system,$(VENV)),"$(PYTHON)","$(VENV)/bin/python")
 CHECKED := apex_npu benchmarks examples scripts tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ddp docs test test-all test-rest test-torch-npu test-torch-npu-quick bench bench-quick bench-deps upstream patch-check dev lint types clean setup-demo setup-dev setup-torch-npu pytest-quick pytest-slow sanitize
+.PHONY: help demo demo-ddp docs test test-all test-rest test-torch-npu test-torch-npu-quick test-hosts test-hosts-quick bench bench-quick bench-deps upstream patch-check dev lint types clean setup-demo setup-dev setup-torch-npu setup-hosts setup-hosts-transformers4 pytest-quick pytest-slow sanitize
 
 help: ## this list
 	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
 	@echo 'make demo-ddp   the same network on two processes, averaged by amp and by torch (SIMULATED_NPU=1: on hccl)'
 	@echo 'make test       lint, types, import contracts and the quick tests (under 10 minutes on 2 cores)'
 	@echo 'make test-all   the same, then those of test-rest'
-	@echo 'make test-rest  the site, the tests marked slow, and test-torch-npu-quick'
+	@echo 'make test-rest  the site, the slow tests, test-hosts-quick (three frameworks), and test-torch-npu-quick'
+	@echo 'make test-hosts  the integrations inside the training frameworks themselves, in .venv-hosts (HOSTS="timm ignite": these alone)'
 	@echo "make test-torch-npu  all npu tests on the vendor's torch_npu, without an NPU (over an hour)"
 	@echo 'make test-torch-npu-quick  the quick ones of amp, optimizers and data parallel training, once'
 	@echo "make setup-torch-npu  the environment with the vendor's torch_npu, .venv-npu"
@@ -59,6 +64,7 @@ help: ## this list
 	@echo '          PYTHON=python3.12          the interpreter to use (3.10 or newer)'
 	@echo '          APEX_NPU_NO_EXT=1          do not build the C++ extension'
 	@echo '          TORCH_NPU_SPEC=... TORCH_FOR_NPU=...   another torch_npu, and the torch that it is built for'
+	@echo '          HOSTS=newest               test-hosts with the newest release of each framework'
 	@echo '          WORKERS=4                  tests that run at a time (default: one a core)'
 
 demo: setup-demo ## trains, shows the result
@@ -79,7 +85,7 @@ test: lint types pytest-quick
 
 test-all: test test-rest
 
-test-rest: bench-deps docs pytest-slow test-torch-npu-quick
+test-rest: bench-deps docs pytest-slow test-hosts-quick test-torch-npu-quick
 
 bench-deps: setup-dev ## other people's optimizers, to compare with (benchmarks, tests/optimizers/test_baselines.py)
 	@$(PY) -m pip install -qq --no-deps adamp==0.3.0 timm==1.0.22 pytorch_optimizer==4.1.0
@@ -162,6 +168,24 @@ test-torch-npu: setup-torch-npu
 	    echo "==> quick tests with the data types of CANN's documentation" && \
 	    HOST_CANN_DTYPES=1 $(RUN_ON_TORCH_NPU) $(IN_EVERY_PASS) -- -m 'not slow'; fi
 
+# Inside of the training frameworks. A test skips where its framework is missing.
+QUICK_HOSTS := ignite lightning timm
+HOST_TESTS = $(if $(filter all newest,$(HOSTS)),,$(wildcard $(patsubst %,tests/integrations/test_%.py,$(HOSTS))))
+RUN_IN_HOSTS = '$(VENV_HOSTS)/bin/python' -m pytest -q -n $(WORKERS) --dist worksteal $(or $(HOST_TESTS),tests/integrations)
+
+test-hosts: setup-hosts $(if $(filter all,$(HOSTS)),setup-hosts-transformers4)
+	@echo '==> tests inside of training frameworks'
+	@$(RUN_IN_HOSTS)
+	@if $(HAS_SIMULATOR); then echo '==> on the simulated NPU'; APEX_NPU_TEST_DEVICE=npu $(RUN_IN_HOSTS); fi
+	@if [ '$(HOSTS)' = all ]; then echo '==> tests inside of transformers 4'; \
+	    '$(VENV_TRANSFORMERS4)/bin/python' -m pytest -q -n $(WORKERS) tests/integrations/test_transformers.py; fi
+
+test-hosts-quick: # in an environment that has them already, if there is one
+	@$(MAKE) --no-print-directory setup-hosts HOSTS='$(QUICK_HOSTS)'
+	@echo '==> tests inside of $(QUICK_HOSTS)'
+	@'$(VENV_HOSTS)/bin/python' -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow' \
+	    $(patsubst %,tests/integrations/test_%.py,$(QUICK_HOSTS))
+
 # A second build in a folder of its own. torch's libraries know nothing of sanitizers, hence the preloading; Python leaks
 # at exit by design.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined
@@ -192,6 +216,16 @@ setup-dev:
 # It borrows the extension of setup-dev, which is built for the same torch.
 setup-torch-npu: setup-dev
 	@VENV='$(VENV_NPU)' TORCH_SPEC='$(TORCH_FOR_NPU)' TORCH_NPU=1 bash -c "$$SETUP" setup -r requirements-dev.txt
+
+# They borrow the extension of setup-dev, and its simulated NPU.
+FOR_HOSTS := setuptools ninja numpy pytest pytest-xdist hypothesis expecttest
+setup-hosts: setup-dev
+	@VENV='$(VENV_HOSTS)' HOSTS='$(HOSTS)' HOSTS_FROM=tests/integrations/requirements.txt BORROW=$(PY) \
+	    bash -c "$$SETUP" setup $(FOR_HOSTS)
+
+setup-hosts-transformers4: setup-dev
+	@VENV='$(VENV_TRANSFORMERS4)' HOSTS=all HOSTS_FROM=tests/integrations/requirements-transformers4.txt BORROW=$(PY) \
+	    bash -c "$$SETUP" setup $(FOR_HOSTS)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The set-up, a bash script ($$ is make's way to write $). Its arguments are what pip is to install beside torch.
@@ -329,6 +363,34 @@ install_torch_npu() {
     finish torch_npu "$$wanted"
 }
 
+# The sections of a file of requirements, each a training framework with all that it needs: what it asks for itself
+# could replace this torch. One that cannot be installed or imported is left out.
+install_hosts() {
+    local name section wanted said site names="$$HOSTS"
+    site="$$("$$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    printf '%s\n' "$$PWD" "$$PWD/tests/integrations/environment" 'import torchvision_schemas' > "$$site/apex_npu.pth"
+    "$$BORROW" -c 'import importlib.util as u; s = u.find_spec("npu_simulator"); print(s.submodule_search_locations[0] if s else "")' |
+        while read -r said; do if [ -n "$$said" ]; then ln -sfn "$$said" "$$site/npu_simulator"; fi; done
+    case "$$HOSTS" in all | newest) names="$$(sed -n 's/^# host \([^:]*\):.*/\1/p' "$$HOSTS_FROM")" ;; esac
+    for name in $$names; do
+        section="$$(sed -n "/^# host $$name:/,/^$$/p" "$$HOSTS_FROM")"
+        if [ -z "$$section" ]; then stop "there is no '# host $$name:' in $$HOSTS_FROM"; fi
+        if [ "$$HOSTS" = newest ]; then section="$$(printf '%s\n' "$$section" | sed '/^#/!s/==.*//')"; fi
+        wanted="torch $$torch: $$section"
+        if [ "$$HOSTS" != newest ] && done_for "host-$$name" "$$wanted"; then continue; fi
+        say "installing $$name"
+        begin
+        printf '%s\n' "$$section" > "$$notes/section"
+        if ! said="$$(pip --no-deps --no-build-isolation --upgrade -r "$$notes/section" 2>&1)" ||
+           ! said="$$("$$py" -c "$$(sed -n '1s/[^:]*: //p' "$$notes/section")" 2>&1)"; then
+            rm -f "$$notes/running"
+            say "tests of $$name are skipped, since it cannot be installed: $$(printf '%s' "$$said" | tail -n 1)"
+            continue
+        fi
+        finish "host-$$name" "$$wanted"
+    done
+}
+
 check_python
 if [ "$$VENV" = system ]; then use_system; else make_venv; fi
 install_torch
@@ -348,6 +410,7 @@ build_simulator() {
 }
 install_packages "$$@"
 if [ "$${TORCH_NPU:-}" = 1 ]; then install_torch_npu; exit; fi
+if [ -n "$${HOSTS_FROM:-}" ]; then install_hosts; exit; fi
 install_triton
 build
 build_simulator

@@ -22,9 +22,12 @@ from apex_npu.doctor.command import DOCTOR
 from apex_npu.migrate.command import MIGRATE
 
 PROGRAM = "python -m apex_npu"
+# The training frameworks whose integration has something to register.
+HOSTS = ("deepspeed", "mmengine", "timm", "transformers")
 ABOUT = """\
 Runs a script in which the name apex, with apex.amp and apex.optimizers, is apex_npu.
   --force        even where another package called apex is installed
+  --host timm    its registry has the fused optimizers; also deepspeed, mmengine, transformers (repeatable)
   --device npu   what is written for CUDA is rewritten for npu, in memory, as it is imported
 Or rewrites scripts for CUDA and apex for npu; migrate --help lists its options.
 Or patches a checkout of NVIDIA's Apex, so that it answers with apex_npu; --reverse takes the patch out.
@@ -40,6 +43,9 @@ def _run(options: argparse.Namespace) -> int:
     name = options.rest[0]
     if not options.m and not os.path.exists(name):
         return _fail(f"can't open file {name!r}: no such file")
+    for host in options.host or ():
+        if host not in HOSTS:
+            return _fail(f"--host {host}: nothing is registered for it; give one of {', '.join(HOSTS)}")
     if options.device:
         if options.device != "npu":
             return _fail(f"--device {options.device}: scripts for CUDA are rewritten for npu")
@@ -53,7 +59,9 @@ def _run(options: argparse.Namespace) -> int:
         sys.path[0] = os.path.dirname(os.path.realpath(name))
     try:
         install_as_apex(force=options.force)
-    except RuntimeError as error:
+        for host in options.host or ():
+            importlib.import_module(f"apex_npu.integrations.{host}").register()
+    except (RuntimeError, ImportError) as error:
         print(f"apex_npu: {error}", file=sys.stderr)
         return 2
     if options.device:
@@ -73,12 +81,13 @@ RUN = Command(
     _run,
     (
         Argument("--force", "even where another package called apex is installed", flag=True),
+        Argument("--host", "register the fused optimizers there", metavar="NAME", many=True),
         Argument("--device", "npu: modules for CUDA are rewritten as they are imported", metavar="npu"),
         Argument("-m", "run a module rather than a file", flag=True),
     ),
     usage=(
-        "[--force] [--device npu] script.py [arguments of the script]",
-        "[--force] [--device npu] -m module [arguments of the module]",
+        "[--force] [--host NAME]... [--device npu] script.py [arguments of the script]",
+        "[--force] [--host NAME]... [--device npu] -m module [arguments of the module]",
     ),
     passes_rest=True,
 )

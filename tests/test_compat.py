@@ -337,6 +337,11 @@ def test_run_passes_on_errors_and_modules(tmp_path):
         (["run"], "a script is missing"),
         (["run", "--fast", "x.py"], "unknown option '--fast'"),
         (["run", "not_there.py"], "can't open file 'not_there.py'"),
+        (
+            ["run", "--host", "timm", "--host", "keras", __file__],
+            "--host keras: nothing is registered for it; give one",
+        ),
+        (["run", "--force", "--force", __file__], "unknown option '--force'"),
     ],
 )
 def test_run_says_how_it_is_used(arguments, said, capsys):
@@ -387,6 +392,28 @@ def test_spawned_processes_have_the_names_too(tmp_path):
     assert result.returncode == 0, result.stderr
     modules = ["apex_npu.amp.frontend", "apex_npu.compat.flattening", change_data_ptr.__module__]
     assert result.stdout.split() == ["0", *modules]
+
+
+def test_the_name_has_the_metadata_of_a_distribution(tmp_path):
+    """transformers takes a package without metadata for one that is not installed."""
+    code = (
+        "import importlib.metadata, sys\n"
+        "def look():\n"
+        "    found = importlib.metadata.packages_distributions().get('apex')\n"
+        "    try:\n"
+        "        return found, importlib.metadata.version('apex')\n"
+        "    except importlib.metadata.PackageNotFoundError:\n"
+        "        return found, None\n"
+        "import apex_npu\n"
+        "print(look())\n"
+        "apex_npu.install_as_apex()\n"
+        "print(look())\n"
+        "apex_npu.uninstall_apex()\n"
+        "print(look())\n"
+    )
+    (tmp_path / "look.py").write_text(code)
+    result = python("look.py", cwd=tmp_path)
+    assert result.stdout.splitlines() == ["(None, None)", "(['apex'], '0.1')", "(None, None)"], result.stderr
 
 
 MULTIPROC = ("-m", "apex_npu", "run", "-m", "apex.parallel.multiproc")

@@ -168,7 +168,7 @@ class AmpScaler:
         state = state_of(optimizer)
         if state is not None and state.skip:
             # What a framework has put over step on the instance is to see that it is not called.
-            return type(optimizer).step(optimizer)  # type: ignore[call-arg]
+            return type(optimizer).step(optimizer)
         return optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:

@@ -3,7 +3,9 @@
 """``install_as_apex``: for this process, and those it spawns, the name ``apex`` answers with this package.
 
 A folder that holds a package ``apex`` of one line (``names/``) goes onto ``sys.path`` as well, since spawned processes
-inherit that and nothing else. An Apex that has been patched (``patch/``) asks ``apex_hook.py`` for the same modules.
+inherit that and nothing else. It also holds the metadata of a distribution ``apex``: transformers, among others, asks
+``importlib.metadata`` for its version. An Apex that has been patched (``patch/``) asks ``apex_hook.py`` for the same
+modules.
 """
 
 from __future__ import annotations

@@ -85,10 +85,11 @@ def split_rest(command: Command, arguments: Sequence[str]) -> argparse.Namespace
     """The values of a command that ``passes_rest``, with ``rest``: what comes after its own options.
 
     Raises:
-        ValueError: An option is unknown, or given twice or out of order; the text says which.
+        ValueError: An option is unknown, given twice without being ``many``, or out of order; the text says which.
     """
     names = [argument.name for argument in command.arguments]
     flags = {argument.name for argument in command.arguments if argument.flag}
+    many = {argument.name for argument in command.arguments if argument.many}
     parser = argparse.ArgumentParser(add_help=False)
     for argument in command.arguments:
         argument.add_to(parser)
@@ -96,6 +97,6 @@ def split_rest(command: Command, arguments: Sequence[str]) -> argparse.Namespace
     while count < len(arguments) and arguments[count].startswith("-"):
         if arguments[count] not in names:
             raise ValueError(f"unknown option {arguments[count]!r}")
-        names = names[names.index(arguments[count]) + 1 :]
+        names = names[names.index(arguments[count]) + (arguments[count] not in many) :]
         count += 1 if arguments[count] in flags else 2
     return parser.parse_args(arguments[:count], argparse.Namespace(rest=list(arguments[count:])))

@@ -1,0 +1,180 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""accelerate: ``ApexAccelerator``, whose ``prepare`` initializes amp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apex_npu import amp
+from apex_npu.amp.optimizer_state import adopted_inside, state_of
+from apex_npu.integrations.requirements import require
+
+require("accelerate", "accelerate", "1.10")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+
+_PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_NPU)
+
+
+class ApexAccelerator(Accelerator):
+    """An ``Accelerator`` for training at an ``opt_level`` of amp.
+
+    ``prepare`` initializes amp for the models and optimizers that it is given together, before it wraps them.
+    ``backward``, ``accumulate``, ``clip_grad_norm_``, ``clip_grad_value_``, ``save_state`` and ``load_state`` work as
+    with accelerate's own mixed precision: gradients are clipped unscaled, on fp32 masters where there are any,
+    ``optimizer_step_was_skipped`` tells of overflows, and prepared schedules are held back after one.
+
+    Args:
+        *args: Those of ``Accelerator``.
+        opt_level: "O0" to "O5".
+        amp_options: Other arguments of ``amp.initialize``.
+        **kwargs: Those of ``Accelerator``.
+
+    Raises:
+        ValueError: ``mixed_precision`` is set, or the distributed type is neither a single process nor
+            DistributedDataParallel.
+
+    Example::
+
+        >>> accelerator = ApexAccelerator(opt_level="O2", gradient_accumulation_steps=4)  # doctest: +SKIP
+        >>> model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        >>> for input, target in loader:
+        ...     with accelerator.accumulate(model):
+        ...         accelerator.backward(loss_fn(model(input), target))
+        ...         if accelerator.sync_gradients:
+        ...             accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        ...         optimizer.step()
+        ...         scheduler.step()
+        ...         optimizer.zero_grad()
+    """
+
+    _amp_options: dict[str, Any]
+
+    def __init__(
+        self, *args: Any, opt_level: str = "O1", amp_options: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._use_amp(opt_level, amp_options or {})
+
+    @classmethod
+    def adopt(cls, accelerator: Accelerator, opt_level: str = "O1", **amp_options: Any) -> ApexAccelerator:
+        """Make an ``ApexAccelerator`` of one that a library has created, in place.
+
+        Args:
+            accelerator: It has not prepared an optimizer yet.
+            opt_level: "O0" to "O5".
+            **amp_options: Other arguments of ``amp.initialize``.
+
+        Returns:
+            ``accelerator``.
+
+        Raises:
+            ValueError: As of the constructor; or an optimizer has been prepared.
+        """
+        if accelerator._optimizers:
+            raise ValueError(
+                f"opt_level={opt_level!r} was asked of an Accelerator that has prepared an optimizer already; call "
+                "adopt before prepare"
+            )
+        _check(accelerator, opt_level, amp_options)
+        kind = type(accelerator)
+        if not issubclass(kind, cls):
+            accelerator.__class__ = cls if issubclass(cls, kind) else type(kind.__name__, (cls, kind), {})
+        assert isinstance(accelerator, ApexAccelerator)
+        accelerator._use_amp(opt_level, amp_options)
+        return accelerator
+
+    def _use_amp(self, opt_level: str, options: dict[str, Any]) -> None:
+        _check(self, opt_level, options)
+        self._amp_options = {"opt_level": opt_level, **options}
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``Accelerator.prepare``. Optimizers that have been passed to ``amp.initialize`` stay as they are.
+
+        Raises:
+            ValueError: An optimizer is given without a model, or needs a closure.
+        """
+        optimizers = [o for o in args if isinstance(o, torch.optim.Optimizer)]
+        if optimizers:
+            self._initialize([m for m in args if isinstance(m, nn.Module)], optimizers)
+        return super().prepare(*args, **kwargs)
+
+    def _initialize(self, models: list[nn.Module], optimizers: Sequence[Any]) -> None:
+        inner = list(map(adopted_inside, optimizers))
+        new = [o for o in inner if state_of(o) is None]
+        if new:
+            _check_new(models, inner, new, self._amp_options["opt_level"])
+            for model in models if self.device_placement else []:
+                model.to(self.device)
+            amp.initialize(models, inner, **self._amp_options)
+        # Optimizers that were prepared before free_memory(), or by a predecessor of this accelerator, step by that.
+        prepared = [o.scaler for o in optimizers if isinstance(getattr(o, "scaler", None), amp.AmpScaler)]
+        if prepared:
+            self.scaler = prepared[0]
+        elif self._optimizers:
+            others = [o for o in self.scaler.optimizers if not o._amp_state.masters.retired]
+            self.scaler.optimizers = [*others, *inner]
+        else:
+            self.scaler = amp.AmpScaler(inner)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """See ``Accelerator.unscale_gradients``.
+
+        Raises:
+            RuntimeError: See ``AmpScaler.unscale_``.
+        """
+        given = self._optimizers if optimizer is None else optimizer
+        for one in given if isinstance(given, (list, tuple)) else [given]:
+            self.scaler.unscale_(one)
+
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
+        """See ``Accelerator.clip_grad_norm_``; what is clipped are the gradients of ``amp.masters_of(parameters)``."""
+        self.unscale_gradients()
+        return super().clip_grad_norm_(amp.masters_of(parameters), max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """See ``Accelerator.clip_grad_value_``, and ``clip_grad_norm_``."""
+        self.unscale_gradients()
+        super().clip_grad_value_(amp.masters_of(parameters), clip_value)
+
+
+def _check(accelerator: Accelerator, opt_level: str, options: dict[str, Any]) -> None:
+    if accelerator.mixed_precision != "no":
+        raise ValueError(
+            f"mixed_precision={accelerator.mixed_precision!r} and opt_level={opt_level!r} are two kinds of mixed "
+            "precision at once: leave mixed_precision at 'no', or use a plain Accelerator"
+        )
+    if accelerator.distributed_type not in _PLAIN:
+        raise ValueError(
+            f"opt_level={opt_level!r} does not work with {accelerator.distributed_type}, which keeps parameters or "
+            "optimizer states of its own: use a plain Accelerator with mixed_precision='bf16' there"
+        )
+    if options.get("combine_ddp") and accelerator.num_processes > 1:
+        raise ValueError(
+            "combine_ddp=True averages gradients, and so does DistributedDataParallel, which prepare() puts around "
+            "models: leave combine_ddp out"
+        )
+
+
+def _check_new(models: list[nn.Module], optimizers: list[Any], new: list[Any], opt_level: str) -> None:
+    name = type(new[0]).__name__
+    if not models:
+        raise ValueError(
+            f"prepare() was given {name} without its model: at opt_level={opt_level!r} they are initialized together, "
+            "so pass both to one prepare()"
+        )
+    if len(new) < len(optimizers):
+        raise ValueError(
+            f"prepare() was given {name} and an optimizer that has been passed to amp.initialize: pass all of them "
+            "there, or none"
+        )
+    if any(isinstance(o, torch.optim.LBFGS) for o in new):
+        raise ValueError(
+            f"LBFGS needs a closure, which a loss scale does not support: opt_level={opt_level!r} takes others"
+        )

@@ -1,0 +1,29 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""DeepSpeed: ZeRO with the fused optimizers."""
+
+from __future__ import annotations
+
+from apex_npu.integrations.optimizer_names import optimizer_classes
+from apex_npu.integrations.requirements import require
+
+require("deepspeed", "deepspeed", "0.19.8")
+
+from deepspeed.runtime.zero import utils  # noqa: E402
+
+
+def register() -> None:
+    """Have ZeRO take the fused optimizers without ``zero_allow_untested_optimizer``. Idempotent.
+
+    Only those whose rule treats each element by itself: ZeRO gives an optimizer a part of the parameters, joined into
+    one tensor, of which LAMB, NovoGrad and AdamP would take norms. DeepSpeed refuses these as before.
+
+    Example::
+
+        >>> register()  # doctest: +SKIP
+        >>> optimizer = NpuFusedAdamW(model.parameters(), lr=1e-3)
+        >>> engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    """
+    for cls in optimizer_classes().values():
+        if cls.elementwise and cls not in utils.ZERO_SUPPORTED_OPTIMIZERS:
+            utils.ZERO_SUPPORTED_OPTIMIZERS.append(cls)

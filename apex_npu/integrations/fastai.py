@@ -1,0 +1,130 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""fastai: ``Learner(..., opt_func=fused("NpuFusedAdamW"), cbs=ApexAmp("O2"))``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_npu import amp
+from apex_npu.amp.optimizer_state import state_of
+from apex_npu.integrations.optimizer_names import optimizer_class
+from apex_npu.integrations.requirements import require
+
+require("fastai", "fastai", "2.8.12")
+
+from fastai.callback.core import Callback, CancelStepException  # noqa: E402
+from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision  # noqa: E402
+from fastai.callback.training import GradientClip  # noqa: E402
+from fastai.optimizer import OptimWrapper  # noqa: E402
+
+
+def fused(name: str = "NpuFusedAdamW", **options: Any) -> Callable[..., OptimWrapper]:
+    """An ``opt_func`` for a Learner: an optimizer of ``apex_npu.optimizers``.
+
+    Args:
+        name: Of the class.
+        **options: Arguments of the optimizer, without ``lr`` and ``weight_decay``, which the Learner gives.
+
+    Raises:
+        ValueError: There is no such optimizer.
+
+    Example::
+
+        >>> learn = Learner(dls, model, loss_func=loss_fn, opt_func=fused("NpuFusedAdamW"))  # doctest: +SKIP
+        >>> learn.fit_one_cycle(3)
+    """
+    return partial(OptimWrapper, opt=optimizer_class(name), **options)
+
+
+class ApexAmp(Callback):  # type: ignore[misc]
+    """Train a Learner at an ``opt_level`` of amp, with an optimizer of torch.optim or ``fused``.
+
+    A step that is skipped is cancelled, as with fastai's own mixed precision: callbacks see no ``after_step``.
+
+    Args:
+        opt_level: "O0" to "O5".
+        clip: Largest norm of the gradients, which are clipped unscaled, on fp32 masters where there are any.
+        **amp_options: Other arguments of ``amp.initialize``.
+
+    Raises:
+        ValueError: In ``fit``: the Learner has fastai's own mixed precision as well; its optimizer is fastai's, or
+            LBFGS; ``GradientClip`` at a level with masters, or with ``fuse_unscale``.
+
+    Example::
+
+        >>> learn = Learner(dls, model, opt_func=fused(), cbs=ApexAmp("O2", clip=1.0))  # doctest: +SKIP
+        >>> learn.fit_one_cycle(3)
+    """
+
+    order = MixedPrecision.order
+
+    def __init__(self, opt_level: str = "O1", clip: float | None = None, **amp_options: Any) -> None:
+        super().__init__()
+        self.clip = clip
+        self.amp_options = {"opt_level": opt_level, "verbosity": 0, **amp_options}
+        self._block: AbstractContextManager[Tensor] | None = None
+
+    def before_fit(self) -> None:
+        """Initialize amp, unless an earlier ``fit`` has done so for this optimizer."""
+        optimizer = getattr(self.learn.opt, "opt", None)
+        _check(self.learn.cbs, self.learn.opt, optimizer, self.amp_options)
+        if state_of(optimizer) is None:
+            amp.initialize(self.learn.model, optimizer, **self.amp_options)
+        if state_of(optimizer).masters.masters and any(isinstance(cb, GradientClip) for cb in self.learn.cbs):
+            raise ValueError(
+                f"GradientClip clips the gradients of the model, while {self.amp_options['opt_level']} steps fp32 "
+                f"masters: take GradientClip away, and use ApexAmp({self.amp_options['opt_level']!r}, clip=max_norm)"
+            )
+
+    def before_backward(self) -> None:
+        """Scale the loss."""
+        self._block = amp.scale_loss(self.learn.loss_grad, self.learn.opt)
+        self.learn.loss_grad = self._block.__enter__()
+
+    def after_backward(self) -> None:
+        """Unscale and check the gradients."""
+        assert self._block is not None
+        block, self._block = self._block, None
+        block.__exit__(None, None, None)
+
+    def before_step(self) -> None:
+        """Clip; or cancel the step."""
+        optimizer = self.learn.opt.opt
+        if amp.will_skip(optimizer):
+            optimizer.step()
+            raise CancelStepException
+        if self.clip is not None:
+            optimizer.clip_optimizer_grad_norm_fused(self.clip)
+
+    def after_cancel_fit(self) -> None:
+        """Leave a block that an interrupted backward has left open."""
+        self._block = None
+
+
+def _check(callbacks: Any, wrapper: Any, optimizer: Any, options: dict[str, Any]) -> None:
+    level = options["opt_level"]
+    for callback in callbacks:
+        if isinstance(callback, (MixedPrecision, NonNativeMixedPrecision)):
+            raise ValueError(
+                f"{type(callback).__name__} (to_fp16(), to_bf16()) and opt_level={level!r} are two kinds of mixed "
+                "precision at once: call learn.to_fp32(), or take ApexAmp away"
+            )
+        if isinstance(callback, GradientClip) and options.get("fuse_unscale"):
+            raise ValueError(
+                "GradientClip would clip gradients that fuse_unscale=True keeps multiplied with the loss scale: take it "
+                "away, and use ApexAmp(..., clip=max_norm)"
+            )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"opt_level={level!r} needs an optimizer of torch, and this Learner has fastai's {type(wrapper).__name__}: "
+            'pass opt_func=fused("NpuFusedAdamW"), or partial(OptimWrapper, opt=torch.optim.AdamW)'
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"LBFGS needs a closure, which opt_level={level!r} does not take: use another optimizer")

@@ -1,0 +1,220 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Lightning: ``Trainer(plugins=ApexAmpPrecision("O2"))`` and ``Fabric(plugins=ApexFabricPrecision("O2"))``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from apex_npu import amp
+from apex_npu.amp.optimizer_state import adopted_inside, state_of
+from apex_npu.integrations.requirements import require
+
+require("lightning", "lightning", "2.6.6")
+
+from lightning.fabric.plugins import Precision as FabricPrecision  # noqa: E402
+from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy  # noqa: E402
+from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy  # noqa: E402
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy  # noqa: E402
+from lightning.pytorch.plugins import Precision  # noqa: E402
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy  # noqa: E402
+
+# Each has a mixed precision of its own, over parts of parameters.
+_SHARDING = (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    FabricDeepSpeedStrategy,
+    FabricFSDPStrategy,
+    FabricModelParallelStrategy,
+)
+# What checkpoints and logs say: Lightning's own names for the same dtypes.
+_NAMES = {"O0": "32-true", "O4": "bf16-mixed", "O5": "bf16-mixed"}
+
+
+class _Amp:
+    """What both have in common: initialize, one block for each backward, the state of the loss scale.
+
+    Attributes:
+        optimizers: Those that have been initialized.
+    """
+
+    precision: Any
+
+    def __init__(self, opt_level: str = "O1", **amp_options: Any) -> None:
+        super().__init__()
+        if amp_options.get("fuse_unscale"):
+            raise ValueError(
+                "fuse_unscale=True keeps gradients multiplied with the loss scale until step(), while Lightning clips "
+                "them with torch's functions before: leave fuse_unscale out"
+            )
+        if amp_options.get("combine_ddp"):
+            raise ValueError(
+                "combine_ddp=True averages gradients, and so does the DistributedDataParallel of Lightning's strategy: "
+                "leave combine_ddp out"
+            )
+        self.amp_options = {"opt_level": opt_level, "verbosity": 0, **amp_options}
+        self.precision = _NAMES.get(opt_level, "16-mixed")
+        self.optimizers: list[Optimizer] = []
+        self._loaded: dict[str, Any] | None = None
+
+    def _check_strategy(self, strategy: Any) -> None:
+        if isinstance(strategy, _SHARDING):
+            raise ValueError(
+                f"opt_level={self.amp_options['opt_level']!r} does not work with {type(strategy).__name__}, which keeps "
+                "parameters or optimizer states of its own: use precision='bf16-mixed' there, or strategy='ddp' here"
+            )
+
+    def _initialize(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+            level = self.amp_options["opt_level"]
+            raise ValueError(
+                f"LBFGS calls its closure repeatedly, which opt_level={level!r} does not take: use another"
+            )
+        if any(state_of(optimizer) is None for optimizer in optimizers):
+            amp.initialize(model, list(optimizers), **self.amp_options)
+        self.optimizers = list(optimizers)
+        if self._loaded is not None:
+            amp.load_state_dict(self._loaded)
+            self._loaded = None
+
+    def _trained(self) -> list[Optimizer]:
+        """Those that the next backward is for: a discriminator's is left out while it is frozen."""
+        trained = [o for o in self.optimizers if any(p.requires_grad for g in o.param_groups for p in g["params"])]
+        return trained or self.optimizers
+
+    def main_params(self, optimizer: Optimizer) -> list[Tensor]:
+        """What is clipped: unscaled gradients, of fp32 masters where there are any."""
+        return list(amp.master_params(optimizer))
+
+    def state_dict(self) -> dict[str, Any]:
+        """``amp.state_dict()``."""
+        return dict(amp.state_dict()) if self.optimizers else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See ``amp.load_state_dict``; before ``initialize`` it waits for that."""
+        if self.optimizers:
+            amp.load_state_dict(state_dict)
+        else:
+            self._loaded = state_dict
+
+
+class ApexAmpPrecision(_Amp, Precision):  # type: ignore[misc]
+    """A plugin of Lightning's ``Trainer`` that trains at an ``opt_level`` of amp.
+
+    Clipping, accumulation, checkpoints, DistributedDataParallel and manual optimization work as with Lightning's own
+    precisions: gradients are unscaled before ``on_after_backward`` and are clipped on fp32 masters, checkpoints have
+    float32 weights and the loss scale. Schedules with ``interval="step"`` are held back after a skipped step.
+
+    Args:
+        opt_level: "O0" to "O5".
+        **amp_options: Other arguments of ``amp.initialize``.
+
+    Raises:
+        ValueError: ``fuse_unscale`` or ``combine_ddp`` is given; in ``fit``, the optimizer is LBFGS, or the strategy
+            shards the model (FSDP, DeepSpeed), where Lightning has not refused it before.
+
+    Example::
+
+        >>> trainer = Trainer(plugins=ApexAmpPrecision("O2"), gradient_clip_val=1.0)  # doctest: +SKIP
+        >>> trainer.fit(module, loader)
+    """
+
+    def convert_module(self, module: Any) -> Any:
+        """Check the strategy, which calls this before it wraps the module."""
+        self._check_strategy(module.trainer.strategy)
+        return module
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Initialize amp, once the strategy has made the optimizers."""
+        if optimizers:
+            self._initialize(getattr(model, "module", model), optimizers)
+            for config in lr_schedulers:
+                if config.interval == "step" and not config.reduce_on_plateau:
+                    _hold_back(config.scheduler)
+        return model, optimizers, lr_schedulers
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Backward in a ``scale_loss`` block."""
+        optimizers = self._trained() if optimizer is None else [adopted_inside(optimizer)]
+        with amp.scale_loss(tensor, optimizers) as scaled_loss:
+            model.backward(scaled_loss, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Backward, hooks and clipping first, then the step, without a closure."""
+        loss = closure()
+        if loss is None and model.automatic_optimization:
+            return None  # training_step has returned None
+        self._after_closure(model, optimizer)
+        result = optimizer.step(**kwargs)
+        return loss if model.automatic_optimization else result
+
+
+class ApexFabricPrecision(_Amp, FabricPrecision):  # type: ignore[misc]
+    """A plugin of Lightning's ``Fabric`` that trains at an ``opt_level`` of amp.
+
+    ``Fabric.setup`` shows a precision plugin the model without its optimizers; ``setup`` of this class goes before it.
+
+    Args:
+        opt_level: "O0" to "O5".
+        **amp_options: Other arguments of ``amp.initialize``.
+
+    Raises:
+        ValueError: ``fuse_unscale`` or ``combine_ddp`` is given; in ``setup``, an optimizer is LBFGS, or the strategy
+            shards the model.
+
+    Example::
+
+        >>> fabric = Fabric(plugins=(precision := ApexFabricPrecision("O2")))  # doctest: +SKIP
+        >>> model, optimizer = fabric.setup(*precision.setup(fabric, model, optimizer))
+        >>> for input, target in fabric.setup_dataloaders(loader):
+        ...     optimizer.zero_grad()
+        ...     fabric.backward(loss_fn(model(input), target))
+        ...     fabric.clip_gradients(model, optimizer, clip_val=1.0)
+        ...     optimizer.step()
+    """
+
+    def setup(self, fabric: Any, model: nn.Module, *optimizers: Optimizer) -> tuple[Any, ...]:
+        """Move ``model`` to its device, and initialize amp; what is returned goes to ``fabric.setup``."""
+        self._check_strategy(fabric.strategy)
+        self._initialize(fabric.to_device(model), optimizers)
+        return (model, *optimizers)
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Backward in a ``scale_loss`` block."""
+        if not self.optimizers:
+            raise RuntimeError(
+                "ApexFabricPrecision has not seen the model and its optimizers; before the first backward call "
+                "model, optimizer = fabric.setup(*precision.setup(fabric, model, optimizer))"
+            )
+        with amp.scale_loss(tensor, self._trained()) as scaled_loss:
+            super().backward(scaled_loss, model, *args, **kwargs)
+
+
+class _HeldBack:
+    """Put before the class of a schedule: after a skipped step it stays where it is."""
+
+    optimizer: Any
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        report = amp.last_step(self.optimizer)
+        if report is None or report.applied:
+            return super().step(*args, **kwargs)  # type: ignore[misc]
+        return None
+
+
+@cache
+def _held_back_class(cls: Any) -> Any:
+    return type(cls.__name__, (_HeldBack, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _hold_back(schedule: Any) -> None:
+    if not isinstance(schedule, _HeldBack):
+        schedule.__class__ = _held_back_class(type(schedule))

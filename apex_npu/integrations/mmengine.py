@@ -1,0 +1,42 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""MMEngine: the fused optimizers in its registry, and its ``ApexOptimWrapper``, once this module is imported.
+
+In a config that is ``custom_imports = dict(imports=["apex_npu.integrations.mmengine"])``.
+"""
+
+from __future__ import annotations
+
+import apex_npu
+from apex_npu import amp
+from apex_npu.integrations.optimizer_names import optimizer_classes
+from apex_npu.integrations.requirements import require
+
+require("mmengine", "mmengine", "0.10.7")
+
+# MMEngine looks for apex when it is imported.
+apex_npu.install_as_apex()
+
+from mmengine.optim.optimizer import apex_optimizer_wrapper  # noqa: E402
+from mmengine.registry import OPTIMIZERS  # noqa: E402
+
+
+def register() -> None:
+    """Put the fused optimizers into MMEngine's ``OPTIMIZERS``, and amp into its ``ApexOptimWrapper``. Idempotent.
+
+    Importing this module does so. Optimizers of the same names that MMEngine has taken from torch_npu are replaced.
+
+    Example::
+
+        >>> register()  # doctest: +SKIP
+        >>> optim_wrapper = dict(
+        ...     type="ApexOptimWrapper", opt_level="O2", optimizer=dict(type="NpuFusedAdamW", lr=1e-3)
+        ... )
+    """
+    for name, cls in optimizer_classes().items():
+        OPTIMIZERS.register_module(name=name, module=cls, force=True)
+    if apex_optimizer_wrapper.apex_amp is None:  # MMEngine was imported before this module
+        apex_optimizer_wrapper.apex_amp = amp
+
+
+register()

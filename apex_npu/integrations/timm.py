@@ -1,0 +1,53 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""timm: the fused optimizers by name, ``create_optimizer_v2(model, opt="npufusedadamw")`` or ``--opt npufusedadamw``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from apex_npu import optimizers
+from apex_npu.integrations.requirements import require
+
+require("timm", "timm", "1.0.12")
+
+from timm.optim._optim_factory import OptimInfo, default_registry  # noqa: E402
+
+_MOMENTUM: dict[str, Any] = {"has_eps": False, "has_momentum": True}
+_BETAS: dict[str, Any] = {"has_betas": True}
+_RMSPROP: dict[str, Any] = {"has_momentum": True, "defaults": {"alpha": 0.9}}
+
+# timm's name: the class, and what of timm's own arguments it takes. Defaults are those of timm for the same rule.
+_OPTIMIZERS: dict[str, tuple[type[optimizers.FusedOptimizer], dict[str, Any]]] = {
+    "npufusedsgd": (optimizers.NpuFusedSGD, {**_MOMENTUM, "defaults": {"nesterov": True}}),
+    "npufusedmomentum": (optimizers.NpuFusedSGD, _MOMENTUM),
+    "npufusedadam": (optimizers.NpuFusedAdam, _BETAS),
+    "npufusedadamw": (optimizers.NpuFusedAdamW, _BETAS),
+    "npufusedadamp": (optimizers.NpuFusedAdamP, {**_BETAS, "defaults": {"wd_ratio": 0.01, "nesterov": True}}),
+    "npufusedlamb": (optimizers.NpuFusedLamb, _BETAS),
+    "npufusedadadelta": (optimizers.NpuFusedAdadelta, {}),
+    "npufusedrmsprop": (optimizers.NpuFusedRMSprop, _RMSPROP),
+    "npufusedrmsproptf": (optimizers.NpuFusedRMSpropTF, _RMSPROP),
+    "fusedsgd": (optimizers.FusedSGD, {**_MOMENTUM, "defaults": {"nesterov": True}}),
+    "fusedadam": (optimizers.FusedAdam, {**_BETAS, "defaults": {"adam_w_mode": False}}),
+    "fusedadamw": (optimizers.FusedAdam, {**_BETAS, "defaults": {"adam_w_mode": True}}),
+    "fusedlamb": (optimizers.FusedLAMB, _BETAS),
+    "fusednovograd": (optimizers.FusedNovoGrad, {**_BETAS, "defaults": {"betas": (0.95, 0.98)}}),
+}
+
+
+def register() -> None:
+    """Put the fused optimizers into timm's registry. Idempotent.
+
+    They have the names of their classes in lower case, with ``npufusedmomentum`` for SGD without Nesterov's momentum.
+    timm's own ``fusedsgd``, ``fusedadam``, ``fusedadamw``, ``fusedlamb`` and ``fusednovograd``, which it takes from an
+    installed Apex and gives to CUDA alone, become those of this package, on every device.
+
+    Example::
+
+        >>> register()  # doctest: +SKIP
+        >>> optimizer = timm.optim.create_optimizer_v2(model, opt="npufusedadamw", lr=1e-3, weight_decay=0.05)
+    """
+    for name, (cls, options) in _OPTIMIZERS.items():
+        default_registry._optimizers.pop(name, None)  # it would warn of one that is overwritten
+        default_registry.register(OptimInfo(name, cls, f"{cls.__name__} of apex_npu", **options))

@@ -1,0 +1,147 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""transformers: amp in a ``Trainer``, or in any of its subclasses, and fused optimizers by name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from typing import Any, TypeVar
+
+import torch
+
+from apex_npu import optimizers
+from apex_npu.integrations.requirements import require
+
+require("transformers", "transformers", "4.57")
+
+from transformers import Trainer, TrainingArguments  # noqa: E402
+from transformers.training_args import OptimizerNames  # noqa: E402
+
+from apex_npu.integrations.accelerate import ApexAccelerator  # noqa: E402
+
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
+
+
+def use_amp(trainer: AnyTrainer, opt_level: str = "O1", **amp_options: Any) -> AnyTrainer:
+    """Train ``trainer`` at ``opt_level``.
+
+    Its accelerator becomes an ``ApexAccelerator``: gradients are clipped unscaled, on fp32 masters where there are any,
+    skipped steps hold the schedule back, and checkpoints have float32 weights and the loss scale. At O2, O3 and O5 the
+    ``config.json`` beside them has the dtype that the model computes in: load them with ``dtype=torch.float32``.
+
+    Args:
+        trainer: A ``Trainer``, or one of trl's or others; ``train`` has not been called.
+        opt_level: "O0" to "O5".
+        **amp_options: Other arguments of ``amp.initialize``.
+
+    Returns:
+        ``trainer``.
+
+    Raises:
+        ValueError: ``trainer.args`` has bf16, fp16, FSDP or DeepSpeed; ``fuse_unscale`` is given, since a Trainer clips
+            with torch's functions; or the model is in half precision.
+
+    Example::
+
+        >>> use_amp(Trainer(model, args, train_dataset=dataset), "O2").train()  # doctest: +SKIP
+    """
+    args = trainer.args
+    for name in ("bf16", "fp16"):
+        if getattr(args, name):
+            raise ValueError(
+                f"TrainingArguments({name}=True) and opt_level={opt_level!r} are two kinds of mixed precision at once: "
+                f"leave {name} out, or do not call use_amp"
+            )
+    if amp_options.get("fuse_unscale"):
+        raise ValueError(
+            "fuse_unscale=True keeps gradients multiplied with the loss scale until step(), while a Trainer clips them "
+            "with torch's functions before: leave fuse_unscale out"
+        )
+    low = [p.dtype for p in trainer.model.parameters() if p.dtype in (torch.float16, torch.bfloat16)]
+    if low:
+        raise ValueError(
+            f"the model has parameters in {low[0]}, while opt_level={opt_level!r} starts from float32: load it with "
+            "from_pretrained(..., dtype=torch.float32), since the default is the dtype of the checkpoint"
+        )
+
+    create = trainer.create_accelerator_and_postprocess
+
+    def create_and_adopt() -> None:  # auto_find_batch_size creates another
+        create()
+        ApexAccelerator.adopt(trainer.accelerator, opt_level, **amp_options)
+
+    ApexAccelerator.adopt(trainer.accelerator, opt_level, **amp_options)
+    trainer.create_accelerator_and_postprocess = create_and_adopt
+    return trainer
+
+
+def optimizer_cls_and_kwargs(
+    args: TrainingArguments, name: str = "NpuFusedAdamW", **kwargs: Any
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """What ``Trainer(optimizer_cls_and_kwargs=...)`` takes, of an optimizer of ``apex_npu.optimizers``.
+
+    Args:
+        args: Whose ``learning_rate`` it has, and if it has betas ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``.
+            ``optim_args``, as in ``"momentum=0.9,nesterov=True"``, are further arguments.
+        name: Of the class.
+        **kwargs: Its arguments that come before all of these.
+
+    Returns:
+        The class and its arguments but for the parameters, to which the Trainer adds ``weight_decay``.
+
+    Raises:
+        ValueError: There is no such optimizer; or ``optim_args`` are not pairs of a name and a value.
+
+    Example::
+
+        >>> Trainer(model, args, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args))  # doctest: +SKIP
+    """
+    known = {n: cls for n in optimizers.__all__ if _is_optimizer(cls := getattr(optimizers, n))}
+    if name not in known:
+        raise ValueError(f"apex_npu.optimizers has no optimizer {name!r}; there are {', '.join(sorted(known))}")
+    cls = known[name]
+    found: dict[str, Any] = {"lr": args.learning_rate}
+    if "betas" in inspect.signature(cls).parameters:
+        found.update(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+    return cls, {**found, **_parsed(args.optim_args), **kwargs}
+
+
+def _is_optimizer(value: Any) -> bool:
+    base = optimizers.FusedOptimizer
+    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not base
+
+
+def _parsed(optim_args: str | None) -> dict[str, Any]:
+    parsed = {}
+    for pair in filter(None, (optim_args or "").replace(" ", "").split(",")):
+        key, separator, value = pair.partition("=")
+        try:
+            parsed[key] = ast.literal_eval(value.capitalize() if value.lower() in ("true", "false") else value)
+        except (ValueError, SyntaxError):
+            parsed[key] = value
+        if not (key and separator and value):
+            raise ValueError(f"optim_args must be pairs as in 'momentum=0.9,nesterov=True', got {optim_args!r}")
+    return parsed
+
+
+def register() -> None:
+    """Have ``--optim adamw_torch_npu_fused`` be ``NpuFusedAdamW`` of this package, on every device. Idempotent.
+
+    Example::
+
+        >>> register()  # doctest: +SKIP
+        >>> args = TrainingArguments(output_dir, optim="adamw_torch_npu_fused")
+    """
+    original = Trainer.get_optimizer_cls_and_kwargs
+    if getattr(original, "__module__", None) == __name__:
+        return
+
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, *rest: Any, **named: Any) -> tuple[Any, Any]:
+        """See ``transformers.Trainer``."""
+        if args.optim == OptimizerNames.ADAMW_TORCH_NPU_FUSED:
+            return optimizer_cls_and_kwargs(args)
+        found: tuple[Any, Any] = original(args, *rest, **named)
+        return found
+
+    Trainer.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)

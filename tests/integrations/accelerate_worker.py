@@ -1,0 +1,91 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One of two processes that accelerate trains together; prints for each way a checksum of its weights."""
+
+import json
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+from devices import DEVICE
+from torch import nn
+
+from apex_npu import amp, optimizers
+from apex_npu.integrations.accelerate import ApexAccelerator
+
+STEPS, MICRO = 6, 2
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).to(DEVICE)
+
+
+def data(rank):
+    generator = torch.Generator().manual_seed(2 + rank)
+    return [torch.randn(8, 6, generator=generator).to(DEVICE) for _ in range(STEPS * MICRO)]
+
+
+def weights(model):
+    return torch.cat([v.detach().float().cpu().flatten() for v in model.state_dict().values()])
+
+
+def together(level, cls, rank):
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    options = {"verbosity": 0}
+    place = {"cpu": True} if DEVICE.type == "cpu" else {}
+    accelerator = ApexAccelerator(opt_level=level, amp_options=options, gradient_accumulation_steps=MICRO, **place)
+    assert accelerator.num_processes == 2
+    model = network()
+    model, optimizer = accelerator.prepare(model, cls(model.parameters(), lr=1e-2))
+    for x in data(rank):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).float().square().mean())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(accelerator.unwrap_model(model))
+
+
+def alone(cls):
+    """In float32, without accelerate, of the batches of both."""
+    model = network()
+    optimizer = cls(model.parameters(), lr=1e-2)
+    for i, (x, y) in enumerate(zip(data(0), data(1), strict=True)):
+        (model(torch.cat([x, y])).square().mean() / MICRO).backward()
+        if i % MICRO == MICRO - 1:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def main():
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="localhost")
+    if DEVICE.type == "npu":
+        torch.npu.set_device(rank)
+    backend = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl"
+    store = dist.FileStore(os.environ["STORE"], world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    for kind, cls in (("torch", torch.optim.AdamW), ("fused", optimizers.NpuFusedAdamW)):
+        expected = alone(cls)
+        for level in ("O1", "O2", "O4", "O5"):
+            found = together(level, cls, rank)
+            near = ((found - expected).norm() / expected.norm()).item()
+            amp.shutdown()
+            print("verdict", json.dumps([f"{level}-{kind}", found.double().tolist(), near]), flush=True)
+            dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may outlive the group, and end an interpreter that is tearing down with an abort
+
+
+if __name__ == "__main__":
+    main()
