@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 import os
 import site
@@ -89,7 +90,8 @@ def _kind_of(file: str, function: str) -> Caller | bool:
 
 def calling_line() -> Place | Caller | None:
     """For a dispatch mode: the innermost line of the user's that has called the operator; None: there is no line."""
-    frame: Any = sys._getframe(2)
+    frame: Any = inspect.currentframe()
+    frame = frame.f_back.f_back  # what has called the operator
     while frame is not None:
         code = frame.f_code
         kind = _kind_of(code.co_filename, code.co_name)

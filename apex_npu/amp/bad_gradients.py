@@ -1,0 +1,92 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which gradients are inf or NaN: few launches and one wait, for what is said of a skipped step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from apex_npu.amp.grad_groups import GradGroup
+from apex_npu.amp.optimizer_state import AmpOptimizerState
+from apex_npu.amp.session import Session
+from apex_npu.amp.step_decision import StepReport
+from apex_npu.distributed import local_part
+from apex_npu.fusion import FlatGrads
+from apex_npu.fusion.grad_slots import IN_BUFFER, NONE
+from apex_npu.ops import Segments, segment_dot
+
+
+@dataclass(frozen=True)
+class BadGradients:
+    """The gradients of an optimizer that are not finite.
+
+    Attributes:
+        counts: Name of the parameter → how many elements are nan, and how many inf.
+        total: How many gradients there are.
+    """
+
+    counts: dict[str, tuple[int, int]]
+    total: int
+
+    @property
+    def shown(self) -> str:
+        """The first names."""
+        names = list(self.counts)
+        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+@torch.no_grad()
+def find_bad_gradients(session: Session | None, optimizer: Optimizer, state: AmpOptimizerState) -> BadGradients:
+    """Look at the gradients as backward, or the last block, has left them. Waits for the device."""
+    names = {} if session is None else session.parameter_names()
+    total, suspects = 0, []
+    for group in state.grad_groups(optimizer):
+        present = list(_gradients(group))
+        total += len(present)
+        sums = _squares(group.flat, [i for i, _ in present], [grad for _, grad in present]) if present else []
+        bad = [item for item, value in zip(present, sums, strict=True) if not math.isfinite(value)]
+        suspects += [(group.sources[i], grad) for i, grad in bad]
+    # A sum of squares overflows earlier than its terms.
+    counted = [(source, int(grad.isnan().sum()), int(grad.isinf().sum())) for source, grad in suspects]
+    counts: dict[str, tuple[int, int]] = {}
+    for source, nans, infs in counted:
+        if nans or infs:
+            name = names.get(source) or f"a parameter of shape {tuple(source.shape)}"
+            counts[name if name not in counts else f"{name} ({len(counts)})"] = (nans, infs)
+    return BadGradients(counts, total)
+
+
+def _gradients(group: GradGroup) -> Iterator[tuple[int, Tensor]]:
+    """Indices and gradients, those of the model where masters have none."""
+    for i, (param, source) in enumerate(zip(group.params, group.sources, strict=True)):
+        grad = source.grad if param.grad is None else param.grad
+        if grad is not None and grad.layout == torch.strided and grad.numel() and not grad.is_complex():
+            yield i, local_part(grad)
+
+
+def _squares(flat: FlatGrads | None, indices: Sequence[int], grads: Sequence[Tensor]) -> list[float]:
+    """The sums of squares, or roots of them; not finite where a gradient is not."""
+    if flat is not None and flat.is_placed and set(flat.states()) <= {IN_BUFFER, NONE} and len(indices) > 1:
+        # Gradients of the model, where masters have none, are in no buffer of theirs.
+        if all(flat.states()[i] == IN_BUFFER for i in indices):
+            lengths = [flat.params[i].numel() for i in indices]
+            segments = Segments.of([flat.offsets[i] for i in indices], lengths, flat.flat.numel(), flat.device)
+            sums: list[float] = segment_dot(flat.flat, flat.flat, *segments).tolist()
+            return sums
+    norms: list[float] = torch.stack(torch._foreach_norm(list(grads))).tolist()
+    return norms
+
+
+def describe_skip(report: StepReport, optimizer: Optimizer, bad: BadGradients) -> str:
+    """What the first skip of a row was for."""
+    which = f"{len(bad.counts)} of {bad.total} gradients ({bad.shown}) were" if bad.counts else "gradients were"
+    return (
+        f"{type(optimizer).__name__}.step() was skipped: {which} not finite at loss scale {report.scale_before:g}; "
+        "normal while the scale settles"
+    )
