@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,9 @@ __all__ = [
 init: Callable[..., Any]
 _amp_state: Any
 importlib.import_module("apex_npu.compat.amp")
+
+if os.environ.get("APEX_NPU_EXPLAIN_OVERFLOWS"):
+    importlib.import_module("apex_npu.debug.explain").explain_as_environment_says()
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ ordinary methods, deepcopy and pickle carry the state along, and nothing on the 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -501,6 +502,7 @@ def _explain_skip(session: Session, optimizer: Optimizer, state: AmpOptimizerSta
         session.say(describe_skip(report, optimizer, bad))
     if alarms:
         logger.error("%s: %s", type(optimizer).__name__, explain_skips(report, list(bad.counts), bad.total))
+        importlib.import_module("apex_npu.debug.explain").watch_next_iteration()  # a package above this one
 
 
 def _require_no_masters(state: AmpOptimizerState, name: str, instead: str) -> None:

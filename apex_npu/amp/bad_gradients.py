@@ -18,7 +18,7 @@ from apex_npu.amp.session import Session
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.distributed import local_part
 from apex_npu.fusion import FlatGrads
-from apex_npu.fusion.grad_slots import IN_BUFFER, NONE
+from apex_npu.fusion.grad_slots import IN_BUFFER
 from apex_npu.ops import Segments, segment_dot
 
 
@@ -72,13 +72,13 @@ def _gradients(group: GradGroup) -> Iterator[tuple[int, Tensor]]:
 
 def _squares(flat: FlatGrads | None, indices: Sequence[int], grads: Sequence[Tensor]) -> list[float]:
     """The sums of squares, or roots of them; not finite where a gradient is not."""
-    if flat is not None and flat.is_placed and set(flat.states()) <= {IN_BUFFER, NONE} and len(indices) > 1:
-        # Gradients of the model, where masters have none, are in no buffer of theirs.
-        if all(flat.states()[i] == IN_BUFFER for i in indices):
-            lengths = [flat.params[i].numel() for i in indices]
-            segments = Segments.of([flat.offsets[i] for i in indices], lengths, flat.flat.numel(), flat.device)
-            sums: list[float] = segment_dot(flat.flat, flat.flat, *segments).tolist()
-            return sums
+    # Where masters have no gradients, and the model's are looked at, these are in no buffer.
+    on_buffer = flat is not None and flat.dtype == torch.float32 and flat.is_placed
+    if flat is not None and on_buffer and all(flat.states()[i] == IN_BUFFER for i in indices):
+        lengths = [flat.params[i].numel() for i in indices]
+        segments = Segments.of([flat.offsets[i] for i in indices], lengths, flat.flat.numel(), flat.device)
+        sums: list[float] = segment_dot(flat.flat, flat.flat, *segments).tolist()
+        return sums
     norms: list[float] = torch.stack(torch._foreach_norm(list(grads))).tolist()
     return norms
 

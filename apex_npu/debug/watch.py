@@ -158,6 +158,7 @@ class Watch(TorchDispatchMode):
         self.constants: list[Call] = []
         self._bad_given: set[int] = set()
         self._backward_seen = False
+        self._optimizer_seen = False
         self._lineage: Lineage[Result] = Lineage()
         self._forward: dict[int, list[Call]] = {}
         self._modules = ModuleStack()
@@ -171,7 +172,7 @@ class Watch(TorchDispatchMode):
     def attach(self) -> None:
         """Begin."""
         self._hooks = [
-            torch_module.register_module_forward_pre_hook(self._enter_module),
+            torch_module.register_module_forward_pre_hook(self.enter_module),
             torch_module.register_module_forward_hook(self._leave_module, always_call=True),
         ]
         self.__enter__()
@@ -213,7 +214,8 @@ class Watch(TorchDispatchMode):
 
     # ---- modules ---------------------------------------------------------------------------------------------------
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """The forward of ``module`` begins."""
         if self.suspended:
             return
         if not self._modules.modules:
@@ -266,9 +268,9 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         operator: Operator = operator_of(func)
         place = calling_line()
-        if place is Caller.OPTIMIZER:
+        if place is Caller.OPTIMIZER or place is Caller.AMP:
             returned = func(*args, **kwargs)
-            self._pass_over(operator, args, kwargs)
+            self._pass_over(operator, place, args, kwargs)
             return returned
         if operator.passed_over and not operator.makes_tensor:
             with self._lock:
@@ -285,8 +287,13 @@ class Watch(TorchDispatchMode):
                 self.not_measured[f"{operator.name}: {str(error).splitlines()[0] if str(error) else error!r}"] += 1
         return returned
 
-    def _pass_over(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def is_over(self) -> bool:
+        """An optimizer has stepped, and no module's forward runs: another iteration begins."""
+        return self._optimizer_seen and not self._modules.modules
+
+    def _pass_over(self, operator: Operator, place: Caller, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._flag_is_ours = False
+        self._optimizer_seen |= place is Caller.OPTIMIZER
         for name, value in operator.operands(args, kwargs):
             for tensor in tensors_in(value) if name in operator.written else ():
                 local = self._followed(tensor)
