@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from apex_npu.amp.checkpoint_view import checkpoint_view
+from apex_npu.amp.float32_copies import float32_copy
 from apex_npu.amp.frontend import initialize, last_step, load_state_dict, master_params, state_dict
 from apex_npu.amp.grad_sync import no_sync
 from apex_npu.amp.scale_loss import scale_loss
@@ -30,6 +31,7 @@ __all__ = [
     "_amp_state",
     "checkpoint_view",
     "disable_casts",
+    "float32_copy",
     "float_function",
     "half_function",
     "init",

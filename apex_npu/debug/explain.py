@@ -119,8 +119,8 @@ class Explainer:
 def explain_overflows(after: int | None = 2, times: int = 20) -> None:
     """From now on, after some skipped steps in a row, watch the next iteration and log why its step is skipped.
 
-    The iteration that is watched takes two to three times as long, the others as long as before. What the model learns
-    does not depend on it. The tables are those of ``find_overflow``, logged as warnings of the logger ``apex_npu.debug``.
+    The iteration that is watched takes a few times as long, the others as long as before. What the model learns does
+    not depend on it. The tables are those of ``find_overflow``, logged as warnings of the logger ``apex_npu.debug``.
     With the environment variable ``APEX_NPU_EXPLAIN_OVERFLOWS=2``, or ``python -m apex_npu run --explain-overflows=2
     script.py``, a script needs no change.
 
