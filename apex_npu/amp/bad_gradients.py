@@ -45,20 +45,15 @@ class BadGradients:
 def find_bad_gradients(session: Session | None, optimizer: Optimizer, state: AmpOptimizerState) -> BadGradients:
     """Look at the gradients as backward, or the last block, has left them. Waits for the device."""
     names = {} if session is None else session.parameter_names()
-    total, suspects = 0, []
+    total = 0
+    counts: dict[str, tuple[int, int]] = {}
     for group in state.grad_groups(optimizer):
         present = list(_gradients(group))
         total += len(present)
-        sums = _squares(group.flat, [i for i, _ in present], [grad for _, grad in present]) if present else []
-        bad = [item for item, value in zip(present, sums, strict=True) if not math.isfinite(value)]
-        suspects += [(group.sources[i], grad) for i, grad in bad]
-    # A sum of squares overflows earlier than its terms.
-    counted = [(source, int(grad.isnan().sum()), int(grad.isinf().sum())) for source, grad in suspects]
-    counts: dict[str, tuple[int, int]] = {}
-    for source, nans, infs in counted:
-        if nans or infs:
-            name = names.get(source) or f"a parameter of shape {tuple(source.shape)}"
-            counts[name if name not in counts else f"{name} ({len(counts)})"] = (nans, infs)
+        for (i, grad), (nans, infs) in zip(present, _counts(group.flat, present), strict=True):
+            if nans or infs:
+                name = names.get(group.sources[i]) or f"a parameter of shape {tuple(grad.shape)}"
+                counts[name if name not in counts else f"{name} ({len(counts)})"] = (nans, infs)
     return BadGradients(counts, total)
 
 
@@ -70,17 +65,35 @@ def _gradients(group: GradGroup) -> Iterator[tuple[int, Tensor]]:
             yield i, local_part(grad)
 
 
-def _squares(flat: FlatGrads | None, indices: Sequence[int], grads: Sequence[Tensor]) -> list[float]:
-    """The sums of squares, or roots of them; not finite where a gradient is not."""
+def _counts(flat: FlatGrads | None, present: Sequence[tuple[int, Tensor]]) -> list[tuple[int, int]]:
+    """How many elements of each gradient are nan, and inf."""
+    if not present:
+        return []
     # Where masters have no gradients, and the model's are looked at, these are in no buffer.
     on_buffer = flat is not None and flat.dtype == torch.float32 and flat.is_placed
-    if flat is not None and on_buffer and all(flat.states()[i] == IN_BUFFER for i in indices):
-        lengths = [flat.params[i].numel() for i in indices]
-        segments = Segments.of([flat.offsets[i] for i in indices], lengths, flat.flat.numel(), flat.device)
-        sums: list[float] = segment_dot(flat.flat, flat.flat, *segments).tolist()
-        return sums
-    norms: list[float] = torch.stack(torch._foreach_norm(list(grads))).tolist()
-    return norms
+    if flat is not None and on_buffer and all(flat.states()[i] == IN_BUFFER for i, _ in present):
+        return _counts_in_buffer(flat, [i for i, _ in present])
+    grads = [grad for _, grad in present]
+    norms: list[float] = torch.stack(torch._foreach_norm(grads)).tolist()
+    # A sum of squares overflows earlier than its terms.
+    suspects = [grad for grad, norm in zip(grads, norms, strict=True) if not math.isfinite(norm)]
+    sums = [count for grad in suspects for count in (grad.isnan().sum(), grad.isinf().sum())]
+    numbers = iter(torch.stack(sums).tolist() if sums else [])
+    return [(0, 0) if math.isfinite(norm) else (next(numbers), next(numbers)) for norm in norms]
+
+
+def _counts_in_buffer(flat: FlatGrads, slots: Sequence[int]) -> list[tuple[int, int]]:
+    lengths = [flat.params[i].numel() for i in slots]
+    segments = Segments.of([flat.offsets[i] for i in slots], lengths, flat.flat.numel(), flat.device)
+
+    def sums_of(x: Tensor) -> list[float]:
+        found: list[float] = segment_dot(x, x, *segments).tolist()
+        return found
+
+    if all(map(math.isfinite, sums_of(flat.flat))):
+        return [(0, 0)] * len(slots)
+    nans, infs = sums_of(flat.flat.isnan().float()), sums_of(flat.flat.isinf().float())
+    return [(int(nan), int(inf)) for nan, inf in zip(nans, infs, strict=True)]
 
 
 def describe_skip(report: StepReport, optimizer: Optimizer, bad: BadGradients) -> str:

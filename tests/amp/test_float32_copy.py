@@ -100,7 +100,7 @@ def test_weights_in_low_precision_alone_are_refused():
     clean = amp.float32_copy(model, allow_rounded=True)
     for param, rounded in zip(clean.parameters(), model.parameters(), strict=True):
         assert torch.equal(param, rounded.float())
-    with pytest.raises(TypeError, match="takes a model, .*got list"):
+    with pytest.raises(TypeError, match=r"takes a model, .*got list"):
         amp.float32_copy([model])
 
 

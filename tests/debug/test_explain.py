@@ -11,7 +11,7 @@ import pytest
 import torch
 from debug import healthy, planted
 from debug.test_watching import hooks_of_torch, iterate, set_up
-from devices import DEVICE, START_SCRIPT, needs_counts
+from devices import DEVICE, SIMULATOR, START_SCRIPT, needs_counts
 
 from apex_npu import amp, optimizers
 from apex_npu.amp import session as amp_session
@@ -191,22 +191,22 @@ def test_bad_gradients(level, options, capsys):
 
 
 def test_gradients_of_another_optimizer():
-    with pytest.raises(RuntimeError, match="SGD was not passed to amp.initialize"):
+    with pytest.raises(RuntimeError, match=r"SGD was not passed to amp\.initialize"):
         amp.debug.bad_gradients(torch.optim.SGD([torch.zeros(1)]))
 
 
 @needs_counts("stand_in_counts")
-def test_naming_gradients_takes_one_wait():
-    from devices import SIMULATOR
-
+@pytest.mark.parametrize(("scale", "launches", "waits"), [(1.0, 4, 2), (65536.0, 17, 4)])
+def test_naming_gradients_takes_few_launches(scale, launches, waits):
     model = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(80)).to(DEVICE)
     optimizer = optimizers.NpuFusedAdam(model.parameters())
-    _, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, combine_grad=True)
+    options = {"combine_grad": True, "dynamic_init_scale": scale}
+    _, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **options)
     loss = sum(layer(planted.batch(1, 4).half()).float().sum() for layer in model)
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
     with SIMULATOR.count() as counts:
-        assert amp.debug.bad_gradients(optimizer) == {}
-    print(counts.launches, counts.syncs)
-    assert counts.launches <= 8
-    assert counts.syncs <= 2
+        bad = amp.debug.bad_gradients(optimizer)
+    assert len(bad) == (0 if scale == 1.0 else 160)
+    assert counts.launches <= launches
+    assert counts.syncs <= waits
