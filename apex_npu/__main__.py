@@ -28,6 +28,8 @@ ABOUT = """\
 Runs a script in which the name apex, with apex.amp and apex.optimizers, is apex_npu.
   --force        even where another package called apex is installed
   --host timm    its registry has the fused optimizers; also deepspeed, mmengine, transformers (repeatable)
+  --explain-overflows[=N]
+                 after N skipped steps in a row (2) the next iteration is watched, and what overflowed is logged
   --device npu   what is written for CUDA is rewritten for npu, in memory, as it is imported
 Or rewrites scripts for CUDA and apex for npu; migrate --help lists its options.
 Or patches a checkout of NVIDIA's Apex, so that it answers with apex_npu; --reverse takes the patch out.
@@ -53,6 +55,10 @@ def _run(options: argparse.Namespace) -> int:
             importlib.import_module("torch_npu")
         except ImportError as error:
             return _fail(f"--device npu needs torch_npu ({error})")
+    if options.explain_overflows is not None:
+        if not options.explain_overflows.isdecimal() or int(options.explain_overflows) < 1:
+            return _fail(f"--explain-overflows={options.explain_overflows}: N is a positive integer")
+        os.environ["APEX_NPU_EXPLAIN_OVERFLOWS"] = options.explain_overflows  # read when amp is imported
     sys.argv = options.rest
     # As Python does for a script, and before the search for another apex; run_path does it for folders and archives.
     if not options.m and os.path.isfile(name) and not getattr(sys.flags, "safe_path", False):
@@ -82,12 +88,15 @@ RUN = Command(
     (
         Argument("--force", "even where another package called apex is installed", flag=True),
         Argument("--host", "register the fused optimizers there", metavar="NAME", many=True),
+        Argument(
+            "--explain-overflows", "log what overflowed after so many skipped steps in a row", metavar="N", bare="2"
+        ),
         Argument("--device", "npu: modules for CUDA are rewritten as they are imported", metavar="npu"),
         Argument("-m", "run a module rather than a file", flag=True),
     ),
     usage=(
-        "[--force] [--host NAME]... [--device npu] script.py [arguments of the script]",
-        "[--force] [--host NAME]... [--device npu] -m module [arguments of the module]",
+        "[--force] [--host NAME]... [--explain-overflows[=N]] [--device npu] script.py [arguments of the script]",
+        "[--force] [--host NAME]... [--explain-overflows[=N]] [--device npu] -m module [arguments of the module]",
     ),
     passes_rest=True,
 )

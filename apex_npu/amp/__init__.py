@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
 from apex_npu.amp.amp_scaler import AmpScaler
 from apex_npu.amp.checkpoint_view import checkpoint_view
+from apex_npu.amp.float32_copies import float32_copy
 from apex_npu.amp.frontend import (
     initialize,
     last_step,
@@ -39,6 +41,7 @@ __all__ = [
     "_amp_state",
     "checkpoint_view",
     "disable_casts",
+    "float32_copy",
     "float_function",
     "half_function",
     "init",
@@ -64,6 +67,9 @@ __all__ = [
 init: Callable[..., Any]
 _amp_state: Any
 importlib.import_module("apex_npu.compat.amp")
+
+if os.environ.get("APEX_NPU_EXPLAIN_OVERFLOWS"):
+    importlib.import_module("apex_npu.debug.explain").explain_as_environment_says()
 
 
 def __getattr__(name: str) -> Any:

@@ -9,9 +9,10 @@ ordinary methods, deepcopy and pickle carry the state along, and nothing on the 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from apex_npu.amp.accessors import OptimizerAccessors
+from apex_npu.amp.bad_gradients import describe_skip, find_bad_gradients
 from apex_npu.amp.capture import check_step
 from apex_npu.amp.checkpoint_guard import CHECKPOINTS
 from apex_npu.amp.data_parallel import GradSync
@@ -38,7 +40,7 @@ from apex_npu.amp.deferred_step import (
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, fused_groups, state_of
 from apex_npu.amp.session import COPIED_WRITTEN, Session, current, warn_once
-from apex_npu.amp.step_decision import explain_skips
+from apex_npu.amp.step_decision import StepReport, explain_skips
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.fusion import FlatGrads, FusedGroup, HasFusedGroups, check_combinable, clip_grad_norm_, drop_grads, joined
@@ -473,8 +475,8 @@ def _skip_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
     report = state.end_step()
     say_skipped(report)
     session = current()
-    if session is not None and report.skips_in_a_row == session.skip_alarm:
-        logger.error("%s: %s", type(optimizer).__name__, explain_skips(report, _named_grads(session, optimizer, state)))
+    if session is not None:
+        _explain_skip(session, optimizer, state, report)
     if state.masters.masters:
         _drop_master_grads(state)
     if holds(state):
@@ -487,12 +489,17 @@ def _drop_master_grads(state: AmpOptimizerState) -> None:
         group.end_step()
 
 
-def _named_grads(session: Session, optimizer: Optimizer, state: AmpOptimizerState) -> Iterator[tuple[str, Tensor]]:
-    names = session.parameter_names()
-    for group in state.grad_groups(optimizer):
-        for param, source in zip(group.params, group.sources, strict=True):
-            if param.grad is not None:
-                yield names.get(source, f"a parameter of shape {tuple(param.shape)}"), param.grad
+def _explain_skip(session: Session, optimizer: Optimizer, state: AmpOptimizerState, report: StepReport) -> None:
+    """Name the gradients once in a row of skips, and again where the row is long."""
+    alarms = report.skips_in_a_row == session.skip_alarm
+    if not alarms and (report.skips_in_a_row > 1 or session.verbosity < 1):
+        return
+    bad = find_bad_gradients(session, optimizer, state)
+    if report.skips_in_a_row == 1:
+        session.say(describe_skip(report, optimizer, bad))
+    if alarms:
+        logger.error("%s: %s", type(optimizer).__name__, explain_skips(report, list(bad.counts), bad.total))
+        importlib.import_module("apex_npu.debug.explain").watch_next_iteration()  # a package above this one
 
 
 def _require_no_masters(state: AmpOptimizerState, name: str, instead: str) -> None:

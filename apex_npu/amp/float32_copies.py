@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from apex_npu.amp.master_params import follow_
 from apex_npu.amp.session import current, master_of
 from apex_npu.autocast.containers import cast_floating
-from apex_npu.autocast.forward_cast import is_wrapped, unwrapped_forward
+from apex_npu.autocast.forward_cast import is_wrapped, remove_wrapper, unwrapped_forward
 from apex_npu.autocast.submodule_cast import unwatch
 from apex_npu.autocast.undo import Undo
 from apex_npu.distributed.torch_ddp import KnownDDPs, dtypes_of, find_ddps, follow_dtypes
@@ -238,6 +238,56 @@ def to_float32(module: nn.Module, values: Mapping[str, Tensor], undo: Undo) -> N
 def _flatten(module: nn.Module) -> None:
     if isinstance(module, nn.RNNBase):
         module.flatten_parameters()
+
+
+def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
+    """A deep copy of ``model`` without anything of amp: what to pass to torch.export, torch.onnx or torch.jit.
+
+    Its parameters and buffers are those of ``model.state_dict()``, the fp32 masters' values at O2 and O5. It takes
+    float32 inputs, and has no forward, hook or method of amp's; ``model`` stays as it is. Where O1 is on, run and
+    export the copy within ``amp.disable_casts()``: O1 casts functions of torch, whichever model calls them.
+
+    Args:
+        model: Any module, passed to ``amp.initialize`` or not.
+        allow_rounded: Accept a model all of whose weights exist in low precision alone, as at O3; they are widened.
+
+    Returns:
+        The copy, in the training or evaluation mode of ``model``.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        RuntimeError: The model's weights exist in low precision alone, and ``allow_rounded`` is False.
+
+    Example::
+
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+        >>> clean = amp.float32_copy(model)
+        >>> {p.dtype for p in clean.parameters()}
+        {torch.float32}
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"float32_copy takes a model, torch.nn.Module, got {type(model).__name__}")
+    masters = _masters()
+    low = [p for p in model.parameters() if p.dtype in LOW_PRECISION]
+    if low and not allow_rounded and not any(p in masters for p in low):
+        raise RuntimeError(
+            f"the weights of this {type(model).__name__} exist in {str(low[0].dtype).removeprefix('torch.')} alone, "
+            "without fp32 masters, as at O3: a float32 copy has their rounded values. Pass allow_rounded=True to take "
+            "those, or train at O1, O2 or O5"
+        )
+    clean = copy.deepcopy(model)
+    for module in clean.modules():
+        if is_wrapped(module):
+            remove_wrapper(module)
+        widening = [key for key, hook in module._forward_pre_hooks.items() if hook is _widen_inputs]
+        for key in widening:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for tensor in (*clean.parameters(), *clean.buffers()):
+        tensor.grad = None
+        if tensor.dtype in LOW_PRECISION:  # of a model that amp has not cast
+            tensor.data = tensor.data.float()
+    return clean
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -60,17 +58,15 @@ class StepReport:
 APPLIED = StepReport(True, None, None, None, 0, 0)
 
 
-def explain_skips(report: StepReport, named_grads: Iterable[tuple[str, Tensor]]) -> str:
-    """Where to look after many skipped steps; reads the gradients, which waits for the device.
+def explain_skips(report: StepReport, bad: Sequence[str], total: int) -> str:
+    """Where to look after many skipped steps.
 
     Args:
         report: Of the last of them.
-        named_grads: Gradients as the overflow has left them, with their parameters' names.
+        bad: The names of the parameters whose gradients are not finite.
+        total: How many gradients there are.
     """
-    named = [(name, grad) for name, grad in named_grads if grad.is_floating_point() and grad.numel()]
-    finite = [bool(grad.isfinite().all()) for _, grad in named]
-    bad = [name for (name, _), fine in zip(named, finite, strict=True) if not fine]
-    if bad and len(bad) == len(named):
+    if bad and len(bad) == total:
         where = f"the gradients of all {len(bad)} parameters are not finite, so look at the loss itself"
     elif bad:
         shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")

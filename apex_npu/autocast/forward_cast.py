@@ -113,6 +113,11 @@ def _remove_wrapper(model: nn.Module, inner: Callable[..., Any] | None) -> None:
     _put_forward_back(model, inner)
 
 
+def remove_wrapper(model: nn.Module) -> None:
+    """Take the wrapper of ``convert_model`` off ``model``, a copy that no handle belongs to."""
+    _remove_wrapper(model, unwrapped_forward(model))
+
+
 def wrapper_of(model: nn.Module) -> dict[str, Any]:
     """What an earlier ``convert_model`` has put on the model, for ``put_wrapper_back``."""
     return {name: vars(model)[name] for name in ("forward", "_replicate_for_data_parallel") if name in vars(model)}

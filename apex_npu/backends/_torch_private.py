@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -42,6 +43,7 @@ NAMES: dict[str, str] = {
     "torch._C._get_privateuse1_backend_name": "the device type of an out-of-tree backend",
     "torch.library.Library._destroy": "takes back what a library has registered, before it is collected",
     "torch.library._impls": "which kernels Python has registered",
+    "torch.utils._python_dispatch.TorchDispatchMode": "sees every operator, those of backward included",
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "which modes see the operators of this thread",
     # Autocast and torch.compile
     "torch._C._DisableAutocast": "TensorGuards compare autocast's state, too",

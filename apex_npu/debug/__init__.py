@@ -3,7 +3,9 @@
 """``amp.debug``: why a step was skipped, which line of the model it is, and what to write instead."""
 
 from apex_npu.debug.causes import Finding
+from apex_npu.debug.explain import explain_overflows
 from apex_npu.debug.find_overflow import find_overflow
+from apex_npu.debug.gradients import bad_gradients
 from apex_npu.debug.report import OverflowReport, Overflows
 
-__all__ = ["Finding", "OverflowReport", "Overflows", "find_overflow"]
+__all__ = ["Finding", "OverflowReport", "Overflows", "bad_gradients", "explain_overflows", "find_overflow"]

@@ -273,15 +273,18 @@ def _overflow(
     call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None
 ) -> tuple[str, str]:
     why = f"{_times(value, limit, call.dtype)}; no loss scale helps: it is in forward"
-    if call.dtype == torch.float16:
-        where = f"module {call.module}" if call.module else "it"
-        advice = (
-            f"compute {where} in float32: amp.register_float_function, or amp.disable_casts() around it with inputs in "
-            "float32; or in bfloat16 (opt_level O4, O5); or scale its inputs down"
-        )
+    elsewhere = "or use bfloat16 (opt_level O4, O5), or scale its inputs down"
+    if call.dtype != torch.float16:
+        held = f"no dtype of training holds more than {name_of(call.dtype)}"
+        return why, f"{held}: scale the inputs down, or normalize them"
+    if call.operator == "aten::_to_copy":
+        why = f"a cast: {why}"
+        advice = "at O1 put this line into amp.disable_casts(), or its function into amp.register_float_function; "
+        advice += "at O2 and O3 scale down what is passed to the model"
     else:
-        advice = f"no dtype of training holds more than {name_of(call.dtype)}: scale the inputs down, or normalize them"
-    return why, advice
+        advice = "cast the inputs of this line with .float(), at O1 within amp.disable_casts(), and bring the result "
+        advice += f"below {limit:.0f} before a float16 layer takes it"
+    return why, f"{advice}; {elsewhere}"
 
 
 def _math(call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None) -> tuple[str, str]:
@@ -345,9 +348,9 @@ def _constant(
     call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None
 ) -> tuple[str, str]:
     return (
-        "the code passes inf or nan to it",
-        "use a large finite number instead, such as torch.finfo(dtype).min in a mask, or keep it out of what the loss "
-        "depends on",
+        "the code passes inf or nan to it, and this reaches the loss or a gradient",
+        "use a large finite number instead, such as torch.finfo(dtype).min in a mask (a softmax of a row that is masked "
+        "as a whole is nan), or keep it out of what the loss depends on",
     )
 
 

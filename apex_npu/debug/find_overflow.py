@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,7 @@ from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import for_device, is_capturing
 from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.causes import Finding, Scale, find_causes, name_of
+from apex_npu.debug.operators import is_measurable
 from apex_npu.debug.places import Names
 from apex_npu.debug.report import OverflowReport, Overflows, note_of_dropped
 from apex_npu.debug.watch import Leaf, Watch
@@ -95,13 +97,15 @@ class Finder:
 
     def _examine(self, report: OverflowReport, loss: Tensor | None, sources: Sequence[Tensor]) -> None:
         watch = self.watch
-        grads = [(source, local_part(source.grad)) for source in sources if source.grad is not None]
-        bad = [(source, grad) for source, grad in grads if self._is_bad(grad)]
+        present = [(source, local_part(source.grad)) for source in sources if source.grad is not None]
+        grads = [(source, grad) for source, grad in present if is_measurable(grad)]
+        ranges = watch.ranges_of([grad for _, grad in grads])
+        bad = [pair for pair, ends in zip(grads, ranges, strict=True) if not all(map(math.isfinite, ends))]
         report.gradients, report.operators = len(grads), watch.calls
         for i, (source, grad) in enumerate(bad):
             name = watch.names.of_tensor(source) or f"parameter {i} of shape {list(source.shape)}"
             report.parameters[name] = (int(grad.isnan().sum()), int(grad.isinf().sum()))
-        bad_loss = loss is not None and self._is_bad(loss)
+        bad_loss = loss is not None and loss.numel() > 0 and watch.is_bad(loss)
         starts = [loss] if bad_loss and loss is not None else [grad for _, grad in bad]
         if watch.saturates:  # where what has overflowed is finite
             starts = [*([] if loss is None else [loss]), *(grad for _, grad in grads)]
@@ -120,9 +124,6 @@ class Finder:
         report.not_measured = dict(watch.not_measured) if report.overflowed else {}
         if watch.dropped_bad:
             report.notes.append(note_of_dropped(watch.dropped_bad))
-
-    def _is_bad(self, tensor: Tensor) -> bool:
-        return tensor.numel() > 0 and tensor.layout == torch.strided and self.watch.is_bad(tensor)
 
 
 def _of_loss(leaf: Leaf) -> Finding:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 import os
 import site
@@ -29,8 +30,9 @@ _PACKAGES = tuple(
 ) + tuple(os.path.join(folder, "") for folder in site.getsitepackages())
 
 # What works on gradients and parameters after backward: no operator of the user's forward or backward.
-_OPTIMIZING = tuple(_TORCH + part for part in ("optim", "nn/utils/clip_grad.py", "amp/grad_scaler.py")) + tuple(
-    _OWN + part for part in ("amp", "optimizers", "fusion", "distributed", "debug")
+_OPTIMIZERS = (_TORCH + "optim", _OWN + "optimizers", _OWN + "amp/master_params.py")
+_AMP = tuple(_TORCH + part for part in ("nn/utils/clip_grad.py", "amp/grad_scaler.py")) + tuple(
+    _OWN + part for part in ("amp", "fusion", "distributed", "debug")
 )
 # These call the user's functions, or are part of the graph.
 _PART_OF_THE_GRAPH = tuple(_OWN + part for part in ("amp/scale_loss.py", "amp/user_casts.py"))
@@ -40,6 +42,7 @@ class Caller(Enum):
     """What calls an operator where no line of the user's does."""
 
     OPTIMIZER = auto()
+    AMP = auto()
     ENGINE = auto()
 
 
@@ -80,8 +83,10 @@ def _kind_of(file: str, function: str) -> Caller | bool:
     """True: a file of the user's; False: one of a library, which is passed over."""
     if file.startswith(_TORCH) and function == "_engine_run_backward":
         return Caller.ENGINE
-    if file.startswith(_OPTIMIZING) and not file.startswith(_PART_OF_THE_GRAPH):
+    if file.startswith(_OPTIMIZERS):
         return Caller.OPTIMIZER
+    if file.startswith(_AMP) and not file.startswith(_PART_OF_THE_GRAPH):
+        return Caller.AMP
     if file.startswith((_TORCH, _OWN, _folder_of_device(privateuse1_device_type()), "<")):
         return False
     return file.startswith(_PACKAGES) or not file.startswith(_LIBRARY)
@@ -89,7 +94,8 @@ def _kind_of(file: str, function: str) -> Caller | bool:
 
 def calling_line() -> Place | Caller | None:
     """For a dispatch mode: the innermost line of the user's that has called the operator; None: there is no line."""
-    frame: Any = sys._getframe(2)
+    frame: Any = inspect.currentframe()
+    frame = frame.f_back.f_back  # what has called the operator
     while frame is not None:
         code = frame.f_code
         kind = _kind_of(code.co_filename, code.co_name)

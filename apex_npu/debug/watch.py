@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections import Counter
@@ -14,10 +15,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex_npu.backends import Backend, for_device
 from apex_npu.backends._torch_private import (
+    TorchDispatchMode,
     autograd_node,
     dispatch_modes,
     has_python_dispatch,
@@ -26,7 +27,7 @@ from apex_npu.backends._torch_private import (
 from apex_npu.debug.lineage import Lineage
 from apex_npu.debug.operators import Operator, is_measurable, nonfinite_number_in, operator_of, tensors_in
 from apex_npu.debug.places import Caller, ModuleStack, Names, Place, calling_line
-from apex_npu.debug.second_opinion import Opinion, ask, results_of
+from apex_npu.debug.second_opinion import Opinion, ask, results_of, stays_bad
 from apex_npu.distributed import local_part
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -90,6 +91,12 @@ class Call:
     from_constant: bool = False
     from_other_process: bool = False
 
+    @functools.cached_property
+    def ends(self) -> frozenset[int]:
+        """The indices of the calls where this began; asked for once its causes are known."""
+        found = frozenset[int]().union(*(cause.ends for cause in self.causes))
+        return found | {self.index} if self.leaves or not self.causes else found
+
 
 class Result(NamedTuple):
     """What a call has written.
@@ -103,6 +110,14 @@ class Result(NamedTuple):
     call: Call
     is_bad: bool | None
     largest: float
+
+
+class Input(NamedTuple):
+    """What a call has read that is not finite, and what has made it so."""
+
+    value: Tensor
+    writers: list[Call]
+    leaves: list[Leaf]
 
 
 class Watch(TorchDispatchMode):
@@ -143,6 +158,7 @@ class Watch(TorchDispatchMode):
         self.constants: list[Call] = []
         self._bad_given: set[int] = set()
         self._backward_seen = False
+        self._optimizer_seen = False
         self._lineage: Lineage[Result] = Lineage()
         self._forward: dict[int, list[Call]] = {}
         self._modules = ModuleStack()
@@ -156,7 +172,7 @@ class Watch(TorchDispatchMode):
     def attach(self) -> None:
         """Begin."""
         self._hooks = [
-            torch_module.register_module_forward_pre_hook(self._enter_module),
+            torch_module.register_module_forward_pre_hook(self.enter_module),
             torch_module.register_module_forward_hook(self._leave_module, always_call=True),
         ]
         self.__enter__()
@@ -198,7 +214,8 @@ class Watch(TorchDispatchMode):
 
     # ---- modules ---------------------------------------------------------------------------------------------------
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """The forward of ``module`` begins."""
         if self.suspended:
             return
         if not self._modules.modules:
@@ -251,9 +268,9 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         operator: Operator = operator_of(func)
         place = calling_line()
-        if place is Caller.OPTIMIZER:
+        if place is Caller.OPTIMIZER or place is Caller.AMP:
             returned = func(*args, **kwargs)
-            self._pass_over(operator, args, kwargs)
+            self._pass_over(operator, place, args, kwargs)
             return returned
         if operator.passed_over and not operator.makes_tensor:
             with self._lock:
@@ -270,8 +287,13 @@ class Watch(TorchDispatchMode):
                 self.not_measured[f"{operator.name}: {str(error).splitlines()[0] if str(error) else error!r}"] += 1
         return returned
 
-    def _pass_over(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def is_over(self) -> bool:
+        """An optimizer has stepped, and no module's forward runs: another iteration begins."""
+        return self._optimizer_seen and not self._modules.modules
+
+    def _pass_over(self, operator: Operator, place: Caller, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._flag_is_ours = False
+        self._optimizer_seen |= place is Caller.OPTIMIZER
         for name, value in operator.operands(args, kwargs):
             for tensor in tensors_in(value) if name in operator.written else ():
                 local = self._followed(tensor)
@@ -317,21 +339,38 @@ class Watch(TorchDispatchMode):
         tensor = local_part(tensor)
         return tensor if is_measurable(tensor) and not has_python_dispatch(tensor) else None
 
-    def range_of(self, tensor: Tensor) -> tuple[float, float]:
-        """The smallest and the largest element; nan for both where there is one. Waits for the device."""
-        if tensor.dtype.is_complex:
-            tensor = torch.view_as_real(tensor.resolve_conj())
-        key = (tensor.device, tensor.dtype)
-        slots = self._slots.get(key)
-        if slots is None:
-            with torch.inference_mode(False):
-                slots = self._slots[key] = torch.empty(2, dtype=tensor.dtype, device=tensor.device)
-        torch.aminmax(tensor.detach(), out=(slots[0], slots[1]))
-        low, high = slots.tolist()
-        if self.saturates and not (math.isfinite(low) and math.isfinite(high)):
+    def ranges_of(self, tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
+        """The smallest and the largest element of each; nan for both where there is one. Waits for the device.
+
+        One launch for each, and one wait for all of a device and dtype.
+        """
+        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        real = [torch.view_as_real(t.resolve_conj()) if t.dtype.is_complex else t.detach() for t in tensors]
+        for i, tensor in enumerate(real):
+            alike.setdefault((tensor.device, tensor.dtype), []).append(i)
+        ranges = [(0.0, 0.0)] * len(real)
+        for key, indices in alike.items():
+            slots = self._slots_for(*key, 2 * len(indices))
+            for k, i in enumerate(indices):
+                torch.aminmax(real[i], out=(slots[2 * k], slots[2 * k + 1]))
+            numbers = slots[: 2 * len(indices)].tolist()
+            for k, i in enumerate(indices):
+                ranges[i] = (numbers[2 * k], numbers[2 * k + 1])
+        if self.saturates and not all(math.isfinite(value) for pair in ranges for value in pair):
             for device, backend in self._saturating:  # the flag that this has raised
                 backend.clear_overflow_flag(device)
-        return low, high
+        return ranges
+
+    def _slots_for(self, device: torch.device, dtype: torch.dtype, count: int) -> Tensor:
+        slots = self._slots.get((device, dtype))
+        if slots is None or slots.numel() < count:
+            with torch.inference_mode(False):
+                slots = self._slots[device, dtype] = torch.empty(max(count, 32), dtype=dtype, device=device)
+        return slots
+
+    def range_of(self, tensor: Tensor) -> tuple[float, float]:
+        """``ranges_of`` of one."""
+        return self.ranges_of([tensor])[0]
 
     def is_bad(self, tensor: Tensor) -> bool:
         """Whether an element of ``tensor`` is inf or nan; waits for the device."""
@@ -410,7 +449,7 @@ class Watch(TorchDispatchMode):
             if (local := self._followed(tensor)) is not None
         }
         saturated = bool(self._saturating) and self._read_flag()
-        found: list[tuple[Tensor, bool | None, float]] = []
+        measured: list[Tensor] = []
         for tensor in results:
             local = self._followed(tensor)
             if local is None:
@@ -420,14 +459,16 @@ class Watch(TorchDispatchMode):
             is_view = id(tensor) not in written and local.untyped_storage()._cdata in inputs
             if is_view and not operator.makes_tensor:
                 continue
-            if operator.is_collective:
-                found.append((local, None, math.nan))
-                continue
-            low, high = self.range_of(local)
-            bad = saturated or not (math.isfinite(low) and math.isfinite(high))
-            found.append((local, bad, max(abs(low), abs(high))))
-        if not found:
+            measured.append(local)
+        if not measured:
             return
+        found: list[tuple[Tensor, bool | None, float]] = []
+        if operator.is_collective:  # not there yet
+            found = [(tensor, None, math.nan) for tensor in measured]
+        else:
+            for tensor, (low, high) in zip(measured, self.ranges_of(measured), strict=True):
+                bad = saturated or not (math.isfinite(low) and math.isfinite(high))
+                found.append((tensor, bad, max(abs(low), abs(high))))
         first = next((tensor for tensor, bad, _ in found if bad), found[0][0])
         call.dtype, call.shape = first.dtype, tuple(first.shape)
         if self.saturates:
@@ -437,7 +478,7 @@ class Watch(TorchDispatchMode):
             self._explain(call, func, operator, given, before, results, saturated, first)
             self._keep_bad(call)
         elif operator.is_collective:
-            self._find_inputs(call, operator, given, before or given)
+            self._find_inputs(call, func, operator, given, before or given)
             call.from_other_process = not call.causes and not call.leaves
         for tensor, bad, largest in found:
             if self.saturates:
@@ -473,7 +514,7 @@ class Watch(TorchDispatchMode):
         if before is None:
             call.opinion = Opinion(reason="out of memory while its operands were copied")
             return
-        self._find_inputs(call, operator, given, before)
+        self._find_inputs(call, func, operator, given, before)
         if call.causes or call.leaves:
             call.inputs = []
         elif any(nonfinite_number_in(value) for _, value in operator.operands(*given)):
@@ -495,38 +536,53 @@ class Watch(TorchDispatchMode):
                     if leaf not in call.leaves and self._is_at_limit(local):
                         call.leaves.append(leaf)
 
-    def _find_inputs(
-        self,
-        call: Call,
-        operator: Operator,
-        given: Arguments,
-        before: Arguments,
-    ) -> None:
+    def _find_inputs(self, call: Call, func: Any, operator: Operator, given: Arguments, before: Arguments) -> None:
         """What ``call`` has read that was not finite: calls, and tensors that no call has written."""
         seen: set[int] = set()
-        named = zip(operator.operands(*given), operator.operands(*before), strict=True)
-        for (name, now), (_, earlier) in named:
+        bad: list[Input] = []
+        for (name, now), (_, earlier) in zip(operator.operands(*given), operator.operands(*before), strict=True):
             if operator.written.get(name):  # it was not read
                 continue
             for tensor, values in zip(tensors_in(now), tensors_in(earlier), strict=True):
                 local, read = self._followed(tensor), self._followed(values)
                 if local is not None and read is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    self._find_input(call, name, local, read)
+                    found = self._find_input(call, name, local, read)
+                    if found is not None:
+                        bad.append(found._replace(value=values))
+        for one in self._to_blame(bad, func, operator, before):
+            call.causes += [writer for writer in one.writers if writer not in call.causes]
+            call.leaves += [leaf for leaf in one.leaves if leaf not in call.leaves]
 
-    def _find_input(self, call: Call, name: str, tensor: Tensor, values: Tensor) -> None:
+    def _find_input(self, call: Call, name: str, tensor: Tensor, values: Tensor) -> Input | None:
         low, high = self.range_of(values)
         is_finite = math.isfinite(low) and math.isfinite(high)
         # Where the device saturates, what has overflowed is finite.
-        writers = self.bad_writers(tensor) if self._saturating or not is_finite else []
+        writers = self.bad_writers(tensor) if self.saturates or not is_finite else []
         if writers:
-            call.causes += [writer for writer in writers if writer not in call.causes]
-        elif not is_finite:
-            leaf = self.leaf(tensor)
-            call.leaves += [leaf] if leaf not in call.leaves else []
-        else:
-            own = self.names.of_memory(tensor)
-            call.inputs.append((f"{name} ({own})" if own else name, max(abs(low), abs(high))))
+            return Input(values, writers, [])
+        if not is_finite:
+            return Input(values, [], [self.leaf(tensor)])
+        own = self.names.of_memory(tensor)
+        call.inputs.append((f"{name} ({own})" if own else name, max(abs(low), abs(high))))
+        return None
+
+    def _to_blame(self, bad: list[Input], func: Any, operator: Operator, before: Arguments) -> list[Input]:
+        """Those that make the result bad: -inf in a mask does not where a gradient beside it has overflowed."""
+        groups: dict[Any, list[Input]] = {}
+        for one in bad:
+            ends = frozenset[int]().union(*(writer.ends for writer in one.writers))
+            groups.setdefault((ends, tuple(one.leaves)), []).append(one)
+        if len(groups) < 2 or self.saturates:
+            return bad
+        guilty: list[Input] = []
+        for key, members in groups.items():
+            others = {id(one.value) for other, found in groups.items() if other != key for one in found}
+            stays = stays_bad(func, operator, *before, others)
+            if stays is None:
+                return bad
+            guilty += members if stays else []
+        return guilty or bad
 
     def bad_writers(self, tensor: Tensor) -> list[Call]:
         """The calls that have made ``tensor`` not finite, as far as they were seen."""

@@ -49,11 +49,11 @@ class Fault:
     plant: Callable[[nn.Module], None] = lambda model: None
     marks: dict[str, str] = field(default_factory=dict)
 
-    def at(self, level: str) -> dict[str, Any]:
-        """What is expected at ``level``."""
+    def at(self, level: str, marked: dict[str, int] | None = None) -> dict[str, Any]:
+        """What is expected at ``level``; ``marked`` are the lines of another file."""
         expected = {"kind": self.kind, "phase": self.phase, "module": self.module, "operator": self.operator}
         found = {k: v[level] if isinstance(v, dict) else v for k, v in expected.items()}
-        return {**found, "line": MARKED.get(self.marks.get(level, self.name))}
+        return {**found, "line": (marked or MARKED).get(self.marks.get(level, self.name))}
 
 
 def marked_lines(file: str) -> dict[str, int]:

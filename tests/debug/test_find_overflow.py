@@ -4,7 +4,7 @@
 
 import pytest
 import torch
-from debug import planted
+from debug import planted, planted_more
 from devices import SIMULATOR, require
 
 from apex_npu import amp, optimizers
@@ -29,6 +29,19 @@ def test_planted(fault, level, optimizer, options):
     with amp.debug.find_overflow(model) as found:
         planted.iterate(fault, model, made)
     expected = fault.at(level)
+    assert [{key: getattr(cause, key) for key in expected} for cause in found.causes] == [expected], str(found)
+    assert found.causes[0].tensor == fault.tensor or fault.tensor is None
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("fault", planted_more.FAULTS, ids=lambda fault: fault.name)
+def test_planted_elsewhere(fault, level):
+    if level not in fault.levels:
+        pytest.skip("no such fault at this level")
+    model, made, _ = planted.set_up(fault, level, torch.optim.SGD)
+    with amp.debug.find_overflow(model) as found:
+        planted.iterate(fault, model, made)
+    expected = fault.at(level, planted_more.MARKED)
     assert [{key: getattr(cause, key) for key in expected} for cause in found.causes] == [expected], str(found)
     assert found.causes[0].tensor == fault.tensor or fault.tensor is None
 

@@ -22,6 +22,7 @@ class Argument:
         metavar: What stands for the value in the help.
         default: The value of an option that is not given.
         required: An option that has to be given.
+        bare: The value of an option that is given without one; with one it is ``--name=value``.
         many: What is given by its place may be given any number of times; an option may be repeated.
     """
 
@@ -32,6 +33,7 @@ class Argument:
     metavar: str | None = None
     default: Any = None
     required: bool = False
+    bare: Any = None
     many: bool = False
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
@@ -39,7 +41,7 @@ class Argument:
         if self.flag:
             parser.add_argument(self.name, action="store_true", help=self.help)
             return
-        several: dict[str, Any] = {}
+        several: dict[str, Any] = {} if self.bare is None else {"nargs": "?", "const": self.bare}
         if self.many:
             several = {"action": "append"} if self.name.startswith("-") else {"nargs": "*"}
         added = parser.add_argument(
@@ -88,15 +90,17 @@ def split_rest(command: Command, arguments: Sequence[str]) -> argparse.Namespace
         ValueError: An option is unknown, given twice without being ``many``, or out of order; the text says which.
     """
     names = [argument.name for argument in command.arguments]
-    flags = {argument.name for argument in command.arguments if argument.flag}
+    flags = {argument.name for argument in command.arguments if argument.flag or argument.bare is not None}
+    with_value = {argument.name for argument in command.arguments if argument.bare is not None}
     many = {argument.name for argument in command.arguments if argument.many}
     parser = argparse.ArgumentParser(add_help=False)
     for argument in command.arguments:
         argument.add_to(parser)
     count = 0
     while count < len(arguments) and arguments[count].startswith("-"):
-        if arguments[count] not in names:
+        name, assigned, _ = arguments[count].partition("=")
+        if name not in names or (assigned and name not in with_value):
             raise ValueError(f"unknown option {arguments[count]!r}")
-        names = names[names.index(arguments[count]) + (arguments[count] not in many) :]
-        count += 1 if arguments[count] in flags else 2
+        names = names[names.index(name) + (name not in many) :]
+        count += 1 if name in flags else 2
     return parser.parse_args(arguments[:count], argparse.Namespace(rest=list(arguments[count:])))

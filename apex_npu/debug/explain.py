@@ -1,0 +1,172 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``explain_overflows``: after some skipped steps the next iteration is watched, without a change to the script."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from apex_npu.amp.session import Session, current, settings
+from apex_npu.amp.step_decision import StepReport
+from apex_npu.backends import is_capturing
+from apex_npu.backends._torch_private import dispatch_modes
+from apex_npu.debug.find_overflow import Finder, session_models
+
+logger = logging.getLogger("apex_npu.debug")
+
+VARIABLE = "APEX_NPU_EXPLAIN_OVERFLOWS"
+
+
+class Explainer:
+    """An observer of amp that has an iteration watched after skipped steps, and logs what is found.
+
+    An iteration is watched from the first forward after the skip until its step is skipped, or the forward of the next
+    iteration. What goes wrong while watching is logged, and ends it; training goes on.
+    """
+
+    def __init__(self, after: int, times: int | None, *, once: bool = False) -> None:
+        """After ``after`` skips in a row; ``times`` tables at most. With ``once`` one iteration, from now on."""
+        self._after, self._left, self._once = after, times, once
+        self._finder: Finder | None = None
+        self._start: Any = None
+        self._error: BaseException | None = None
+
+    # ---- what amp calls --------------------------------------------------------------------------------------------
+
+    def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
+        """See ``Observer``."""
+        if self._finder is not None:
+            self._guarded(self._finder.block_begins, loss, optimizers, loss_id, scale, dynamic)
+
+    def backward_ended(self) -> None:
+        """See ``Observer``."""
+        if self._finder is not None:
+            self._guarded(self._finder.backward_ended)
+
+    def block_ended(self) -> None:
+        """See ``Observer``."""
+        finder = self._finder
+        if finder is None:
+            return
+        self._guarded(finder.block_ended)
+        if sys.exc_info()[1] is not self._error:  # an exception has ended the block
+            self.end()
+
+    def step_skipped(self, report: StepReport) -> None:
+        """See ``Observer``."""
+        finder = self._finder
+        if finder is not None:
+            self._guarded(finder.step_skipped, report)
+            told = [str(known) for known in finder.found.reports if known.overflowed]
+            self.end()
+            if told:
+                logger.warning("\n\n".join(told))
+                self._left = None if self._left is None else self._left - 1
+        if not self._once and report.skips_in_a_row >= self._after and self._left != 0:
+            self.arm()
+
+    # ---- when it watches -------------------------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Watch from the next forward on."""
+        if self._start is None:
+            self._start = torch_module.register_module_forward_pre_hook(self._forward_begins)
+
+    def end(self) -> None:
+        """Watch no longer."""
+        finder, self._finder = self._finder, None
+        if finder is not None:
+            finder.watch.detach()
+        if self._start is not None:
+            self._start.remove()
+            self._start = None
+        session = current()
+        if self._once and session is not None and session.observer is self:
+            session.observer = settings.observer
+
+    def _forward_begins(self, module: nn.Module, args: Any) -> None:
+        if self._finder is not None:
+            if self._finder.watch.is_over():
+                self.end()
+            return
+        session = current()
+        # Within another mode, which might be left first, operators are not watched; nor in the capture of a graph.
+        if session is None or not torch.is_grad_enabled() or dispatch_modes() or is_capturing():
+            return
+        self._guarded(self._begin, session, module, args)
+
+    def _begin(self, session: Session, module: nn.Module, args: Any) -> None:
+        self._error = sys.exc_info()[1]
+        finder = self._finder = Finder(session_models(session))
+        finder.watch.attach()
+        finder.watch.enter_module(module, args)
+
+    def _guarded(self, call: Any, *args: Any) -> None:
+        try:
+            call(*args)
+        except Exception:
+            logger.exception("an iteration could not be watched; training is not affected")
+            self.end()
+
+
+def explain_overflows(after: int | None = 2, times: int = 20) -> None:
+    """From now on, after some skipped steps in a row, watch the next iteration and log why its step is skipped.
+
+    The iteration that is watched takes a few times as long, the others as long as before. What the model learns does
+    not depend on it. The tables are those of ``find_overflow``, logged as warnings of the logger ``apex_npu.debug``.
+    With the environment variable ``APEX_NPU_EXPLAIN_OVERFLOWS=2``, or ``python -m apex_npu run --explain-overflows=2
+    script.py``, a script needs no change.
+
+    Args:
+        after: Skips in a row after which an iteration is watched; 1 or more. None: no longer.
+        times: How many tables are logged at most.
+
+    Raises:
+        ValueError: ``after`` or ``times`` is not a positive integer.
+
+    Example::
+
+        >>> amp.debug.explain_overflows(after=2)
+        >>> amp.debug.explain_overflows(None)
+    """
+    for name, value in (("after", after), ("times", times)):
+        valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not valid and not (name == "after" and value is None):
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    session = current()
+    for known in {id(o): o for o in (settings.observer, None if session is None else session.observer)}.values():
+        if isinstance(known, Explainer):
+            known.end()
+    settings.observer = None if after is None else Explainer(after, times)
+    if session is not None:
+        session.observer = settings.observer
+
+
+def watch_next_iteration() -> None:
+    """Watch the next iteration of the current session, where nothing else watches it; log what is found."""
+    session = current()
+    if session is not None and session.observer is None:
+        explainer = Explainer(after=1, times=1, once=True)
+        session.observer = explainer
+        explainer.arm()
+
+
+def explain_as_environment_says() -> None:
+    """Call ``explain_overflows`` where ``APEX_NPU_EXPLAIN_OVERFLOWS`` is set.
+
+    Raises:
+        ValueError: It is no positive integer.
+    """
+    text = os.environ.get(VARIABLE, "")
+    if text in ("", "0"):
+        return
+    if not text.isdecimal():
+        raise ValueError(f"{VARIABLE} must be a positive integer, how many skips in a row it takes, got {text!r}")
+    explain_overflows(int(text))

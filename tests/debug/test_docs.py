@@ -1,0 +1,39 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The code of docs/debug.md runs, and prints what is shown there."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from devices import DEVICE
+
+from apex_npu import amp
+from apex_npu.debug import causes
+
+TEXT = (Path(__file__).parents[2] / "docs" / "debug.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```$", TEXT, flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the code is for the CPU")
+@pytest.mark.parametrize("block", range(len(BLOCKS)))
+def test_a_block_prints_what_is_shown(block, tmp_path, monkeypatch, capsys, caplog):
+    code, shown = BLOCKS[block]
+    torch.manual_seed(0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(code, encoding="utf-8")
+    with caplog.at_level(logging.WARNING, logger="apex_npu.debug"):
+        exec(compile(code, str(tmp_path / "train.py"), "exec"), {"__name__": "__main__"})
+    logged = "".join(record.getMessage() + "\n" for record in caplog.records if record.name == "apex_npu.debug")
+    assert logged + capsys.readouterr().out == shown
+
+
+def test_each_block_of_code_is_run():
+    assert len(BLOCKS) == TEXT.count("```python") == 2
+
+
+def test_all_kinds_and_names_are_explained():
+    assert re.findall(r"^\| `(\w+)` \|", TEXT, flags=re.MULTILINE) == list(causes.ORDER)
+    assert set(amp.debug.__all__) >= set(re.findall(r"amp\.debug\.(\w+)", TEXT))

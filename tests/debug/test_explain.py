@@ -1,0 +1,212 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is said of skipped steps without a change to the script: the first line, and the table after some skips."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from debug import healthy, planted
+from debug.test_watching import hooks_of_torch, iterate, set_up
+from devices import DEVICE, SIMULATOR, START_SCRIPT, needs_counts
+
+from apex_npu import amp, optimizers
+from apex_npu.amp import session as amp_session
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _off():
+    before = hooks_of_torch()
+    yield
+    amp.debug.explain_overflows(None)
+    assert amp_session.settings.observer is None
+    assert hooks_of_torch() == before
+
+
+def tables(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "apex_npu.debug"]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("fault", planted.FAULTS, ids=lambda fault: fault.name)
+def test_planted(fault, level, caplog):
+    if level not in fault.levels:
+        pytest.skip("no such fault at this level")
+    amp.debug.explain_overflows(after=1)
+    # A scale that is skipped at twice in a row.
+    options = {"dynamic_init_scale": 2.0**24, "scale_backoff_factor": 0.999} if fault.name == "scale" else {}
+    model, optimizer, _ = planted.set_up(fault, level, torch.optim.SGD, **options)
+    planted.iterate(fault, model, optimizer)
+    assert tables(caplog) == []
+    planted.iterate(fault, model, optimizer)
+    if amp.last_step(optimizer).applied:  # the loss has overflowed, and no gradient; or the scale has settled
+        assert fault.name in ("bias", "product", "sum")
+        assert tables(caplog) == []
+        return
+    (table,) = tables(caplog)
+    expected = fault.at(level)
+    lines = table.splitlines()
+    assert "2 skips in a row" in lines[0]
+    assert lines[1].split()[:2] == [expected["kind"], expected["phase"]]
+    assert expected["operator"] in lines[1]
+    if expected["line"] is not None:
+        assert f"planted.py:{expected['line']} " in lines[2]
+
+
+def test_only_skipped_iterations_are_told_of_and_no_more_than_asked_for(caplog):
+    amp.debug.explain_overflows(after=2, times=1)
+    model, optimizer = set_up(healthy.ResNet, "O2", dynamic_init_scale=2.0**24)
+    applied = 0
+    while applied < 3:
+        iterate(model, optimizer)
+        applied += amp.last_step(optimizer).applied
+    assert len(tables(caplog)) == 1
+    assert "scale     " in tables(caplog)[0]
+
+
+def test_the_same_training_with_and_without(caplog):
+    def trained(explain):
+        model, optimizer = set_up(healthy.GPT, "O2", dynamic_init_scale=2.0**24)
+        amp.debug.explain_overflows(1 if explain else None)
+        for _ in range(20):
+            iterate(model, optimizer)
+        left = [p.detach().clone() for p in amp.master_params(optimizer)], torch.get_rng_state()
+        report = amp.last_step(optimizer)
+        amp.shutdown()
+        return left, report
+
+    (params, rng), report = trained(False)
+    (params_too, rng_too), report_too = trained(True)
+    assert tables(caplog)
+    assert report == report_too
+    assert report.skipped_steps
+    assert all(map(torch.equal, params, params_too))
+    assert torch.equal(rng, rng_too)
+
+
+def test_the_alarm_has_the_iteration_after_it_watched(caplog):
+    fault = planted.FAULTS[0]
+    model, optimizer, _ = planted.set_up(fault, "O2", torch.optim.SGD, skip_alarm=3)
+    for _ in range(6):
+        planted.iterate(fault, model, optimizer)
+    (table,) = tables(caplog)
+    assert "4 skips in a row" in table
+    assert f"planted.py:{planted.MARKED['squared']} " in table
+    assert amp_session.current().observer is None
+
+
+def test_an_exception_in_a_watched_block_ends_it(caplog):
+    amp.debug.explain_overflows(after=1)
+    fault = planted.FAULTS[0]
+    model, optimizer, _ = planted.set_up(fault, "O2", torch.optim.SGD)
+    planted.iterate(fault, model, optimizer)
+    before = len(hooks_of_torch()[1])
+    with pytest.raises(KeyError), amp.scale_loss(fault.loss(model), optimizer):
+        raise KeyError
+    assert hooks_of_torch()[3] == []
+    assert len(hooks_of_torch()[1]) < before
+    planted.iterate(fault, model, optimizer)
+    planted.iterate(fault, model, optimizer)
+    assert len(tables(caplog)) == 1
+
+
+SCRIPT = f"""
+import torch
+from apex import amp
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1).to("{DEVICE}")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+for _ in range(3):
+    optimizer.zero_grad()
+    y = model(torch.ones(2, 4).to("{DEVICE}"))
+    loss = (y * 0).log().mean()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_a_script_stays_as_it_is(how, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    if how == "variable":
+        variables["APEX_NPU_EXPLAIN_OVERFLOWS"] = "2"
+    options = ["--explain-overflows=2"] if how == "option" else []
+    command = [sys.executable, *START_SCRIPT, "-m", "apex_npu", "run", *options, "train.py"]
+    ran = subprocess.run(command, cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "math        forward  outside of modules  aten::log" in ran.stderr
+    assert "line        train.py:11  loss = (y * 0).log().mean()" in ran.stderr
+    assert ran.stderr.count("skips in a row") == 1
+
+
+@pytest.mark.parametrize("after", [0, -1, 1.5, True, "2"])
+def test_bad_input(after):
+    with pytest.raises(ValueError, match="after must be a positive integer, got"):
+        amp.debug.explain_overflows(after)
+    with pytest.raises(ValueError, match="times must be a positive integer, got 0"):
+        amp.debug.explain_overflows(2, times=0)
+
+
+# ---- what each row of skips begins with ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"combine_grad": True}, {"combine_grad": True, "fuse_unscale": True}])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_bad_gradients(level, options, capsys):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(4, 2)).to(DEVICE)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale="dynamic", dynamic_init_scale=4.0, verbosity=0, **options
+    )
+    amp_session.current().verbosity = 1
+
+    def step():
+        optimizer.zero_grad()
+        loss = model[0](planted.batch(2, 4)).float().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            model[0].weight.grad[1, 2] = float("nan")
+            model[0].weight.grad[2] = float("inf")
+        optimizer.step()
+
+    step()
+    said = "NpuFusedSGD.step() was skipped: 1 of 2 gradients (0.weight) were not finite at loss scale 4; normal"
+    assert said in capsys.readouterr().out
+    assert amp.debug.bad_gradients(optimizer) == {"0.weight": (1, 4)}
+    step()
+    assert said not in capsys.readouterr().out  # the second in a row
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="found no gradient"):
+        assert amp.debug.bad_gradients(optimizer) == {}
+
+
+def test_gradients_of_another_optimizer():
+    with pytest.raises(RuntimeError, match=r"SGD was not passed to amp\.initialize"):
+        amp.debug.bad_gradients(torch.optim.SGD([torch.zeros(1)]))
+
+
+@needs_counts("stand_in_counts")
+@pytest.mark.parametrize(("scale", "launches", "waits"), [(1.0, 4, 2), (65536.0, 17, 4)])
+def test_naming_gradients_takes_few_launches(scale, launches, waits):
+    model = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(80)).to(DEVICE)
+    optimizer = optimizers.NpuFusedAdam(model.parameters())
+    options = {"combine_grad": True, "dynamic_init_scale": scale}
+    _, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **options)
+    loss = sum(layer(planted.batch(1, 4).half()).float().sum() for layer in model)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with SIMULATOR.count() as counts:
+        bad = amp.debug.bad_gradients(optimizer)
+    assert len(bad) == (0 if scale == 1.0 else 160)
+    assert counts.launches <= launches
+    assert counts.syncs <= waits
