@@ -61,8 +61,10 @@ def _chosen(text: str) -> tuple[str, ...]:
     for name in names:
         if not any(rule.startswith(name) for rule in RULES):
             raise argparse.ArgumentTypeError(f"there is no rule or family {name}: --list-rules lists them")
-        if name[0] in "AT":
-            raise argparse.ArgumentTypeError(f"{name}: the rules of amp apply together, with --amp")
+        if name[0] in "ATP":
+            raise argparse.ArgumentTypeError(
+                f"{name}: the rules of amp apply together, with --amp, those for several cards with --data-parallel"
+            )
     return names
 
 
@@ -89,7 +91,9 @@ def _amp_args(text: str) -> str:
 
 
 def _migrate(options: argparse.Namespace) -> int:
-    if not options.paths:
+    if options.model and not options.data_parallel:
+        raise ValueError("--model goes with --data-parallel")
+    if not options.paths and not options.data_parallel:
         raise ValueError("a path is missing: python -m apex_npu migrate PATH...")
     if options.write and options.out:
         raise ValueError("--write changes files in place, --out writes a copy: give one of them")
@@ -109,8 +113,11 @@ def _migrate(options: argparse.Namespace) -> int:
         to=options.to,
         amp=options.amp or "",
         amp_args=options.amp_args or "",
+        model=options.model or "",
     )
-    made = plan(options.paths, chosen, options.exclude or (), options.jobs)
+    made = plan(
+        options.paths or [options.data_parallel], chosen, options.exclude or (), options.jobs, options.data_parallel
+    )
     if options.report:
         _save(options.report, reports.write_report(options.report, made.findings))
     if options.diff:
@@ -121,7 +128,7 @@ def _migrate(options: argparse.Namespace) -> int:
     if options.write:
         write_in_place(made.files, allow_dirty=options.allow_dirty, backup=options.backup)
     elif options.out:
-        write_copy(options.paths[0], made.files, options.out)
+        write_copy((options.paths or [options.data_parallel])[0], made.files, options.out)
     print(reports.summary(made, written=bool(options.write or options.out)), file=sys.stderr if options.diff else None)
     return _status(made, check=options.check)
 
@@ -166,6 +173,8 @@ MIGRATE = Command(
             type=_amp_args,
             metavar="'loss_scale=128.0'",
         ),
+        Argument("--data-parallel", "make a script for one card one for several", type=Path, metavar="MAIN"),
+        Argument("--model", "with --data-parallel: the one model that is trained so", metavar="NAME"),
         Argument("--unsure", "also apply what is unsure", flag=True),
         Argument("--report", "write all findings; the name ends with .csv, .json or .sarif", metavar="FILE"),
         Argument("--explain", "print a rule with its example", metavar="RULE"),

@@ -63,6 +63,9 @@ class Options:
         amp: The opt_level of an amp that is put in, or takes torch.amp's place; "": none.
         amp_args: Further arguments of ``amp.initialize``, as a program has them.
         amp_left: Why amp stays out of the program; "": it does not.
+        data_parallel: "main": the script becomes one for several cards; "other": it is imported by one.
+        model: The name of the model that is trained on several cards; "": all of them.
+        parallel_left: Why the script stays one for one card; "": it does not.
 
     Example::
 
@@ -79,11 +82,16 @@ class Options:
     amp: str = ""
     amp_args: str = ""
     amp_left: str = ""
+    data_parallel: str = ""
+    model: str = ""
+    parallel_left: str = ""
 
     def has(self, rule: str) -> bool:
         """Whether a rule applies; the rules of amp do together."""
         if rule[0] in "AT":
             return bool(self.amp)
+        if rule[0] == "P":
+            return bool(self.data_parallel)
         return rule.startswith(self.select) and not rule.startswith(self.ignore or ("-",))
 
 

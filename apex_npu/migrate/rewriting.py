@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from . import amp, apex, device, fused, strings
+from . import amp, apex, data_parallel, device, fused, strings
 from .findings import Finding
 from .ours import missing_imports, torch_import
 from .program import Draft, Options, Program
@@ -27,13 +27,15 @@ TRIGGER = re.compile(
 )
 # Likewise for those for optimizers and amp.
 _TRAINING = re.compile(
-    rb"optim|backward|autocast|GradScaler|fully_shard|FullyShard|" + b"|".join(map(str.encode, TRAINERS))
+    rb"optim|backward|autocast|torch\.save|GradScaler|fully_shard|FullyShard|" + b"|".join(map(str.encode, TRAINERS))
 )
 # What may define a name, that rules rename, as the program's own.
 _DEFINES = re.compile(rb"\bis_cuda\s*[:=]|\bdef\s+(is_)?cuda\b|[\"']-{1,2}is[-_]cuda")
-_FAMILIES: tuple[Callable[[Program], None], ...] = (device.check, strings.check, apex.check, fused.check, amp.check)
+_FAMILIES: tuple[Callable[[Program], None], ...] = (
+    *(device.check, strings.check, apex.check, fused.check, amp.check, data_parallel.check),
+)
 # What brings a name of npu's into the file.
-_NPU_NAMES = ("D101", "D102", "D103", "D104", "D105", "D106", "D107", "D108", "D109", "D110", "D111")
+_NPU_NAMES = ("D101", "D102", "D103", "D104", "D105", "D106", "D107", "D108", "D109", "D110", "D111", "P601")
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,10 @@ def rewrite(source: str | bytes, path: str = "train.py", options: Options | None
 
 def concerns(data: bytes, options: Options) -> bool:
     """Whether the rules could have anything to say of a file."""
-    return bool(TRIGGER.search(data) or ((options.amp or options.has("O501")) and _TRAINING.search(data)))
+    return bool(
+        TRIGGER.search(data)
+        or ((options.amp or options.data_parallel or options.has("O501")) and _TRAINING.search(data))
+    )
 
 
 def rewrite_part(source: str | bytes, path: str, options: Options) -> Rewritten:
@@ -221,6 +226,8 @@ def _add_first_lines(program: Program) -> None:
     parts = [part for part, families in (("amp", {"A", "T"}), ("optimizers", {"O"})) if rules & families]
     if parts:
         lines["X202"] = missing_imports(program, parts)
+    if any(draft.rule == "P601" for draft in program.changes()) and "os" not in program.names.module.bindings:
+        lines["P606"] = ["import os"]
     if node is not None and lines:
         _beside_torch(program, node, lines)
 

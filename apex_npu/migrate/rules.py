@@ -297,6 +297,53 @@ AMP_RULES = (
     ),
     _no_amp("A355", "torch.amp that cannot be moved over", "import torch\ncast = torch.autocast('cuda')"),
 )
+_LOADED_DATA = """data = torch.utils.data.DataLoader(points, batch_size=8, {shuffle})
+for epoch in range(3):
+{epoch}    for x in data:
+        loss = model(x).sum()
+        loss.backward()
+        opt.step()
+torch.save(epoch, path)
+"""
+_ONE_CARD = """import torch
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.Adam(model.parameters())
+""" + _LOADED_DATA.format(shuffle="shuffle=True", epoch="")
+_THERE = "torch.distributed.is_initialized()"
+_SEVERAL_CARDS = (
+    """import torch
+import torch_npu  # noqa: F401
+import os
+if "LOCAL_RANK" in os.environ:
+    torch.npu.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("hccl")
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.Adam(model.parameters())
+if torch.distributed.is_initialized():
+    model = torch.nn.parallel.DistributedDataParallel(model)
+"""
+    + _LOADED_DATA.format(
+        shuffle=f"shuffle=not {_THERE}, "
+        f"sampler=torch.utils.data.DistributedSampler(points, shuffle=True) if {_THERE} else None",
+        epoch="    if isinstance(data.sampler, torch.utils.data.DistributedSampler):\n"
+        "        data.sampler.set_epoch(epoch)\n",
+    )
+).replace("torch.save", f"if not {_THERE} or torch.distributed.get_rank() == 0:\n    torch.save")
+
+
+def _parallel(id: str, title: str, message: str = "") -> Rule:
+    """A rule whose example is a script for one card."""
+    return Rule(id, title, _ONE_CARD, _SEVERAL_CARDS, message, _TORCH + "notes/ddp.html")
+
+
+PARALLEL_RULES = (
+    _parallel("P601", "processes that join", "it trains on several cards already"),
+    _parallel("P602", "the part of the data of each process"),
+    _parallel("P603", "another order in each epoch"),
+    _parallel("P604", "averaged gradients"),
+    _parallel("P605", "files that one process writes"),
+    _parallel("P606", "the import of os"),
+)
 FILE_RULES = (
     _left("F901", "a file that does not parse", "x = (", ""),
     _left("F902", "a file for Python 2", "print 1", ""),
@@ -312,4 +359,6 @@ FILE_RULES = (
         "the new text is not the old one with these changes: the file is left. Please report this as a bug",
     ),
 )
-RULES = {rule.id: rule for rule in (*DEVICE_RULES, *APEX_RULES, *OPTIMIZER_RULES, *AMP_RULES, *FILE_RULES)}
+RULES = {
+    rule.id: rule for rule in (*DEVICE_RULES, *APEX_RULES, *OPTIMIZER_RULES, *AMP_RULES, *PARALLEL_RULES, *FILE_RULES)
+}

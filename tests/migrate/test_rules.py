@@ -8,7 +8,7 @@ from migrate import golden
 
 from apex_npu import compat
 from apex_npu.migrate import Options, apex, reports, rewrite
-from apex_npu.migrate.rules import AMP_RULES, RULES
+from apex_npu.migrate.rules import AMP_RULES, PARALLEL_RULES, RULES
 from apex_npu.migrate.tables import RENAMED, SAME_NAMES, SUBMODULES
 
 CASES = sorted(golden.CASES.glob("*.txt"))
@@ -17,6 +17,7 @@ CASES = sorted(golden.CASES.glob("*.txt"))
 @pytest.mark.parametrize("rule", [rule for rule in RULES.values() if rule.id[0] != "F"], ids=lambda rule: rule.id)
 def test_the_example_of_a_rule(rule):
     options = Options(amp="O1", ignore=("D", "O")) if rule in AMP_RULES else Options()
+    options = Options(data_parallel="main", ignore=("O",)) if rule in PARALLEL_RULES else options
     rewritten = rewrite(rule.before, options=options)
     assert rewritten.source == rule.after
     assert rule.id in {finding.rule for finding in rewritten.findings}
