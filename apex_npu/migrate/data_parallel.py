@@ -25,9 +25,7 @@ _SAMPLERS = (*_OURS, "torch.utils.data.DistributedSampler")
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
 # What DistributedDataParallel has of its own, or what does the same there.
 _SHARED = frozenset(
-    "parameters named_parameters train eval zero_grad modules named_modules children named_children buffers"
-    " named_buffers to cuda npu cpu float half double bfloat16 requires_grad_ training register_forward_hook"
-    " register_forward_pre_hook register_full_backward_hook apply forward __call__ compile".split()
+    ["parameters", "named_parameters", "train", "eval", "zero_grad", "modules", "named_modules", "children", "named_children", "buffers", "named_buffers", "to", "cuda", "npu", "cpu", "float", "half", "double", "bfloat16", "requires_grad_", "training", "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "apply", "forward", "__call__", "compile"]
 )
 _STATES = ("state_dict", "load_state_dict", "named_parameters")
 _INDEXED = ("set_device", "set_device_index")

@@ -58,6 +58,7 @@ class Options:
         ignore: Ids of rules or families that do not.
         unsure: Apply what is unsure.
         force: Change files that speak of npu already.
+        similar: Use what is only similar to what CUDA has.
         owned: Names of attributes that the files define themselves.
         to: "npu", or "portable": code that runs on npu, cuda, xpu and the CPU.
         amp: The opt_level of an amp that is put in, or takes torch.amp's place; "": none.
@@ -77,6 +78,7 @@ class Options:
     ignore: tuple[str, ...] = ()
     unsure: bool = False
     force: bool = False
+    similar: bool = False
     owned: frozenset[str] = frozenset()
     to: str = "npu"
     amp: str = ""

@@ -100,7 +100,7 @@ DEVICE_RULES = (
         "the profiler",
         "torch.autograd.profiler.profile(use_cuda=True)",
         'torch.autograd.profiler.profile(use_device="npu")',
-        "use torch_npu.profiler, whose activity is NPU",
+        "use torch_npu.profiler, whose activity is NPU. --similar does",
     ),
     _torch("D111", "torch.cuda.amp", "scaler = torch.cuda.amp.GradScaler()", "scaler = torch.npu.amp.GradScaler()"),
     Rule(

@@ -11,10 +11,11 @@ from functools import partial
 
 from .program import Program
 from .source import Edit
-from .tables import RENAMED
+from .tables import RENAMED, SIMILAR
 
 # Of torch.cuda, what torch.accelerator has by the same name since torch 2.6; it is False, or 0, without an accelerator.
 _ACCELERATOR_NAMES = frozenset({"current_stream", "device_count", "is_available", "set_stream", "synchronize"})
+_OTHER_NAMES = RENAMED | {name: new for name, (new, _) in SIMILAR.items()}
 _ACCELERATOR = "ACCELERATOR"
 _LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
 _OPEN = re.compile(r"[\s\\]*\(")
@@ -63,7 +64,7 @@ class Npu:
             if not isinstance(node, ast.Attribute):
                 break
             is_root = part == "cuda" and program.names.dotted(node) == "torch.cuda"
-            new = "npu" if is_root else RENAMED.get(part)
+            new = "npu" if is_root else _OTHER_NAMES.get(part)
             if new is not None:
                 edits.append(program.rename(node, new))
             node = node.value

@@ -56,7 +56,7 @@ TITLES = {
     "P606": "导入 os",
 }
 INSTEAD = {
-    "nvtx": "用 torch_npu.npu.mstx 为 msprof 标记区间",
+    "nvtx": "用 torch_npu.npu.mstx 为 msprof 标记区间（--similar）",
     "cudart": "删去该调用：它访问的是 CUDA 运行时",
     "nccl": "集合通信使用 torch.distributed 的 hccl 后端",
     "profiler": "使用 torch_npu.profiler",

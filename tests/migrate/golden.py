@@ -28,7 +28,13 @@ def options_of(program: str) -> Options:
     ignore = tuple(word.removeprefix("no=") for word in words if word.startswith("no="))
     parallel = "main" if "parallel" in words else ""
     return Options(
-        unsure="unsure" in words, force="force" in words, to=target, amp=amp, ignore=ignore, data_parallel=parallel
+        unsure="unsure" in words,
+        force="force" in words,
+        to=target,
+        amp=amp,
+        ignore=ignore,
+        data_parallel=parallel,
+        similar="similar" in words,
     )
 
 

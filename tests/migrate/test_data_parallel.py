@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import processes
@@ -82,14 +83,14 @@ def test_two_processes_train_as_one_with_both_batches(tmp_path, options, toleran
         for batch, halves in zip(
             plain["orders"][epoch], zip(*(one["orders"][epoch] for one in both), strict=True), strict=True
         ):
-            assert sorted(batch) == sorted(sum(halves, []))
+            assert sorted(batch) == sorted(chain(*halves))
 
 
 @pytest.mark.slow
 def test_shuffled_parts_are_disjoint_and_others_in_each_epoch(tmp_path):
     script = converted(tmp_path, ignore=("O",))
     both, _ = run(script, tmp_path / "both/r", "4", "shuffle", processes_=2)
-    first, second = ([sum(one["orders"][epoch], []) for one in both] for epoch in range(2))
+    first, second = ([[*chain(*one["orders"][epoch])] for one in both] for epoch in range(2))
     for parts in (first, second):
         assert len(set(parts[0]) | set(parts[1])) == 32
         assert not set(parts[0]) & set(parts[1])

@@ -2,14 +2,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Each rule's example and each golden case; the tables against what they are about."""
 
+from operator import attrgetter
+
 import pytest
 import torch
+from devices import VENDOR
 from migrate import golden
 
 from apex_npu import compat
 from apex_npu.migrate import Options, apex, reports, rewrite
 from apex_npu.migrate.rules import AMP_RULES, PARALLEL_RULES, RULES
-from apex_npu.migrate.tables import RENAMED, SAME_NAMES, SUBMODULES
+from apex_npu.migrate.tables import PROFILER_NAMES, RENAMED, SAME_NAMES, SIMILAR, SUBMODULES
 
 CASES = sorted(golden.CASES.glob("*.txt"))
 
@@ -46,6 +49,18 @@ def test_names_of_torch_cuda():
     assert SAME_NAMES | RENAMED.keys() <= public
     assert {name for name in SUBMODULES if "." not in name} <= public
     assert len(SAME_NAMES) == 88
+
+
+def test_names_that_are_similar():
+    assert all(hasattr(torch.cuda.nvtx, name) for name in SIMILAR["nvtx"][1])
+    for name in PROFILER_NAMES:
+        assert name.partition(".")[0] in vars(torch.profiler)
+    if VENDOR:
+        import torch_npu
+
+        assert all(callable(getattr(torch_npu.npu.mstx, name)) for name in SIMILAR["nvtx"][1])
+        for name in PROFILER_NAMES.values():
+            assert attrgetter(name)(torch_npu.profiler)
 
 
 def test_names_of_apex_are_read_from_the_sources():
