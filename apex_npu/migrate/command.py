@@ -18,6 +18,7 @@ from apex_npu.compat.pipeline.errors import PipelineError
 from . import reports
 from .amp import LEVELS, arguments_of_initialize
 from .findings import count
+from .journal import take_back
 from .planning import Plan, plan
 from .program import Options
 from .rules import RULES, Rule
@@ -116,6 +117,8 @@ def _migrate(options: argparse.Namespace) -> int:
         amp_args=options.amp_args or "",
         model=options.model or "",
     )
+    if options.write and take_back(options.paths or [options.data_parallel]):
+        print("apex_npu: an earlier --write was interrupted: all of its files are as they were", file=sys.stderr)
     made = plan(
         options.paths or [options.data_parallel], chosen, options.exclude or (), options.jobs, options.data_parallel
     )

@@ -24,10 +24,11 @@ _OURS = ("torch.distributed.init_process_group", "torch.utils.data.distributed.D
 _SAMPLERS = (*_OURS, "torch.utils.data.DistributedSampler")
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
 # What DistributedDataParallel has of its own, or what does the same there.
-_SHARED = frozenset(
-    ["parameters", "named_parameters", "train", "eval", "zero_grad", "modules", "named_modules", "children", "named_children", "buffers", "named_buffers", "to", "cuda", "npu", "cpu", "float", "half", "double", "bfloat16", "requires_grad_", "training", "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "apply", "forward", "__call__", "compile"]
-)
-_STATES = ("state_dict", "load_state_dict", "named_parameters")
+_SHARED = """
+    parameters named_parameters train eval zero_grad modules named_modules children named_children buffers
+    named_buffers to cuda npu cpu float half double bfloat16 requires_grad_ training register_forward_hook
+    register_forward_pre_hook register_full_backward_hook apply forward compile
+"""
 _INDEXED = ("set_device", "set_device_index")
 
 
@@ -278,7 +279,7 @@ def _unwrap(put: Insertion, model: str, place: ast.stmt) -> None:
             name = text(node.value)
             edit = replaced(program, node.value, f'getattr({name}, "module", {name})')
             program.report("P604", "changed", node.value, [edit], links=_links(program))
-        elif node.attr not in _SHARED:
+        elif node.attr not in _SHARED.split():
             reason = f"{ast.unparse(node)} is used, which is not found through DistributedDataParallel"
             raise UnclearError(node, "P604", reason)
 

@@ -42,11 +42,11 @@ class Loaders:
 
     def _check_iterable(self) -> None:
         for node in self.program.names.nodes:
-            if isinstance(node, (ast.Name, ast.Attribute)):
-                if (self.program.names.dotted(node) or "").endswith(".IterableDataset"):
-                    raise UnclearError(
-                        node, "P602", "an IterableDataset has no sampler: give each process its part there"
-                    )
+            if isinstance(node, (ast.Name, ast.Attribute)) and self._is_iterable(node):
+                raise UnclearError(node, "P602", "an IterableDataset has no sampler: give each process its part there")
+
+    def _is_iterable(self, node: ast.AST) -> bool:
+        return (self.program.names.dotted(node) or "").endswith(".IterableDataset")
 
     def _follow(self, backward: ast.Call) -> None:
         """Find the loop over a loader around a backward."""

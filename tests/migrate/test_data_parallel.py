@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Scripts for one card that ``--data-parallel`` makes ones for several: two processes train as one with both batches."""
+"""What ``--data-parallel`` makes of scripts for one card: two processes train as one with both batches."""
 
 import json
 import os
