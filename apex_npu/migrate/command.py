@@ -19,6 +19,7 @@ from . import reports
 from .amp import LEVELS, arguments_of_initialize
 from .findings import count
 from .journal import take_back
+from .own_rules import read_api_list, read_rules
 from .planning import Plan, plan
 from .program import Options
 from .rules import RULES, Rule
@@ -106,12 +107,15 @@ def _migrate(options: argparse.Namespace) -> int:
         raise ValueError(f"--to {options.to}: give one of {', '.join(TARGETS)}")
     if options.amp_args and not options.amp:
         raise ValueError("--amp-args goes with --amp")
+    own = [rule for path in options.rules or () for rule in read_rules(path)]
+    own += [rule for path in options.api_list or () for rule in read_api_list(path)]
     chosen = Options(
         options.select,
         options.ignore,
         options.unsure,
         options.force,
         similar=options.similar,
+        own=tuple(own),
         to=options.to,
         amp=options.amp or "",
         amp_args=options.amp_args or "",
@@ -181,6 +185,8 @@ MIGRATE = Command(
         Argument("--model", "with --data-parallel: the one model that is trained so", metavar="NAME"),
         Argument("--unsure", "also apply what is unsure", flag=True),
         Argument("--similar", "also apply what is only similar", flag=True),
+        Argument("--rules", "more rules, .toml or .json (repeatable)", metavar="FILE", many=True),
+        Argument("--api-list", "report uses of names that a list has, .json (repeatable)", metavar="FILE", many=True),
         Argument("--report", "write all findings; the name ends with .csv, .json or .sarif", metavar="FILE"),
         Argument("--explain", "print a rule with its example", metavar="RULE"),
         Argument("--list-rules", "print all rules", flag=True),

@@ -13,6 +13,7 @@ from functools import partial
 
 from .findings import Finding
 from .names import Names
+from .own_rules import OwnRule
 from .rules import RULES
 from .source import Edit, Source, UnreadableError, apply_edits, parse, same_tree
 
@@ -58,6 +59,7 @@ class Options:
         ignore: Ids of rules or families that do not.
         unsure: Apply what is unsure.
         force: Change files that speak of npu already.
+        own: A person's rules, as ``own_rules.py`` reads them.
         similar: Use what is only similar to what CUDA has.
         owned: Names of attributes that the files define themselves.
         to: "npu", or "portable": code that runs on npu, cuda, xpu and the CPU.
@@ -78,6 +80,7 @@ class Options:
     ignore: tuple[str, ...] = ()
     unsure: bool = False
     force: bool = False
+    own: tuple[OwnRule, ...] = ()
     similar: bool = False
     owned: frozenset[str] = frozenset()
     to: str = "npu"
@@ -92,6 +95,8 @@ class Options:
         """Whether a rule applies; the rules of amp do together."""
         if rule[0] in "AT":
             return bool(self.amp)
+        if rule[0] == "R":
+            return True
         if rule[0] == "P":
             return bool(self.data_parallel)
         return rule.startswith(self.select) and not rule.startswith(self.ignore or ("-",))

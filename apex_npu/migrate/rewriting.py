@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from . import amp, apex, data_parallel, device, fused, similar, strings
+from . import amp, apex, data_parallel, device, fused, own, similar, strings
 from .findings import Finding
 from .ours import missing_imports, torch_import
 from .program import Draft, Options, Program
@@ -32,7 +32,7 @@ _TRAINING = re.compile(
 # What may define a name, that rules rename, as the program's own.
 _DEFINES = re.compile(rb"\bis_cuda\s*[:=]|\bdef\s+(is_)?cuda\b|[\"']-{1,2}is[-_]cuda")
 _FAMILIES: tuple[Callable[[Program], None], ...] = (
-    *(device.check, similar.check, strings.check, apex.check, fused.check, amp.check, data_parallel.check),
+    *(device.check, similar.check, strings.check, apex.check, fused.check, amp.check, data_parallel.check, own.check),
 )
 # What brings a name of npu's into the file.
 _NPU_NAMES = ("D101", "D102", "D103", "D104", "D105", "D106", "D107", "D108", "D109", "D110", "D111", "D151", "P601")
@@ -84,7 +84,8 @@ def rewrite(source: str | bytes, path: str = "train.py", options: Options | None
 def concerns(data: bytes, options: Options) -> bool:
     """Whether the rules could have anything to say of a file."""
     return bool(
-        TRIGGER.search(data)
+        own.concerns(data, options.own)
+        or TRIGGER.search(data)
         or ((options.amp or options.data_parallel or options.has("O501")) and _TRAINING.search(data))
     )
 

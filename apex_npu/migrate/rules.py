@@ -344,6 +344,13 @@ PARALLEL_RULES = (
     _parallel("P605", "files that one process writes"),
     _parallel("P606", "the import of os"),
 )
+OWN_RULES = (
+    _left("R801", "names that --rules gives", "import mylib", ""),
+    _left("R802", "arguments that --rules gives", "import mylib", ""),
+    _left("R803", "names that --rules refuses", "import mylib", "{} is refused by a rule of --rules"),
+    _left("R804", "names that --rules keeps", "import mylib", "a rule of --rules says so"),
+    _left("D170", "names of --api-list", "import mylib", "{} is in the list of APIs that are not supported"),
+)
 FILE_RULES = (
     _left("F901", "a file that does not parse", "x = (", ""),
     _left("F902", "a file for Python 2", "print 1", ""),
@@ -360,5 +367,6 @@ FILE_RULES = (
     ),
 )
 RULES = {
-    rule.id: rule for rule in (*DEVICE_RULES, *APEX_RULES, *OPTIMIZER_RULES, *AMP_RULES, *PARALLEL_RULES, *FILE_RULES)
+    rule.id: rule
+    for rule in (*DEVICE_RULES, *APEX_RULES, *OPTIMIZER_RULES, *AMP_RULES, *PARALLEL_RULES, *OWN_RULES, *FILE_RULES)
 }
