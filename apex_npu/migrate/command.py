@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import os
 import signal
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -22,9 +24,13 @@ from .journal import take_back
 from .own_rules import read_api_list, read_rules
 from .planning import Plan, plan
 from .program import Options
+from .rewriting import Rewritten
 from .rules import RULES, Rule
 from .targets import TARGETS
 from .writing import write_copy, write_in_place
+
+# Files that a run with a progress bar has.
+_LONG = 200
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -123,9 +129,9 @@ def _migrate(options: argparse.Namespace) -> int:
     )
     if options.write and take_back(options.paths or [options.data_parallel]):
         print("apex_npu: an earlier --write was interrupted: all of its files are as they were", file=sys.stderr)
-    made = plan(
-        options.paths or [options.data_parallel], chosen, options.exclude or (), options.jobs, options.data_parallel
-    )
+    script = options.data_parallel
+    watch = None if options.q else _watched
+    made = plan(options.paths or [script], chosen, options.exclude or (), options.jobs, script, watch)
     if options.report:
         _save(options.report, reports.write_report(options.report, made.findings))
     if options.diff:
@@ -139,6 +145,25 @@ def _migrate(options: argparse.Namespace) -> int:
         write_copy((options.paths or [options.data_parallel])[0], made.files, options.out)
     print(reports.summary(made, written=bool(options.write or options.out)), file=sys.stderr if options.diff else None)
     return _status(made, check=options.check)
+
+
+def _watched(results: Iterator[Rewritten], number: int) -> Iterable[Rewritten]:
+    """Show how far a long run is, on a terminal, where rich is installed."""
+    if number < _LONG or not sys.stderr.isatty():
+        return results
+    try:
+        console, progress = importlib.import_module("rich.console"), importlib.import_module("rich.progress")
+    except ImportError:
+        return results
+    shown = console.Console(stderr=True)
+    tracked: Iterable[Rewritten] = progress.track(results, "reading", number, console=shown, transient=True)
+    return tracked
+
+
+def _jobs(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of processes: give 1 or more")
+    return int(text)
 
 
 def _save(path: str, content: bytes) -> None:
@@ -191,7 +216,7 @@ MIGRATE = Command(
         Argument("--explain", "print a rule with its example", metavar="RULE"),
         Argument("--list-rules", "print all rules", flag=True),
         Argument("--exclude", "skip paths, as in '*/data/*' (repeatable)", metavar="GLOB", many=True),
-        Argument("--jobs", "processes; default: %(default)s", type=int, metavar="N", default=os.cpu_count() or 1),
+        Argument("--jobs", "processes; default: %(default)s", type=_jobs, metavar="N", default=os.cpu_count() or 1),
         Argument("--allow-dirty", "with --write: also files that are not committed in git", flag=True),
         Argument("--backup", "with --write: keep FILE.orig, and allow the same", flag=True),
         Argument("--force", "also change files that speak of npu already", flag=True),

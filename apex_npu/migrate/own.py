@@ -47,7 +47,7 @@ def check(program: Program) -> None:
 
 
 def _uses(program: Program, name: str) -> Iterator[ast.Name | ast.Attribute]:
-    """Where a name is used: the node that is this name, or a name that stands for something in it. Methods are called."""
+    """Where a name is used: the node that is this name, or a name for something in it; a method that is called."""
     for node in program.names.nodes:
         if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load):
             continue

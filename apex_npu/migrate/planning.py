@@ -8,7 +8,7 @@ import fnmatch
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,6 +76,7 @@ def plan(
     exclude: Sequence[str] = (),
     jobs: int = 1,
     data_parallel: str | Path | None = None,
+    watch: Callable[[Iterator[Rewritten], int], Iterable[Rewritten]] | None = None,
 ) -> Plan:
     """Apply the rules to files, and to the .py and .ipynb files of folders. Nothing is written.
 
@@ -85,6 +86,7 @@ def plan(
         exclude: Patterns of paths below the folders, or of names, that are skipped.
         jobs: How many processes share the work.
         data_parallel: A script among the files that becomes one for several cards.
+        watch: Gets the results as they are made, and how many there will be; hands them on.
 
     Raises:
         PipelineError: A path does not exist, or is a link.
@@ -112,7 +114,9 @@ def plan(
         chosen.update(_several_cards(Path(data_parallel), programs, options))
     work = [(shown, programs[by_path[shown]], one) for shown, one in chosen.items()]
     work = [one for one in work if concerns(*one[1:])]
-    done = {shown: rewritten for (shown, *_), rewritten in zip(work, _all_rewritten(work, jobs), strict=True)}
+    results = _all_rewritten(work, jobs)
+    watched = results if watch is None else watch(results, len(work))
+    done = {shown: rewritten for (shown, *_), rewritten in zip(work, watched, strict=True)}
     if data_parallel is not None:
         done.update(_one_card(work, done, chosen))
     if options.amp:

@@ -184,6 +184,13 @@ APEX_RULES = (
         "import torch\nfrom apex_npu import optimizers\nopt = optimizers.NpuFusedSGD(params, 0.1)\n",
         source="https://nvidia.github.io/apex/",
     ),
+    Rule(
+        "X203",
+        "imports without a use",
+        "import torch\nfrom torch.optim import SGD\nopt = SGD(params, 0.1)\n",
+        "import torch\nfrom apex_npu import optimizers\nopt = optimizers.NpuFusedSGD(params, 0.1)\n",
+        source="https://nvidia.github.io/apex/",
+    ),
     _left(
         "X250",
         "names of apex without a counterpart",
@@ -286,6 +293,15 @@ AMP_RULES = (
         '    with torch.autocast("cuda"):\n        loss = loss + model(x).mean()\n' + _PLAIN,
         "    loss = loss + model(x).mean()\n" + _SCALED + _STEP,
     ),
+    _amp(
+        "T407",
+        "a scaler that is an argument",
+        _T402,
+        _SCALED + _STEP,
+        head=_SCALER,
+        end="def last(scaler):\n    scaler.update()\nlast(scaler)\n",
+        ended="def last(scaler):\n    pass\nlast(None)\n",
+    ),
     _no_amp("A350", "a program with amp", "from apex_npu import amp", "the program has amp already"),
     _no_amp("A351", "optimizers that cannot be told", "import torch\nopts = [torch.optim.Adam(model.parameters())]"),
     _no_amp("A352", "models that cannot be told", "import torch\nopt = torch.optim.Adam(model.head.parameters())"),
@@ -344,6 +360,24 @@ PARALLEL_RULES = (
     _parallel("P605", "files that one process writes"),
     _parallel("P606", "the import of os"),
 )
+_DATA = "import torch\ndata = torch.utils.data.DataLoader(points, {})"
+_FORM = "import torch\nmodel = model.to(memory_format=torch.channels_last)"
+ADVICE_RULES = (
+    _left(
+        "N701",
+        "pinned memory",
+        _DATA.format("8, drop_last=True, pin_memory=True"),
+        "it works on npu; where the host runs out of memory, leave it out",
+    ),
+    _left(
+        "N702",
+        "shapes that change",
+        _DATA.format("8"),
+        "the last batch may have another shape, which operators are compiled for: drop_last=True leaves it out",
+    ),
+    _left("N703", "int64", "y = y.long()", "int64 is slow on npu: targets and indices may be int32"),
+    _left("N704", "channels_last", _FORM, "an NPU has memory formats of its own: this one saves nothing there"),
+)
 OWN_RULES = (
     _left("R801", "names that --rules gives", "import mylib", ""),
     _left("R802", "arguments that --rules gives", "import mylib", ""),
@@ -368,5 +402,14 @@ FILE_RULES = (
 )
 RULES = {
     rule.id: rule
-    for rule in (*DEVICE_RULES, *APEX_RULES, *OPTIMIZER_RULES, *AMP_RULES, *PARALLEL_RULES, *OWN_RULES, *FILE_RULES)
+    for rule in (
+        *DEVICE_RULES,
+        *APEX_RULES,
+        *OPTIMIZER_RULES,
+        *AMP_RULES,
+        *PARALLEL_RULES,
+        *ADVICE_RULES,
+        *OWN_RULES,
+        *FILE_RULES,
+    )
 }

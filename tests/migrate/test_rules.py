@@ -11,7 +11,7 @@ from migrate import golden
 
 from apex_npu import compat
 from apex_npu.migrate import Options, apex, reports, rewrite
-from apex_npu.migrate.rules import AMP_RULES, OWN_RULES, PARALLEL_RULES, RULES
+from apex_npu.migrate.rules import ADVICE_RULES, AMP_RULES, OWN_RULES, PARALLEL_RULES, RULES
 from apex_npu.migrate.tables import PROFILER_NAMES, RENAMED, SAME_NAMES, SIMILAR, SUBMODULES
 
 CASES = sorted(golden.CASES.glob("*.txt"))
@@ -23,6 +23,7 @@ CASES = sorted(golden.CASES.glob("*.txt"))
 def test_the_example_of_a_rule(rule):
     options = Options(amp="O1", ignore=("D", "O")) if rule in AMP_RULES else Options()
     options = Options(data_parallel="main", ignore=("O",)) if rule in PARALLEL_RULES else options
+    options = Options(select=("N",)) if rule in ADVICE_RULES else options
     rewritten = rewrite(rule.before, options=options)
     assert rewritten.source == rule.after
     assert rule.id in {finding.rule for finding in rewritten.findings}
@@ -43,7 +44,7 @@ def test_a_second_run_changes_nothing(case):
 
 def test_every_rule_has_a_golden_case():
     reported = "".join(golden.parts(case)[2] for case in CASES)
-    own = {rule.id for rule in OWN_RULES}  # in test_own_rules.py
+    own = {rule.id for rule in (*OWN_RULES, *ADVICE_RULES)}  # in test_own_rules.py, and by their examples
     assert [rule for rule in RULES if rule[0] != "F" and rule not in reported and rule not in own] == []
 
 
