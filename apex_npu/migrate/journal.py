@@ -108,7 +108,8 @@ def take_back(paths: Sequence[Path]) -> bool:
     with locked(given):
         for folder in given:
             shutil.rmtree(folder / temporary_name(JOURNAL), ignore_errors=True)
-        found = {folder: _read(folder) for folder in given if os.path.lexists(folder / JOURNAL)}
+        read = {folder: _read(folder) for folder in given}
+        found = {folder: journal for folder, journal in read.items() if journal is not None}
         done = False
         for folder, journal in found.items():
             if os.path.lexists(folder / JOURNAL):
@@ -118,7 +119,7 @@ def take_back(paths: Sequence[Path]) -> bool:
 
 def _take_back(folder: Path, journal: Journal, found: Mapping[Path, Journal]) -> bool:
     folders = tuple(map(Path, journal.folders))
-    first = found[folders[0]] if folders[0] in found else _read(folders[0], must=False)
+    first = found[folders[0]] if folders[0] in found else _read(folders[0])
     if first is None or first.id != journal.id:
         end([folder])
         return False
@@ -169,8 +170,9 @@ def _not_ours(folder: Path) -> PipelineError:
     )
 
 
-def _read(folder: Path, *, must: bool = True) -> Journal | None:
-    if not must and not os.path.lexists(folder / JOURNAL):
+def _read(folder: Path) -> Journal | None:
+    """The journal in a folder, if there is one."""
+    if not os.path.lexists(folder / JOURNAL):
         return None
     try:
         read = json.loads(files.read(folder, f"{JOURNAL}/journal.json") or b"")
@@ -181,6 +183,7 @@ def _read(folder: Path, *, must: bool = True) -> Journal | None:
         ours = all(path.suffix in (".py", ".pyw", ".ipynb") for path in paths) and str(folder) in read["folders"]
         if not (fits and inside and ours and isinstance(read["backup"], bool)):
             raise ValueError(folder)
-        return Journal(read["id"], *(tuple(read[name]) for name in ("folders", "paths", "after")), read["backup"])
+        folders, names, after = (tuple(read[name]) for name in ("folders", "paths", "after"))
+        return Journal(read["id"], folders, names, after, read["backup"])
     except (ValueError, KeyError, TypeError, RecursionError):
         raise _not_ours(folder) from None

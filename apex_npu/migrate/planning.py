@@ -196,8 +196,8 @@ def _is_program(path: str) -> bool:
 
 def _targets(path: Path, exclude: Sequence[str]) -> Iterator[Target]:
     """The files that ``path``, which the user gave, stands for."""
-    for folder in (path.resolve(), *path.resolve().parents):
-        _check_whole(folder)
+    for around in (path.resolve(), *path.resolve().parents):
+        _check_whole(around)
     if path.is_symlink():
         raise PipelineError(f"{path} is a link: links are not followed. Give what it points to")
     if path.is_file():
