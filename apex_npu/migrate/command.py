@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import os
 import signal
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -18,11 +20,17 @@ from apex_npu.compat.pipeline.errors import PipelineError
 from . import reports
 from .amp import LEVELS, arguments_of_initialize
 from .findings import count
+from .journal import take_back
+from .own_rules import read_api_list, read_rules
 from .planning import Plan, plan
 from .program import Options
+from .rewriting import Rewritten
 from .rules import RULES, Rule
 from .targets import TARGETS
 from .writing import write_copy, write_in_place
+
+# Files that a run with a progress bar has.
+_LONG = 200
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -61,8 +69,10 @@ def _chosen(text: str) -> tuple[str, ...]:
     for name in names:
         if not any(rule.startswith(name) for rule in RULES):
             raise argparse.ArgumentTypeError(f"there is no rule or family {name}: --list-rules lists them")
-        if name[0] in "AT":
-            raise argparse.ArgumentTypeError(f"{name}: the rules of amp apply together, with --amp")
+        if name[0] in "ATP":
+            raise argparse.ArgumentTypeError(
+                f"{name}: the rules of amp apply together, with --amp, those for several cards with --data-parallel"
+            )
     return names
 
 
@@ -89,7 +99,9 @@ def _amp_args(text: str) -> str:
 
 
 def _migrate(options: argparse.Namespace) -> int:
-    if not options.paths:
+    if options.model and not options.data_parallel:
+        raise ValueError("--model goes with --data-parallel")
+    if not options.paths and not options.data_parallel:
         raise ValueError("a path is missing: python -m apex_npu migrate PATH...")
     if options.write and options.out:
         raise ValueError("--write changes files in place, --out writes a copy: give one of them")
@@ -101,16 +113,25 @@ def _migrate(options: argparse.Namespace) -> int:
         raise ValueError(f"--to {options.to}: give one of {', '.join(TARGETS)}")
     if options.amp_args and not options.amp:
         raise ValueError("--amp-args goes with --amp")
+    own = [rule for path in options.rules or () for rule in read_rules(path)]
+    own += [rule for path in options.api_list or () for rule in read_api_list(path)]
     chosen = Options(
         options.select,
         options.ignore,
         options.unsure,
         options.force,
+        similar=options.similar,
+        own=tuple(own),
         to=options.to,
         amp=options.amp or "",
         amp_args=options.amp_args or "",
+        model=options.model or "",
     )
-    made = plan(options.paths, chosen, options.exclude or (), options.jobs)
+    if options.write and take_back(options.paths or [options.data_parallel]):
+        print("apex_npu: an earlier --write was interrupted: all of its files are as they were", file=sys.stderr)
+    script = options.data_parallel
+    watch = None if options.q else _watched
+    made = plan(options.paths or [script], chosen, options.exclude or (), options.jobs, script, watch)
     if options.report:
         _save(options.report, reports.write_report(options.report, made.findings))
     if options.diff:
@@ -121,9 +142,28 @@ def _migrate(options: argparse.Namespace) -> int:
     if options.write:
         write_in_place(made.files, allow_dirty=options.allow_dirty, backup=options.backup)
     elif options.out:
-        write_copy(options.paths[0], made.files, options.out)
+        write_copy((options.paths or [options.data_parallel])[0], made.files, options.out)
     print(reports.summary(made, written=bool(options.write or options.out)), file=sys.stderr if options.diff else None)
     return _status(made, check=options.check)
+
+
+def _watched(results: Iterator[Rewritten], number: int) -> Iterable[Rewritten]:
+    """Show how far a long run is, on a terminal, where rich is installed."""
+    if number < _LONG or not sys.stderr.isatty():
+        return results
+    try:
+        console, progress = importlib.import_module("rich.console"), importlib.import_module("rich.progress")
+    except ImportError:
+        return results
+    shown = console.Console(stderr=True)
+    tracked: Iterable[Rewritten] = progress.track(results, "reading", number, console=shown, transient=True)
+    return tracked
+
+
+def _jobs(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of processes: give 1 or more")
+    return int(text)
 
 
 def _save(path: str, content: bytes) -> None:
@@ -166,12 +206,17 @@ MIGRATE = Command(
             type=_amp_args,
             metavar="'loss_scale=128.0'",
         ),
+        Argument("--data-parallel", "make a script for one card one for several", type=Path, metavar="MAIN"),
+        Argument("--model", "with --data-parallel: the one model that is trained so", metavar="NAME"),
         Argument("--unsure", "also apply what is unsure", flag=True),
+        Argument("--similar", "also apply what is only similar", flag=True),
+        Argument("--rules", "more rules, .toml or .json (repeatable)", metavar="FILE", many=True),
+        Argument("--api-list", "report uses of names that a list has, .json (repeatable)", metavar="FILE", many=True),
         Argument("--report", "write all findings; the name ends with .csv, .json or .sarif", metavar="FILE"),
         Argument("--explain", "print a rule with its example", metavar="RULE"),
         Argument("--list-rules", "print all rules", flag=True),
         Argument("--exclude", "skip paths, as in '*/data/*' (repeatable)", metavar="GLOB", many=True),
-        Argument("--jobs", "processes; default: %(default)s", type=int, metavar="N", default=os.cpu_count() or 1),
+        Argument("--jobs", "processes; default: %(default)s", type=_jobs, metavar="N", default=os.cpu_count() or 1),
         Argument("--allow-dirty", "with --write: also files that are not committed in git", flag=True),
         Argument("--backup", "with --write: keep FILE.orig, and allow the same", flag=True),
         Argument("--force", "also change files that speak of npu already", flag=True),

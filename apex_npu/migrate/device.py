@@ -11,12 +11,14 @@ from functools import partial
 from .program import Program
 from .rules import RULES
 from .source import Edit
-from .tables import ANSWERS, INSTEAD, NEEDS_CUDA, NO_EFFECT, OTHER_LIBRARIES, RENAMED, SAME_NAMES, SUBMODULES
+from .tables import ANSWERS, INSTEAD, NEEDS_CUDA, NO_EFFECT, OTHER_LIBRARIES, RENAMED, SAME_NAMES, SIMILAR, SUBMODULES
 from .targets import target_of
 
 _FROM = re.compile(r"from[ \t\f]+(torch\.cuda(?:\.\w+)*)(?!\w|\.)")
 _DATA_PARALLEL = re.compile(r"torch\.nn\.(parallel\.)?(data_parallel\.)?(DataParallel|data_parallel)")
+_OTHER_NAMES = RENAMED | {name: new for name, (new, _) in SIMILAR.items()}
 _NOT_PORTABLE = "it names a device: portable code writes torch.get_device_module(...), or torch.amp, where it is used"
+_RANGES = "similar: msprof shows these ranges, tools of NVIDIA's do not"
 _PROFILERS = ("torch.autograd.profiler.profile", "torch.profiler.profile", "torch.profiler.profiler.profile")
 
 
@@ -39,8 +41,13 @@ def check(program: Program) -> None:
             _class(program, node)
 
 
-def missing(parts: list[str]) -> str | None:
-    """Of a name after ``torch.cuda.``, as its parts, the part without a counterpart; None where there is one."""
+def missing(parts: list[str], *, similar: bool = False) -> str | None:
+    """Of a name after ``torch.cuda.``, as its parts, the part without a counterpart; None where there is one.
+
+    With ``similar``, a counterpart that is only similar is one.
+    """
+    if similar and parts and parts[0] in SIMILAR:
+        return ".".join(parts[:2]) if len(parts) > 1 and parts[1] not in SIMILAR[parts[0]][1] else None
     for count in range(len(parts)):
         module = ".".join(parts[:count])
         names = SUBMODULES.get(module) if module else None
@@ -50,6 +57,10 @@ def missing(parts: list[str]) -> str | None:
         if ".".join(parts[: count + 1]) not in SUBMODULES:
             return None
     return None
+
+
+def _similar(program: Program) -> bool:
+    return program.options.similar and target_of(program).imports
 
 
 def _without(name: str) -> str:
@@ -85,9 +96,13 @@ def _torch_cuda(program: Program, node: ast.Attribute | ast.Name, parts: list[st
     links = [f"name {at.id}"] if isinstance(at, ast.Name) and "." in (program.names.dotted(at) or "") else []
     target = _assigned(program, node)
     links += [f"name {target.id}"] if target is not None else []
-    lacking = missing(parts)
+    lacking = missing(parts, similar=_similar(program))
     if lacking is not None:
         program.report("D151", "refused", node, message=_without(lacking), links=links)
+        return
+    if parts and parts[0] in SIMILAR:
+        edits = target_of(program).name(program, node, parts)
+        program.report("D151", "changed", node, edits, _RANGES, links)
         return
     if not parts and (target is None or program.names.dotted(target) != "torch.cuda"):
         program.report("D153", "refused", node, message=RULES["D153"].message.format("torch.cuda"), links=links)
@@ -110,7 +125,7 @@ def _torch(program: Program, node: ast.Attribute, dotted: str) -> None:
         program.report("D103", "changed", program.method_span(node), target_of(program).move(program, node, None))
     elif dotted == "torch.distributed.is_nccl_available":
         program.report("D109", "changed", node, [target_of(program).nccl_check(program, node)])
-    elif dotted.startswith("torch.profiler.ProfilerActivity.CUDA"):
+    elif dotted.startswith("torch.profiler.ProfilerActivity.CUDA") and not _similar(program):
         program.report("D110", "refused", node, message=RULES["D110"].message)
     elif dotted == "torch.version.cuda":
         program.report("D156", "note", node, message="it is None on npu")
@@ -156,7 +171,7 @@ def _call(program: Program, node: ast.Call) -> None:
     elif dotted in _PROFILERS:
         for keyword in node.keywords:
             if keyword.arg == "use_cuda":
-                _use_cuda(program, keyword)
+                _use_cuda(program, keyword, dotted)
     elif isinstance(called, ast.Name) and called.id in ("getattr", "hasattr", "setattr", "eval", "exec"):
         _looked_up(program, node, called.id)
 
@@ -168,8 +183,11 @@ def _library(program: Program, node: ast.expr) -> str:
     return (program.names.dotted(node) or "").partition(".")[0]
 
 
-def _use_cuda(program: Program, keyword: ast.keyword) -> None:
+def _use_cuda(program: Program, keyword: ast.keyword, called: str) -> None:
     span = program.source.span(keyword)
+    if called.startswith("torch.profiler."):
+        program.report("D110", "refused", span, message="give it activities in place of use_cuda")
+        return
     if not (isinstance(keyword.value, ast.Constant) and keyword.value.value is True):
         message = 'write use_device="npu" where it is true, and leave the argument out where it is not'
         program.report("D110", "refused", span, message=message)
@@ -206,18 +224,20 @@ def _import(program: Program, node: ast.Import) -> None:
             continue
         parts = alias.name.split(".")[2:]
         links = [f"name {alias.asname}"] if alias.asname else []
-        lacking = missing(parts)
+        lacking = missing(parts, similar=_similar(program))
         refusal = _without(lacking) if lacking is not None else _two_imports(program, alias) if alias.asname else ""
         refusal = refusal or ("" if target_of(program).imports else _NOT_PORTABLE)
         if refusal:
             program.report("D102", "refused", alias, message=refusal, links=links)
             continue
+        is_similar = bool(parts) and parts[0] in SIMILAR
+        parts = [SIMILAR[parts[0]][0]] if is_similar else parts
         new = "torch_npu.npu." + ".".join(parts) if parts and alias.asname else "torch.npu"
         start, _ = program.source.span(alias)
         end = start + len(alias.name)
         exact = program.source.text[start:end] == alias.name
         edit = Edit(start, end, new, partial(setattr, alias, "name", new)) if exact else None
-        program.report("D102", "changed", alias, [edit], links=links)
+        program.report("D102", "changed", alias, [edit], _RANGES if is_similar else "", links)
 
 
 def _two_imports(program: Program, alias: ast.alias) -> str:
@@ -261,7 +281,9 @@ def _from_torch_cuda(program: Program, node: ast.ImportFrom, module: str) -> Non
     if not target_of(program).imports:
         program.report("D102", "refused", node, message=_NOT_PORTABLE, links=links)
         return
-    lacking = [missing([*parts, alias.name]) or missing(parts) for alias in node.names]
+    similar = _similar(program) and not parts  # mstx is a class: nothing is imported from it
+    names = [[*parts, alias.name] for alias in node.names]
+    lacking = [missing(name, similar=similar) or missing(parts) for name in names]
     if any(name is not None for name in lacking):
         first = next(name for name in lacking if name is not None)
         reason = "import names one by one, rather than all of them" if first.endswith("*") else _without(first)
@@ -271,13 +293,14 @@ def _from_torch_cuda(program: Program, node: ast.ImportFrom, module: str) -> Non
     found = _FROM.match(program.source.text, start, end)
     new = "torch_npu.npu." + ".".join(parts) if parts else "torch.npu"
     edits = [Edit(*found.span(1), new, partial(setattr, node, "module", new)) if found else None]
-    edits += [_renamed(program, alias) for alias in node.names if not parts and alias.name in RENAMED]
-    program.report("D102", "changed", node, edits, links=links)
+    edits += [_renamed(program, alias) for alias in node.names if not parts and alias.name in _OTHER_NAMES]
+    ranges = _RANGES if any(name[0] in SIMILAR for name in names) else ""
+    program.report("D102", "changed", node, edits, ranges, links)
 
 
 def _renamed(program: Program, alias: ast.alias) -> Edit:
     span, kept = program.source.span(alias), alias.asname or alias.name
-    new = RENAMED[alias.name]
+    new = _OTHER_NAMES[alias.name]
 
     def change_tree() -> None:
         alias.name, alias.asname = new, kept

@@ -8,7 +8,8 @@ import ast
 import re
 from collections.abc import Sequence
 
-from .insertion import Insertion
+from .insertion import COMBINE, PARALLEL, Insertion
+from .targets import torch_name
 from .training import MOVES, Made, UnclearError, around, body_of, function_of, method_of, text
 
 _WRAPPER = re.compile(r"(torch|apex|apex_npu)\..*(DistributedDataParallel|DataParallel)|torch\.compile")
@@ -16,7 +17,7 @@ _WRAPPER = re.compile(r"(torch|apex|apex_npu)\..*(DistributedDataParallel|DataPa
 
 def put_initialize(put: Insertion) -> None:
     """Call it for all models and optimizers of the file."""
-    program, place = put.program, _place(put)
+    program, place = put.program, place_of(put)
     made: dict[str, Made] = {one.target: one for one in put.training.made}
     models = list(dict.fromkeys(model for one in made.values() for model in one.models))
     wrapped = [model for model in models if _is_wrapped(put, model, place)]
@@ -27,14 +28,16 @@ def put_initialize(put: Insertion) -> None:
     assigned = f"{_listed(models)}, {_listed([*made])} = " if home is not None and local and not wrapped else ""
     models = [f'getattr({model}, "module", {model})' if model in wrapped else model for model in models]
     options = [f'opt_level="{put.level}"', *([program.options.amp_args] if program.options.amp_args else [])]
+    if put.combines:
+        options.append(COMBINE.format(torch_name(program)))
     if put.torch_amp.enabled:
         _check_bound(put, place)
         options.append(f"enabled={put.torch_amp.enabled}")
     call = f"{assigned}{put.amp}.initialize({_listed(models)}, {_listed([*made])}, {', '.join(options)})"
-    put.put_after("A301", place, [call])
+    put.put_after("A301", place, [call], links=["amp", PARALLEL] if put.combines else ["amp"])
 
 
-def _place(put: Insertion) -> ast.stmt:
+def place_of(put: Insertion) -> ast.stmt:
     """The statement that ``initialize`` comes after: the last optimizer, or the ``if`` that chooses one."""
     made, program = sorted(put.training.made, key=lambda one: put.training.offset(one.call)), put.program
     last = made[-1].statement

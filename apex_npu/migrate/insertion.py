@@ -5,12 +5,17 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 
 from .ours import name_of
 from .program import Program
 from .torch_amp import TorchAmp
 from .training import Training, UnclearError, body_of
 
+# What ``amp.initialize`` gets so that several processes average their gradients; ``{}`` is torch.
+COMBINE = "combine_grad=True, combine_ddp={}.distributed.is_initialized()"
+# What is changed together where a script becomes one for several cards.
+PARALLEL = "data parallel"
 _OF_BFLOAT16 = {"O1": "O4", "O2": "O5"}
 
 
@@ -32,7 +37,21 @@ class Insertion:
         self.removed: dict[int, list[ast.stmt]] = {}
         self.amp = name_of(program, "amp") or ""
 
-    def put_after(self, rule: str, anchor: ast.stmt, statements: list[str]) -> None:
+    @property
+    def combines(self) -> bool:
+        """Whether amp averages gradients over processes: every optimizer is a fused one, and amp is always on."""
+        options = self.program.options
+        given = "combine_" in options.amp_args
+        if options.data_parallel != "main" or not options.amp or self.torch_amp.enabled or given:
+            return False
+        fused = {one.start for one in self.program.drafts if one.rule == "O501" and one.status == "changed"}
+        starts = {self.source.span(one.call.func)[0] for one in self.training.made}
+        left = any(one.rule == "O501" and one.status == "refused" for one in self.program.drafts)
+        return starts <= fused and not left and options.has("O501")
+
+    def put_after(
+        self, rule: str, anchor: ast.stmt, statements: list[str], links: Iterable[str] = ("amp",), after: int = 1
+    ) -> None:
         """Put statements after another: the first one, with what belongs to it, on a line of its own."""
         program, source = self.program, self.source
         if self.torch_amp.holds(anchor):
@@ -42,5 +61,5 @@ class Insertion:
         offset = source.line_end(anchor.end_lineno or 0)
         inner = "\t" if "\t" in indent else "    "
         lines = "".join(f"{newline}{indent}{line.replace('    ', inner)}" for line in statements)
-        edit = program.insert(body_of(program, anchor), anchor, offset, "\n".join(statements), lines, after=1)
-        program.report(rule, "changed", (offset, offset), [edit], links=["amp"])
+        edit = program.insert(body_of(program, anchor), anchor, offset, "\n".join(statements), lines, after=after)
+        program.report(rule, "changed", (offset, offset), [edit], links=links)

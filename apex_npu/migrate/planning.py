@@ -8,7 +8,7 @@ import fnmatch
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,12 +18,14 @@ from apex_npu.compat.pipeline.errors import PipelineError
 from .findings import Finding
 from .notebooks import rewrite_notebook
 from .program import Options
-from .programs import left_out
+from .programs import left_out, with_imports
 from .rewriting import Rewritten, concerns, owned_names, rewrite, rewrite_part, unreadable
 from .rules import RULES
 from .source import UnreadableError
 
-_SKIPPED = {".git", ".hg", ".svn", "__pycache__", "build", "node_modules", "site-packages"}
+# Of an interrupted ``--write``, in each folder that it writes files in.
+JOURNAL = ".apex_npu-journal"
+_SKIPPED = {JOURNAL, ".git", ".hg", ".svn", "__pycache__", "build", "node_modules", "site-packages"}
 _OTHERS = re.compile(r".*\.(sh|bash|ya?ml|json|cfg|ini|toml)|Dockerfile.*|.*requirements.*\.txt")
 _CUDA_LINE = re.compile(r"CUDA_VISIBLE_DEVICES|\bcuda\b|\bcuda:\d|\bnccl\b|\bapex\b")
 _MAX_OTHER = 1_000_000
@@ -69,7 +71,12 @@ class Plan:
 
 
 def plan(
-    paths: Sequence[str | Path], options: Options | None = None, exclude: Sequence[str] = (), jobs: int = 1
+    paths: Sequence[str | Path],
+    options: Options | None = None,
+    exclude: Sequence[str] = (),
+    jobs: int = 1,
+    data_parallel: str | Path | None = None,
+    watch: Callable[[Iterator[Rewritten], int], Iterable[Rewritten]] | None = None,
 ) -> Plan:
     """Apply the rules to files, and to the .py and .ipynb files of folders. Nothing is written.
 
@@ -78,6 +85,8 @@ def plan(
         options: Which rules apply, and how.
         exclude: Patterns of paths below the folders, or of names, that are skipped.
         jobs: How many processes share the work.
+        data_parallel: A script among the files that becomes one for several cards.
+        watch: Gets the results as they are made, and how many there will be; hands them on.
 
     Raises:
         PipelineError: A path does not exist, or is a link.
@@ -99,11 +108,21 @@ def plan(
     programs = {target: data for target, data in contents.items() if _is_program(target.path)}
     options = options or Options()
     options = replace(options, owned=options.owned.union(*map(owned_names, programs.values())))
-    work = [(target.shown, data, options) for target, data in programs.items() if concerns(data, options)]
-    done = {shown: rewritten for (shown, *_), rewritten in zip(work, _all_rewritten(work, jobs), strict=True)}
     by_path = {target.shown: target for target in programs}
+    chosen = dict.fromkeys(by_path, options)
+    if data_parallel is not None:
+        chosen.update(_several_cards(Path(data_parallel), programs, options))
+    work = [(shown, programs[by_path[shown]], one) for shown, one in chosen.items()]
+    work = [one for one in work if concerns(*one[1:])]
+    results = _all_rewritten(work, jobs)
+    watched = results if watch is None else watch(results, len(work))
+    done = {shown: rewritten for (shown, *_), rewritten in zip(work, watched, strict=True)}
+    if data_parallel is not None:
+        done.update(_one_card(work, done, chosen))
     if options.amp:
-        done.update(_without_amp(programs, dict(done), options))
+        done.update(_without_amp(programs, dict(done), chosen))
+    if data_parallel is not None:
+        done.update(_one_card(work, done, chosen))
     changes = []
     for shown, rewritten in done.items():
         findings.extend(rewritten.findings)
@@ -116,13 +135,39 @@ def plan(
 
 
 def _without_amp(
-    programs: Mapping[Target, bytes], done: Mapping[str, Rewritten], options: Options
+    programs: Mapping[Target, bytes], done: Mapping[str, Rewritten], options: Mapping[str, Options]
 ) -> Iterator[tuple[str, Rewritten]]:
     """The files of programs that amp cannot be put into as a whole, rewritten without it."""
     modules = {Path(target.shown): data for target, data in programs.items() if target.path.endswith(".py")}
     findings = {path: done[str(path)].findings for path in modules if str(path) in done}
     for path, reason in left_out(modules, findings).items():
-        yield str(path), _rewritten((str(path), modules[path], replace(options, amp_left=reason)))
+        yield str(path), _rewritten((str(path), modules[path], replace(options[str(path)], amp_left=reason)))
+
+
+def _several_cards(main: Path, programs: Mapping[Target, bytes], options: Options) -> Iterator[tuple[str, Options]]:
+    """What the rules are told of a script that is to train on several cards, and of the files that it imports."""
+    modules = {Path(target.shown): data for target, data in programs.items() if target.path.endswith(".py")}
+    script = Path(os.path.normpath(main))
+    if script not in modules:
+        raise PipelineError(f"--data-parallel {main}: it is no Python file among those that are given")
+    for path in with_imports(script, modules):
+        yield str(path), replace(options, data_parallel="main" if path == script else "other")
+
+
+def _one_card(
+    work: list[tuple[str, bytes, Options]], done: Mapping[str, Rewritten], chosen: dict[str, Options]
+) -> Iterator[tuple[str, Rewritten]]:
+    """The files of a script that cannot be one for several cards as a whole, as they are without that."""
+    of_script = [(shown, data) for shown, data, _ in work if chosen[shown].data_parallel]
+    found = [one for shown, _ in of_script for one in done[shown].findings if one.rule[0] == "P"]
+    left = next((one for one in found if one.status in ("refused", "kept")), None)
+    if left is None and any(one.rule == "P601" and one.status == "changed" for one in found):
+        return
+    reason = f"{left.path}:{left.line} ({left.rule}): {left.message}" if left else "it trains on several cards already"
+    for shown, data in of_script:
+        if any(one.rule[0] == "P" and one.status == "changed" for one in done[shown].findings):
+            chosen[shown] = replace(chosen[shown], parallel_left=reason)
+            yield shown, _rewritten((shown, data, chosen[shown]))
 
 
 def _all_rewritten(work: list[tuple[str, bytes, Options]], jobs: int) -> Iterator[Rewritten]:
@@ -151,6 +196,8 @@ def _is_program(path: str) -> bool:
 
 def _targets(path: Path, exclude: Sequence[str]) -> Iterator[Target]:
     """The files that ``path``, which the user gave, stands for."""
+    for around in (path.resolve(), *path.resolve().parents):
+        _check_whole(around)
     if path.is_symlink():
         raise PipelineError(f"{path} is a link: links are not followed. Give what it points to")
     if path.is_file():
@@ -161,6 +208,7 @@ def _targets(path: Path, exclude: Sequence[str]) -> Iterator[Target]:
     known = _known_to_git(path)
     for folder, folders, names in os.walk(path):
         at = Path(folder)
+        _check_whole(at)
         inner = (name for name in folders if name not in _SKIPPED and not (at / name / "pyvenv.cfg").exists())
         folders[:] = sorted(name for name in inner if not _excluded(at.relative_to(path) / name, exclude))
         for name in sorted(names):
@@ -170,6 +218,15 @@ def _targets(path: Path, exclude: Sequence[str]) -> Iterator[Target]:
                 continue
             if known is None or relative.as_posix() in known:
                 yield Target(path, relative.as_posix())
+
+
+def _check_whole(folder: Path) -> None:
+    """Refuse files of which some are new and others old."""
+    if os.path.lexists(folder / JOURNAL):
+        raise PipelineError(
+            f"an earlier --write in {folder} was interrupted: python -m apex_npu migrate --write {folder} takes it "
+            "back first"
+        )
 
 
 def _excluded(path: Path, patterns: Sequence[str]) -> bool:

@@ -13,6 +13,7 @@ from functools import partial
 
 from .findings import Finding
 from .names import Names
+from .own_rules import OwnRule
 from .rules import RULES
 from .source import Edit, Source, UnreadableError, apply_edits, parse, same_tree
 
@@ -58,11 +59,16 @@ class Options:
         ignore: Ids of rules or families that do not.
         unsure: Apply what is unsure.
         force: Change files that speak of npu already.
+        own: A person's rules, as ``own_rules.py`` reads them.
+        similar: Use what is only similar to what CUDA has.
         owned: Names of attributes that the files define themselves.
         to: "npu", or "portable": code that runs on npu, cuda, xpu and the CPU.
         amp: The opt_level of an amp that is put in, or takes torch.amp's place; "": none.
         amp_args: Further arguments of ``amp.initialize``, as a program has them.
         amp_left: Why amp stays out of the program; "": it does not.
+        data_parallel: "main": the script becomes one for several cards; "other": it is imported by one.
+        model: The name of the model that is trained on several cards; "": all of them.
+        parallel_left: Why the script stays one for one card; "": it does not.
 
     Example::
 
@@ -74,16 +80,25 @@ class Options:
     ignore: tuple[str, ...] = ()
     unsure: bool = False
     force: bool = False
+    own: tuple[OwnRule, ...] = ()
+    similar: bool = False
     owned: frozenset[str] = frozenset()
     to: str = "npu"
     amp: str = ""
     amp_args: str = ""
     amp_left: str = ""
+    data_parallel: str = ""
+    model: str = ""
+    parallel_left: str = ""
 
     def has(self, rule: str) -> bool:
         """Whether a rule applies; the rules of amp do together."""
         if rule[0] in "AT":
             return bool(self.amp)
+        if rule[0] == "R":
+            return True
+        if rule[0] == "P":
+            return bool(self.data_parallel)
         return rule.startswith(self.select) and not rule.startswith(self.ignore or ("-",))
 
 

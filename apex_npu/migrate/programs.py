@@ -41,6 +41,11 @@ def left_out(programs: Mapping[Path, bytes], findings: Mapping[Path, Sequence[Fi
     return reasons
 
 
+def with_imports(main: Path, programs: Mapping[Path, bytes]) -> set[Path]:
+    """A file and those that it imports, in turn."""
+    return _closure(main, {path: set(_imports(path, data, programs)) for path, data in programs.items()})
+
+
 def _closure(path: Path, imports: Mapping[Path, set[Path]]) -> set[Path]:
     found, todo = {path}, [path]
     while todo:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from . import amp, apex, device, fused, strings
+from . import advice, amp, apex, data_parallel, device, fused, own, similar, strings, unused
 from .findings import Finding
 from .ours import missing_imports, torch_import
 from .program import Draft, Options, Program
@@ -27,13 +27,27 @@ TRIGGER = re.compile(
 )
 # Likewise for those for optimizers and amp.
 _TRAINING = re.compile(
-    rb"optim|backward|autocast|GradScaler|fully_shard|FullyShard|" + b"|".join(map(str.encode, TRAINERS))
+    rb"optim|backward|autocast|torch\.save|GradScaler|fully_shard|FullyShard|" + b"|".join(map(str.encode, TRAINERS))
 )
+# And for advice.
+_ADVICE = re.compile(rb"DataLoader|\.long\b|int64|channels_last")
 # What may define a name, that rules rename, as the program's own.
 _DEFINES = re.compile(rb"\bis_cuda\s*[:=]|\bdef\s+(is_)?cuda\b|[\"']-{1,2}is[-_]cuda")
-_FAMILIES: tuple[Callable[[Program], None], ...] = (device.check, strings.check, apex.check, fused.check, amp.check)
+_FAMILIES: tuple[Callable[[Program], None], ...] = (
+    *(
+        device.check,
+        similar.check,
+        strings.check,
+        apex.check,
+        fused.check,
+        amp.check,
+        data_parallel.check,
+        advice.check,
+        own.check,
+    ),
+)
 # What brings a name of npu's into the file.
-_NPU_NAMES = ("D101", "D102", "D103", "D104", "D105", "D106", "D107", "D108", "D109", "D110", "D111")
+_NPU_NAMES = ("D101", "D102", "D103", "D104", "D105", "D106", "D107", "D108", "D109", "D110", "D111", "D151", "P601")
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,12 @@ def rewrite(source: str | bytes, path: str = "train.py", options: Options | None
 
 def concerns(data: bytes, options: Options) -> bool:
     """Whether the rules could have anything to say of a file."""
-    return bool(TRIGGER.search(data) or ((options.amp or options.has("O501")) and _TRAINING.search(data)))
+    return bool(
+        own.concerns(data, options.own)
+        or TRIGGER.search(data)
+        or (options.has("N702") and _ADVICE.search(data))
+        or ((options.amp or options.data_parallel or options.has("O501")) and _TRAINING.search(data))
+    )
 
 
 def rewrite_part(source: str | bytes, path: str, options: Options) -> Rewritten:
@@ -91,7 +110,7 @@ def rewrite_part(source: str | bytes, path: str, options: Options) -> Rewritten:
         return Rewritten(source, ())
     options = replace(options, owned=options.owned | owned_names(data))
     try:
-        program = examined(source, options)
+        program = examined(source, options, path)
         findings = program.findings(path)
         if not program.changes():
             return Rewritten(source, tuple(findings))
@@ -104,7 +123,7 @@ def rewrite_part(source: str | bytes, path: str, options: Options) -> Rewritten:
     return Rewritten(new, tuple(findings))
 
 
-def examined(source: str | bytes, options: Options) -> Program:
+def examined(source: str | bytes, options: Options, path: str = "") -> Program:
     """A program with what all rules say of it.
 
     Raises:
@@ -117,6 +136,7 @@ def examined(source: str | bytes, options: Options) -> Program:
     _refuse_gated(program)
     _respect_npu(program)
     amp.drop_covered(program)
+    unused.check(program, path)
     _add_first_lines(program)
     return program
 
@@ -221,6 +241,8 @@ def _add_first_lines(program: Program) -> None:
     parts = [part for part, families in (("amp", {"A", "T"}), ("optimizers", {"O"})) if rules & families]
     if parts:
         lines["X202"] = missing_imports(program, parts)
+    if any(draft.rule == "P601" for draft in program.changes()) and "os" not in program.names.module.bindings:
+        lines["P606"] = ["import os"]
     if node is not None and lines:
         _beside_torch(program, node, lines)
 

@@ -100,7 +100,7 @@ DEVICE_RULES = (
         "the profiler",
         "torch.autograd.profiler.profile(use_cuda=True)",
         'torch.autograd.profiler.profile(use_device="npu")',
-        "use torch_npu.profiler, whose activity is NPU",
+        "use torch_npu.profiler, whose activity is NPU. --similar does",
     ),
     _torch("D111", "torch.cuda.amp", "scaler = torch.cuda.amp.GradScaler()", "scaler = torch.npu.amp.GradScaler()"),
     Rule(
@@ -181,6 +181,13 @@ APEX_RULES = (
         "X202",
         "the import of apex_npu",
         "import torch\nopt = torch.optim.SGD(params, 0.1)\n",
+        "import torch\nfrom apex_npu import optimizers\nopt = optimizers.NpuFusedSGD(params, 0.1)\n",
+        source="https://nvidia.github.io/apex/",
+    ),
+    Rule(
+        "X203",
+        "imports without a use",
+        "import torch\nfrom torch.optim import SGD\nopt = SGD(params, 0.1)\n",
         "import torch\nfrom apex_npu import optimizers\nopt = optimizers.NpuFusedSGD(params, 0.1)\n",
         source="https://nvidia.github.io/apex/",
     ),
@@ -286,6 +293,15 @@ AMP_RULES = (
         '    with torch.autocast("cuda"):\n        loss = loss + model(x).mean()\n' + _PLAIN,
         "    loss = loss + model(x).mean()\n" + _SCALED + _STEP,
     ),
+    _amp(
+        "T407",
+        "a scaler that is an argument",
+        _T402,
+        _SCALED + _STEP,
+        head=_SCALER,
+        end="def last(scaler):\n    scaler.update()\nlast(scaler)\n",
+        ended="def last(scaler):\n    pass\nlast(None)\n",
+    ),
     _no_amp("A350", "a program with amp", "from apex_npu import amp", "the program has amp already"),
     _no_amp("A351", "optimizers that cannot be told", "import torch\nopts = [torch.optim.Adam(model.parameters())]"),
     _no_amp("A352", "models that cannot be told", "import torch\nopt = torch.optim.Adam(model.head.parameters())"),
@@ -296,6 +312,78 @@ AMP_RULES = (
         "import accelerate\nloss.backward()\naccelerate.load()\nopt.step()",
     ),
     _no_amp("A355", "torch.amp that cannot be moved over", "import torch\ncast = torch.autocast('cuda')"),
+)
+_LOADED_DATA = """data = torch.utils.data.DataLoader(points, batch_size=8, {shuffle})
+for epoch in range(3):
+{epoch}    for x in data:
+        loss = model(x).sum()
+        loss.backward()
+        opt.step()
+torch.save(epoch, path)
+"""
+_ONE_CARD = """import torch
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.Adam(model.parameters())
+""" + _LOADED_DATA.format(shuffle="shuffle=True", epoch="")
+_THERE = "torch.distributed.is_initialized()"
+_SEVERAL_CARDS = (
+    """import torch
+import torch_npu  # noqa: F401
+import os
+if "LOCAL_RANK" in os.environ:
+    torch.npu.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("hccl")
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.Adam(model.parameters())
+if torch.distributed.is_initialized():
+    model = torch.nn.parallel.DistributedDataParallel(model)
+"""
+    + _LOADED_DATA.format(
+        shuffle=f"shuffle=not {_THERE}, "
+        f"sampler=torch.utils.data.DistributedSampler(points, shuffle=True) if {_THERE} else None",
+        epoch="    if isinstance(data.sampler, torch.utils.data.DistributedSampler):\n"
+        "        data.sampler.set_epoch(epoch)\n",
+    )
+).replace("torch.save", f"if not {_THERE} or torch.distributed.get_rank() == 0:\n    torch.save")
+
+
+def _parallel(id: str, title: str, message: str = "") -> Rule:
+    """A rule whose example is a script for one card."""
+    return Rule(id, title, _ONE_CARD, _SEVERAL_CARDS, message, _TORCH + "notes/ddp.html")
+
+
+PARALLEL_RULES = (
+    _parallel("P601", "processes that join", "it trains on several cards already"),
+    _parallel("P602", "the part of the data of each process"),
+    _parallel("P603", "another order in each epoch"),
+    _parallel("P604", "averaged gradients"),
+    _parallel("P605", "files that one process writes"),
+    _parallel("P606", "the import of os"),
+)
+_DATA = "import torch\ndata = torch.utils.data.DataLoader(points, {})"
+_FORM = "import torch\nmodel = model.to(memory_format=torch.channels_last)"
+ADVICE_RULES = (
+    _left(
+        "N701",
+        "pinned memory",
+        _DATA.format("8, drop_last=True, pin_memory=True"),
+        "it works on npu; where the host runs out of memory, leave it out",
+    ),
+    _left(
+        "N702",
+        "shapes that change",
+        _DATA.format("8"),
+        "the last batch may have another shape, which operators are compiled for: drop_last=True leaves it out",
+    ),
+    _left("N703", "int64", "y = y.long()", "int64 is slow on npu: targets and indices may be int32"),
+    _left("N704", "channels_last", _FORM, "an NPU has memory formats of its own: this one saves nothing there"),
+)
+OWN_RULES = (
+    _left("R801", "names that --rules gives", "import mylib", ""),
+    _left("R802", "arguments that --rules gives", "import mylib", ""),
+    _left("R803", "names that --rules refuses", "import mylib", "{} is refused by a rule of --rules"),
+    _left("R804", "names that --rules keeps", "import mylib", "a rule of --rules says so"),
+    _left("D170", "names of --api-list", "import mylib", "{} is in the list of APIs that are not supported"),
 )
 FILE_RULES = (
     _left("F901", "a file that does not parse", "x = (", ""),
@@ -312,4 +400,16 @@ FILE_RULES = (
         "the new text is not the old one with these changes: the file is left. Please report this as a bug",
     ),
 )
-RULES = {rule.id: rule for rule in (*DEVICE_RULES, *APEX_RULES, *OPTIMIZER_RULES, *AMP_RULES, *FILE_RULES)}
+RULES = {
+    rule.id: rule
+    for rule in (
+        *DEVICE_RULES,
+        *APEX_RULES,
+        *OPTIMIZER_RULES,
+        *AMP_RULES,
+        *PARALLEL_RULES,
+        *ADVICE_RULES,
+        *OWN_RULES,
+        *FILE_RULES,
+    )
+}

@@ -34,9 +34,21 @@ SUBMODULES: dict[str, frozenset[str] | None] = {
     "random": None,
     "streams": None,
 }
+# Modules of torch.cuda with one that is only similar, its name and what is in both: they are changed by ``--similar``.
+SIMILAR = {"nvtx": ("mstx", frozenset({"mark", "range_end", "range_pop", "range_push", "range_start"}))}
+# Names of torch.profiler, and those of torch_npu.profiler that are similar.
+PROFILER_NAMES = {
+    "ProfilerAction": "ProfilerAction",
+    "ProfilerActivity.CPU": "ProfilerActivity.CPU",
+    "ProfilerActivity.CUDA": "ProfilerActivity.NPU",
+    "profile": "profile",
+    "schedule": "schedule",
+    "supported_activities": "supported_activities",
+    "tensorboard_trace_handler": "tensorboard_trace_handler",
+}
 # What takes the place of names without a counterpart, for the report.
 INSTEAD = {
-    "nvtx": "torch_npu.npu.mstx marks ranges for msprof",
+    "nvtx": "torch_npu.npu.mstx marks ranges for msprof. --similar uses it",
     "cudart": "remove the call: it asks the CUDA runtime",
     "nccl": "collectives go through torch.distributed with the backend hccl",
     "profiler": "use torch_npu.profiler",

@@ -11,10 +11,11 @@ from functools import partial
 
 from .program import Program
 from .source import Edit
-from .tables import RENAMED
+from .tables import RENAMED, SIMILAR
 
 # Of torch.cuda, what torch.accelerator has by the same name since torch 2.6; it is False, or 0, without an accelerator.
 _ACCELERATOR_NAMES = frozenset({"current_stream", "device_count", "is_available", "set_stream", "synchronize"})
+_OTHER_NAMES = RENAMED | {name: new for name, (new, _) in SIMILAR.items()}
 _ACCELERATOR = "ACCELERATOR"
 _LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
 _OPEN = re.compile(r"[\s\\]*\(")
@@ -37,7 +38,9 @@ class Npu:
         return "import torch_npu  # noqa: F401"
 
     def device(self, program: Program, node: ast.Constant, prefix: str = "") -> Edit | None:
-        """A literal that begins with ``prefix`` and "cuda"."""
+        """A literal that begins with ``prefix`` and "cuda"; one of several processes has no "cuda:0"."""
+        if program.options.data_parallel and node.value == "cuda:0":
+            return program.restring(node, "npu")
         return program.restring(node, f"{prefix}npu", len(f"{prefix}cuda"))
 
     def fstring(self, node: ast.JoinedStr, span: tuple[int, int]) -> Edit:
@@ -61,7 +64,7 @@ class Npu:
             if not isinstance(node, ast.Attribute):
                 break
             is_root = part == "cuda" and program.names.dotted(node) == "torch.cuda"
-            new = "npu" if is_root else RENAMED.get(part)
+            new = "npu" if is_root else _OTHER_NAMES.get(part)
             if new is not None:
                 edits.append(program.rename(node, new))
             node = node.value
@@ -78,6 +81,12 @@ class Npu:
     def profiled(self) -> str:
         """The device of a profiler."""
         return '"npu"'
+
+    def joined(self, torch: str) -> list[str]:
+        """The lines by which a process that ``torchrun`` has started takes its card, and joins the others."""
+        card = 'int(os.environ["LOCAL_RANK"])'
+        lines = [f"{torch}.npu.set_device({card})", f'{torch}.distributed.init_process_group("hccl")']
+        return ['if "LOCAL_RANK" in os.environ:', *(f"    {line}" for line in lines)]
 
 
 class Portable(Npu):
@@ -96,7 +105,9 @@ class Portable(Npu):
         if quote is None or plain is None or isinstance(program.parent(node), ast.MatchValue):
             return None
         assert isinstance(node.value, str)
-        rest = node.value[len(f"{prefix}cuda") :].replace("{", "{{").replace("}", "}}")
+        rest = node.value[len(f"{prefix}cuda") :]
+        rest = "" if rest == ":0" and program.options.data_parallel else rest
+        rest = rest.replace("{", "{{").replace("}", "}}")
         raw = quote[1] if quote[1] in "rR" else ""
         text = f"f{raw}{quote[2]}{prefix}{{{_ACCELERATOR}}}{rest}{quote[2]}" if prefix or rest else _ACCELERATOR
         return replaced(program, node, text)
@@ -184,6 +195,16 @@ class Portable(Npu):
     def profiled(self) -> str:
         """See ``Npu``."""
         return _ACCELERATOR
+
+    def joined(self, torch: str) -> list[str]:
+        """See ``Npu``."""
+        backend = f"{torch}.distributed.get_default_backend_for_device({_ACCELERATOR})"
+        return [
+            'if "LOCAL_RANK" in os.environ:',
+            f"    if {torch}.accelerator.is_available():",
+            f'        {torch}.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))',
+            f"    {torch}.distributed.init_process_group({backend})",
+        ]
 
 
 TARGETS: dict[str, Npu] = {"npu": Npu(), "portable": Portable()}

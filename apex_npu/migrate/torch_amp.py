@@ -38,8 +38,28 @@ class TorchAmp:
         ]
         self.made = [self._made(node) for node in uses if _SCALER.fullmatch(program.names.dotted(node) or "")]
         self.scalers = frozenset(text(statement.targets[0]) for statement in self.made)
+        self.scalers |= {name for name, _ in self._passed()}
+        self.passed = {node for _, node in self._passed()}
         self.blocks = [self._block(node) for node in uses if _AUTOCAST.fullmatch(program.names.dotted(node) or "")]
         self.uses = [node for node in uses if text(node) in self.scalers]
+
+    def _passed(self) -> list[tuple[str, ast.expr]]:
+        """What functions of this file, that get a scaler as an argument, call it, and the places that pass it on."""
+        nodes = self.program.names.nodes
+        functions: dict[str, list[ast.FunctionDef]] = {}
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef) and isinstance(self.program.parent(node), ast.Module):
+                functions.setdefault(node.name, []).append(node)
+        found: list[tuple[str, ast.expr]] = []
+        for call in (node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+            defined = functions.get(call.func.id, []) if isinstance(call.func, ast.Name) else []
+            if len(defined) != 1 or any(isinstance(one, ast.Starred) for one in call.args):
+                continue
+            places = [one.arg for one in (*defined[0].args.posonlyargs, *defined[0].args.args)]
+            given = [*zip(places, call.args, strict=False), *((one.arg or "", one.value) for one in call.keywords)]
+            known = {*places, *(one.arg for one in defined[0].args.kwonlyargs)}
+            found += [(name, value) for name, value in given if name in known and text(value) in self.scalers]
+        return found
 
     def _made(self, node: ast.expr) -> ast.Assign:
         call = self.program.parent(node)
@@ -97,6 +117,9 @@ class TorchAmp:
             call = None if method is None else program.parent(method)
             statement = None if call is None else program.parent(call)
             name = method.attr if isinstance(method, ast.Attribute) else ""
+            if node in self.passed:
+                program.report("T407", "changed", node, [replaced(program, node, "None")], links=["amp"])
+                continue
             if not isinstance(call, ast.Call) or call.func is not method:
                 raise UnclearError(node, "A355", "the scaler is passed on")
             if name in ("update", "unscale_") and isinstance(statement, ast.Expr):

@@ -15,6 +15,7 @@ from .program import Program
 _OPTIMIZER = re.compile(
     r"torch\.optim\.((?!lr_scheduler|swa_utils)\w+\.)?[A-Z]\w*|apex(_npu)?\.optimizers\.(?!WarmupLR|FusedEMA)(\w+\.)?[A-Z]\w*"
 )
+_INITIALIZE = re.compile(r"apex(_npu)?\.amp\.initialize")
 # Methods that move or cast a module, and return it.
 MOVES = ("to", "cuda", "npu", "half", "float", "double", "bfloat16", "type")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -167,7 +168,7 @@ class Training:
         given = [*call.args[:1], *(one.value for one in call.keywords if one.arg == "params")]
         if given and isinstance(given[0], ast.Name):
             home = self.program.names.scope(call).find(given[0].id)
-            stores = self._assigned(given[0].id, call)
+            stores = self.assigned(given[0].id, call)
             if home is None or len(stores) != 1 or len(home.bindings[given[0].id]) != 1:
                 raise UnclearError(call, "A352", f"whose parameters {given[0].id} are cannot be told")
             given = [stores[0].value]
@@ -199,9 +200,17 @@ class Training:
             else:
                 assert home is not None
                 number = sum(not isinstance(binding, ast.Constant) for binding in home.bindings[one.target])
+                number -= self._given_back(one)
             if number != ours:
                 raise UnclearError(one.statement, "A351", f"{one.target} gets an optimizer from elsewhere, too")
             self._check_called_once(one)
+
+    def _given_back(self, one: Made) -> int:
+        """How often ``amp.initialize`` gives it back, to the name that it had."""
+        calls = [call for call in self.calls if _INITIALIZE.fullmatch(self.program.names.dotted(call.func) or "")]
+        statements = [at for at in map(self.program.parent, calls) if isinstance(at, ast.Assign)]
+        targets = [node for at in statements for target in at.targets for node in ast.walk(target)]
+        return sum(text(node) == one.target and self.is_same(one, node) for node in targets)
 
     def _check_called_once(self, one: Made) -> None:
         function = function_of(self.program, one.statement)
@@ -312,7 +321,7 @@ class Training:
         name = text(node)
         if name and is_argument(self.program, node, name):
             return True
-        values = [one.value for one in self._assigned(name, node)]
+        values = [one.value for one in self.assigned(name, node)]
         listed = values[0].elts if len(values) == 1 and isinstance(values[0], (ast.List, ast.Tuple)) else []
         return bool(listed) and all(text(one) in self.targets for one in listed)
 
@@ -320,11 +329,11 @@ class Training:
         """Refuse the step of an optimizer that may not be one of those that are made here, or an argument."""
         known = any(one.target == name and self.is_same(one, call) for one in self.made)
         if "." in name and not known:
-            values = [one.value for one in self._assigned(name, call) if not _gets_none(one)]
+            values = [one.value for one in self.assigned(name, call) if not _gets_none(one)]
             passed = (is_argument(self.program, one, text(one)) or text(one) in self.targets for one in values)
             known = bool(values) and all(passed)
         if not known and "." not in name:
-            values = [one.value for one in self._assigned(name, call) if not _gets_none(one)]
+            values = [one.value for one in self.assigned(name, call) if not _gets_none(one)]
             home = self.program.names.scope(call).find(name)
             known = (
                 all(map(self._is_factory_call, values)) and len(values) == len(home.bindings[name] if home else ()) > 0
@@ -342,7 +351,7 @@ class Training:
         returns = [] if function is None else [one.value for one in ast.walk(function) if isinstance(one, ast.Return)]
         return bool(returns) and all(one is not None and text(one) == target for one in returns)
 
-    def _assigned(self, name: str, node: ast.AST) -> list[ast.Assign]:
+    def assigned(self, name: str, node: ast.AST) -> list[ast.Assign]:
         """The assignments of an attribute, or of a name as it is bound at ``node``."""
         found = [
             one for one in self.program.names.nodes if isinstance(one, ast.Assign) and name in map(text, one.targets)

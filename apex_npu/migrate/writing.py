@@ -1,6 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Files are replaced together: all are new, or all are as they were, also after Ctrl-C. Links are not followed."""
+"""Files are replaced together: all are new, or all are as they were, also after Ctrl-C. Links are not followed.
+
+What a killed process leaves, ``journal.py`` takes back.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from apex_npu.compat.pipeline import files
 from apex_npu.compat.pipeline.errors import PipelineError
 from apex_npu.compat.pipeline.replacing import temporary_name, uninterrupted
 
+from . import journal
 from .planning import _SKIPPED, FileChange, git
 
 
@@ -35,8 +39,16 @@ def write_in_place(changes: Sequence[FileChange], *, allow_dirty: bool = False, 
         _check_unchanged(change)
         if backup and os.path.lexists(change.target.root / f"{change.target.path}.orig"):
             raise PipelineError(f"{change.target.shown}.orig exists: move it away, nothing has been changed")
+    if changes:
+        with journal.locked([change.target.root for change in changes]):
+            _write(changes, backup=backup)
+
+
+def _write(changes: Sequence[FileChange], *, backup: bool) -> None:
+    folders = tuple(dict.fromkeys(change.target.root.resolve() for change in changes))
     made: list[FileChange] = []
     try:
+        journal.begin(changes, backup=backup)
         for change in changes:
             root, path = change.target.root, change.target.path
             made.append(change)
@@ -46,6 +58,7 @@ def write_in_place(changes: Sequence[FileChange], *, allow_dirty: bool = False, 
         with uninterrupted():
             _rename_all(changes)
             made.clear()
+            journal.end(folders)
     except OSError as error:
         raise PipelineError(
             f"{error.filename or 'a file'} cannot be written ({error.strerror}); nothing has been changed. Look at the "
@@ -57,6 +70,7 @@ def write_in_place(changes: Sequence[FileChange], *, allow_dirty: bool = False, 
                 for left in (temporary_name(change.target.path), *([f"{change.target.path}.orig"] if backup else [])):
                     with contextlib.suppress(OSError):
                         files.remove(change.target.root, left)
+            journal.end(folders)
 
 
 def _rename_all(changes: Sequence[FileChange]) -> None:

@@ -26,7 +26,16 @@ def options_of(program: str) -> Options:
     amp = next((word.removeprefix("amp=") for word in words if word.startswith("amp=")), "")
     target = "portable" if "portable" in words else "npu"
     ignore = tuple(word.removeprefix("no=") for word in words if word.startswith("no="))
-    return Options(unsure="unsure" in words, force="force" in words, to=target, amp=amp, ignore=ignore)
+    parallel = "main" if "parallel" in words else ""
+    return Options(
+        unsure="unsure" in words,
+        force="force" in words,
+        to=target,
+        amp=amp,
+        ignore=ignore,
+        data_parallel=parallel,
+        similar="similar" in words,
+    )
 
 
 def expected(case: Path) -> list[str]:

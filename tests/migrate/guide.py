@@ -12,7 +12,15 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from apex_npu.migrate.rules import AMP_RULES, APEX_RULES, DEVICE_RULES, OPTIMIZER_RULES, Rule
+from apex_npu.migrate.rules import (
+    ADVICE_RULES,
+    AMP_RULES,
+    APEX_RULES,
+    DEVICE_RULES,
+    OPTIMIZER_RULES,
+    PARALLEL_RULES,
+    Rule,
+)
 from apex_npu.migrate.tables import INSTEAD, NEEDS_CUDA, RENAMED, SAME_NAMES
 
 from . import chinese
@@ -54,8 +62,9 @@ class Tables:
         if name == "rules":
             rules = (*DEVICE_RULES, *APEX_RULES, *OPTIMIZER_RULES)
             return self._table(("rule", "what", "before", "after"), [self._example(rule) for rule in rules])
-        if name == "amp":
-            made = [(rule, "changed" if rule.after != rule.before else "reported") for rule in AMP_RULES]
+        if name in ("amp", "parallel", "advice"):
+            rules = {"amp": AMP_RULES, "parallel": PARALLEL_RULES, "advice": ADVICE_RULES}[name]
+            made = [(rule, "changed" if rule.after != rule.before else "reported") for rule in rules]
             return self._table(
                 ("rule", "what", ""), [[rule.id, self.title(rule), self.word(did)] for rule, did in made]
             )

@@ -3,6 +3,7 @@
 """The command: searching, exit statuses, reports, files in place and copies, what goes wrong."""
 
 import csv
+import importlib.util
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import pytest
 
 from apex_npu.__main__ import main
 from apex_npu.compat.pipeline import files
-from apex_npu.migrate import plan
+from apex_npu.migrate import command, plan
 
 ROOT = Path(__file__).parents[2]
 BEFORE = "import torch\nx = torch.ones(2).cuda()\n"
@@ -191,7 +192,7 @@ def test_an_attribute_of_another_file_is_the_programs_own(tree):
     assert {finding.rule for finding in plan([tree]).findings if finding.path.endswith("c.py")} == {"D154"}
 
 
-@pytest.mark.parametrize("call", range(1, 6))
+@pytest.mark.parametrize("call", range(1, 7))
 @pytest.mark.parametrize("name", ["write", "rename"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device", "a.py"), KeyboardInterrupt()])
 def test_a_failure_leaves_all_files_old_or_all_new(tree, monkeypatch, capsys, name, call, error):
@@ -208,7 +209,8 @@ def test_a_failure_leaves_all_files_old_or_all_new(tree, monkeypatch, capsys, na
     error_can_happen = name == "write" or isinstance(error, OSError)
     status = migrate("--write", "--allow-dirty", tree) if error_can_happen else 0
     monkeypatch.undo()
-    if error_can_happen and call <= 2:
+    # Of the journal three are written, then the two files.
+    if error_can_happen and call <= {"write": 5, "rename": 2}[name]:
         assert status == (130 if isinstance(error, KeyboardInterrupt) else 2)
         assert contents(tree) == before
     elif error_can_happen:
@@ -240,8 +242,6 @@ def test_ctrl_c_among_the_renames_waits(tree, monkeypatch, capsys, interruptible
 
 
 def test_an_edit_in_between_is_not_overwritten(tree, monkeypatch, capsys):
-    from apex_npu.migrate import command
-
     def edited(*arguments):
         made = plan(*arguments)
         (tree / "inner/b.py").write_text("edited\n")
@@ -278,6 +278,39 @@ def test_reports(tree, tmp_path):
         assert (region["startLine"], region["startColumn"]) == (row["line"], row["column"])
         assert ("fixes" in result) == (row["after"] is not None)
     assert {result["level"] for result in results} == {"note", "warning", "error"}
+
+
+def test_a_long_run_shows_how_far_it_is(tree, monkeypatch, capsys):
+    monkeypatch.setattr(command, "_LONG", 2)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert migrate(tree) == 0
+    with_bar = capsys.readouterr()
+    assert migrate("-q", tree) == 0
+    quiet = capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert migrate(tree) == 0
+    without = capsys.readouterr()
+    assert with_bar.out == without.out
+    assert quiet.err == without.err == ""
+    if importlib.util.find_spec("rich"):
+        assert "reading" in with_bar.err
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "x"])
+def test_the_number_of_processes(tree, capsys, number):
+    with pytest.raises(SystemExit, match="2"):
+        migrate(f"--jobs={number}", tree)
+    assert "give 1 or more" in capsys.readouterr().err
+
+
+def test_advice_is_asked_for(tree, capsys):
+    (tree / "c.py").write_text("import torch\ntorch.utils.data.DataLoader(points, 8, pin_memory=True)\n")
+    assert migrate(tree) == 0
+    assert "N70" not in capsys.readouterr().out
+    assert migrate("--select", "N", tree) == 0
+    printed = capsys.readouterr().out
+    assert "N701 note" in printed
+    assert "N702 note" in printed
 
 
 def test_rules_are_listed(capsys):

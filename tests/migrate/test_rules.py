@@ -2,21 +2,28 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Each rule's example and each golden case; the tables against what they are about."""
 
+from operator import attrgetter
+
 import pytest
 import torch
+from devices import VENDOR
 from migrate import golden
 
 from apex_npu import compat
 from apex_npu.migrate import Options, apex, reports, rewrite
-from apex_npu.migrate.rules import AMP_RULES, RULES
-from apex_npu.migrate.tables import RENAMED, SAME_NAMES, SUBMODULES
+from apex_npu.migrate.rules import ADVICE_RULES, AMP_RULES, OWN_RULES, PARALLEL_RULES, RULES
+from apex_npu.migrate.tables import PROFILER_NAMES, RENAMED, SAME_NAMES, SIMILAR, SUBMODULES
 
 CASES = sorted(golden.CASES.glob("*.txt"))
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES.values() if rule.id[0] != "F"], ids=lambda rule: rule.id)
+@pytest.mark.parametrize(
+    "rule", [rule for rule in RULES.values() if rule.id[0] != "F" and rule not in OWN_RULES], ids=lambda rule: rule.id
+)
 def test_the_example_of_a_rule(rule):
     options = Options(amp="O1", ignore=("D", "O")) if rule in AMP_RULES else Options()
+    options = Options(data_parallel="main", ignore=("O",)) if rule in PARALLEL_RULES else options
+    options = Options(select=("N",)) if rule in ADVICE_RULES else options
     rewritten = rewrite(rule.before, options=options)
     assert rewritten.source == rule.after
     assert rule.id in {finding.rule for finding in rewritten.findings}
@@ -37,7 +44,8 @@ def test_a_second_run_changes_nothing(case):
 
 def test_every_rule_has_a_golden_case():
     reported = "".join(golden.parts(case)[2] for case in CASES)
-    assert [rule for rule in RULES if rule[0] != "F" and rule not in reported] == []
+    own = {rule.id for rule in (*OWN_RULES, *ADVICE_RULES)}  # in test_own_rules.py, and by their examples
+    assert [rule for rule in RULES if rule[0] != "F" and rule not in reported and rule not in own] == []
 
 
 def test_names_of_torch_cuda():
@@ -45,6 +53,18 @@ def test_names_of_torch_cuda():
     assert SAME_NAMES | RENAMED.keys() <= public
     assert {name for name in SUBMODULES if "." not in name} <= public
     assert len(SAME_NAMES) == 88
+
+
+def test_names_that_are_similar():
+    assert all(hasattr(torch.cuda.nvtx, name) for name in SIMILAR["nvtx"][1])
+    for name in PROFILER_NAMES:
+        assert name.partition(".")[0] in vars(torch.profiler)
+    if VENDOR:
+        import torch_npu
+
+        assert all(callable(getattr(torch_npu.npu.mstx, name)) for name in SIMILAR["nvtx"][1])
+        for name in PROFILER_NAMES.values():
+            assert attrgetter(name)(torch_npu.profiler)
 
 
 def test_names_of_apex_are_read_from_the_sources():

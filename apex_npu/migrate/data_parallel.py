@@ -1,0 +1,339 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Rules that make a script for one card one for several: ``--data-parallel``. All that it takes, or nothing.
+
+The new script still runs by itself; started by ``torchrun`` it is one process of each card.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import replace
+
+from .initialize import place_of
+from .insertion import COMBINE, PARALLEL, Insertion
+from .loaders import Loaders
+from .program import Program
+from .rules import RULES
+from .source import Edit
+from .targets import replaced, target_of, torch_name
+from .training import UnclearError, around, body_of, function_of, is_argument, text
+
+_OURS = ("torch.distributed.init_process_group", "torch.utils.data.distributed.DistributedSampler")
+_SAMPLERS = (*_OURS, "torch.utils.data.DistributedSampler")
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
+# What DistributedDataParallel has of its own, or what does the same there.
+_SHARED = """
+    parameters named_parameters train eval zero_grad modules named_modules children named_children buffers
+    named_buffers to cuda npu cpu float half double bfloat16 requires_grad_ training register_forward_hook
+    register_forward_pre_hook register_full_backward_hook apply forward compile
+"""
+_INDEXED = ("set_device", "set_device_index")
+
+
+def check(program: Program) -> None:
+    """Say what the rules for several cards find."""
+    options = program.options
+    if not options.data_parallel:
+        return
+    before = len(program.drafts)
+    try:
+        if options.data_parallel == "main":
+            _convert(program)
+        else:
+            _guard_saves(program)
+    except UnclearError as error:
+        del program.drafts[before:]
+        rule = error.rule if error.rule[0] == "P" else "P604"
+        program.report(rule, "refused", error.node, message=error.reason, links=[PARALLEL])
+    if options.parallel_left:
+        message = f"the script stays one for one card: {options.parallel_left}"
+        for number, draft in enumerate(program.drafts[before:], before):
+            if draft.status == "changed":
+                program.drafts[number] = replace(draft, status="refused", edits=(), message=message)
+
+
+def _convert(program: Program) -> None:
+    done = next(_parallel(program), None)
+    if done is not None:
+        program.report("P601", "note", done, message=RULES["P601"].message)
+        return
+    first = program.tree.body[0] if program.tree.body else None
+    torch = torch_name(program)
+    if first is None or torch is None:
+        node = first or ast.parse("pass").body[0]
+        raise UnclearError(node, "P601", "torch is not imported at the top level, by its name")
+    put = Insertion(program)
+    if program.options.model and program.options.model not in {
+        one for made in put.training.made for one in made.models
+    }:
+        raise UnclearError(first, "P604", f"no optimizer is made of {program.options.model}.parameters()")
+    if not put.training.made:
+        raise UnclearError(first, "P604", "no optimizer is made here, and so its model cannot be told")
+    _check_cards(program)
+    _enter(program, torch)
+    _sample(put, torch)
+    _average(put, torch)
+    _guard_saves(program)
+
+
+def _parallel(program: Program) -> Iterator[ast.expr]:
+    """What a script for several cards has."""
+    for node in program.names.nodes:
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            dotted = program.names.dotted(node) or ""
+            if dotted in _SAMPLERS:
+                yield node
+            elif dotted.startswith(("torch.", "apex")) and dotted.rpartition(".")[2] in _WRAPPERS:
+                if dotted.endswith(".DataParallel"):
+                    raise UnclearError(node, "P604", "take DataParallel out first: each process has one card")
+                yield node
+
+
+def _check_cards(program: Program) -> None:
+    """Refuse places that name a card by its number: every process has its own."""
+    for node in program.names.nodes:
+        named = ""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(("cuda:", "npu:")):
+            named = "" if node.value == "cuda:0" else repr(node.value)
+        elif isinstance(node, ast.Call):
+            dotted = program.names.dotted(node.func) or ""
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            numbered = [*node.args[:1], *(one.value for one in node.keywords if one.arg == "device")]
+            if dotted.startswith("torch.") and dotted.rpartition(".")[2] in _INDEXED:
+                named = f"{name or dotted}()"
+            elif dotted == "torch.device" and len(node.args) + len(node.keywords) > 1:
+                named = "torch.device(type, index)"
+            elif name in ("cuda", "npu") and not dotted and numbered and not _is_flag(numbered[0]):
+                named = f"{name}(device)"
+        if named:
+            assert isinstance(node, ast.expr)
+            reason = f"{named} names a card, and every process has its own: write the device without its number"
+            raise UnclearError(node, "P601", reason)
+
+
+def _is_flag(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, bool)
+
+
+def _enter(program: Program, torch: str) -> None:
+    """Join the other processes before anything else is done."""
+    bound = program.names.module.bindings.get("os", [])
+    if any(binding != "os" for binding in bound) or (not bound and program.names.is_taken("os")):
+        raise UnclearError(program.tree.body[0], "P601", "the name os is taken")
+    anchor, body = _start(program), program.tree.body
+    if isinstance(program.parent(anchor), ast.If):
+        parent = program.parent(anchor)
+        assert isinstance(parent, ast.If)
+        body = parent.body
+    source = program.source
+    offset = source.line_start(anchor.lineno)
+    indent = source.text[offset : source.span(anchor)[0]]
+    if indent.strip():
+        raise UnclearError(anchor, "P601", "the first statement shares its line: give it one of its own")
+    lines = target_of(program).joined(torch)
+    edit = _inserted(program, body, anchor, lines, indent)
+    program.report("P601", "changed", (offset, offset), [edit], links=_links(program))
+
+
+def _start(program: Program) -> ast.stmt:
+    """The first statement that is done when the script is started, rather than imported."""
+    for node in program.tree.body:
+        if isinstance(node, ast.If) and "__name__" in [
+            one.id for one in ast.walk(node.test) if isinstance(one, ast.Name)
+        ]:
+            return node.body[0]
+    removed = [(one.start, one.end) for one in program.changes() if one.rule[0] == "T"]
+    seen = False
+    for node in program.tree.body:
+        seen |= isinstance(node, (ast.Import, ast.ImportFrom)) and "torch" in ast.unparse(node)
+        passed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        start = program.source.span(node)[0]
+        covered = any(begin <= start < end for begin, end in removed)
+        if seen and not isinstance(node, passed) and not covered:
+            return node
+    raise UnclearError(program.tree.body[-1], "P601", "nothing is done when this file is started")
+
+
+def _inserted(program: Program, body: list[ast.stmt], anchor: ast.stmt, lines: list[str], indent: str) -> Edit:
+    """Statements of ``lines`` before ``anchor``."""
+    newline = program.source.newline(anchor.lineno)
+    inner = "\t" if "\t" in indent else "    "
+    written = "".join(f"{indent}{line.replace('    ', inner)}{newline}" for line in lines)
+    return program.insert(body, anchor, program.source.line_start(anchor.lineno), "\n".join(lines), written, after=0)
+
+
+def _links(program: Program) -> list[str]:
+    """What is changed together: with the rules of amp, where they are applied."""
+    return [PARALLEL, *(["amp"] if any("amp" in draft.links for draft in program.drafts) else [])]
+
+
+def _sample(put: Insertion, torch: str) -> None:
+    """Give each process a part of the training data."""
+    program, links = put.program, _links(put.program)
+    loaders = Loaders(program, put.training)
+    for call in loaders.made:
+        _sample_one(program, call, torch, links)
+    for loop, name in loaders.epochs:
+        anchor = loop.body[0]
+        offset = program.source.line_start(anchor.lineno)
+        indent = program.source.text[offset : program.source.span(anchor)[0]]
+        if indent.strip() or not isinstance(loop.target, ast.Name):
+            raise UnclearError(loop, "P603", "the loop over epochs has no block of lines of its own, or no number")
+        lines = [
+            f"if isinstance({name}.sampler, {torch}.utils.data.DistributedSampler):",
+            f"    {name}.sampler.set_epoch({loop.target.id})",
+        ]
+        edit = _inserted(program, loop.body, anchor, lines, indent)
+        program.report("P603", "changed", (offset, offset), [edit], links=links)
+    for call in loaders.others:
+        program.report("P602", "note", call, message="every process goes over all of these data")
+
+
+def _sample_one(program: Program, call: ast.Call, torch: str, links: list[str]) -> None:
+    given = {one.arg: one for one in call.keywords}
+    for name in ("sampler", "batch_sampler"):
+        if name in given or len(call.args) > 3:
+            raise UnclearError(call, "P602", f"it has a {name} of its own: give each process its part there")
+    if None in given or any(isinstance(one, ast.Starred) for one in call.args):
+        raise UnclearError(call, "P602", "its arguments cannot be told: * or **")
+    dataset = call.args[0] if call.args else given["dataset"].value if "dataset" in given else None
+    if dataset is None or not text(dataset):
+        raise UnclearError(call, "P602", "assign the dataset to a name first: the sampler gets it, too")
+    shuffle = call.args[2] if len(call.args) > 2 else given["shuffle"].value if "shuffle" in given else None
+    source = program.source
+    shuffled = "" if shuffle is None else source.text[slice(*source.span(shuffle))]
+    if "\n" in shuffled:
+        raise UnclearError(call, "P602", "its argument shuffle is on several lines")
+    there = f"{torch}.distributed.is_initialized()"
+    part = f"{torch}.utils.data.DistributedSampler({text(dataset)}, shuffle={shuffled or 'False'})"
+    sampler = f"{part} if {there} else None"
+    edits: list[Edit] = []
+    is_off = shuffle is None or (isinstance(shuffle, ast.Constant) and not shuffle.value)
+    if shuffle is not None and not is_off:
+        is_on = isinstance(shuffle, ast.Constant) and shuffle.value is True
+        new = f"not {there}" if is_on else f"{shuffled if text(shuffle) else f'({shuffled})'} and not {there}"
+        edits.append(replaced(program, shuffle, new))
+    last = max([*call.args, *(one.value for one in call.keywords)], key=lambda one: source.span(one)[1])
+    end = source.span(last)[1]
+    while source.text[end : end + 1] == ")" and end + 1 < source.span(call)[1]:
+        end += 1  # parentheses around the last argument
+    value = ast.parse(sampler, mode="eval").body
+
+    def change_tree() -> None:
+        call.keywords.append(ast.keyword("sampler", value))
+
+    edits.append(Edit(end, end, f", sampler={sampler}", change_tree))
+    message = "the batch of each process is as large as it was, and so the learning rate may have to grow: see to both"
+    for edit in edits:
+        program.report("P602", "changed", (edit.start, edit.end), [edit], message if edit is edits[-1] else "", links)
+
+
+def _average(put: Insertion, torch: str) -> None:
+    """Average gradients over the processes: by amp where it is put in with fused optimizers, else by torch's DDP."""
+    if put.combines:
+        call = next((draft for draft in put.program.drafts if draft.rule == "A301"), None)
+        if call is not None:
+            message = f"amp.initialize gets {COMBINE.format(torch)}"
+            put.program.report("P604", "note", (call.start, call.end), message=message)
+            return
+    made = put.training.made
+    only = put.program.options.model
+    models = [one for one in dict.fromkeys(name for each in made for name in each.models) if only in ("", one)]
+    place, after = _initialized(put) or place_of(put), 1
+    after += any(draft.rule == "A301" for draft in put.program.changes())
+    scope = put.program.names.scope(place)
+    for model in models:
+        if "." not in model and put.training.scope_of(place, model) is not scope:
+            raise UnclearError(place, "P604", f"{model} is not a name of the function that makes its optimizer")
+    lines = [f"if {torch}.distributed.is_initialized():"]
+    lines += [f"    {model} = {torch}.nn.parallel.DistributedDataParallel({model})" for model in models]
+    for model in models:
+        _unwrap(put, model, place)
+    put.put_after("P604", place, lines, links=_links(put.program), after=after)
+
+
+def _initialized(put: Insertion) -> ast.stmt | None:
+    """The statement that calls ``amp.initialize`` in the program already."""
+    for call in put.training.calls:
+        dotted = put.program.names.dotted(call.func) or ""
+        if dotted in ("apex.amp.initialize", "apex_npu.amp.initialize"):
+            statement = next(one for one in around(put.program, call) if isinstance(one, ast.stmt))
+            if isinstance(statement, (ast.Assign, ast.Expr)) and statement.value is call:
+                return statement
+            raise UnclearError(call, "P604", "amp.initialize is part of another statement: give it one of its own")
+    return None
+
+
+def _unwrap(put: Insertion, model: str, place: ast.stmt) -> None:
+    """States are those of the model inside; other attributes of its own would no longer be found."""
+    program, training = put.program, put.training
+    for node in program.names.nodes:
+        if not isinstance(node, ast.Attribute) or not _is_model(put, node.value, model):
+            continue
+        early = function_of(program, node) is function_of(program, place)
+        if early and training.offset(node) < training.offset(place):
+            continue
+        if node.attr in ("state_dict", "load_state_dict"):
+            name = text(node.value)
+            edit = replaced(program, node.value, f'getattr({name}, "module", {name})')
+            program.report("P604", "changed", node.value, [edit], links=_links(program))
+        elif node.attr not in _SHARED.split():
+            reason = f"{ast.unparse(node)} is used, which is not found through DistributedDataParallel"
+            raise UnclearError(node, "P604", reason)
+
+
+def _is_model(put: Insertion, node: ast.expr, model: str) -> bool:
+    """Whether an expression is the model, by its name or as an argument that it is passed as."""
+    program, name = put.program, text(node)
+    if name == model:
+        return True
+    if not isinstance(node, ast.Name) or not is_argument(program, node, name):
+        return False
+    function = next((one for one in around(program, node) if isinstance(one, ast.FunctionDef)), None)
+    if function is None:
+        return False
+    places = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+    for call in put.training.calls:
+        if text(call.func).rpartition(".")[2] == function.name:
+            given = dict(zip(places, call.args, strict=False)) | {
+                one.arg: one.value for one in call.keywords if one.arg
+            }
+            if name in given and text(given[name]) == model:
+                return True
+    return False
+
+
+def _guard_saves(program: Program) -> None:
+    """Let one process write files."""
+    torch = torch_name(program)
+    for node in program.names.nodes:
+        if not isinstance(node, ast.Call) or program.names.dotted(node.func) != "torch.save":
+            continue
+        statement, source = program.parent(node), program.source
+        if torch is None or not isinstance(statement, ast.Expr):
+            raise UnclearError(node, "P605", "torch.save is part of another statement: give it one of its own")
+        start = source.span(statement)[0]
+        indent = source.text[source.line_start(statement.lineno) : start]
+        if indent.strip():
+            raise UnclearError(node, "P605", "torch.save shares its line: give it one of its own")
+        inner = "\t" if "\t" in indent else "    "
+        header = f"if not {torch}.distributed.is_initialized() or {torch}.distributed.get_rank() == 0:"
+        written = f"{header}{source.newline(statement.lineno)}{indent}{inner}"
+        edit = Edit(start, start, written, _Guard(program, statement, header))
+        program.report("P605", "changed", (start, start), [edit], links=[PARALLEL])
+
+
+class _Guard:
+    """Puts a statement into an ``if``."""
+
+    def __init__(self, program: Program, statement: ast.stmt, header: str) -> None:
+        self.program, self.statement, self.header = program, statement, header
+
+    def __call__(self) -> None:
+        body = body_of(self.program, self.statement)
+        (block,) = ast.parse(f"{self.header}\n    pass").body
+        assert isinstance(block, ast.If)
+        body[body.index(self.statement)] = block
+        block.body = [self.statement]
