@@ -89,6 +89,7 @@ def split_rest(command: Command, arguments: Sequence[str]) -> argparse.Namespace
     """
     names = [argument.name for argument in command.arguments]
     flags = {argument.name for argument in command.arguments if argument.flag}
+    repeated = {argument.name for argument in command.arguments if argument.many}
     parser = argparse.ArgumentParser(add_help=False)
     for argument in command.arguments:
         argument.add_to(parser)
@@ -96,6 +97,6 @@ def split_rest(command: Command, arguments: Sequence[str]) -> argparse.Namespace
     while count < len(arguments) and arguments[count].startswith("-"):
         if arguments[count] not in names:
             raise ValueError(f"unknown option {arguments[count]!r}")
-        names = names[names.index(arguments[count]) + 1 :]
+        names = names[names.index(arguments[count]) + (arguments[count] not in repeated) :]
         count += 1 if arguments[count] in flags else 2
     return parser.parse_args(arguments[:count], argparse.Namespace(rest=list(arguments[count:])))
