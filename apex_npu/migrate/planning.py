@@ -15,6 +15,7 @@ from pathlib import Path
 from apex_npu.compat.pipeline import files
 from apex_npu.compat.pipeline.errors import PipelineError
 
+from .factories import factories
 from .findings import Finding
 from .notebooks import rewrite_notebook
 from .program import Options
@@ -103,6 +104,8 @@ def plan(
     done = {shown: rewritten for (shown, *_), rewritten in zip(work, _all_rewritten(work, jobs), strict=True)}
     by_path = {target.shown: target for target in programs}
     if options.amp:
+        options, again = _with_factories(programs, done, options)
+        done.update(again)
         done.update(_without_amp(programs, dict(done), options))
     changes = []
     for shown, rewritten in done.items():
@@ -113,6 +116,18 @@ def plan(
     for target in contents.keys() - programs.keys():
         findings.extend(_other(target, contents[target]))
     return Plan(tuple(changes), tuple(sorted(findings)), len(contents))
+
+
+def _with_factories(
+    programs: Mapping[Target, bytes], done: Mapping[str, Rewritten], options: Options
+) -> tuple[Options, dict[str, Rewritten]]:
+    """Files whose optimizers come from functions of other files, rewritten with the knowledge of these."""
+    modules = {Path(target.shown): data for target, data in programs.items() if target.path.endswith(".py")}
+    findings = {path: done[str(path)].findings for path in modules if str(path) in done}
+    options = replace(options, factories=factories(modules, findings))
+    unknown = [path for path, found in findings.items() if any(one.rule == "A351" for one in found)]
+    again = unknown if options.factories else []
+    return options, {str(path): _rewritten((str(path), modules[path], options)) for path in again}
 
 
 def _without_amp(

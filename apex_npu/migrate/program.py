@@ -63,6 +63,7 @@ class Options:
         amp: The opt_level of an amp that is put in, or takes torch.amp's place; "": none.
         amp_args: Further arguments of ``amp.initialize``, as a program has them.
         amp_left: Why amp stays out of the program; "": it does not.
+        factories: ``module.function`` of functions in other files that make an optimizer, with amp.
 
     Example::
 
@@ -79,6 +80,7 @@ class Options:
     amp: str = ""
     amp_args: str = ""
     amp_left: str = ""
+    factories: frozenset[str] = frozenset()
 
     def has(self, rule: str) -> bool:
         """Whether a rule applies; the rules of amp do together."""

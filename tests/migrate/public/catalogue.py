@@ -82,7 +82,7 @@ def _sentences(folder: Path) -> None:
         folder.joinpath(f"THUCNews/data/{part}.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
-_DCGAN = tuple("--dataset fake --cuda --ngf 8 --ndf 8 --batchSize 8 --workers 0 --manualSeed 1".split())
+_DCGAN = ("--dataset", "fake", "--cuda", "--ngf", "8", "--ndf", "8", "--batchSize", "8", "--manualSeed", "1")
 _IMAGENET = ("--dummy", "-a", "resnet18", "-j", "0", "-p", "1", "-b", "8", "--seed", "1", "--epochs", "1")
 _TCP = ("--dist-url", "tcp://127.0.0.1:{port}")
 _NANO_GPT = {

@@ -14,19 +14,21 @@ _CUDA = re.compile(r"cuda(:\d+)?")
 
 
 def start() -> None:
+    import torch
+
     device = os.environ["SCRIPT_DEVICE"]
+    # Made before others put their functions in the place of torch's.
+    mode = _mode(torch, on_cpu=device == "cpu")
     if device != "cpu":
         importlib.import_module(device).install()
     if os.environ.get("SCRIPT_TRANSFER"):
         importlib.import_module("torch_npu.contrib.transfer_to_npu")
-    import torch
-
     torch.manual_seed(0)
     random.seed(0)
     sample = random.sample
     # Python 3.11 takes no sets here.
     random.sample = lambda of, k: sample(sorted(of) if isinstance(of, set) else of, k)
-    _mode(torch, on_cpu=device == "cpu").__enter__()
+    mode.__enter__()
     if device == "cpu":
         _cuda_is_the_cpu(torch)
 
