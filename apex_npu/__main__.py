@@ -30,7 +30,11 @@ Runs a script in which the name apex, with apex.amp and apex.optimizers, is apex
   --host timm    its registry has the fused optimizers; also deepspeed, mmengine, transformers (repeatable)
   --explain-overflows[=N]
                  after N skipped steps in a row (2) the next iteration is watched, and what overflowed is logged
-  --device npu   what is written for CUDA is rewritten for npu, in memory, as it is imported
+  --device npu   what is written for CUDA is rewritten for npu, in memory, as it is imported; OPTIONS, in this order:
+    --also PACKAGE   a package outside the script's folder is rewritten, too (repeatable)
+    --changes FILE   all findings are written at the end; the name ends with .csv, .json or .sarif
+    --force-files    also files that speak of npu already
+    --no-unsure      what is unsure is left
 Or rewrites scripts for CUDA and apex for npu; migrate --help lists its options.
 Or patches a checkout of NVIDIA's Apex, so that it answers with apex_npu; --reverse takes the patch out.
 Or shows what is in a checkpoint, and converts it between apex and torch.
@@ -48,6 +52,10 @@ def _run(options: argparse.Namespace) -> int:
     for host in options.host or ():
         if host not in HOSTS:
             return _fail(f"--host {host}: nothing is registered for it; give one of {', '.join(HOSTS)}")
+    if options.explain_overflows is not None:
+        if not options.explain_overflows.isdecimal() or int(options.explain_overflows) < 1:
+            return _fail(f"--explain-overflows={options.explain_overflows}: N is a positive integer")
+        os.environ["APEX_NPU_EXPLAIN_OVERFLOWS"] = options.explain_overflows  # read when amp is imported
     if options.device:
         if options.device != "npu":
             return _fail(f"--device {options.device}: scripts for CUDA are rewritten for npu")
@@ -55,25 +63,28 @@ def _run(options: argparse.Namespace) -> int:
             importlib.import_module("torch_npu")
         except ImportError as error:
             return _fail(f"--device npu needs torch_npu ({error})")
-    if options.explain_overflows is not None:
-        if not options.explain_overflows.isdecimal() or int(options.explain_overflows) < 1:
-            return _fail(f"--explain-overflows={options.explain_overflows}: N is a positive integer")
-        os.environ["APEX_NPU_EXPLAIN_OVERFLOWS"] = options.explain_overflows  # read when amp is imported
+        from apex_npu.migrate import running
+
+        also, unsure = tuple(options.also or ()), not options.no_unsure
+        changes = os.path.abspath(options.changes) if options.changes else ""
+        settings = running.Run(name, options.m, also, unsure, options.force_files, changes)
+    elif options.also or options.changes or options.force_files or options.no_unsure:
+        return _fail("--also, --changes, --force-files and --no-unsure go with --device npu")
     sys.argv = options.rest
     # As Python does for a script, and before the search for another apex; run_path does it for folders and archives.
     if not options.m and os.path.isfile(name) and not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(name))
     try:
+        if options.device:
+            running.check(settings)
         install_as_apex(force=options.force)
         for host in options.host or ():
             importlib.import_module(f"apex_npu.integrations.{host}").register()
-    except (RuntimeError, ImportError) as error:
+    except (RuntimeError, ValueError, ImportError) as error:
         print(f"apex_npu: {error}", file=sys.stderr)
         return 2
     if options.device:
-        from apex_npu.migrate import running
-
-        running.run(name, is_module=options.m)
+        running.run(settings)
     elif options.m:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
@@ -92,11 +103,15 @@ RUN = Command(
             "--explain-overflows", "log what overflowed after so many skipped steps in a row", metavar="N", bare="2"
         ),
         Argument("--device", "npu: modules for CUDA are rewritten as they are imported", metavar="npu"),
+        Argument("--also", "with --device: rewrite this package, too (repeatable)", metavar="PACKAGE", many=True),
+        Argument("--changes", "with --device: write all findings; .csv, .json or .sarif", metavar="FILE"),
+        Argument("--force-files", "with --device: also rewrite files that speak of npu already", flag=True),
+        Argument("--no-unsure", "with --device: leave what is unsure", flag=True),
         Argument("-m", "run a module rather than a file", flag=True),
     ),
     usage=(
-        "[--force] [--host NAME]... [--explain-overflows[=N]] [--device npu] script.py [arguments of the script]",
-        "[--force] [--host NAME]... [--explain-overflows[=N]] [--device npu] -m module [arguments of the module]",
+        "[--force] [--host NAME]... [--explain-overflows[=N]] [--device npu [OPTIONS]] script.py [arguments of the script]",
+        "[--force] [--host NAME]... [--explain-overflows[=N]] [--device npu [OPTIONS]] -m module [arguments]",
     ),
     passes_rest=True,
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 from apex_npu.compat.pipeline import files
 from apex_npu.compat.pipeline.errors import PipelineError
 
+from .factories import factories
 from .findings import Finding
 from .notebooks import rewrite_notebook
 from .program import Options
@@ -120,6 +121,8 @@ def plan(
     if data_parallel is not None:
         done.update(_one_card(work, done, chosen))
     if options.amp:
+        chosen, again = _with_factories(programs, done, chosen)
+        done.update(again)
         done.update(_without_amp(programs, dict(done), chosen))
     if data_parallel is not None:
         done.update(_one_card(work, done, chosen))
@@ -132,6 +135,19 @@ def plan(
     for target in contents.keys() - programs.keys():
         findings.extend(_other(target, contents[target]))
     return Plan(tuple(changes), tuple(sorted(findings)), len(contents))
+
+
+def _with_factories(
+    programs: Mapping[Target, bytes], done: Mapping[str, Rewritten], options: Mapping[str, Options]
+) -> tuple[dict[str, Options], dict[str, Rewritten]]:
+    """Files whose optimizers come from functions of other files, rewritten with the knowledge of these."""
+    modules = {Path(target.shown): data for target, data in programs.items() if target.path.endswith(".py")}
+    findings = {path: done[str(path)].findings for path in modules if str(path) in done}
+    known = factories(modules, findings)
+    chosen = {shown: replace(one, factories=known) for shown, one in options.items()}
+    unknown = [path for path, found in findings.items() if any(one.rule == "A351" for one in found)]
+    again = unknown if known else []
+    return chosen, {str(path): _rewritten((str(path), modules[path], chosen[str(path)])) for path in again}
 
 
 def _without_amp(

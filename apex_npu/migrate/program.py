@@ -66,6 +66,7 @@ class Options:
         amp: The opt_level of an amp that is put in, or takes torch.amp's place; "": none.
         amp_args: Further arguments of ``amp.initialize``, as a program has them.
         amp_left: Why amp stays out of the program; "": it does not.
+        factories: ``module.function`` of functions in other files that make an optimizer, with amp.
         data_parallel: "main": the script becomes one for several cards; "other": it is imported by one.
         model: The name of the model that is trained on several cards; "": all of them.
         parallel_left: Why the script stays one for one card; "": it does not.
@@ -87,6 +88,7 @@ class Options:
     amp: str = ""
     amp_args: str = ""
     amp_left: str = ""
+    factories: frozenset[str] = frozenset()
     data_parallel: str = ""
     model: str = ""
     parallel_left: str = ""

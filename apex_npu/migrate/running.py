@@ -14,11 +14,13 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import linecache
 import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -30,8 +32,11 @@ from .program import Options
 from .rewriting import TRIGGER, examined, owned_names, unreadable
 from .source import UnreadableError, apply_edits
 
-# Read by processes that the script spawns: the script, or "-m" and the module, as one text.
-SCRIPT = "APEX_NPU_RUN"
+# Read by processes that the script spawns: a ``Run`` as JSON.
+SPAWNED = "APEX_NPU_RUN"
+_NO_CUDA = re.compile(
+    "not compiled with CUDA|CUDA is not available|ATen_cuda library|NVIDIA driver|not linked with cuda"
+)
 _WORD = re.compile(r"(?P<option>-{1,2}[\w-]+=)?(?P<word>cuda(:\d+)?|nccl)")
 
 
@@ -45,16 +50,44 @@ def npu_arguments(arguments: Sequence[str]) -> list[str]:
     return new
 
 
+@dataclass(frozen=True)
+class Run:
+    """What is run, and how.
+
+    Attributes:
+        script: A file, or the name of a module.
+        is_module: Which of both.
+        also: Packages elsewhere that are rewritten, too.
+        unsure: Apply what is unsure.
+        force: Rewrite files that speak of npu already.
+        changes: A file for all findings of this process, at its end: .csv, .json or .sarif; "": none.
+    """
+
+    script: str
+    is_module: bool = False
+    also: tuple[str, ...] = ()
+    unsure: bool = True
+    force: bool = False
+    changes: str = ""
+
+    @property
+    def folder(self) -> Path:
+        """Modules below it are rewritten."""
+        return Path.cwd() if self.is_module else Path(self.script).resolve().parent
+
+
 class Rewriter(importlib.abc.MetaPathFinder):
     """Imports modules below a folder, rewritten.
 
     Attributes:
         folder: The folder.
+        settings: What else is rewritten, and how.
         findings: What was changed and left so far.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: Run | None = None) -> None:
         self.folder = folder.resolve()
+        self.settings = settings or Run("")
         self.findings: list[Finding] = []
 
     def find_spec(
@@ -62,7 +95,9 @@ class Rewriter(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         """Python's own spec of a source file below the folder, with a loader that rewrites."""
         spec = PathFinder.find_spec(fullname, path, target)
-        if spec is None or not isinstance(spec.loader, SourceFileLoader) or not self._is_ours(spec.origin or ""):
+        if spec is None or not isinstance(spec.loader, SourceFileLoader):
+            return None
+        if not (self._is_also(fullname) or self._is_ours(spec.origin or "")):
             return None
         spec.loader = _Loader(fullname, spec.origin or "", self)
         spec.cached = None
@@ -72,11 +107,15 @@ class Rewriter(importlib.abc.MetaPathFinder):
         inside = Path(origin).resolve()
         return self.folder in inside.parents and "site-packages" not in inside.relative_to(self.folder).parts
 
+    def _is_also(self, name: str) -> bool:
+        return any(f"{name}.".startswith(f"{package}.") for package in self.settings.also)
+
     def compile(self, data: bytes, path: str) -> CodeType:
         """The code of a program after the rules, with the lines of the old one."""
         tree: ast.Module | bytes = data
         if TRIGGER.search(data):
-            options = Options(("D",), ("D113",), unsure=True, owned=owned_names(data))
+            unsure, force = self.settings.unsure, self.settings.force
+            options = Options(("D",), ("D113",), unsure=unsure, force=force, owned=owned_names(data))
             try:
                 program = examined(data, options)
                 self.findings += program.findings(path)
@@ -87,14 +126,22 @@ class Rewriter(importlib.abc.MetaPathFinder):
                 linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
             except UnreadableError as error:
                 self.findings.append(unreadable(path, error.rule, error.reason, error.line))
+            except RecursionError:
+                self.findings.append(unreadable(path, "F904", "it is nested too deeply for the rules"))
         return compile(tree, path, "exec", dont_inherit=True)
 
     def tell(self) -> None:
-        """Print what was left for a person, and how much was changed."""
-        left = sorted(finding for finding in self.findings if finding.status == "refused")
-        files = {finding.path for finding in self.findings if finding.status == "changed"}
-        lines = [*reports.lines(left), f"{count(self.findings, 'changed')} places in {len(files)} files ran as npu's"]
+        """Print what was left for a person, and how much was changed; write the file of all findings."""
+        findings = sorted(set(self.findings))
+        left = [finding for finding in findings if finding.status in ("refused", "unsure")]
+        files = {finding.path for finding in findings if finding.status == "changed"}
+        lines = [*reports.lines(left), f"{count(findings, 'changed')} places in {len(files)} files ran as npu's"]
         print("\n".join(f"apex_npu: {line}" for line in lines), file=sys.stderr)
+        if self.settings.changes:
+            try:
+                Path(self.settings.changes).write_bytes(reports.write_report(self.settings.changes, findings))
+            except OSError as error:
+                print(f"apex_npu: {self.settings.changes} cannot be written ({error.strerror})", file=sys.stderr)
 
 
 class _Loader(SourceFileLoader):
@@ -122,34 +169,75 @@ class _SpawnedSpec(ModuleSpec):
         return self._package
 
 
-def start(script: str, *, is_module: bool, names: dict[str, Any], tells: bool = True) -> None:
+def is_active() -> bool:
+    """Whether this process rewrites what it imports already."""
+    return any(isinstance(finder, Rewriter) for finder in sys.meta_path)
+
+
+def check(settings: Run) -> None:
+    """Refuse what could only fail at the end, or not be done at all.
+
+    Raises:
+        ValueError: ``changes`` has no known format or folder; a package of ``also`` does not exist, or is imported
+            already.
+    """
+    if settings.changes:
+        reports.write_report(settings.changes, [])
+        if not Path(settings.changes).parent.is_dir():
+            raise ValueError(f"--changes {settings.changes}: there is no folder {Path(settings.changes).parent}")
+    for package in settings.also:
+        if package in sys.modules:
+            raise ValueError(f"--also {package}: it is imported already, before the script")
+        try:
+            known = importlib.util.find_spec(package) is not None
+        except ModuleNotFoundError:
+            known = False
+        if not known:
+            raise ValueError(f"--also {package}: there is no package of this name")
+
+
+def start(settings: Run, names: dict[str, Any], *, tells: bool = True) -> None:
     """Run a script or module, rewritten, in the namespace ``names``.
 
     Raises:
         ModuleNotFoundError: There is no torch_npu, or no such module.
     """
     importlib.import_module("torch_npu")
-    folder = Path.cwd() if is_module else Path(script).resolve().parent
-    rewriter = Rewriter(folder)
+    rewriter = Rewriter(settings.folder, settings)
     sys.meta_path.insert(0, rewriter)
     if tells:
         atexit.register(rewriter.tell)
-    package, path = "", script
-    if is_module:
-        spec = importlib.util.find_spec(script)
+    package, path = "", settings.script
+    if settings.is_module:
+        spec = importlib.util.find_spec(settings.script)
         if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{script}.__main__")
+            spec = importlib.util.find_spec(f"{settings.script}.__main__")
         if spec is None or spec.origin is None:
-            raise ModuleNotFoundError(f"no module named {script}, or it is a package without __main__")
+            raise ModuleNotFoundError(f"no module named {settings.script}, or it is a package without __main__")
         package, path = spec.parent or "", spec.origin
         sys.argv[0] = path
-    os.environ[SCRIPT] = f"-m {script}" if is_module else os.path.abspath(script)
+    script = settings.script if settings.is_module else os.path.abspath(settings.script)
+    os.environ[SPAWNED] = json.dumps({**asdict(settings), "script": script})
     code = rewriter.compile(Path(path).read_bytes(), path)
-    names.update(__file__=path, __package__=package if is_module else None, __spec__=_SpawnedSpec(package))
-    exec(code, names)
+    spec_of_script = _SpawnedSpec(package)
+    names.update(__file__=path, __package__=package if settings.is_module else None, __spec__=spec_of_script)
+    try:
+        exec(code, names)
+    except Exception as error:
+        if tells and _NO_CUDA.search(str(error)):
+            # What was left is the likely cause: it comes before the traceback.
+            atexit.unregister(rewriter.tell)
+            rewriter.tell()
+        raise
 
 
-def run(script: str, *, is_module: bool) -> None:
+def start_spawned(names: dict[str, Any]) -> None:
+    """Run the script of the process that has spawned this one, in the namespace ``names``."""
+    values = json.loads(os.environ[SPAWNED])
+    start(Run(**{**values, "also": tuple(values["also"])}), names, tells=False)
+
+
+def run(settings: Run) -> None:
     """Run a script or module as ``__main__``, with the arguments in ``sys.argv``."""
     arguments = npu_arguments(sys.argv[1:])
     if arguments != sys.argv[1:]:
@@ -157,4 +245,4 @@ def run(script: str, *, is_module: bool) -> None:
         sys.argv[1:] = arguments
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
-    start(script, is_module=is_module, names=vars(main))
+    start(settings, vars(main))

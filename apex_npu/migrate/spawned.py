@@ -2,12 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What a process imports as its main module that a script under ``run --device npu`` has spawned: the script."""
 
-import os
-
 from apex_npu.compat import install_as_apex
-from apex_npu.migrate.running import SCRIPT, start
+from apex_npu.migrate.running import start_spawned
 
 if __name__ != "apex_npu.migrate.spawned":
     install_as_apex()
-    _script = os.environ[SCRIPT]
-    start(_script.removeprefix("-m "), is_module=_script.startswith("-m "), names=globals(), tells=False)
+    start_spawned(globals())

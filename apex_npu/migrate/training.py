@@ -217,7 +217,9 @@ class Training:
         name = getattr(function, "name", "")
         owner = self.program.parent(function)
         name = owner.name if name == "__init__" and isinstance(owner, ast.ClassDef) else name
-        calls = [call for call in self.calls if name and text(call.func).rpartition(".")[2] == name]
+        # A function of the module is not what an object's method of the same name is.
+        written = [text(call.func) for call in self.calls]
+        calls = [call for call, one in zip(self.calls, written, strict=True) if name and _is_call_of(one, name, owner)]
         if len(calls) > 1 or any(isinstance(at, _LOOPS) for call in calls for at in around(self.program, call)):
             raise UnclearError(one.statement, "A351", f"{name}() makes an optimizer, and is called several times")
 
@@ -331,7 +333,7 @@ class Training:
         if "." in name and not known:
             values = [one.value for one in self.assigned(name, call) if not _gets_none(one)]
             passed = (is_argument(self.program, one, text(one)) or text(one) in self.targets for one in values)
-            known = bool(values) and all(passed)
+            known = bool(values) and (all(passed) or all(map(self._is_factory_call, values)))
         if not known and "." not in name:
             values = [one.value for one in self.assigned(name, call) if not _gets_none(one)]
             home = self.program.names.scope(call).find(name)
@@ -345,6 +347,8 @@ class Training:
         """Whether a function is called that makes an optimizer and returns it."""
         if not isinstance(value, ast.Call):
             return False
+        if ".".join((self.program.names.dotted(value.func) or "").split(".")[-2:]) in self.program.options.factories:
+            return True
         makers = {function_of(self.program, one.statement): one.target for one in self.made}
         named = {getattr(function, "name", ""): (function, target) for function, target in makers.items()}
         function, target = named.get(text(value.func), (None, ""))
@@ -366,6 +370,10 @@ class Training:
 
 def _call(one: Backward | ast.Call) -> ast.Call:
     return one.call if isinstance(one, Backward) else one
+
+
+def _is_call_of(written: str, name: str, owner: ast.AST | None) -> bool:
+    return written == name or (isinstance(owner, ast.ClassDef) and written.rpartition(".")[2] == name)
 
 
 def _lists(name: str) -> bool:

@@ -94,6 +94,7 @@ def make(model):
 ENGINE_OF_FACTORY = ENGINE.replace("for x", "optimizer = main.make(model)\n    for x").replace(
     "import torch", "import torch, main"
 )
+OWN_ENGINE = ENGINE_OF_FACTORY.replace("model, data, optimizer", "model, data")
 SCRIPT = """
 import torch
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -121,6 +122,19 @@ def test_a_program_of_two_files(tmp_path):
     assert "with amp.scale_loss(loss, optimizer) as scaled_loss:" in changed["engine.py"]
 
 
+@pytest.mark.parametrize("attribute", [False, True])
+def test_a_factory_in_another_file_calls_initialize(attribute, tmp_path):
+    name = "self.optimizer" if attribute else "optimizer"
+    engine = OWN_ENGINE.replace("fit(", "fit(self, ").replace("optimizer", name)
+    changed, refused = planned(tmp_path, main=FACTORY, engine=engine)
+    assert not refused
+    made = "    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+    line = '    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n    return optimizer\n'
+    assert made + line in changed["main.py"]
+    assert f"with amp.scale_loss(loss, {name}) as scaled_loss:" in changed["engine.py"]
+    assert "initialize" not in changed["engine.py"]
+
+
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
@@ -133,7 +147,13 @@ def test_a_program_of_two_files(tmp_path):
         ),
         ({"main": MAIN + "import other", "engine": ENGINE, "other": OTHER}, "made in several files"),
         ({"main": MAIN, "engine": ENGINE.replace("import torch", "from apex_npu import amp")}, "has amp already"),
-        ({"main": FACTORY, "engine": ENGINE_OF_FACTORY}, "(A351)"),
+        ({"main": FACTORY, "engine": ENGINE_OF_FACTORY}, "(A351)"),  # or the argument
+        ({"main": FACTORY, "engine": OWN_ENGINE + "\nother = main.make(other)"}, "(A351)"),
+        (
+            {"main": FACTORY, "engine": OWN_ENGINE.replace("optimizer = m", "for _ in x: optimizer = m")},
+            "(A351)",
+        ),
+        ({"main": FACTORY.replace("return optimizer", "return optimizer, 1"), "engine": OWN_ENGINE}, "(A351)"),
         ({"main": MAIN, "pack__engine": ENGINE}, "no backward is seen"),
     ],
 )

@@ -2,19 +2,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``run --device npu``: modules are rewritten as they are imported, and no file changes."""
 
+import atexit
 import importlib
 import inspect
+import json
 import os
 import subprocess
 import sys
 import traceback
+import types
 from pathlib import Path
 
 import pytest
+import torch
 from devices import DEVICE, SIMULATOR
 
 from apex_npu.__main__ import main
-from apex_npu.migrate.running import Rewriter, npu_arguments
+from apex_npu.migrate import running
+from apex_npu.migrate.running import Rewriter, Run, npu_arguments
 
 ROOT = Path(__file__).parents[2]
 MODULE = '''"""Rewritten."""
@@ -70,6 +75,128 @@ def test_a_module_elsewhere_stays(rewriter):
     assert rewriter.findings == []
 
 
+@pytest.mark.parametrize(
+    ("also", "rewritten"), [("other_module", True), ("other", False), ("other_module.part", False)]
+)
+def test_a_package_elsewhere_is_rewritten_by_its_name(rewriter, also, rewritten):
+    rewriter.settings = Run("", also=(also,))
+    assert hasattr(importlib.import_module("other_module").Moved(), "npu") is rewritten
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_what_compiles_functions_sees_the_new_text(rewriter, tmp_path):
+    text = 'import torch\n\n\ndef where(x: torch.Tensor) -> str:\n    return str("cuda:1")\n'
+    (tmp_path / "ours/rewritten_module.py").write_text(text)
+    module = importlib.import_module("rewritten_module")
+    assert torch.jit.script(module.where)(torch.ones(1)) == module.where(torch.ones(1)) == "npu:1"
+
+
+@pytest.mark.parametrize("unsure", [True, False])
+def test_what_is_unsure_is_applied_unless_it_is_to_be_left(unsure, tmp_path, capsys):
+    rewriter = Rewriter(tmp_path, Run("", unsure=unsure))
+    names = {"pick": str}
+    exec(rewriter.compile(b'picked = pick("cuda")', "t.py"), names)
+    assert names["picked"] == ("npu" if unsure else "cuda")
+    rewriter.tell()
+    assert ("t.py:1:15  D106 unsure" in capsys.readouterr().err) is not unsure
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_a_file_that_speaks_of_npu_is_left_unless_forced(force, tmp_path):
+    rewriter = Rewriter(tmp_path, Run("", force=force))
+    names = {}
+    exec(rewriter.compile(b'device = "cuda"\nother_device = "npu"', "t.py"), names)
+    assert names["device"] == ("npu" if force else "cuda")
+    assert any(finding.rule == "D159" for finding in rewriter.findings) is not force
+
+
+def test_all_findings_are_written_at_the_end(tmp_path, capsys):
+    rewriter = Rewriter(tmp_path, Run("", changes=str(tmp_path / "changes.json")))
+    for _ in range(2):  # a file that is read twice is reported once
+        rewriter.compile(b"import torch\ntorch.cuda.synchronize()\nmodel = torch.nn.DataParallel(model)\n", "t.py")
+    rewriter.tell()
+    written = json.loads((tmp_path / "changes.json").read_text())
+    assert [(one["rule"], one["status"], one["after"]) for one in written] == [
+        ("D101", "changed", "torch.npu.synchronize"),
+        ("D150", "refused", None),
+    ]
+    assert "1 places in 1 files" in capsys.readouterr().err
+
+
+def test_an_expression_that_is_too_deep_for_the_rules_runs_as_it_is(tmp_path, monkeypatch):
+    def too_deep(*arguments):
+        raise RecursionError
+
+    monkeypatch.setattr(running, "examined", too_deep)
+    rewriter = Rewriter(tmp_path)
+    names = {}
+    exec(rewriter.compile(b'device = "cuda"', "t.py"), names)
+    assert names["device"] == "cuda"
+    assert [finding.rule for finding in rewriter.findings] == ["F904"]
+
+
+@pytest.fixture
+def at_exit(monkeypatch):
+    """What is to be called at exit; nothing of torch_npu's is needed."""
+    called = []
+    monkeypatch.setattr(atexit, "register", called.append)
+    monkeypatch.setattr(atexit, "unregister", called.remove)
+    monkeypatch.setitem(sys.modules, "torch_npu", types.ModuleType("torch_npu"))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setenv(running.SPAWNED, "")
+    return called
+
+
+@pytest.mark.parametrize("reason", ["Torch not compiled with CUDA enabled", "no such file"])
+def test_what_was_left_comes_before_the_traceback_of_a_script_that_misses_cuda(reason, at_exit, tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(f"import torch\nif 0: torch.cuda.nvtx.mark('')\nraise AssertionError({reason!r})")
+    with pytest.raises(AssertionError, match=reason):
+        running.start(Run(str(script)), {})
+    told = "torch.cuda.nvtx has no counterpart" in capsys.readouterr().err
+    assert told is ("CUDA" in reason)
+    assert bool(at_exit) is not told
+
+
+def test_processes_that_are_spawned_have_the_same_settings(at_exit, tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    settings = Run(str(script), also=("a", "b.c"), unsure=False, force=True, changes=str(tmp_path / "c.csv"))
+    running.start(settings, {})
+    given = []
+    monkeypatch.setattr(running, "start", lambda settings, names, tells: given.append((settings, tells)))
+    running.start_spawned({})
+    assert given == [(settings, False)]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--also", "nosuchpackage"], "--also nosuchpackage: there is no package of this name"),
+        (["--also", "nosuch.package"], "--also nosuch.package: there is no package of this name"),
+        (["--also", "torch"], "--also torch: it is imported already"),
+        (["--changes", "a.txt"], "a.txt names no format"),
+        (["--changes", "nosuchfolder/a.csv"], "there is no folder"),
+    ],
+)
+def test_settings_that_cannot_be_followed_are_refused_before_the_script_runs(
+    words, reason, at_exit, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError")
+    assert main(["run", "--device", "npu", *words, str(script)]) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--also", "a"], ["--changes", "a.csv"], ["--force-files"], ["--no-unsure"]])
+def test_settings_of_the_rules_go_with_a_device(words, tmp_path, capsys):
+    (tmp_path / "a.py").touch()
+    assert main(["run", *words, str(tmp_path / "a.py")]) == 2
+    assert "go with --device npu" in capsys.readouterr().err
+
+
 def test_a_module_that_does_not_parse_fails_as_ever(rewriter, tmp_path):
     (tmp_path / "ours/rewritten_module.py").write_text("cuda = (")
     with pytest.raises(SyntaxError):
@@ -108,12 +235,12 @@ def train(rank, queue):
     queue.put((rank, f"cuda:{torch.cuda.current_device()}", helper.train.__name__))
 
 if __name__ == "__main__":
-    context = torch.multiprocessing.get_context("spawn")
-    queue = context.Queue()
+    queue = torch.multiprocessing.get_context("spawn").Queue()
     helper.train(0, queue)
     print(queue.get(timeout=60), sys.argv[1:], amp.__name__)
     if torch.cuda.is_available():
-        for target in (train, helper.train):
+        for method, target in (("spawn", train), ("forkserver", helper.train)):
+            context = torch.multiprocessing.get_context(method)
             process = context.Process(target=target, args=(1, queue))
             process.start()
             print(queue.get(timeout=60))
@@ -144,6 +271,7 @@ def test_a_script_and_the_processes_that_it_spawns(tmp_path, way):
     printed = done.stdout.splitlines()
     assert printed[0] == "(0, 'npu:0', 'helper') ['--device', 'npu:0'] apex.amp", done.stderr
     assert sorted(printed[1:]) == ["(1, 'npu:0', 'helper')", "(1, 'npu:0', 'train')"], done.stderr
+    assert done.stderr.count("the script's arguments are --device npu:0") == 1
     assert "nn.DataParallel does not run on npu" in done.stderr
     assert "places in 2 files ran as npu's" in done.stderr
     assert (tmp_path / "helper.py").read_text() == HELPER

@@ -1,0 +1,103 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``apex_npu.transfer``: a process is replaced by one that runs its script under ``run --device npu``."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from .running import is_active
+
+_MODULE = "apex_npu.transfer"
+_COMMAND = "python -m apex_npu run --device npu"
+# Options of the interpreter's that take a value.
+_WITH_VALUE = "XW"
+_LONG_WITH_VALUE = "--check-hash-based-pycs"
+
+
+def split_command(command: Sequence[str]) -> tuple[list[str], str, str]:
+    """Of a command line, the interpreter's options, what it runs ("", "-m", "-c"), and its name.
+
+    Example::
+
+        >>> split_command(["python", "-uX", "dev", "-m", "train", "--lr", "1"])
+        (['-u', '-X', 'dev'], '-m', 'train')
+    """
+    options: list[str] = []
+    words = iter(command[1:])
+    for word in words:
+        if word == "-" or not word.startswith("-"):
+            return options, "", word
+        if word.startswith("--"):
+            options += [word, next(words, "")] if word == _LONG_WITH_VALUE else [word]
+            continue
+        for place, letter in enumerate(word[1:], 1):
+            if letter in _WITH_VALUE:
+                options += [f"-{letter}", word[place + 1 :] or next(words, "")]
+                break
+            if letter in "mc":
+                return options, f"-{letter}", word[place + 1 :] or next(words, "")
+            options.append(f"-{letter}")
+    return options, "", ""
+
+
+def _replacement(main: ModuleType) -> list[str]:
+    """The command that takes this process's place."""
+    file = getattr(main, "__file__", None)
+    if file is None or not os.path.isfile(file) or hasattr(sys, "ps1"):
+        raise RuntimeError(
+            "apex_npu.transfer: there is no script here that could be started again. In a notebook or a REPL, rewrite "
+            f"the code instead: python -m apex_npu migrate notebook.ipynb; a script runs with {_COMMAND} train.py"
+        )
+    options, way, name = split_command(sys.orig_argv)
+    spec = getattr(main, "__spec__", None)
+    module = "" if spec is None else spec.name.removesuffix(".__main__")
+    is_started = _is_file(name, file) if way == "" else way == "-m" and name.removesuffix(".__main__") == module
+    if not (is_started and _is_file(sys.argv[0], file)):
+        script = sys.argv[0]
+        raise RuntimeError(
+            f"apex_npu.transfer: {script} was started by another program: start it with {_COMMAND} {script}"
+        )
+    if not _is_first_statement(Path(file).read_bytes()):
+        raise RuntimeError(
+            f"apex_npu.transfer: import it in {file}, as the first statement, by itself: what runs before it would run "
+            f"twice. Or leave it out, and start the script with {_COMMAND} {file}"
+        )
+    started = ["-m", name] if way else [name]
+    return [sys.executable, *options, "-m", "apex_npu", "run", "--device", "npu", *started, *sys.argv[1:]]
+
+
+def _is_file(name: str, file: str) -> bool:
+    return os.path.exists(name) and os.path.samefile(name, file)
+
+
+def _is_first_statement(source: bytes) -> bool:
+    """Whether a program imports this module before anything else, but for its docstring and ``__future__``."""
+    for number, node in enumerate(ast.parse(source).body):
+        is_text = number == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text or (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
+            continue
+        if isinstance(node, ast.Import):
+            return [alias.name for alias in node.names] == [_MODULE]
+        package, _, name = _MODULE.rpartition(".")
+        return isinstance(node, ast.ImportFrom) and node.module == package and [a.name for a in node.names] == [name]
+    return False
+
+
+def transfer() -> None:
+    """Replace this process, unless it rewrites what it imports already.
+
+    Raises:
+        RuntimeError: There is no script to start, or the import is not its first statement.
+    """
+    if is_active():
+        return
+    command = _replacement(sys.modules["__main__"])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, command)

@@ -1,0 +1,113 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``import apex_npu.transfer``: a script starts itself again under ``run --device npu``, once."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from devices import DEVICE, SIMULATOR
+
+from apex_npu.migrate.running import Rewriter
+from apex_npu.migrate.transferring import split_command
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("train.py --lr 1", ([], "", "train.py")),
+        ("-u -W ignore train.py -m x", (["-u", "-W", "ignore"], "", "train.py")),
+        ("-Wignore -Xdev -m pkg.train a", (["-W", "ignore", "-X", "dev"], "-m", "pkg.train")),
+        ("-OOm pkg", (["-O", "-O"], "-m", "pkg")),
+        ("-uX dev -mpkg", (["-u", "-X", "dev"], "-m", "pkg")),
+        ("--check-hash-based-pycs never t.py", (["--check-hash-based-pycs", "never"], "", "t.py")),
+        ("-c print(1)", ([], "-c", "print(1)")),
+        ("-", ([], "", "-")),
+        ("-i", (["-i"], "", "")),
+    ],
+)
+def test_a_command_line_is_split_as_python_does(words, expected):
+    assert split_command(["python", *words.split()]) == expected
+
+
+def test_it_does_nothing_where_modules_are_rewritten_already(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", [Rewriter(tmp_path), *sys.meta_path])
+    importlib.import_module("apex_npu.transfer")
+    del sys.modules["apex_npu.transfer"]
+
+
+def start(folder: Path, *words: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder, in which torch_npu is an empty module unless the device is an npu."""
+    site = folder / "site"
+    site.mkdir(exist_ok=True)
+    if DEVICE.type == "npu":
+        (site / "sitecustomize.py").write_text(f"import {SIMULATOR.__name__} as s; s.install()")
+    else:
+        (site / "torch_npu.py").touch()
+    paths = [str(site), str(ROOT), str(ROOT / "tests/host_cann")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, input=text, capture_output=True, text=True, timeout=300
+    )
+
+
+SCRIPT = '''"""A script."""
+
+from __future__ import annotations
+
+import apex_npu.transfer
+
+import sys
+
+def device():
+    return "cuda:0"
+
+if __name__ == "__main__":
+    print(device(), sys.argv[1:], sys.flags.dont_write_bytecode, sys.warnoptions[-1:], __name__)
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [("train.py",), ("-m", "train")])
+def test_a_script_starts_itself_again_with_its_options_and_arguments(tmp_path, way):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = start(tmp_path, "-B", "-Wignore::UserWarning", *way, "--device", "cuda", "a b")
+    assert done.stdout == "npu:0 ['--device', 'npu', 'a b'] 1 ['ignore::UserWarning'] __main__\n", done.stderr
+    assert (tmp_path / "train.py").read_text() == SCRIPT
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "reason"),
+    [
+        ("", ("-c", "import apex_npu.transfer"), "there is no script here"),
+        ("", ("-",), "there is no script here"),
+        ("import os\nimport apex_npu.transfer", ("train.py",), "as the first statement, by itself"),
+        ("import apex_npu.transfer, os", ("train.py",), "as the first statement, by itself"),
+        ("from apex_npu import transfer", ("-m", "cProfile", "train.py"), "was started by another program"),
+    ],
+)
+def test_what_cannot_be_started_again_is_refused_with_the_way_out(tmp_path, script, words, reason):
+    (tmp_path / "train.py").write_text(script)
+    done = start(tmp_path, *words, text="import apex_npu.transfer")
+    assert done.returncode == 1
+    assert reason in done.stderr
+    assert "python -m apex_npu run --device npu" in done.stderr
+
+
+def test_a_module_that_is_imported_by_a_script_is_not_its_first_statement(tmp_path):
+    (tmp_path / "train.py").write_text("import helper")
+    (tmp_path / "helper.py").write_text("import apex_npu.transfer")
+    done = start(tmp_path, "train.py")
+    assert done.returncode == 1
+    assert "as the first statement" in done.stderr
+
+
+def test_an_interactive_interpreter_is_not_replaced(tmp_path):
+    (tmp_path / "train.py").write_text("import apex_npu.transfer")
+    done = start(tmp_path, "-i", "train.py", text="import sys\nimport apex_npu.transfer\n")
+    assert "there is no script here that could be started again" in done.stderr
