@@ -135,6 +135,10 @@ def test_a_program_of_two_files(tmp_path):
         ({"main": MAIN, "engine": ENGINE.replace("import torch", "from apex_npu import amp")}, "has amp already"),
         ({"main": FACTORY, "engine": ENGINE_OF_FACTORY}, "(A351)"),
         ({"main": MAIN, "pack__engine": ENGINE}, "no backward is seen"),
+        (
+            {"main": MAIN, "engine": ENGINE + "from torch.distributed.fsdp import fully_shard\nfully_shard(net)\n"},
+            "parameters are sharded",
+        ),
     ],
 )
 def test_a_program_is_converted_whole_or_not_at_all(files, reason, tmp_path):
