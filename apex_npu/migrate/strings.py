@@ -10,7 +10,7 @@ import re
 from .device import missing
 from .program import Program
 from .rules import RULES
-from .tables import DEVICE_ARGUMENTS, DEVICE_KEYWORDS, ENVIRONMENT
+from .tables import ANSWERS, DEVICE_ARGUMENTS, DEVICE_KEYWORDS, ENVIRONMENT
 from .targets import target_of
 
 _DEVICE = re.compile(r"cuda(:\d*)?")
@@ -74,8 +74,22 @@ def _device(program: Program, devices: Devices, node: ast.Constant, text: str) -
         program.report("D107", "refused", node, message=RULES["D107"].message)
     elif devices.is_place(node):
         program.report("D105", "changed", node, [edit])
+        if _decides_fused(program, node):
+            program.report("D156", "note", node, message=ANSWERS["fused"])
     else:
         program.report("D106", "unsure", node, [edit], RULES["D106"].message)
+
+
+def _decides_fused(program: Program, node: ast.expr) -> bool:
+    """Whether a comparison with a device decides if an optimizer of torch's is fused."""
+    at: ast.AST | None = program.parent(node)
+    if not isinstance(at, ast.Compare):
+        return False
+    while isinstance(at, (ast.Compare, ast.BoolOp)):
+        at = program.parent(at)
+    names = [at.arg] if isinstance(at, ast.keyword) else []
+    names += [_last_name(one) for one in at.targets] if isinstance(at, ast.Assign) else []
+    return any("fused" in (name or "") for name in names)
 
 
 def _is_lookup(parent: ast.AST | None, node: ast.AST) -> bool:

@@ -64,6 +64,7 @@ INSTEAD = {
 ANSWERS = {
     "get_device_capability": "it returns None on npu",
     "get_device_properties": "what it returns has no major and minor on npu",
+    "fused": "fused optimizers of torch's have to know npu: if this fails, leave fused out",
     "DoubleTensor": "an NPU computes in float32: float64 is slow or refused",
 }
 

@@ -155,6 +155,10 @@ def test_a_factory_in_another_file_calls_initialize(attribute, tmp_path):
         ),
         ({"main": FACTORY.replace("return optimizer", "return optimizer, 1"), "engine": OWN_ENGINE}, "(A351)"),
         ({"main": MAIN, "pack__engine": ENGINE}, "no backward is seen"),
+        (
+            {"main": MAIN, "engine": ENGINE + "from torch.distributed.fsdp import fully_shard\nfully_shard(net)\n"},
+            "parameters are sharded",
+        ),
     ],
 )
 def test_a_program_is_converted_whole_or_not_at_all(files, reason, tmp_path):

@@ -241,6 +241,14 @@ def test_ctrl_c_among_the_renames_waits(tree, monkeypatch, capsys, interruptible
     assert sorted(contents(tree)) == ["a.py", "c.py", "inner/b.py", "run.sh"]
 
 
+def test_a_read_only_file_leaves_all(tree, monkeypatch, capsys):
+    before = contents(tree)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "b.py")  # root may write it
+    assert migrate("--write", "--allow-dirty", tree) == 2
+    assert "inner/b.py is read-only: nothing has been changed" in capsys.readouterr().err
+    assert contents(tree) == before
+
+
 def test_an_edit_in_between_is_not_overwritten(tree, monkeypatch, capsys):
     def edited(*arguments):
         made = plan(*arguments)

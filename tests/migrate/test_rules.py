@@ -53,6 +53,11 @@ def test_names_of_torch_cuda():
     assert SAME_NAMES | RENAMED.keys() <= public
     assert {name for name in SUBMODULES if "." not in name} <= public
     assert len(SAME_NAMES) == 88
+    if VENDOR:
+        import torch_npu
+
+        assert {name for name in SAME_NAMES if not hasattr(torch_npu.npu, name)} == set()
+        assert all(hasattr(torch_npu.npu, name) for name in RENAMED.values())
 
 
 def test_names_that_are_similar():
