@@ -93,5 +93,13 @@ NEEDS_CUDA = {
     "transformer_engine": "使用 torch 的层与 apex_npu.amp",
     "xformers": "使用 torch.nn.functional.scaled_dot_product_attention",
 }
-HEADS = {"rule": "规则", "what": "内容", "before": "改写前", "after": "改写后", "instead": "替代", "name": "名称"}
-WORDS = {"reported": "仅报告", "changed": "改写"}
+HEADS = {
+    "rule": "规则",
+    "what": "内容",
+    "before": "改写前",
+    "after": "改写后",
+    "instead": "替代",
+    "name": "名称",
+    "script": "脚本",
+}
+WORDS = {"reported": "仅报告", "changed": "改写", "trains": "可训练", "other losses": "loss 不同"}

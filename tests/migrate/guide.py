@@ -24,6 +24,7 @@ from apex_npu.migrate.rules import (
 from apex_npu.migrate.tables import INSTEAD, NEEDS_CUDA, RENAMED, SAME_NAMES
 
 from . import chinese
+from .public.table import WAYS, Row, read
 
 GUIDE = Path(__file__).parents[2] / "docs" / "migrating_cuda.md"
 CHINESE_GUIDE = GUIDE.with_suffix(".zh.md")
@@ -74,12 +75,27 @@ class Tables:
         if name == "others":
             renamed = [[f"`{old}`", f"`torch.npu.{new}`"] for old, new in RENAMED.items()]
             return self._table(("torch.cuda", "instead"), [*renamed, *_rows(self.instead())])
+        if name == "scripts":
+            return self._scripts()
         assert name == "libraries"
         return self._table(("name", "instead"), _rows(self.needs_cuda()))
 
     def _example(self, rule: Rule) -> list[str]:
         after = _shown(rule.after, rule.id) if rule.after != rule.before else self.word("reported")
         return [rule.id, self.title(rule), _shown(rule.before, rule.id), after]
+
+    def _scripts(self) -> str:
+        rows = read()
+        names = dict.fromkeys(row.script for row in rows)
+        by_way = {(row.script, row.way): row for row in rows}
+        cells = [[f"`{name}`", *(self._cell(by_way.get((name, way))) for way in WAYS)] for name in names]
+        return self._table(("script", *WAYS), cells)
+
+    def _cell(self, row: Row | None) -> str:
+        if row is None:
+            return ""
+        counts = f"{row.changed} / {row.left}: " if row.changed else ""
+        return counts + (self.word(row.result) if row.result in ("trains", "other losses") else f"`{row.result}`")
 
     def current(self, text: str) -> str:
         """A guide with its tables as they are now."""

@@ -28,6 +28,7 @@ class Script:
         amp: Levels that ``--amp`` puts in.
         processes: How many are started.
         ranks: How many write losses, which are more where the script spawns processes.
+        steps: After how many backward passes it is stopped.
         environment: For each process, further variables.
         prepare: Makes data in the folder.
         needs: Packages beside torch.
@@ -43,6 +44,7 @@ class Script:
     amp: tuple[str, ...] = ()
     processes: int = 1
     ranks: int = 1
+    steps: int = 4
     environment: dict[str, str] = field(default_factory=dict)
     prepare: Callable[[Path], None] = lambda folder: None
     needs: tuple[str, ...] = ()
@@ -78,7 +80,7 @@ def _sentences(folder: Path) -> None:
     letters, random = [chr(0x4E00 + number) for number in range(200)], np.random.RandomState(1)
     folder.joinpath("THUCNews/saved_dict").mkdir()
     for part in ("train", "dev", "test"):
-        lines = ["".join(random.choice(letters, 12)) + f"\t{number % 10}" for number in range(256)]
+        lines = ["".join(random.choice(letters, 12)) + f"\t{number % 10}" for number in range(128)]
         folder.joinpath(f"THUCNews/data/{part}.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -167,6 +169,5 @@ SCRIPTS = (
         ("run.py", "--model", "TextCNN", "--embedding", "random"),
         prepare=_sentences,
         needs=("sklearn", "tqdm"),
-        amp=("O1",),
     ),
 )

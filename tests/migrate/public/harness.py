@@ -22,7 +22,6 @@ from .catalogue import Script
 
 # A folder with clones, bare or not: OWNER/NAME of each repository.
 CLONES = "MIGRATE_SCRIPTS"
-STEPS = 4
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[2]
 
@@ -89,7 +88,7 @@ def losses_of(
     paths = [_HERE / "site", _HERE / "stand_ins", _ROOT, _ROOT / "tests/host_cann", os.environ.get("PYTHONPATH", "")]
     variables = {
         **os.environ,
-        **{"SCRIPT_DEVICE": device, "SCRIPT_STEPS": str(STEPS), "SCRIPT_LOSSES": str(written)},
+        **{"SCRIPT_DEVICE": device, "SCRIPT_STEPS": str(script.steps), "SCRIPT_LOSSES": str(written)},
         **{"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
         **{"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONWARNINGS": "ignore", **environment},
     }
@@ -117,5 +116,5 @@ def losses_of(
     ]
     printed = "\n".join(output[-6_000:] for output in outputs)
     assert [process.returncode for process in processes] == [0] * script.processes, printed
-    assert [len(losses) for losses in found] == [STEPS] * script.ranks, printed
+    assert [len(losses) for losses in found] == [script.steps] * script.ranks, printed
     return found
