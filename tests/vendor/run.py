@@ -35,6 +35,8 @@ LONGEST_FIRST = ("test_fused_optimizers", "test_delegated_skips", "test_data_par
 HAVE_OLDER_FORMS = {
     "aclnnAddmmWeightNz",
     "aclnnApplyAdamW",
+    "aclnnChunkCat",
+    "aclnnDropoutV3Grad",
     "aclnnFlashAttentionVarLenScoreV4",
     "aclnnGeGluV3",
     "aclnnMatmulWeightNz",
