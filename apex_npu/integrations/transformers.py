@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from apex_npu import optimizers
+from apex_npu.integrations.optimizer_names import optimizer_class
 from apex_npu.integrations.requirements import require
 
 require("transformers", "transformers", "4.57")
@@ -97,19 +97,11 @@ def optimizer_cls_and_kwargs(
 
         >>> Trainer(model, args, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args))  # doctest: +SKIP
     """
-    known = {n: cls for n in optimizers.__all__ if _is_optimizer(cls := getattr(optimizers, n))}
-    if name not in known:
-        raise ValueError(f"apex_npu.optimizers has no optimizer {name!r}; there are {', '.join(sorted(known))}")
-    cls = known[name]
+    cls = optimizer_class(name)
     found: dict[str, Any] = {"lr": args.learning_rate}
     if "betas" in inspect.signature(cls).parameters:
         found.update(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
     return cls, {**found, **_parsed(args.optim_args), **kwargs}
-
-
-def _is_optimizer(value: Any) -> bool:
-    base = optimizers.FusedOptimizer
-    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not base
 
 
 def _parsed(optim_args: str | None) -> dict[str, Any]:
