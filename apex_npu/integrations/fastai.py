@@ -120,8 +120,8 @@ def _check(callbacks: Any, wrapper: Any, optimizer: Any, options: dict[str, Any]
             )
         if isinstance(callback, GradientClip) and options.get("fuse_unscale"):
             raise ValueError(
-                "GradientClip would clip gradients that fuse_unscale=True keeps multiplied with the loss scale: take it "
-                "away, and use ApexAmp(..., clip=max_norm)"
+                "GradientClip would clip gradients that fuse_unscale=True keeps multiplied with the loss scale: "
+                "take it away, and use ApexAmp(..., clip=max_norm)"
             )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(

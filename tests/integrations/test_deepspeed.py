@@ -14,10 +14,10 @@ pytest.importorskip(
 if DEVICE.type == "npu":
     pytest.skip("DeepSpeed's accelerator npu needs an NPU", allow_module_level=True)
 
-from deepspeed.runtime.zero import utils  # noqa: E402
+from deepspeed.runtime.zero import utils
 
-from apex_npu import optimizers  # noqa: E402
-from apex_npu.integrations import deepspeed as ours  # noqa: E402
+from apex_npu import optimizers
+from apex_npu.integrations import deepspeed as ours
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ pytest.importorskip(
     "fastai.basics", reason="fastai is not installed: make setup-hosts HOSTS=fastai", exc_type=ImportError
 )
 
-from fastai.basics import Callback, DataLoader, DataLoaders, Learner, OptimWrapper, params  # noqa: E402
-from fastai.callback.fp16 import MixedPrecision  # noqa: E402
-import fastai.callback.schedule  # noqa: E402, F401
-from fastai.callback.training import GradientAccumulation, GradientClip  # noqa: E402
+import fastai.callback.schedule  # noqa: F401
+from fastai.basics import Callback, DataLoader, DataLoaders, Learner, OptimWrapper, params
+from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.training import GradientAccumulation, GradientClip
 
-from apex_npu.integrations.fastai import ApexAmp, fused  # noqa: E402
+from apex_npu.integrations.fastai import ApexAmp, fused
 
 HALVES = ["O1", "O2"]
 
@@ -93,7 +93,7 @@ def test_one_cycle_groups_and_freezing(level):
         assert near(weights(learn)[: 6 * 32], before, 1e-3 if level == "O2" else 0.0)
         learn.unfreeze()
         learn.fit_one_cycle(1, lr_max=slice(1e-3, 1e-2))
-        assert not near(weights(learn)[: 6 * 32], before, 1e-2)
+        assert not near(weights(learn)[: 6 * 32], before, 3e-3)
         before = weights(learn)[: 6 * 32].clone()
         learn.freeze()
         learn.fit(1, lr=0.02)
