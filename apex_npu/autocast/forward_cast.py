@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from apex_npu.autocast.cast_lists import MODEL_FLOATS
 from apex_npu.autocast.cast_policy import CastPolicy
 from apex_npu.autocast.containers import cast_floating
-from apex_npu.autocast.submodule_cast import ModelRef, unwatch_submodules, watch_submodules
+from apex_npu.autocast.submodule_cast import TRACED, ModelRef, unwatch_submodules, watch_submodules
 from apex_npu.backends import for_device
 from apex_npu.ops import LOW_PRECISION, joins_lists
 
@@ -53,7 +53,7 @@ def convert_model(
     O0, O2, O3: floating parameters, buffers and existing gradients take ``policy.model_dtype`` (an affine BatchNorm
     keeps its own where ``keep_batchnorm_fp32``); so do floating tensors passed to the model's forward. Its outputs take
     ``cast_model_outputs``, by default float32. A submodule that is called by itself (``model.encoder(x)``) has its
-    inputs cast, too, but not its outputs; compiled or exported by itself it has not.
+    inputs cast, too, but not its outputs.
 
     O1: the forward is an autocast region; outputs are cast only where ``cast_model_outputs`` says so.
 
@@ -213,7 +213,8 @@ class CastForward:
         inner: The instance attribute ``forward`` that was there before, or None for the class's method.
         settings: What to do; None after an undo: call straight through.
         shield: Casts to keep out of this forward, and the device types they act on.
-        running: The threads that are inside it, one entry per call. A list, as append and remove are atomic.
+        running: The threads that are inside it, or ``TRACED``, one entry per call. A list, as append and remove are
+            atomic.
     """
 
     model: nn.Module
@@ -248,9 +249,9 @@ class CastForward:
         return type(self.model).forward(self.model, *args, **kwargs)
 
     def _call_marked(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if settings.input_dtype is None or torch.compiler.is_compiling():
+        if settings.input_dtype is None:
             return self._call_shielded(settings, args, kwargs)
-        thread_id = threading.get_ident()
+        thread_id = TRACED if torch.compiler.is_compiling() else threading.get_ident()
         try:
             self.running.append(thread_id)  # within: an interrupt comes after it, and has it taken back
             return self._call_shielded(settings, args, kwargs)

@@ -17,13 +17,16 @@ from torch import nn
 from apex_npu.autocast.containers import cast_floating
 from apex_npu.backends._torch_private import is_in_backward
 
+# In place of a thread's identifier, which torch.compile cannot trace.
+TRACED = -1
+
 
 class Wrapper(Protocol):
     """What a hook requires of the model's wrapped forward."""
 
     # The dtype of inputs, or None where nothing is cast.
     input_dtype: torch.dtype | None
-    # Threads that are inside it, one entry per call.
+    # Threads that are inside it, one entry per call; TRACED where a call is being traced.
     running: list[int]
 
 
@@ -70,18 +73,20 @@ class CastInputs:
 
         Within backward the model is not running, yet what checkpointing calls there is the forward again.
         """
-        # A compiled graph starts at the model; what a thread does elsewhere cannot be asked while tracing.
-        if torch.compiler.is_compiling():
-            return None
         model = self.of.model
         wrapper: Wrapper | None = None if model is None else model.__dict__.get("forward")
         dtype = getattr(wrapper, "input_dtype", None)
         if wrapper is None or dtype is None:
             return None
-        if not is_in_backward():
-            self.alone = threading.get_ident() not in wrapper.running
-        if not self.alone:
-            return None
+        if torch.compiler.is_compiling():
+            # What a thread does cannot be asked while tracing, nor may what checkpointing calls write an attribute.
+            if TRACED in wrapper.running:
+                return None
+        else:
+            if not is_in_backward():
+                self.alone = threading.get_ident() not in wrapper.running
+            if not self.alone:
+                return None
         return (
             tuple([cast_floating(value, dtype) for value in args]),
             {name: cast_floating(value, dtype) for name, value in kwargs.items()},

@@ -312,3 +312,53 @@ def test_a_failing_second_initialize_leaves_the_wrapper(monkeypatch):
     torch.testing.assert_close(model(x(3, 4)), expected)
     assert model.seen == [torch.float16] * 2
     assert model.encoder(x(3, 4)).dtype == torch.float16
+
+
+class Compiled(nn.Module):
+    """Methods that torch.compile is given, as trainers do with ``training_step``."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.head = Scaled()
+
+    def forward(self, x):
+        return self.head(self.encoder(x).float())  # in float32, as the author has decided
+
+    def call_submodules(self, x):
+        return self.head(self.encoder(x))
+
+    def call_itself(self, x):
+        return self(x)
+
+    def checkpointed(self, x):
+        return checkpoint(self.encoder, x, use_reentrant=False)
+
+    def in_two_graphs(self, x):
+        y = self.encoder(x)
+        torch._dynamo.graph_break()
+        return self.head(self.encoder(x)) + y
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.0, 1.001, 1.002, 1.003]))
+
+    def forward(self, x):
+        return x * self.w.to(x.dtype)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="what is traced is the same on all devices")
+@pytest.mark.parametrize("method", ["call_submodules", "call_itself", "checkpointed", "in_two_graphs"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_compiled_method_gives_what_it_gives_uncompiled(level, method):
+    torch._dynamo.reset()
+    model = make(level, Compiled())
+    run = getattr(model, method)
+    expected = run(x(3, 4))
+    found = torch.compile(run, backend="eager", fullgraph=method != "in_two_graphs")(x(3, 4))
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x(3, 4)), model(x(3, 4)))
+    torch._dynamo.reset()

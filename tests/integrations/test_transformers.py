@@ -3,6 +3,7 @@
 """transformers' Trainer with amp and with fused optimizers: losses, checkpoints and schedules as with its own."""
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ def _fresh_state():
 
 
 def reset():
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # where transformers 4 leaves bf16=True to accelerate
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 
