@@ -337,7 +337,10 @@ def test_run_passes_on_errors_and_modules(tmp_path):
         (["run"], "a script is missing"),
         (["run", "--fast", "x.py"], "unknown option '--fast'"),
         (["run", "not_there.py"], "can't open file 'not_there.py'"),
-        (["run", "--host", "timm", "--host", "keras", __file__], "--host keras: nothing is registered for it; give one"),
+        (
+            ["run", "--host", "timm", "--host", "keras", __file__],
+            "--host keras: nothing is registered for it; give one",
+        ),
         (["run", "--force", "--force", __file__], "unknown option '--force'"),
     ],
 )

@@ -18,8 +18,21 @@ from apex_npu.integrations.requirements import require
 require("lightning", "lightning", "2.6.6")
 
 from lightning.fabric.plugins import Precision as FabricPrecision  # noqa: E402
+from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy  # noqa: E402
+from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy  # noqa: E402
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy  # noqa: E402
 from lightning.pytorch.plugins import Precision  # noqa: E402
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy  # noqa: E402
 
+# Each has a mixed precision of its own, over parts of parameters.
+_SHARDING = (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    FabricDeepSpeedStrategy,
+    FabricFSDPStrategy,
+    FabricModelParallelStrategy,
+)
 # What checkpoints and logs say: Lightning's own names for the same dtypes.
 _NAMES = {"O0": "32-true", "O4": "bf16-mixed", "O5": "bf16-mixed"}
 
@@ -50,10 +63,19 @@ class _Amp:
         self.optimizers: list[Optimizer] = []
         self._loaded: dict[str, Any] | None = None
 
+    def _check_strategy(self, strategy: Any) -> None:
+        if isinstance(strategy, _SHARDING):
+            raise ValueError(
+                f"opt_level={self.amp_options['opt_level']!r} does not work with {type(strategy).__name__}, which "
+                "keeps parameters or optimizer states of its own: use precision='bf16-mixed' there, or strategy='ddp' here"
+            )
+
     def _initialize(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
             level = self.amp_options["opt_level"]
-            raise ValueError(f"LBFGS calls its closure repeatedly, which opt_level={level!r} does not take: use another")
+            raise ValueError(
+                f"LBFGS calls its closure repeatedly, which opt_level={level!r} does not take: use another"
+            )
         if any(state_of(optimizer) is None for optimizer in optimizers):
             amp.initialize(model, list(optimizers), **self.amp_options)
         self.optimizers = list(optimizers)
@@ -94,14 +116,19 @@ class ApexAmpPrecision(_Amp, Precision):  # type: ignore[misc]
         **amp_options: Other arguments of ``amp.initialize``.
 
     Raises:
-        ValueError: ``fuse_unscale`` or ``combine_ddp`` is given; in ``fit``, the optimizer is LBFGS. A strategy that
-            shards the model (FSDP, DeepSpeed) is refused by Lightning, or in ``fit``.
+        ValueError: ``fuse_unscale`` or ``combine_ddp`` is given; in ``fit``, the optimizer is LBFGS, or the strategy
+            shards the model (FSDP, DeepSpeed), where Lightning has not refused it before.
 
     Example::
 
         >>> trainer = Trainer(plugins=ApexAmpPrecision("O2"), gradient_clip_val=1.0)  # doctest: +SKIP
         >>> trainer.fit(module, loader)
     """
+
+    def convert_module(self, module: Any) -> Any:
+        """Check the strategy, which calls this before it wraps the module."""
+        self._check_strategy(module.trainer.strategy)
+        return module
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -140,7 +167,8 @@ class ApexFabricPrecision(_Amp, FabricPrecision):  # type: ignore[misc]
         **amp_options: Other arguments of ``amp.initialize``.
 
     Raises:
-        ValueError: ``fuse_unscale`` or ``combine_ddp`` is given; in ``setup``, an optimizer is LBFGS.
+        ValueError: ``fuse_unscale`` or ``combine_ddp`` is given; in ``setup``, an optimizer is LBFGS, or the strategy
+            shards the model.
 
     Example::
 
@@ -155,6 +183,7 @@ class ApexFabricPrecision(_Amp, FabricPrecision):  # type: ignore[misc]
 
     def setup(self, fabric: Any, model: nn.Module, *optimizers: Optimizer) -> tuple[Any, ...]:
         """Move ``model`` to its device, and initialize amp; what is returned goes to ``fabric.setup``."""
+        self._check_strategy(fabric.strategy)
         self._initialize(fabric.to_device(model), optimizers)
         return (model, *optimizers)
 

@@ -13,15 +13,15 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 
-timm = pytest.importorskip("timm.optim", reason="timm is not installed: make setup-hosts HOSTS=timm", exc_type=ImportError)
+pytest.importorskip("timm.optim", reason="timm is not installed: make setup-hosts HOSTS=timm", exc_type=ImportError)
 
-import timm.models  # noqa: E402
-import timm.optim  # noqa: E402
-import timm.utils  # noqa: E402
-from timm.models import resume_checkpoint  # noqa: E402
-from timm.utils import ModelEmaV3, dispatch_clip_grad  # noqa: E402
+import timm.models
+import timm.optim
+import timm.utils
+from timm.models import resume_checkpoint
+from timm.utils import ModelEmaV3, dispatch_clip_grad
 
-from apex_npu.integrations import timm as ours  # noqa: E402
+from apex_npu.integrations import timm as ours
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,9 @@ def apex_scaler(monkeypatch):
 
 def network(seed=0):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten(), nn.Linear(8 * 36, 4)).to(DEVICE)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten(), nn.Linear(8 * 36, 4)).to(
+        DEVICE
+    )
 
 
 def batches(count):
@@ -87,7 +89,7 @@ def test_optimizers_of_the_factory(name, theirs, options):
             model.group_matcher = lambda coarse=False: {"blocks": [(r"^(\d+)", None)]}
         optimizer = timm.optim.create_optimizer_v2(model, opt=opt, lr=1e-2, weight_decay=0.05, **options)
         results.append(trained(model, optimizer))
-    assert isinstance(timm.optim.create_optimizer_v2(network(), opt=name), optimizers.FusedOptimizer)
+    assert isinstance(timm.optim.create_optimizer_v2(network(), opt=name, lr=0.1), optimizers.FusedOptimizer)
     torch.testing.assert_close(*map(torch.tensor, results), rtol=1e-5, atol=1e-5)
 
 
@@ -115,7 +117,9 @@ def amp_run(scaler, level, steps=6, opt="npufusedadamw", **clip):
     model = network()
     optimizer = timm.optim.create_optimizer_v2(model, opt=opt, lr=1e-2)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    losses = trained(model, optimizer, steps, lambda loss: scaler(loss, optimizer, parameters=model.parameters(), **clip))
+    losses = trained(
+        model, optimizer, steps, lambda loss: scaler(loss, optimizer, parameters=model.parameters(), **clip)
+    )
     weights = [value.clone() for value in model.state_dict().values()]
     amp.shutdown()
     return losses, weights
@@ -182,7 +186,11 @@ def test_skipped_step_is_seen(apex_scaler):
     images, targets = next(batches(1))
     apex_scaler(nn.functional.cross_entropy(model(images), targets) * float("inf"), optimizer)
     assert amp.last_step(optimizer).skipped
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if name in dict(model.named_parameters()))
+    assert all(
+        torch.equal(value, before[name])
+        for name, value in model.state_dict().items()
+        if name in dict(model.named_parameters())
+    )
     assert apex_scaler.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 0}}
 
 
