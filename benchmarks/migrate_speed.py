@@ -2,11 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """How long ``python -m apex_npu migrate`` takes, and how much memory: a dry run, as a command with its start.
 
-<<<<<<<< HEAD:benchmarks/migration.py
-    python benchmarks/migration.py [--rounds 3] [--jobs 1 2]
-========
     python benchmarks/migrate_speed.py [--rounds 3] [--jobs 1 2]
->>>>>>>> h22s:benchmarks/migrate_speed.py
 
 The files are those of installed packages, in a folder of their own: 1,000, of which a third mention CUDA or apex;
 torch's package; one of 500 lines. The best round counts: what else runs makes all others slower.

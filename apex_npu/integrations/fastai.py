@@ -46,7 +46,7 @@ def fused(name: str = "NpuFusedAdamW", **options: Any) -> Callable[..., OptimWra
 class ApexAmp(Callback):  # type: ignore[misc]
     """Train a Learner at an ``opt_level`` of amp, with an optimizer of torch.optim or ``fused``.
 
-    A step that is skipped is cancelled, as with fastai's own mixed precision: callbacks see no ``after_step``.
+    A step that is skipped is cancelled, as with fastai's own mixed precision: callbacks see ``after_cancel_step``.
 
     Args:
         opt_level: "O0" to "O5".
@@ -77,7 +77,9 @@ class ApexAmp(Callback):  # type: ignore[misc]
         _check(self.learn.cbs, self.learn.opt, optimizer, self.amp_options)
         if state_of(optimizer) is None:
             amp.initialize(self.learn.model, optimizer, **self.amp_options)
-        if state_of(optimizer).masters.masters and any(isinstance(cb, GradientClip) for cb in self.learn.cbs):
+        for pair in state_of(optimizer).pairs:  # freeze() and unfreeze() see what the optimizer steps
+            pair.model_param.requires_grad_(pair.master_param.requires_grad)
+        if state_of(optimizer).pairs and any(isinstance(cb, GradientClip) for cb in self.learn.cbs):
             raise ValueError(
                 f"GradientClip clips the gradients of the model, while {self.amp_options['opt_level']} steps fp32 "
                 f"masters: take GradientClip away, and use ApexAmp({self.amp_options['opt_level']!r}, clip=max_norm)"
@@ -118,8 +120,8 @@ def _check(callbacks: Any, wrapper: Any, optimizer: Any, options: dict[str, Any]
             )
         if isinstance(callback, GradientClip) and options.get("fuse_unscale"):
             raise ValueError(
-                "GradientClip would clip gradients that fuse_unscale=True keeps multiplied with the loss scale: take it "
-                "away, and use ApexAmp(..., clip=max_norm)"
+                "GradientClip would clip gradients that fuse_unscale=True keeps multiplied with the loss scale: "
+                "take it away, and use ApexAmp(..., clip=max_norm)"
             )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""timm: the fused optimizers by name, ``create_optimizer_v2(model, opt="npufusedadamw")`` or ``--opt npufusedadamw``."""
+"""timm: the fused optimizers by name, as ``--opt npufusedadamw`` or ``create_optimizer_v2(model, opt="...")``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from apex_npu import optimizers
 from apex_npu.integrations.requirements import require
 
-require("timm", "timm", "1.0.12")
+require("timm", "timm", "1.0.31")
 
 from timm.optim._optim_factory import OptimInfo, default_registry  # noqa: E402
 

@@ -70,7 +70,7 @@ def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
                 optimizer.state[param][name] = value.detach().to(target, copy=True)
     for group in optimizer.param_groups:
         for name, default in optimizer.defaults.items():
-            if name != "differentiable":  # torch's own, which no rule here has
+            if name != "differentiable" or name in optimizer.torch_options:  # else torch has added it
                 group.setdefault(name, default)
 
 

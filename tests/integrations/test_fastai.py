@@ -15,12 +15,12 @@ pytest.importorskip(
     "fastai.basics", reason="fastai is not installed: make setup-hosts HOSTS=fastai", exc_type=ImportError
 )
 
-from fastai.basics import Callback, DataLoader, DataLoaders, Learner, OptimWrapper, params  # noqa: E402
-from fastai.callback.fp16 import MixedPrecision  # noqa: E402
-import fastai.callback.schedule  # noqa: E402, F401
-from fastai.callback.training import GradientAccumulation, GradientClip  # noqa: E402
+import fastai.callback.schedule  # noqa: F401
+from fastai.basics import Callback, DataLoader, DataLoaders, Learner, OptimWrapper, params
+from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.training import GradientAccumulation, GradientClip
 
-from apex_npu.integrations.fastai import ApexAmp, fused  # noqa: E402
+from apex_npu.integrations.fastai import ApexAmp, fused
 
 HALVES = ["O1", "O2"]
 
@@ -30,10 +30,10 @@ class Losses(Callback):
 
     def __init__(self):
         super().__init__()
-        self.history, self.stepped = [], []
+        self.history, self.cancelled = [], []
 
-    def after_step(self):
-        self.stepped.append(self.learn.iter)
+    def after_cancel_step(self):
+        self.cancelled.append(self.learn.iter)
 
     def after_batch(self):
         if self.training:
@@ -89,10 +89,15 @@ def test_one_cycle_groups_and_freezing(level):
         before = weights(learn)[: 6 * 32].clone()
         learn.freeze()
         learn.fit(1, lr=0.02)
-        assert torch.equal(weights(learn)[: 6 * 32], before)
+        # Frozen parameters have no masters.
+        assert near(weights(learn)[: 6 * 32], before, 1e-3 if level == "O2" else 0.0)
         learn.unfreeze()
         learn.fit_one_cycle(1, lr_max=slice(1e-3, 1e-2))
-        assert not torch.equal(weights(learn)[: 6 * 32], before)
+        assert not near(weights(learn)[: 6 * 32], before, 3e-3)
+        before = weights(learn)[: 6 * 32].clone()
+        learn.freeze()
+        learn.fit(1, lr=0.02)
+        assert torch.equal(weights(learn)[: 6 * 32], before)
     within = 5e-3 if level else 1e-5
     assert near(found.losses.history, expected.losses.history, within)
 
@@ -148,7 +153,7 @@ class Overflow(Callback):
 def test_skipped_step_is_cancelled(level):
     learn = learner(fused("NpuFusedSGD"), [Overflow(), ApexAmp(level, clip=1.0)])
     learn.fit(1, lr=0.1)
-    assert learn.losses.stepped == [0, 1, 3, 4, 5, 6, 7]
+    assert learn.losses.cancelled == [2]
     assert amp.last_step(learn.opt).skipped_steps == 1
     assert weights(learn).isfinite().all()
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from devices import DEVICE
 from processes import run as run_processes
-from torch import nn
 
 from apex_npu import amp, optimizers
 
@@ -19,14 +18,14 @@ pytest.importorskip(
 if DEVICE.type == "npu":
     pytest.skip("Lightning has no accelerator npu", allow_module_level=True)
 
-from integrations.lightning_module import Module, fabric_run, fit, loader, network, weights  # noqa: E402
-from lightning.fabric import Fabric  # noqa: E402
-from lightning.pytorch import Trainer  # noqa: E402
-from lightning.pytorch.callbacks import Callback, WeightAveraging  # noqa: E402
-from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy  # noqa: E402
+from integrations.lightning_module import Module, fabric_run, fit, loader, network, weights
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, WeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
-from apex_npu.integrations.lightning import ApexAmpPrecision, ApexFabricPrecision  # noqa: E402
+from apex_npu.integrations.lightning import ApexAmpPrecision, ApexFabricPrecision
 
 HALF = ["O1", "O2"]
 BFLOAT16 = ["O4", "O5"]
@@ -266,7 +265,7 @@ def test_fabric_resumes_bit_for_bit(tmp_path):
 def test_fabric_without_setup():
     fabric = Fabric(accelerator="cpu", devices=1, plugins=ApexFabricPrecision("O2"))
     model = network()
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(RuntimeError, match=r"call model, optimizer = fabric.setup\(\*precision.setup\("):
         fabric.backward(model(next(iter(loader()))[0]).sum())
 

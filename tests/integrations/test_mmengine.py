@@ -17,13 +17,13 @@ pytest.importorskip(
     "mmengine.runner", reason="MMEngine is not installed: make setup-hosts HOSTS=mmengine", exc_type=ImportError
 )
 
-from integrations.mmengine_runner import run, weights  # noqa: E402
-from mmengine.hooks import Hook  # noqa: E402
-from mmengine.optim import build_optim_wrapper  # noqa: E402
-from mmengine.registry import OPTIMIZERS  # noqa: E402
+from integrations.mmengine_runner import run, weights
+from mmengine.hooks import Hook
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import OPTIMIZERS
 
-from apex_npu.integrations import mmengine as ours  # noqa: E402
-from apex_npu.integrations.optimizer_names import optimizer_classes  # noqa: E402
+from apex_npu.integrations import mmengine as ours
+from apex_npu.integrations.optimizer_names import optimizer_classes
 
 
 def near(found, expected, within):

@@ -13,17 +13,15 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 
-timm = pytest.importorskip(
-    "timm.optim", reason="timm is not installed: make setup-hosts HOSTS=timm", exc_type=ImportError
-)
+pytest.importorskip("timm.optim", reason="timm is not installed: make setup-hosts HOSTS=timm", exc_type=ImportError)
 
-import timm.models  # noqa: E402
-import timm.optim  # noqa: E402
-import timm.utils  # noqa: E402
-from timm.models import resume_checkpoint  # noqa: E402
-from timm.utils import ModelEmaV3, dispatch_clip_grad  # noqa: E402
+import timm.models
+import timm.optim
+import timm.utils
+from timm.models import resume_checkpoint
+from timm.utils import ModelEmaV3, dispatch_clip_grad
 
-from apex_npu.integrations import timm as ours  # noqa: E402
+from apex_npu.integrations import timm as ours
 
 
 @pytest.fixture(autouse=True)
