@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -51,6 +53,7 @@ class NpuFusedAdadelta(FusedOptimizer):
 
     elementwise = True
     supports_capture = True
+    torch_options: ClassVar[tuple[str, ...]] = ("foreach", "capturable", "differentiable")
 
     def __init__(
         self,

@@ -58,6 +58,7 @@ class NpuFusedAdam(FusedOptimizer):
     elementwise = True
     supports_capture = True
     optional_states: ClassVar[tuple[str, ...]] = ("max_exp_avg_sq",)
+    torch_options: ClassVar[tuple[str, ...]] = ("foreach", "capturable", "differentiable", "fused")
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class NpuFusedAdam(FusedOptimizer):
                 "weight_decay": weight_decay,
                 "amsgrad": amsgrad,
                 "maximize": maximize,
+                "decoupled_weight_decay": self.decoupled,
             },
             fuse_grad_scaler=fuse_grad_scaler,
             capturable=capturable,

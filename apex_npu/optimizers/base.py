@@ -99,6 +99,8 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
     elementwise: ClassVar[bool] = False
     # True where ``update`` takes whatever may be a tensor: ``learning_rate``, ``run.step`` and ``run.found_inf``.
     supports_capture: ClassVar[bool] = False
+    # Keys that the groups of torch's optimizer have beside the rule's numbers, for state dicts: nothing reads them.
+    torch_options: ClassVar[tuple[str, ...]] = ()
     # True where ``update`` reads ``p.grad`` rather than ``run.grad``: gradients are unscaled in place before.
     reads_param_grads: ClassVar[bool] = False
     # A GradScaler is left to unscale by itself where a parameter is sharded.
@@ -135,7 +137,8 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
         if defaults.get("lr", 0.0) is not None:
             with naming(type(self).__name__):
                 self.validate(defaults)
-        super().__init__(params, defaults)
+        options = {"foreach": None, "capturable": capturable, "differentiable": False, "fused": None}
+        super().__init__(params, {**defaults, **{name: options[name] for name in self.torch_options}})
 
     # What a rule provides
 
@@ -529,7 +532,7 @@ class FusedOptimizer(HasFusedGroups, Optimizer):
                     self.state[param][name] = value.detach().to(target, copy=True)
         for group in self.param_groups:
             for name, default in self.defaults.items():
-                if name != "differentiable":  # torch's own, which no rule here has
+                if name != "differentiable" or name in self.torch_options:  # else torch has added it
                     group.setdefault(name, default)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class NpuFusedRMSprop(FusedOptimizer):
     elementwise = True
     supports_capture = True
     optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer", "grad_avg")
+    torch_options: ClassVar[tuple[str, ...]] = ("foreach", "capturable", "differentiable")
 
     def __init__(
         self,

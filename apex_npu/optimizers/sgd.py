@@ -55,6 +55,7 @@ class NpuFusedSGD(FusedOptimizer):
     elementwise = True
     supports_capture = True
     optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    torch_options: ClassVar[tuple[str, ...]] = ("foreach", "differentiable", "fused")
 
     def __init__(
         self,

@@ -66,6 +66,10 @@ def test_state_dicts(saved, name, level, fuse):
     model.load_state_dict(expected["model"])
     optimizer.load_state_dict(expected["optimizer"])
     amp.load_state_dict(expected["amp"])
-    assert_same(numbers(model, optimizer), expected)
+    found = numbers(model, optimizer)
+    # Groups may have options by now that the saved ones lack: what is there is kept.
+    groups = zip(found["optimizer"]["param_groups"], expected["optimizer"]["param_groups"], strict=True)
+    found["optimizer"]["param_groups"] = [{name: group[name] for name in saved_group} for group, saved_group in groups]
+    assert_same(found, expected)
     after = train_on(model, optimizer)
     assert_same(after, train_on(*pickle.loads(pickled)))
