@@ -67,7 +67,7 @@ class _Amp:
         if isinstance(strategy, _SHARDING):
             raise ValueError(
                 f"opt_level={self.amp_options['opt_level']!r} does not work with {type(strategy).__name__}, which "
-                "keeps parameters or optimizer states of its own: use precision='bf16-mixed' there, or strategy='ddp' here"
+                "keeps parameters or optimizer states of its own: use precision='bf16-mixed' there, or strategy='ddp'"
             )
 
     def _initialize(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
