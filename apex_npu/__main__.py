@@ -110,7 +110,7 @@ RUN = Command(
         Argument("-m", "run a module rather than a file", flag=True),
     ),
     usage=(
-        "[--force] [--host NAME]... [--explain-overflows[=N]] [--device npu [OPTIONS]] script.py [arguments of the script]",
+        "[--force] [--host NAME]... [--explain-overflows[=N]] [--device npu [OPTIONS]] script.py [arguments]",
         "[--force] [--host NAME]... [--explain-overflows[=N]] [--device npu [OPTIONS]] -m module [arguments]",
     ),
     passes_rest=True,
