@@ -124,6 +124,22 @@ class ConvertedModel:
         self._cast.undo()
 
 
+@dataclass
+class Settings:
+    """What holds for every ``initialize`` to come.
+
+    Attributes:
+        accept_low_precision_models: Models with float16 or bfloat16 parameters are accepted.
+        observer: That of sessions.
+    """
+
+    accept_low_precision_models: bool = False
+    observer: Observer | None = None
+
+
+settings = Settings()
+
+
 @dataclass(eq=False)
 class Session:
     """The state of amp between ``initialize`` and ``shutdown``.
@@ -344,20 +360,6 @@ def _holds_scaled(state: Any) -> bool:
     return bool(state.policy.fuse_unscale and state.grad_scale != 1.0)
 
 
-@dataclass
-class Settings:
-    """What holds for every ``initialize`` to come.
-
-    Attributes:
-        accept_low_precision_models: Models with float16 or bfloat16 parameters are accepted.
-        observer: That of sessions.
-    """
-
-    accept_low_precision_models: bool = False
-    observer: Observer | None = None
-
-
-settings = Settings()
 _lock = threading.Lock()
 _current: Session | None = None
 

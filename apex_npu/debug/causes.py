@@ -349,8 +349,8 @@ def _constant(
 ) -> tuple[str, str]:
     return (
         "the code passes inf or nan to it, and this reaches the loss or a gradient",
-        "use a large finite number instead, such as torch.finfo(dtype).min in a mask (a softmax of a row that is masked "
-        "as a whole is nan), or keep it out of what the loss depends on",
+        "use a large finite number instead, such as torch.finfo(dtype).min in a mask (the softmax of a row that is all "
+        "masked is nan), or keep it out of what the loss depends on",
     )
 
 

@@ -39,8 +39,8 @@ class Span:
 def span_of(tensor: Tensor) -> Span:
     """The bytes of ``tensor``, which is strided and has elements."""
     size = tensor.element_size()
-    count = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.storage_offset() * size
+    count: int = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset()) * size
     return Span(begin, begin + count * size, count == tensor.numel())
 
 

@@ -142,7 +142,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, names: Names, saturating: Sequence[torch.device] = ()) -> None:
         """Of models with ``names``; devices ``saturating`` have the largest number in place of inf, and a flag."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names = names
         self.suspended = False
         self.scale = 1.0
@@ -175,7 +175,7 @@ class Watch(TorchDispatchMode):
             torch_module.register_module_forward_pre_hook(self.enter_module),
             torch_module.register_module_forward_hook(self._leave_module, always_call=True),
         ]
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def detach(self) -> bool:
         """End; False where another mode has been entered since, which has to be left first."""
@@ -480,10 +480,10 @@ class Watch(TorchDispatchMode):
         elif operator.is_collective:
             self._find_inputs(call, func, operator, given, before or given)
             call.from_other_process = not call.causes and not call.leaves
-        for tensor, bad, largest in found:
-            if self.saturates:
-                bad = call.is_bad or bool(call.causes)
-            self._lineage.write(tensor, Result(call, bad, largest))
+        for tensor, is_bad, largest in found:
+            # What has saturated goes on as a finite number.
+            followed = call.is_bad or bool(call.causes) if self.saturates else is_bad
+            self._lineage.write(tensor, Result(call, followed, largest))
 
     def _keep_bad(self, call: Call) -> None:
         if self.saturates and call.from_constant:

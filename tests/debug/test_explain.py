@@ -32,7 +32,9 @@ def tables(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "apex_npu.debug"]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize(
+    "level", [pytest.param("O1", marks=pytest.mark.slow), "O2", pytest.param("O3", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("fault", planted.FAULTS, ids=lambda fault: fault.name)
 def test_planted(fault, level, caplog):
     if level not in fault.levels:

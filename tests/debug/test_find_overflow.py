@@ -15,8 +15,16 @@ SETTINGS = {
     "combine_grad": (optimizers.NpuFusedAdam, {"combine_grad": True}),
     "fuse_unscale": (optimizers.NpuFusedAdam, {"combine_grad": True, "fuse_unscale": True}),
 }
+# One setting of each fault is quick.
+QUICK = {("O1", "fuse_unscale"), ("O2", "torch.optim")}
 CASES = [
-    pytest.param(fault, level, *SETTINGS[name], id=f"{fault.name}-{level}-{name}")
+    pytest.param(
+        fault,
+        level,
+        *SETTINGS[name],
+        id=f"{fault.name}-{level}-{name}",
+        marks=[] if (level, name) in QUICK else [pytest.mark.slow],
+    )
     for fault in planted.FAULTS
     for level in fault.levels
     for name in SETTINGS
@@ -33,7 +41,9 @@ def test_planted(fault, level, optimizer, options):
     assert found.causes[0].tensor == fault.tensor or fault.tensor is None
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize(
+    "level", [pytest.param("O1", marks=pytest.mark.slow), "O2", pytest.param("O3", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("fault", planted_more.FAULTS, ids=lambda fault: fault.name)
 def test_planted_elsewhere(fault, level):
     if level not in fault.levels:

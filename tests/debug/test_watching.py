@@ -60,7 +60,9 @@ def iterate(model, optimizer):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("make", healthy.MODELS)
-@pytest.mark.parametrize("options", [{}, {"combine_grad": True, "fuse_unscale": True}])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"combine_grad": True, "fuse_unscale": True}]
+)
 def test_nothing_changes_and_nothing_is_found(make, level, options):
     # The first steps are skipped, as their scale is too large.
     options = {**options, "dynamic_init_scale": 2.0**24}

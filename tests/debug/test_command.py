@@ -1,0 +1,49 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``python -m apex_npu run --explain-overflows[=N]``: how the option is read."""
+
+import os
+
+import pytest
+
+from apex_npu.__main__ import main
+
+
+@pytest.fixture
+def environment(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["apex_npu"])
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    monkeypatch.setattr("apex_npu.__main__.install_as_apex", lambda force: None)
+    monkeypatch.setenv("APEX_NPU_EXPLAIN_OVERFLOWS", "7")
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys; print(os.environ.get('APEX_NPU_EXPLAIN_OVERFLOWS'), *sys.argv[1:])")
+    return str(script)
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        ([], "7"),
+        (["--explain-overflows"], "2"),
+        (["--explain-overflows=5"], "5"),
+        (["--force", "--explain-overflows"], "2"),
+    ],
+)
+def test_the_script_finds_the_variable(options, value, environment, capsys):
+    assert main(["run", *options, environment, "--explain-overflows=9"]) == 0
+    assert capsys.readouterr().out == f"{value} --explain-overflows=9\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--explain-overflows=0"], "--explain-overflows=0: N is a positive integer"),
+        (["--explain-overflows=x"], "--explain-overflows=x: N is a positive integer"),
+        (["--explain-overflow"], "unknown option '--explain-overflow'"),
+        (["--force=1"], "unknown option '--force=1'"),
+    ],
+)
+def test_bad_input(options, said, environment, capsys):
+    assert main(["run", *options, environment]) == 2
+    assert said in capsys.readouterr().err
+    assert os.environ["APEX_NPU_EXPLAIN_OVERFLOWS"] == "7"

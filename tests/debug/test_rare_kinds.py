@@ -1,0 +1,189 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is rare: gradients that are changed after backward, operators without float64, other processes, advice."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed
+from debug import healthy, planted
+from debug.planted_more import Body
+from debug.test_watching import iterate, set_up
+from devices import DEVICE, needs
+
+from apex_npu import amp, optimizers
+
+MARKED = planted.marked_lines(__file__)
+
+
+def watched(model, optimizer, block):
+    """What is found where ``block`` takes the model and the scaled loss."""
+    with amp.debug.find_overflow(model) as found:
+        optimizer.zero_grad()
+        with amp.scale_loss(model(planted.batch(4, 8, value=1.0)).float().mean(), optimizer) as scaled_loss:
+            block(model, scaled_loss)
+        optimizer.step()
+    return found
+
+
+def small(level="O2", run=lambda h: h, value=1.0, optimizer=torch.optim.SGD, **options):
+    return set_up(lambda: Body(run, value), level, optimizer, **{"dynamic_init_scale": 4.0, **options})
+
+
+@needs("inf")
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("options", [{}, {"combine_grad": True}])
+def test_gradients_that_the_block_changes(level, options):
+    def block(model, scaled_loss):
+        scaled_loss.backward()
+        model.fc.weight.grad.mul_(1e30).mul_(1e30)  # fault: written
+
+    found = watched(*small(level, optimizer=optimizers.NpuFusedSGD, **options), block)
+    (cause,) = found.causes
+    assert (cause.kind, cause.phase, cause.operator) == ("written", "block", "aten::mul_")
+    assert cause.line == MARKED["written"]
+    assert found.parameters == {"fc.weight": (0, 64)}
+
+
+@needs("inf")
+def test_gradients_that_are_there_before():
+    model, optimizer = small("O1")
+
+    def block(model, scaled_loss):
+        scaled_loss.backward()
+
+    for p in model.parameters():
+        p.grad = torch.full_like(p, math.inf)
+    with amp.debug.find_overflow(model) as found:
+        with amp.scale_loss(model(planted.batch(4, 8, value=1.0)).float().mean(), optimizer) as scaled_loss:
+            block(model, scaled_loss)
+        optimizer.step()
+    (cause,) = found.causes
+    assert cause.kind == "data"
+    assert cause.operator == "aten::add_"
+
+
+@torch.library.custom_op("apex_npu_tests::steep", mutates_args=())
+def steep(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype == torch.float64:
+        raise NotImplementedError("no kernel for float64")
+    return x * 1e30 * 1e30
+
+
+@needs("inf")
+def test_an_operator_without_float64():
+    steep.register_autograd(lambda ctx, grad: grad)
+    found = watched(*small("O2", run=lambda h: steep(h)), lambda model, scaled_loss: scaled_loss.backward())
+    (cause,) = found.causes
+    assert (cause.kind, cause.operator) == ("unknown", "apex_npu_tests::steep")
+    assert "no kernel for float64" in cause.why
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="gloo has tensors of the CPU")
+def test_another_process():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+
+        def of_another(h):
+            h = h.clone()
+            torch.distributed.all_reduce(h.detach())
+            return torch.log(h - 1) if h.requires_grad else h  # fault: after the collective
+
+        found = watched(*small("O1", run=of_another), lambda model, scaled_loss: scaled_loss.backward())
+        (cause,) = found.causes
+        # What this process has sent is what it has received: the collective is not at fault.
+        assert (cause.kind, cause.line) == ("math", MARKED["after the collective"])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@needs("inf")
+def test_views_and_operators_in_place():
+    def run(h):
+        h = h.clone()
+        h[:, 0] = 300.0
+        part = h.view(-1)[:4]
+        part.mul_(300.0)  # fault: in place
+        return h
+
+    found = watched(*small("O2", run=run), lambda model, scaled_loss: scaled_loss.backward())
+    (cause,) = found.causes
+    assert (cause.kind, cause.operator, cause.line) == ("overflow", "aten::mul_", MARKED["in place"])
+    assert cause.true_value == 300.0 * 300.0
+
+
+@needs("inf")
+def test_inf_that_is_absorbed_is_no_cause():
+    def run(h):
+        scores = torch.where(h > 2, h, -math.inf)
+        largest = torch.maximum(scores, torch.zeros_like(scores))
+        return largest + h * 300 * 300  # fault: beside
+
+    found = watched(*small("O2", run=run), lambda model, scaled_loss: scaled_loss.backward())
+    (cause,) = found.causes
+    assert (cause.kind, cause.line) == ("overflow", MARKED["beside"])
+
+
+@needs("inf")
+@pytest.mark.parametrize("scale", [2.0**20, 2.0**23])
+def test_the_scale_that_is_named_is_the_largest_that_fits(scale):
+    model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=scale)
+    states = torch.get_rng_state()
+
+    def skips_at(value):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": value, "unskipped": 0}})
+        torch.set_rng_state(states)
+        with amp.debug.find_overflow(model) as found:
+            optimizer.zero_grad()
+            with amp.scale_loss(model.loss(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.zero_grad()
+        return found
+
+    (cause,) = skips_at(scale).causes
+    assert cause.kind == "scale"
+    assert cause.fits_scale < scale
+    same = [c for c in skips_at(cause.fits_scale).causes if (c.operator, c.line) == (cause.operator, cause.line)]
+    assert same == []
+    (again,) = skips_at(2 * cause.fits_scale).causes
+    assert (again.kind, again.fits_scale) == ("scale", cause.fits_scale)
+
+
+@needs("inf")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_the_table_advises_ends_the_skips(level):
+    def plain(h):
+        return h * h * h
+
+    def advised(h):
+        with amp.disable_casts():
+            h = h.float()
+            return h * h * h
+
+    def skipped(run):
+        model, optimizer = small(level, run=run, value=300.0, dynamic_init_scale=0.5)
+        found = watched(model, optimizer, lambda model, scaled_loss: scaled_loss.backward())
+        skipped = amp.last_step(optimizer).skipped
+        amp.shutdown()
+        return skipped, found
+
+    skipped_before, found = skipped(plain)
+    assert skipped_before
+    assert "with .float(), at O1 within amp.disable_casts()" in found.causes[0].advice
+    assert not skipped(advised)[0]
+
+
+def test_two_models_and_a_block_for_each_loss():
+    first, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=4.0, num_losses=2)
+    other = torch.nn.Linear(2, 2).to(DEVICE)
+    with amp.debug.find_overflow(first, other) as found:
+        for loss_id in range(2):
+            optimizer.zero_grad()
+            with amp.scale_loss(first.loss(), optimizer, loss_id=loss_id) as scaled_loss:
+                scaled_loss.backward()
+            first.fc.weight.grad = None
+        optimizer.zero_grad()
+    assert [report.loss_id for report in found.reports] == [0, 1]
+    iterate(first, optimizer)
