@@ -12,6 +12,7 @@ import host_cann
 import npu_counts
 import pytest
 import torch
+from devices import needs
 
 from apex_npu import amp
 
@@ -23,7 +24,14 @@ OURS = {
     "LAMB": ((20, 0), (26, 1), (27, 1)),
     "RMSprop": ((6, 0), (12, 1), (13, 1)),
 }
-EVERY = [(rule, comparison) for rule in OURS for comparison in npu_counts.COMPARISONS]
+PAIRS = [(rule, comparison) for rule in OURS for comparison in npu_counts.COMPARISONS]
+
+
+def marked(pairs):
+    return [pytest.param(*pair, marks=[needs("fused_sgd")] if pair[0] == "SGD" else []) for pair in pairs]
+
+
+EVERY = marked(PAIRS)
 
 
 @pytest.fixture(autouse=True)
@@ -66,12 +74,13 @@ def test_others_take_no_fewer(rule, comparison, workload):
 DEARER = {("RMSprop", "step"), ("RMSprop", "O2 iteration")}
 
 
-@pytest.mark.parametrize(("rule", "comparison"), [pair for pair in EVERY if pair not in DEARER])
+@pytest.mark.parametrize(("rule", "comparison"), marked(pair for pair in PAIRS if pair not in DEARER))
 def test_bytes_are_no_more_than_the_vendors(rule, comparison):
     ours = counted(rule, "thin_resnet50", comparison, "apex_npu")
     assert ours.bytes <= baselines(rule, "thin_resnet50", comparison)["torch_npu NpuFused"].bytes
 
 
+@needs("fused_sgd")
 def test_sgd_reads_gradients_where_they_are():
     ours, fused = (counted("SGD", "thin_resnet50", "step", name) for name in ("apex_npu", "torch fused"))
     assert ours.bytes == fused.bytes
@@ -107,6 +116,7 @@ def test_a_first_step_takes_as_many_launches_for_any_list():
     assert launches[0] == launches[1] < 20
 
 
+@needs("casting_lists")
 def test_initialize_casts_lists():
     trained = npu_counts.Trained(npu_counts.thin_resnet50())
     values = [p.detach().clone() for p in trained.params]
