@@ -43,7 +43,7 @@ def fused(name: str = "NpuFusedAdamW", **options: Any) -> Callable[..., OptimWra
     return partial(OptimWrapper, opt=optimizer_class(name), **options)
 
 
-class ApexAmp(Callback):  # type: ignore[misc]
+class ApexAmp(Callback):
     """Train a Learner at an ``opt_level`` of amp, with an optimizer of torch.optim or ``fused``.
 
     A step that is skipped is cancelled, as with fastai's own mixed precision: callbacks see ``after_cancel_step``.
@@ -77,9 +77,11 @@ class ApexAmp(Callback):  # type: ignore[misc]
         _check(self.learn.cbs, self.learn.opt, optimizer, self.amp_options)
         if state_of(optimizer) is None:
             amp.initialize(self.learn.model, optimizer, **self.amp_options)
-        for pair in state_of(optimizer).pairs:  # freeze() and unfreeze() see what the optimizer steps
+        state = state_of(optimizer)
+        assert state is not None
+        for pair in state.pairs:  # freeze() and unfreeze() see what the optimizer steps
             pair.model_param.requires_grad_(pair.master_param.requires_grad)
-        if state_of(optimizer).pairs and any(isinstance(cb, GradientClip) for cb in self.learn.cbs):
+        if state.pairs and any(isinstance(cb, GradientClip) for cb in self.learn.cbs):
             raise ValueError(
                 f"GradientClip clips the gradients of the model, while {self.amp_options['opt_level']} steps fp32 "
                 f"masters: take GradientClip away, and use ApexAmp({self.amp_options['opt_level']!r}, clip=max_norm)"

@@ -67,7 +67,7 @@ class _Amp:
         if isinstance(strategy, _SHARDING):
             raise ValueError(
                 f"opt_level={self.amp_options['opt_level']!r} does not work with {type(strategy).__name__}, which "
-                "keeps parameters or optimizer states of its own: use precision='bf16-mixed' there, or strategy='ddp' here"
+                "keeps parameters or optimizer states of its own: use precision='bf16-mixed' there, or strategy='ddp'"
             )
 
     def _initialize(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -104,7 +104,7 @@ class _Amp:
             self._loaded = state_dict
 
 
-class ApexAmpPrecision(_Amp, Precision):  # type: ignore[misc]
+class ApexAmpPrecision(_Amp, Precision):
     """A plugin of Lightning's ``Trainer`` that trains at an ``opt_level`` of amp.
 
     Clipping, accumulation, checkpoints, DistributedDataParallel and manual optimization work as with Lightning's own
@@ -157,7 +157,7 @@ class ApexAmpPrecision(_Amp, Precision):  # type: ignore[misc]
         return loss if model.automatic_optimization else result
 
 
-class ApexFabricPrecision(_Amp, FabricPrecision):  # type: ignore[misc]
+class ApexFabricPrecision(_Amp, FabricPrecision):
     """A plugin of Lightning's ``Fabric`` that trains at an ``opt_level`` of amp.
 
     ``Fabric.setup`` shows a precision plugin the model without its optimizers; ``setup`` of this class goes before it.
