@@ -80,7 +80,8 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
             found_inf.fill_(1.0)
     elif found_inf is not None:
         # One pass that multiplies and checks every element; where it need not multiply, it still is the fewest calls.
-        factor = torch.full((1,), inv_scale, dtype=torch.float32, device=found_inf.device)
+        # Without dimensions, as GradScaler's: chips that saturate multiply a gradient of that shape in place by it.
+        factor = torch.full((), inv_scale, dtype=torch.float32, device=found_inf.device)
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
     else:
         torch._foreach_mul_(grads, inv_scale)
