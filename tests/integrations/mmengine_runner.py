@@ -20,6 +20,13 @@ if DEVICE.type == "npu" and not VENDOR:
     importlib.import_module("torch_npu").npu.utils.get_soc_version = lambda: 220
 _NUMBERS = itertools.count()  # MMEngine keeps its experiments by name
 
+DISTRIBUTED = {
+    "launcher": "pytorch",
+    "env_cfg": {"dist_cfg": {"backend": "gloo"}},
+    # torch refuses the device_ids that it has by default for a model on the CPU.
+    "cfg": {"model_wrapper_cfg": {"type": "MMDistributedDataParallel", "device_ids": None}},
+}
+
 
 class Model(BaseModel):
     def __init__(self):
@@ -55,7 +62,7 @@ def run(wrapper, folder, epochs=1, distributed=False, **options):
         log_level="ERROR",
         randomness={"seed": 0},
         default_hooks={"logger": None, "checkpoint": {"type": "CheckpointHook", "interval": 1}},
-        **({"launcher": "pytorch", "env_cfg": {"dist_cfg": {"backend": "gloo"}}} if distributed else {}),
+        **(DISTRIBUTED if distributed else {}),
         **options,
     )
     runner.model.to(DEVICE)
