@@ -216,5 +216,6 @@ def _held_back_class(cls: Any) -> Any:
 
 
 def _hold_back(schedule: Any) -> None:
-    if not isinstance(schedule, _HeldBack):
-        schedule.__class__ = _held_back_class(type(schedule))
+    cls: Any = type(schedule)
+    if not issubclass(cls, _HeldBack):
+        schedule.__class__ = _held_back_class(cls)

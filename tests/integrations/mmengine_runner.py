@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What MMEngine trains in tests: a model, its data, and a Runner."""
 
+import importlib
 import itertools
 
 import torch
-from devices import DEVICE
+from devices import DEVICE, VENDOR
 from mmengine.model import BaseModel
 from mmengine.runner import Runner
 from torch import nn
@@ -14,7 +15,17 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from apex_npu.integrations import mmengine
 
 assert mmengine
+if DEVICE.type == "npu" and not VENDOR:
+    # MMEngine asks for the chip, of which the stand-in has none: 220 is an Ascend 910B.
+    importlib.import_module("torch_npu").npu.utils.get_soc_version = lambda: 220
 _NUMBERS = itertools.count()  # MMEngine keeps its experiments by name
+
+DISTRIBUTED = {
+    "launcher": "pytorch",
+    "env_cfg": {"dist_cfg": {"backend": "gloo"}},
+    # torch refuses the device_ids that it has by default for a model on the CPU.
+    "cfg": {"model_wrapper_cfg": {"type": "MMDistributedDataParallel", "device_ids": None}},
+}
 
 
 class Model(BaseModel):
@@ -51,7 +62,7 @@ def run(wrapper, folder, epochs=1, distributed=False, **options):
         log_level="ERROR",
         randomness={"seed": 0},
         default_hooks={"logger": None, "checkpoint": {"type": "CheckpointHook", "interval": 1}},
-        **({"launcher": "pytorch", "env_cfg": {"dist_cfg": {"backend": "gloo"}}} if distributed else {}),
+        **(DISTRIBUTED if distributed else {}),
         **options,
     )
     runner.model.to(DEVICE)
