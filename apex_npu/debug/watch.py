@@ -164,6 +164,7 @@ class Watch(TorchDispatchMode):
         self._modules = ModuleStack()
         self._arguments: dict[int, str] = {}
         self._slots: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._without_aminmax: set[tuple[str, torch.dtype]] = set()
         self._hooks: list[Any] = []
         self._lock = threading.RLock()
 
@@ -352,7 +353,7 @@ class Watch(TorchDispatchMode):
         for key, indices in alike.items():
             slots = self._slots_for(*key, 2 * len(indices))
             for k, i in enumerate(indices):
-                torch.aminmax(real[i], out=(slots[2 * k], slots[2 * k + 1]))
+                self._write_range(real[i], slots[2 * k], slots[2 * k + 1])
             numbers = slots[: 2 * len(indices)].tolist()
             for k, i in enumerate(indices):
                 ranges[i] = (numbers[2 * k], numbers[2 * k + 1])
@@ -360,6 +361,20 @@ class Watch(TorchDispatchMode):
             for device, backend in self._saturating:  # the flag that this has raised
                 backend.clear_overflow_flag(device)
         return ranges
+
+    def _write_range(self, tensor: Tensor, low: Tensor, high: Tensor) -> None:
+        key = (tensor.device.type, tensor.dtype)
+        if key not in self._without_aminmax:
+            try:
+                torch.aminmax(tensor, out=(low, high))
+                return
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # a CANN that lacks it
+                self._without_aminmax.add(key)
+        every = tuple(range(tensor.dim()))
+        torch.amin(tensor, every, out=low)
+        torch.amax(tensor, every, out=high)
 
     def _slots_for(self, device: torch.device, dtype: torch.dtype, count: int) -> Tensor:
         slots = self._slots.get((device, dtype))

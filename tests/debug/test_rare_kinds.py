@@ -175,6 +175,20 @@ def test_what_the_table_advises_ends_the_skips(level):
     assert not skipped(advised)[0]
 
 
+def test_a_device_without_aminmax(monkeypatch):
+    def missing(*args, **kwargs):
+        raise RuntimeError("aclnnAminmax not in libopapi.so")
+
+    monkeypatch.setattr(torch, "aminmax", missing)
+    fault = planted.FAULTS[0]
+    model, optimizer, _ = planted.set_up(fault, "O2", torch.optim.SGD)
+    with amp.debug.find_overflow(model) as found:
+        planted.iterate(fault, model, optimizer)
+    (cause,) = found.causes
+    assert (cause.kind, cause.line) == (fault.kind, planted.MARKED[fault.name])
+    assert not found.reports[0].not_measured
+
+
 def test_two_models_and_a_block_for_each_loss():
     first, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=4.0, num_losses=2)
     other = torch.nn.Linear(2, 2).to(DEVICE)
