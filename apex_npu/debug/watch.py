@@ -164,7 +164,6 @@ class Watch(TorchDispatchMode):
         self._modules = ModuleStack()
         self._arguments: dict[int, str] = {}
         self._slots: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self._without_aminmax: set[tuple[str, torch.dtype]] = set()
         self._hooks: list[Any] = []
         self._lock = threading.RLock()
 
@@ -353,7 +352,12 @@ class Watch(TorchDispatchMode):
         for key, indices in alike.items():
             slots = self._slots_for(*key, 2 * len(indices))
             for k, i in enumerate(indices):
-                self._write_range(real[i], slots[2 * k], slots[2 * k + 1])
+                low, high = slots[2 * k], slots[2 * k + 1]
+                if has_aminmax(*key):
+                    torch.aminmax(real[i], out=(low, high))
+                else:
+                    low.copy_(real[i].amin())
+                    high.copy_(real[i].amax())
             numbers = slots[: 2 * len(indices)].tolist()
             for k, i in enumerate(indices):
                 ranges[i] = (numbers[2 * k], numbers[2 * k + 1])
@@ -361,20 +365,6 @@ class Watch(TorchDispatchMode):
             for device, backend in self._saturating:  # the flag that this has raised
                 backend.clear_overflow_flag(device)
         return ranges
-
-    def _write_range(self, tensor: Tensor, low: Tensor, high: Tensor) -> None:
-        key = (tensor.device.type, tensor.dtype)
-        if key not in self._without_aminmax:
-            try:
-                torch.aminmax(tensor, out=(low, high))
-                return
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError:  # a CANN that lacks it
-                self._without_aminmax.add(key)
-        every = tuple(range(tensor.dim()))
-        torch.amin(tensor, every, out=low)
-        torch.amax(tensor, every, out=high)
 
     def _slots_for(self, device: torch.device, dtype: torch.dtype, count: int) -> Tensor:
         slots = self._slots.get((device, dtype))
@@ -614,6 +604,18 @@ class Watch(TorchDispatchMode):
             return Leaf("weights", "a parameter of no known model", tensor.dtype, tuple(tensor.shape))
         given = self._arguments.get(tensor.untyped_storage()._cdata, "a tensor given from outside")
         return Leaf("data", given, tensor.dtype, tuple(tensor.shape))
+
+
+@functools.cache
+def has_aminmax(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ``torch.aminmax`` works there, which not every CANN has; asked once."""
+    try:
+        torch.aminmax(torch.zeros(1, dtype=dtype, device=device))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return False
+    return True
 
 
 def iterate(calls: Sequence[Call], follow: Callable[[Call], Sequence[Call]]) -> Iterator[tuple[Call, Call | None]]:
