@@ -495,8 +495,8 @@ def _explain_skip(session: Session, optimizer: Optimizer, state: AmpOptimizerSta
     if not alarms and (report.skips_in_a_row > 1 or session.verbosity < 1):
         return
     bad = find_bad_gradients(session, optimizer, state)
-    if report.skips_in_a_row == 1:
-        session.say(describe_skip(report, optimizer, bad))
+    if report.skips_in_a_row == 1 and session.verbosity > 0:
+        logger.warning("%s", describe_skip(report, optimizer, bad))
     if alarms:
         logger.error("%s: %s", type(optimizer).__name__, explain_skips(report, list(bad.counts), bad.total))
         importlib.import_module("apex_npu.debug.explain").watch_next_iteration()  # a package above this one

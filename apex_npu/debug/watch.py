@@ -352,7 +352,12 @@ class Watch(TorchDispatchMode):
         for key, indices in alike.items():
             slots = self._slots_for(*key, 2 * len(indices))
             for k, i in enumerate(indices):
-                torch.aminmax(real[i], out=(slots[2 * k], slots[2 * k + 1]))
+                low, high = slots[2 * k], slots[2 * k + 1]
+                if has_aminmax(*key):
+                    torch.aminmax(real[i], out=(low, high))
+                else:
+                    low.copy_(real[i].amin())
+                    high.copy_(real[i].amax())
             numbers = slots[: 2 * len(indices)].tolist()
             for k, i in enumerate(indices):
                 ranges[i] = (numbers[2 * k], numbers[2 * k + 1])
@@ -599,6 +604,18 @@ class Watch(TorchDispatchMode):
             return Leaf("weights", "a parameter of no known model", tensor.dtype, tuple(tensor.shape))
         given = self._arguments.get(tensor.untyped_storage()._cdata, "a tensor given from outside")
         return Leaf("data", given, tensor.dtype, tuple(tensor.shape))
+
+
+@functools.cache
+def has_aminmax(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ``torch.aminmax`` works there, which not every CANN has; asked once."""
+    try:
+        torch.aminmax(torch.zeros(1, dtype=dtype, device=device))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return False
+    return True
 
 
 def iterate(calls: Sequence[Call], follow: Callable[[Call], Sequence[Call]]) -> Iterator[tuple[Call, Call | None]]:

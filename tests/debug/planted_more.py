@@ -8,7 +8,7 @@ import math
 
 import torch
 from debug.planted import Fault, batch, marked_lines
-from devices import DEVICE
+from devices import DEVICE, VENDOR
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -214,6 +214,7 @@ def body(run, value=None, width=8):
 
 
 HALF = ("O2", "O3")
+PRODUCT = "aten::matmul" if VENDOR else "aten::bmm"  # torch_npu's matmul is one operator
 FAULTS = [
     Fault(
         "target",
@@ -263,7 +264,7 @@ FAULTS = [
     Fault("normalize", body(normalized, 0.0), mean_of, "math", "forward", "", "aten::div"),
     Fault("deviation", body(deviation), mean_of, "math", "forward", "", "aten::std"),
     Fault("angle", body(angle, 1.0), mean_of, "math", "backward", "", "aten::rsqrt"),
-    Fault("logits", body(unscaled_attention, 200.0), mean_of, "overflow", "forward", "", "aten::bmm"),
+    Fault("logits", body(unscaled_attention, 200.0), mean_of, "overflow", "forward", "", PRODUCT),
     Fault("exponential", body(exponential, 12.0), mean_of, "overflow", "forward", "", "aten::exp", levels=HALF),
     Fault("total", body(total, 1e4), mean_of, "overflow", "forward", "", "aten::sum", levels=HALF),
     Fault(

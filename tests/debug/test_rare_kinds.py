@@ -13,6 +13,7 @@ from debug.test_watching import iterate, set_up
 from devices import DEVICE, needs
 
 from apex_npu import amp, optimizers
+from apex_npu.debug import watch
 
 MARKED = planted.marked_lines(__file__)
 
@@ -173,6 +174,21 @@ def test_what_the_table_advises_ends_the_skips(level):
     assert skipped_before
     assert "with .float(), at O1 within amp.disable_casts()" in found.causes[0].advice
     assert not skipped(advised)[0]
+
+
+def test_a_device_without_aminmax(monkeypatch):
+    def missing(*args, **kwargs):
+        raise RuntimeError("aclnnAminmax not in libopapi.so")
+
+    monkeypatch.setattr(torch, "aminmax", missing)
+    monkeypatch.setattr(watch, "has_aminmax", watch.has_aminmax.__wrapped__)
+    fault = planted.FAULTS[0]
+    model, optimizer, _ = planted.set_up(fault, "O2", torch.optim.SGD)
+    with amp.debug.find_overflow(model) as found:
+        planted.iterate(fault, model, optimizer)
+    (cause,) = found.causes
+    assert (cause.kind, cause.line) == (fault.kind, planted.MARKED[fault.name])
+    assert not found.reports[0].not_measured
 
 
 def test_two_models_and_a_block_for_each_loss():
