@@ -327,7 +327,7 @@ class _Replicate:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore ``state``; that of an earlier version has the model alone."""
         self.model, self.of = state["model"], state.get("of") or ModelRef()
-        self.of.model = self.model
+        self.of.refer_to(self.model)
 
     def __call__(self) -> nn.Module:
         replicate: Callable[[nn.Module], nn.Module] = type(self.model)._replicate_for_data_parallel

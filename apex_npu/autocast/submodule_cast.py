@@ -35,11 +35,21 @@ class ModelRef:
 
     A copy or a pickle of a submodule alone does not include the model. With the model an attribute of it is pickled
     that has this object, too, and tells it the model.
+
+    Attributes:
+        model: The model; None where it has not been pickled along.
+        is_compiled: It is what torch.compile has made of a module.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        """``model``: None where it has not been pickled along."""
+        """Refer to ``model``."""
+        self.refer_to(model)
+
+    def refer_to(self, model: nn.Module | None) -> None:
+        """Refer to ``model`` from now on."""
         self.model = model
+        # By name: importing torch._dynamo takes seconds, and a model that is being copied has no submodules yet.
+        self.is_compiled = type(model).__name__ == "OptimizedModule"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelRef:
         """Of a submodule that is copied without its model: that is not copied for it."""
@@ -73,6 +83,9 @@ class CastInputs:
 
         Within backward the model is not running, yet what checkpointing calls there is the forward again.
         """
+        # torch.compile cannot trace what reaches the module that it has made itself, whose forward is not traced.
+        if torch.compiler.is_compiling() and self.of.is_compiled:
+            return None
         model = self.of.model
         wrapper: Wrapper | None = None if model is None else model.__dict__.get("forward")
         dtype = getattr(wrapper, "input_dtype", None)
@@ -80,7 +93,7 @@ class CastInputs:
             return None
         if torch.compiler.is_compiling():
             # What a thread does cannot be asked while tracing, nor may what checkpointing calls write an attribute.
-            if TRACED in wrapper.running:
+            if wrapper.running:
                 return None
         else:
             if not is_in_backward():

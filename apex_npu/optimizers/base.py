@@ -348,6 +348,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             with naming(type(self).__name__):
                 self.validate({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        if "capturable" in self.torch_options and all(p.device.type == "cpu" for p in self.param_groups[-1]["params"]):
+            self.param_groups[-1]["capturable"] = False  # torch's optimizers, which load it, refuse it there
         if self._may_leave_scaling and any(map(is_sharded, self.param_groups[-1]["params"])):
             self._step_supports_amp_scaling = False
         try:

@@ -107,7 +107,8 @@ def test_a_module_that_is_imported_by_a_script_is_not_its_first_statement(tmp_pa
     assert "as the first statement" in done.stderr
 
 
-def test_an_interactive_interpreter_is_not_replaced(tmp_path):
+def test_an_interactive_interpreter_runs_the_script_and_stays_one(tmp_path):
     (tmp_path / "train.py").write_text("import apex_npu.transfer")
-    done = start(tmp_path, "-i", "train.py", text="import sys\nimport apex_npu.transfer\n")
-    assert "there is no script here that could be started again" in done.stderr
+    done = start(tmp_path, "-i", "train.py", text="import sys\nprint(sys.flags.interactive)\n")
+    assert "ran as npu's" in done.stderr
+    assert done.stdout == "1\n"
