@@ -341,7 +341,7 @@ def test_run_passes_on_errors_and_modules(tmp_path):
             ["run", "--host", "timm", "--host", "keras", __file__],
             "--host keras: nothing is registered for it; give one",
         ),
-        (["run", "--force", "--force", __file__], "unknown option '--force'"),
+        (["run", "--force", "--force", __file__], "--force is given twice, or out of order"),
     ],
 )
 def test_run_says_how_it_is_used(arguments, said, capsys):

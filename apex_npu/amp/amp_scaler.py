@@ -29,7 +29,8 @@ class AmpScaler:
     As with GradScaler, ``step`` calls ``optimizer.step`` unless a gradient is inf or NaN, and ``get_scale`` changes
     with ``update`` alone, so that either shows whether a step was skipped. Unlike there, one overflow skips the step of
     all optimizers that the block has had gradients for, ``unscale_`` may be called repeatedly, and what
-    ``state_dict`` returns is ``amp.state_dict()``.
+    ``state_dict`` returns is ``amp.state_dict()``. At O2 and O5, between ``scale`` and its backward, gradients are
+    cleared by ``optimizer.zero_grad()`` alone, as inside of a ``scale_loss`` block.
 
     Args:
         optimizers: One, or a list: those that were passed to ``amp.initialize``, or a framework's wrappers of them.
@@ -84,7 +85,8 @@ class AmpScaler:
             RuntimeError: As of ``scale_loss``.
         """
         if isinstance(outputs, (list, tuple)):
-            return type(outputs)(map(self.scale, outputs))
+            scaled = list(map(self.scale, outputs))
+            return scaled if isinstance(outputs, list) else tuple(scaled)
         if not isinstance(outputs, Tensor):
             raise TypeError(f"AmpScaler.scale takes a loss, or a list of them, got {type(outputs).__name__}")
         if not self.is_enabled():

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.deferred_inf_check import Deferral
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.grad_layout import combine_grads, make_grad_groups, take_over, trainable
@@ -351,7 +352,7 @@ def adopted_inside(optimizer: Any) -> Any:
     """The adopted optimizer that a training framework has wrapped in ``optimizer``; else ``optimizer``."""
     inner = optimizer
     for _ in range(4):  # wrappers of wrappers
-        if state_of(inner) is not None:
+        if isinstance(inner, OptimizerAccessors):  # not one that hands attributes on
             return inner
         inner = next((w for w in (getattr(inner, name, None) for name in _WRAPPED) if w is not None), None)
     return optimizer

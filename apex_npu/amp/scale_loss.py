@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.block import (
     AnyBlock,
     Block,
@@ -125,7 +126,7 @@ def _warn_of_constant_loss(session: Session, loss_id: int) -> None:
 def _open_block(session: Session, optimizers: Any, loss_id: int, delay: Delay | None) -> AnyBlock:
     """The block for ``optimizers``: the ordinary one, unless something about them or the session is special."""
     scaler = session.scaler(loss_id)
-    listed = [optimizers] if hasattr(optimizers, "_amp_state") else _listed(optimizers)
+    listed = [optimizers] if isinstance(optimizers, OptimizerAccessors) else _listed(optimizers)
     capturing = is_capturing()
     if capturing:
         check_block(listed, scaler, delays=delay is not None)
@@ -233,7 +234,16 @@ def _check_fusing(given: Any, states: Sequence[AmpOptimizerState]) -> None:
             "scale_loss was given optimizers of two amp.initialize, one with fuse_unscale=True and one without: open a "
             "block for each of them"
         )
-    check_fusible(list(map(adopted_inside, given if isinstance(given, (list, tuple)) else [given])))
+    listed = given if isinstance(given, (list, tuple)) else [given]
+    for optimizer in listed:
+        inner = adopted_inside(optimizer)
+        if inner is not optimizer:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} wraps {type(inner).__name__}, and may work on gradients before step(), "
+                "which with fuse_unscale=True are still multiplied with the loss scale then: pass scale_loss the "
+                "optimizer inside of it, or leave fuse_unscale out"
+            )
+    check_fusible(listed)
 
 
 def _check_parallel(states: Sequence[AmpOptimizerState]) -> None:

@@ -118,7 +118,8 @@ class ApexAccelerator(Accelerator):
         if prepared:
             self.scaler = prepared[0]
         elif self._optimizers:
-            others = [o for o in self.scaler.optimizers if not o._amp_state.masters.retired]
+            states = {o: state_of(o) for o in self.scaler.optimizers}
+            others = [o for o, state in states.items() if state is None or not state.masters.retired]
             self.scaler.optimizers = [*others, *inner]
         else:
             self.scaler = amp.AmpScaler(inner)

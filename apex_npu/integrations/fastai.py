@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from apex_npu import amp
-from apex_npu.amp.optimizer_state import state_of
+from apex_npu.amp.optimizer_state import adopted_inside, state_of
 from apex_npu.integrations.optimizer_names import optimizer_class
 from apex_npu.integrations.requirements import require
 
@@ -89,7 +89,7 @@ class ApexAmp(Callback):
 
     def before_backward(self) -> None:
         """Scale the loss."""
-        self._block = amp.scale_loss(self.learn.loss_grad, self.learn.opt)
+        self._block = amp.scale_loss(self.learn.loss_grad, adopted_inside(self.learn.opt))
         self.learn.loss_grad = self._block.__enter__()
 
     def after_backward(self) -> None:

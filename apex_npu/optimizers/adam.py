@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -59,6 +61,8 @@ class NpuFusedAdam(FusedOptimizer):
     supports_capture = True
     optional_states: ClassVar[tuple[str, ...]] = ("max_exp_avg_sq",)
     torch_options: ClassVar[tuple[str, ...]] = ("foreach", "capturable", "differentiable", "fused")
+    # A key of torch's groups since 2.7.
+    shows_decoupled: ClassVar[bool] = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
 
     def __init__(
         self,
@@ -82,7 +86,6 @@ class NpuFusedAdam(FusedOptimizer):
                 "weight_decay": weight_decay,
                 "amsgrad": amsgrad,
                 "maximize": maximize,
-                "decoupled_weight_decay": self.decoupled,
             },
             fuse_grad_scaler=fuse_grad_scaler,
             capturable=capturable,
@@ -100,6 +103,13 @@ class NpuFusedAdam(FusedOptimizer):
             raise ValueError(
                 "decoupled_weight_decay=False, as torch.optim.Adam's state dicts have it, is the rule of NpuFusedAdam"
             )
+
+    def add_torch_options(self, group: ParamGroup) -> None:
+        """As of ``FusedOptimizer``, with what tells torch's Adam from its AdamW."""
+        super().add_torch_options(group)
+        if self.shows_decoupled:
+            # What was loaded without weight decay may say otherwise: there is no difference then.
+            group["decoupled_weight_decay"] = self.decoupled
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
         """First and second moment, and the latter's maximum."""

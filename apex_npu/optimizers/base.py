@@ -130,8 +130,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         if defaults.get("lr", 0.0) is not None:
             with naming(type(self).__name__):
                 self.validate(defaults)
-        options = {"foreach": None, "capturable": capturable, "differentiable": False, "fused": None}
-        super().__init__(params, {**defaults, **{name: options[name] for name in self.torch_options}})
+        super().__init__(params, defaults)
 
     # What a rule provides
 
@@ -348,8 +347,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             with naming(type(self).__name__):
                 self.validate({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        if "capturable" in self.torch_options and all(p.device.type == "cpu" for p in self.param_groups[-1]["params"]):
-            self.param_groups[-1]["capturable"] = False  # torch's optimizers, which load it, refuse it there
+        self.add_torch_options(self.param_groups[-1])
         if self._may_leave_scaling and any(map(is_sharded, self.param_groups[-1]["params"])):
             self._step_supports_amp_scaling = False
         try:
@@ -385,6 +383,14 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         return self._groups
 
     # State dicts, copies
+
+    def add_torch_options(self, group: ParamGroup) -> None:
+        """Give ``group`` the keys that those of torch's optimizer have: torch.distributed.checkpoint looks for them."""
+        on_device = any(param.device.type != "cpu" for param in group["params"])
+        # torch's optimizers refuse capturable on a CPU.
+        values = {"foreach": None, "capturable": self.capturable and on_device, "differentiable": False, "fused": None}
+        for name in self.torch_options:
+            group.setdefault(name, values.get(name))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` of this optimizer, or of torch.optim's with the same rule, has returned.

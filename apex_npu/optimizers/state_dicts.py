@@ -70,8 +70,9 @@ def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
                 optimizer.state[param][name] = value.detach().to(target, copy=True)
     for group in optimizer.param_groups:
         for name, default in optimizer.defaults.items():
-            if name != "differentiable" or name in optimizer.torch_options:  # else torch has added it
+            if name != "differentiable":  # torch's own, which no rule here has
                 group.setdefault(name, default)
+        optimizer.add_torch_options(group)
 
 
 def _state_shapes(optimizer: Any, group: dict[str, Any], param: Tensor) -> dict[str, torch.Size]:

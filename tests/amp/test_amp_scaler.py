@@ -286,7 +286,8 @@ def test_will_skip_knows_what_the_step_does(level, kind):
 def test_wrapped_optimizers(wrap, level, kind):
     model, optimizer = start(Weights(10.0), level=level, kind=kind, **DYNAMIC)
     wrapper = wrap(optimizer)
-    for given in (wrapper, [wrapper]):
+    fuses = kind == "fuse_unscale"  # what a wrapper does to gradients would meet scaled ones
+    for given in (optimizer, [optimizer]) if fuses else (wrapper, [wrapper]):
         backward(model(vector(1.0, 2.0, 4.0)), given)
         assert not amp.will_skip(wrapper)
         assert len(list(amp.master_params(wrapper))) == 1
@@ -399,3 +400,38 @@ def test_copies_of_a_model_are_made_while_a_block_is_open():
     assert_values(copy.deepcopy(model).parameters(), 10.0)
     scaler.step(optimizer)
     assert_values(model.parameters(), [9.0, 8.0, 6.0])
+
+
+class Delegating:
+    """What frameworks put around an optimizer; this one hands all attributes on."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+
+def test_wrappers_may_not_work_on_gradients_that_stay_scaled():
+    model = torch.nn.Linear(2, 1)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", fuse_unscale=True, verbosity=0)
+    loss = model(torch.ones(1, 2)).sum()
+    with (
+        pytest.raises(RuntimeError, match="Delegating wraps NpuFusedSGD, and may work on gradients before step"),
+        amp.scale_loss(loss, Delegating(optimizer)),
+    ):
+        pass
+
+
+def test_gradients_of_a_wrapped_optimizer_are_unscaled_in_its_flat_buffer():
+    model = torch.nn.Linear(2, 1)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    for wrap in (Delegating, lambda o: o):
+        with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), wrap(optimizer)) as scaled:
+            scaled.backward()
+        groups = optimizer._amp_state.grad_groups(optimizer)
+        assert [type(group).__name__ for group in groups] == ["FlatMasterGradGroup"]
+        optimizer.step()
+        optimizer.zero_grad()

@@ -40,9 +40,28 @@ def step(model, optimizer):
 @pairs
 def test_groups_have_torchs_keys(ours, theirs, options):
     (own,), (expected,) = (stepped(cls, options)[1].param_groups for cls in (ours, theirs))
-    assert expected.keys() <= own.keys()
+    assert own.keys() == expected.keys()
     for name in expected.keys() - {"params"}:
         assert own[name] == expected[name], name
+
+
+@pairs
+def test_an_optimizer_is_made_from_the_defaults_of_another(ours, theirs, options):
+    model, optimizer = stepped(ours, options)
+    again = type(optimizer)(model.parameters(), **optimizer.defaults)
+    assert again.defaults == optimizer.defaults
+
+
+def test_what_a_state_dict_says_of_the_decay_is_the_optimizers_own():
+    """Without weight decay Adam's state is AdamW's; with some later on, what is saved is AdamW's."""
+    _, first = stepped(optimizers.NpuFusedAdam, {})
+    model, second = stepped(optimizers.NpuFusedAdamW, {"weight_decay": 0.0})
+    second.load_state_dict(first.state_dict())
+    second.param_groups[0]["weight_decay"] = 0.1
+    step(model, second)
+    _, third = stepped(optimizers.NpuFusedAdamW, {"weight_decay": 0.1})
+    third.load_state_dict(second.state_dict())
+    assert third.param_groups[0]["weight_decay"] == 0.1
 
 
 @pairs

@@ -100,7 +100,11 @@ def split_rest(command: Command, arguments: Sequence[str]) -> argparse.Namespace
     while count < len(arguments) and arguments[count].startswith("-"):
         name, assigned, _ = arguments[count].partition("=")
         if name not in names or (assigned and name not in with_value):
-            raise ValueError(f"unknown option {arguments[count]!r}")
+            known = any(arguments[count] == argument.name for argument in command.arguments)
+            usage = " or ".join(command.usage)
+            raise ValueError(
+                f"{name} is given twice, or out of order: {usage}" if known else f"unknown option {arguments[count]!r}"
+            )
         names = names[names.index(name) + (name not in many) :]
         count += 1 if name in flags else 2
     return parser.parse_args(arguments[:count], argparse.Namespace(rest=list(arguments[count:])))
