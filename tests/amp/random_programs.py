@@ -159,7 +159,9 @@ class Script:
         overflows = NO_INF and not math.isfinite(factor)
         x = torch.full((1,), 1.0 if overflows else factor, device=self.device)
         loss = sum(self.forwards[o](x, reached[o]) for o in which)
-        return loss * 2.0**100 * 2.0**100 if overflows else loss  # in the backward: that of the forward is not amp's
+        if overflows:  # in the backward alone: in the forward it is not amp's
+            loss.register_hook(lambda grad: grad * 2.0**100 * 2.0**100)
+        return loss
 
     # Operations
 
@@ -311,7 +313,8 @@ class Plain(Script):
         index = {id(p): i for o in BOTH for i, p in enumerate(self.params(o))}
         has_master = lambda p: self.has_master(index[id(p)])  # noqa: E731
         masters = self.config.level in WITH_MASTERS
-        self.amp = PlainAmp(self.optimizers, self.config.scale, 2, masters, has_master, self.config.fuse_unscale)
+        leaves_open = self.config.fuse_unscale and not lacks("flag_on_the_device")
+        self.amp = PlainAmp(self.optimizers, self.config.scale, 2, masters, has_master, leaves_open)
 
     def scale_loss(self, which, loss_id, loss, delay, clear, fail):
         self.amp.begin(which)
