@@ -271,8 +271,7 @@ class SaturatingBlock(WrappedBlock):
     def begin(self) -> None:
         """See ``Block``."""
         for state, groups in self._block.work:
-            grads = state.grads
-            grads.saturated = grads.saturated and not state.skip and any(map(_has_nonzero_grads, groups))
+            state.grads.saturated = state.grads.saturated and not state.skip and _has_nonzero_grads(state, groups)
         clear_saturation(self._block.groups)
         self._block.begin()
 
@@ -309,9 +308,12 @@ def _has_own_grads(group: GradGroup) -> bool:
     return any(p is s and p.grad is not None for p, s in zip(group.params, group.sources, strict=True))
 
 
-def _has_nonzero_grads(group: GradGroup) -> bool:
+def _has_nonzero_grads(state: AmpOptimizerState, groups: Sequence[GradGroup]) -> bool:
     """True where gradients have not been cleared, by whatever means."""
-    grads = [tensor.grad for tensor in (*group.params, *group.sources)]
+    params = [p for group in groups for p in group.params]
+    if state.stage is Stage.DELAYED:  # they have not been brought to masters
+        params += [p for group in groups for p in group.sources]
+    grads = [p.grad for p in params]
     return any(grad is not None and bool(grad.count_nonzero()) for grad in grads)
 
 

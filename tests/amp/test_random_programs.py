@@ -75,7 +75,12 @@ FOUND = {
     "an overflow under delay_overflow_check": [UNCHECKED_INF, ONE, STEP],
     "an overflow under delay_overflow_check, and a block of the other": [UNCHECKED_INF, block((1,)), ONE, STEP],
     "an overflow in a block that fails": [block(factor=float("inf"), fail="after"), ONE, STEP],
-    "an overflow in a block that fails, cleared": [block(factor=float("inf"), fail="after"), ("zero_grad", 0, True), ONE, STEP],
+    "an overflow in a block that fails, cleared": [
+        block(factor=float("inf"), fail="after"),
+        ("zero_grad", 0, True),
+        ONE,
+        STEP,
+    ],
     "an overflow under both delays": [UNCHECKED_INF, DELAYED, ONE, STEP],
     "the norm of what is left": [ONE, ("drop", 0, 1), ("clip", 0, "fused", 2.0, False), STEP],
     "zeroed in a block that fails": [ONE, ("block", (0,), 0, 1.0, EACH, None, False, "before"), ("drop", 0, 1), STEP],

@@ -251,7 +251,9 @@ def check(spec, kwargs, dtype, program):
         ours.run(action, argument)
         theirs.run(action, argument)
         if action == "inf gradient":
-            if lacks("inf"):  # the number in its place becomes another in each order of multiplications, by norms of all
+            if lacks(
+                "inf"
+            ):  # the number in its place becomes another in each order of multiplications, by norms of all
                 theirs.params[argument].data.copy_(ours.params[argument])
             compare(ours, theirs, tolerance)
             ours.rewind()
