@@ -120,6 +120,11 @@ def needs(*features: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(reason), reason=reason)
 
 
+def lacks(feature: str) -> bool:
+    """True where ``needs(feature)`` would skip: for an oracle that there has to be another."""
+    return bool(_why_not((feature,)))
+
+
 def require(*features: str) -> None:
     """The same from inside of a test."""
     if reason := _why_not(features):

@@ -17,7 +17,7 @@ from apex_npu.amp.grad_groups import (
     unscale,
 )
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
-from apex_npu.amp.saturation import clear_saturation, has_saturated
+from apex_npu.amp.saturation import clear_saturation, take_saturation
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session
 from apex_npu.amp.step_decision import StepDecision
@@ -260,14 +260,19 @@ AnyBlock: TypeAlias = Block | WrappedBlock
 
 
 class SaturatingBlock(WrappedBlock):
-    """A block on a device that saturates where others give inf, and raises a flag instead."""
+    """A block on a device that saturates where others give inf, and raises a flag instead.
+
+    The flag is not about certain gradients, and what has saturated is finite. So each block reads the flag for its own,
+    and ``OptimizerGrads.saturated`` stands for the inf that other devices keep until gradients are cleared.
+    """
 
     _block: Block
 
     def begin(self) -> None:
-        """See ``Block``. While gradients of an earlier backward are not checked, the flag may be about them."""
-        if all(state.stage not in (Stage.DELAYED, Stage.UNCHECKED, Stage.LOCAL) for state in self._block.states):
-            clear_saturation(self._block.groups)
+        """See ``Block``."""
+        for state, groups in self._block.work:
+            state.grads.saturated = state.grads.saturated and not state.skip and _has_nonzero_grads(state, groups)
+        clear_saturation(self._block.groups)
         self._block.begin()
 
     def end(self) -> None:
@@ -275,12 +280,41 @@ class SaturatingBlock(WrappedBlock):
         self.decide(self.unscale())
 
     def unscale(self) -> bool:
-        found_inf = self._block.unscale()
-        checks = self._block.dynamic and self._block.decides
-        return (has_saturated(self._block.groups) or found_inf) if checks else False
+        block = self._block
+        if not block.dynamic:
+            return block.unscale()
+        saturated = take_saturation(block.groups)
+        saturated |= block.unscale()
+        for state in block.states:
+            state.grads.saturated |= saturated
+        return block.decides and any(state.grads.saturated for state in block.states)
+
+    @disable_dynamo
+    def abandon(self, error: BaseException) -> None:
+        """See ``Block``."""
+        block = self._block
+        block.abandon(error)
+        if block.dynamic and not block.ending and take_saturation(block.groups):
+            for state, groups in block.work:
+                stay = state.stage is Stage.DELAYED or any(map(_has_own_grads, groups))
+                state.grads.saturated = state.grads.saturated or stay
 
     def decide(self, found_inf: bool) -> None:
         self._block.decide(found_inf)
+
+
+def _has_own_grads(group: GradGroup) -> bool:
+    """True where a gradient is there that backward adds to, and that no other takes the place of."""
+    return any(p is s and p.grad is not None for p, s in zip(group.params, group.sources, strict=True))
+
+
+def _has_nonzero_grads(state: AmpOptimizerState, groups: Sequence[GradGroup]) -> bool:
+    """True where gradients have not been cleared, by whatever means."""
+    params = [p for group in groups for p in group.params]
+    if state.stage is Stage.DELAYED:  # they have not been brought to masters
+        params += [p for group in groups for p in group.sources]
+    grads = [p.grad for p in params]
+    return any(grad is not None and bool(grad.count_nonzero()) for grad in grads)
 
 
 class CapturedBlock(WrappedBlock):

@@ -247,7 +247,8 @@ class AmpOptimizerState:
                 self.drop_cleared()  # what has been dropped does not become zeros
                 zero_grads(self.masters.model_params)
             self.grads.forget_copied(set_to_none)
-        self.decision, self.grads.unchecked = None, False
+        self.decision = None
+        self.grads.unchecked = self.grads.saturated = False
         if self.stage is not Stage.SCALED:  # there, what backward is about to add is scaled
             self.stage, self.grad_scale = Stage.READY, 1.0
         for rare in (self.deferral, self.sync, self.legacy):
@@ -261,12 +262,13 @@ class OptimizerGrads:
     Attributes:
         groups: Made again when its parameters, or their buffers, have changed.
         saturates: They are on a device that saturates instead of giving inf.
+        saturated: There: some have overflowed, and they have not been cleared.
         unchecked: Some have been brought to the optimizer's parameters without a check for inf or NaN.
     """
 
     def __init__(self) -> None:
         self.groups: list[GradGroup] = []
-        self.saturates = False
+        self.saturates = self.saturated = False
         self.unchecked = False
         self._device: torch.device | None = None
         self._fitted_to: list[list[Any]] = []

@@ -23,9 +23,15 @@ def clear_saturation(groups: Sequence[GradGroup]) -> None:
         backend.clear_overflow_flag(device)
 
 
-def has_saturated(groups: Sequence[GradGroup]) -> bool:
-    """Whether such a device has saturated since; waits for it."""
-    return any([backend.overflow_flag(device) for device, backend in _saturating(groups)])
+def take_saturation(groups: Sequence[GradGroup]) -> bool:
+    """Whether such a device has saturated since, which it forgets; waits for it.
+
+    To be called before gradients are unscaled: torch_npu's kernel multiplies none of them while the flag is raised.
+    """
+    found = any([backend.overflow_flag(device) for device, backend in _saturating(groups)])
+    if found:
+        clear_saturation(groups)
+    return found
 
 
 def _saturating(groups: Sequence[GradGroup]) -> list[tuple[torch.device, Backend]]:

@@ -100,7 +100,10 @@ class Explainer:
         # Within another mode, which might be left first, operators are not watched; nor in the capture of a graph.
         if session is None or not torch.is_grad_enabled() or dispatch_modes() or is_capturing():
             return
-        self._guarded(self._begin, session, module, args)
+        if session.observer is self:
+            self._guarded(self._begin, session, module, args)
+        else:  # a later session, whose blocks and steps it does not hear of
+            self.end()
 
     def _begin(self, session: Session, module: nn.Module, args: Any) -> None:
         self._error = sys.exc_info()[1]

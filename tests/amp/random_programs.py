@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from amp.plain_amp import INITIAL_SCALE, MAX_SCALE, WINDOW, PlainAmp, Refused
-from devices import DEVICE, SAME_KERNELS
+from devices import DEVICE, SAME_KERNELS, lacks
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -38,6 +38,9 @@ SHAPES = ((3,), (65, 64), (), (3, 2))  # the second is large enough to be read i
 BATCH_NORM = (4, 5)  # the indices of its parameters, which stay float32
 PARAMS = len(SHAPES) + len(BATCH_NORM)
 BOTH = (0, 1)
+# Where a device has no inf, plain torch computes on the host, and an overflow is found by its inf there.
+NO_INF = lacks("inf")
+PLAIN_DEVICE = torch.device("cpu") if NO_INF else DEVICE
 
 # Operations that are not drawn: those that reach faults in tests/known_faults, and what several processes do not do.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
@@ -68,11 +71,11 @@ class Config:
 class Net(nn.Module):
     """The gradient of each parameter that is reached is a pattern of −2, −1, 1 and 2, times ``factor``."""
 
-    def __init__(self):
+    def __init__(self, device):
         super().__init__()
-        self.w = nn.ParameterList([nn.Parameter(pattern(shape, i)) for i, shape in enumerate(SHAPES)])
-        self.bn = nn.BatchNorm1d(5, device=DEVICE)
-        self.patterns = [pattern(p.shape, 5 - i).contiguous() for i, p in enumerate(self.in_order())]
+        self.w = nn.ParameterList([nn.Parameter(pattern(shape, i, device)) for i, shape in enumerate(SHAPES)])
+        self.bn = nn.BatchNorm1d(5, device=device)
+        self.patterns = [pattern(p.shape, 5 - i, device).contiguous() for i, p in enumerate(self.in_order())]
 
     def in_order(self):
         return [*self.w, self.bn.weight, self.bn.bias]
@@ -87,9 +90,9 @@ class Net(nn.Module):
         return (p * x.to(p.dtype)).sum()
 
 
-def pattern(shape, seed):
+def pattern(shape, seed, device):
     values = torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(seed))
-    found = torch.tensor([-2.0, -1.0, 1.0, 2.0])[values].to(DEVICE)
+    found = torch.tensor([-2.0, -1.0, 1.0, 2.0])[values].to(device)
     return found.t() if found.dim() == 2 and found.shape[1] == 2 else found
 
 
@@ -107,8 +110,10 @@ class Script:
         stale: Optimizers whose masters have been edited since they were copied to the model.
     """
 
+    device = DEVICE
+
     def __init__(self, config):
-        self.config, self.models = config, [Net(), Net()]
+        self.config, self.models = config, [Net(self.device), Net(self.device)]
         self.forwards = self.models
         self.groups = [list(map(list, groups)) for groups in config.groups]
         self.started, self.assigned, self.stale, self.saved = set(), set(), [False, False], None
@@ -119,7 +124,7 @@ class Script:
             for o in BOTH
         ]
         self.start()
-        self.at_step = []  # the gradients that hooks have seen
+        self.at_step, self.norm = [], None  # the gradients that hooks have seen, the last norm
         if config.hook:
             for optimizer in self.optimizers:
                 optimizer.register_step_pre_hook(lambda optimizer, *_: self.at_step.append(grads_of(optimizer)))
@@ -150,8 +155,13 @@ class Script:
             p.grad = p.grad if p.requires_grad else None
 
     def loss(self, which, factor, reached):
-        x = torch.full((1,), self.share(factor), device=DEVICE)
-        return sum(self.forwards[o](x, reached[o]) for o in which)
+        factor = self.share(factor)
+        overflows = NO_INF and not math.isfinite(factor)
+        x = torch.full((1,), 1.0 if overflows else factor, device=self.device)
+        loss = sum(self.forwards[o](x, reached[o]) for o in which)
+        if overflows:  # in the backward alone: in the forward it is not amp's
+            loss.register_hook(lambda grad: grad * 2.0**100 * 2.0**100)
+        return loss
 
     # Operations
 
@@ -192,7 +202,7 @@ class Script:
 
     def put_inf(self, o, i):
         grad = self.stepped(o, i).grad
-        if grad is None or self.is_delayed(o) or self.has_master(i):
+        if grad is None or self.is_delayed(o) or self.has_master(i) or NO_INF:
             return  # a block looks at what it brings to a master, as with Apex
         with torch.no_grad():
             grad.view(-1)[-1:].fill_(torch.inf) if grad.is_contiguous() else grad[-1:].fill_(torch.inf)
@@ -288,6 +298,8 @@ def grads_of(optimizer):
 class Plain(Script):
     """Without amp."""
 
+    device = PLAIN_DEVICE
+
     def share(self, factor):
         return 2 * factor if self.config.averages else factor  # the mean of those in ``Amp``
 
@@ -301,7 +313,8 @@ class Plain(Script):
         index = {id(p): i for o in BOTH for i, p in enumerate(self.params(o))}
         has_master = lambda p: self.has_master(index[id(p)])  # noqa: E731
         masters = self.config.level in WITH_MASTERS
-        self.amp = PlainAmp(self.optimizers, self.config.scale, 2, masters, has_master, self.config.fuse_unscale)
+        leaves_open = self.config.fuse_unscale and not lacks("flag_on_the_device")
+        self.amp = PlainAmp(self.optimizers, self.config.scale, 2, masters, has_master, leaves_open)
 
     def scale_loss(self, which, loss_id, loss, delay, clear, fail):
         self.amp.begin(which)
@@ -342,6 +355,11 @@ class Plain(Script):
 
     def look_at_masters(self, o):
         """There are none."""
+
+    def is_finite(self):
+        """No overflow has gone into weights, or a norm, which a device without inf makes other numbers of."""
+        found = [p for model in self.models for p in model.parameters()] + ([] if self.norm is None else [self.norm])
+        return all(bool(tensor.isfinite().all()) for tensor in found)
 
     def max_norm(self, o, norm_type, halves):
         """So large that nothing is clipped, or half of a norm whose reciprocal is exact."""
@@ -472,6 +490,9 @@ NOT_FINITE = dict.fromkeys(("nan",) if SAME_KERNELS else ("nan", "posinf", "negi
 def same(a, b):
     if a is None or b is None:
         return a is b
+    if NO_INF:
+        a, b = a.cpu(), b.cpu()
+        a = torch.where(b.isfinite(), a, b)
     return torch.equal(torch.nan_to_num(a.float(), **NOT_FINITE), torch.nan_to_num(b.float(), **NOT_FINITE))
 
 
@@ -527,7 +548,8 @@ def run(config, operations):
             ours.plain = plain
             for n, (name, *arguments) in enumerate(operations):
                 try:
-                    run_both(ours, plain, name, arguments)
+                    if not run_both(ours, plain, name, arguments):
+                        break
                 except Difference as error:
                     raise Difference(f"operation {n}, {(name, *arguments)}: {error}") from error.__cause__
     finally:
@@ -535,6 +557,7 @@ def run(config, operations):
 
 
 def run_both(ours, plain, name, arguments):
+    """Run an operation on both, and compare; False where nothing is known of what follows."""
     config = ours.config
     if name == "clip":
         o, by, norm_type, halves = arguments
@@ -543,6 +566,8 @@ def run_both(ours, plain, name, arguments):
     mine, theirs = run_operation(ours, name, arguments), run_operation(plain, name, arguments)
     if (mine is None) != (theirs is None):
         raise Difference(f"raised {mine!r}, and not {theirs!r}") from mine
+    if NO_INF and not plain.is_finite():
+        return False
     if name == "step" and theirs is None:
         o = arguments[0]
         require(ours.applied(o) == plain.applied(o), "applied:", ours.applied(o))
@@ -564,6 +589,7 @@ def run_both(ours, plain, name, arguments):
         require(value is None or same(grad, value), f"kept of model {o}:", show(grad), "not", show(value))
     looks = not config.fuse_unscale and name in ("block", "clip", "step")
     compare(ours, plain, grads_of=arguments[:1] if looks and name != "block" else plain.which if looks else ())
+    return True
 
 
 def compare_saved(ours, plain):

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, needs
 from torch import nn
 from torch.nn.utils import clip_grad_norm_ as clip_by_name
 
@@ -65,6 +65,7 @@ def test_values_are_torchs_and_buffers_are_clipped_whole(level, norm_type, fused
         torch.testing.assert_close(p.grad, twin.grad, rtol=1e-6, atol=0.0)
 
 
+@needs("inf")
 def test_a_norm_that_is_not_finite_raises_where_asked(fused_calls):
     model, optimizer = make("O0")
     backward(model, optimizer)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """amp from the outside: training loops as users write them, against plain float32 torch."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -637,13 +638,49 @@ def test_saturating_devices_are_asked_for_their_flag(saturating, put_off, fuse_u
     with amp.scale_loss(loss_of(model, 0), optimizer, **{put_off: True}) as scaled_loss:
         scaled_loss.backward()
         saturating.flag = True
-    with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:  # must not clear what the first has raised
-        scaled_loss.backward()
+    saturating.flag = True  # of a forward, which is not amp's
+    with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
+        assert not saturating.flag
+        scaled_loss.backward()  # what the first has raised is kept all the same
     optimizer.step()
     assert amp.last_step(optimizer).skipped
-    assert saturating.log == ["clear"]
     train(model, optimizer, [2])
     assert amp.last_step(optimizer).applied
+
+
+def block_on(saturating, model, optimizer, *, overflows=False, raises=False, **options):
+    with contextlib.suppress(ZeroDivisionError), amp.scale_loss(loss_of(model, 0), optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+        saturating.flag |= overflows
+        if raises:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("put_off", ["delay_unscale", "delay_overflow_check"])
+def test_an_overflow_on_a_saturating_device_is_of_its_own_optimizer(saturating, put_off):
+    pairs = [make(None), make(None)]
+    models, (optimizer, other_optimizer) = amp.initialize(*map(list, zip(*pairs, strict=True)), verbosity=0)
+    model, other = models
+    block_on(saturating, model, optimizer, overflows=True, **{put_off: True})
+    block_on(saturating, other, other_optimizer, delay_overflow_check=True)
+    block_on(saturating, other, other_optimizer)
+    block_on(saturating, model, optimizer)
+    assert not amp.will_skip(other_optimizer)
+    assert amp.will_skip(optimizer)
+
+
+@pytest.mark.parametrize("how", ["model", "zeros", "optimizer", None])
+@pytest.mark.parametrize("raises", [True, False])
+def test_an_overflow_on_a_saturating_device_stays_until_gradients_are_cleared(saturating, raises, how):
+    model, optimizer = make("O1", dynamic_init_scale=2.0**8)
+    block_on(saturating, model, optimizer, overflows=True, raises=raises)
+    if not raises:
+        optimizer.step()
+        assert amp.last_step(optimizer).skipped
+    if how is not None:
+        (optimizer if how == "optimizer" else model).zero_grad(set_to_none=how != "zeros")
+    block_on(saturating, model, optimizer)
+    assert amp.will_skip(optimizer) is (how is None)  # elsewhere the inf would still be there
 
 
 @pytest.mark.parametrize("fuse_unscale", [False, True])

@@ -102,6 +102,25 @@ def test_the_alarm_has_the_iteration_after_it_watched(caplog):
     assert amp_session.current().observer is None
 
 
+@pytest.mark.parametrize("shut_down", [True, False])
+def test_what_the_alarm_has_begun_is_not_for_a_later_session(shut_down):
+    before, batch = hooks_of_torch(), torch.ones(2, 3, device=DEVICE)
+
+    def loss_of(model):
+        return model(batch).sum()
+
+    model, optimizer = set_up(lambda: torch.nn.Linear(3, 2), "O0", skip_alarm=1)
+    with amp.scale_loss(loss_of(model) * float("inf"), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert hooks_of_torch() != before
+    if shut_down:
+        amp.shutdown()
+    model, optimizer = set_up(lambda: torch.nn.Linear(3, 2), "O0")
+    loss_of(model)
+    assert hooks_of_torch() == before  # it would not hear of blocks and steps, and watch on
+
+
 def test_an_exception_in_a_watched_block_ends_it(caplog):
     amp.debug.explain_overflows(after=1)
     fault = planted.FAULTS[0]

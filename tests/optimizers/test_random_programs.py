@@ -14,7 +14,7 @@ import warnings
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, lacks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lockstep import FLOAT64_TOLERANCE, assert_equal_params
@@ -251,6 +251,10 @@ def check(spec, kwargs, dtype, program):
         ours.run(action, argument)
         theirs.run(action, argument)
         if action == "inf gradient":
+            if lacks(
+                "inf"
+            ):  # the number in its place becomes another in each order of multiplications, by norms of all
+                theirs.params[argument].data.copy_(ours.params[argument])
             compare(ours, theirs, tolerance)
             ours.rewind()
             theirs.rewind()

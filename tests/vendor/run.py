@@ -34,6 +34,7 @@ LONGEST_FIRST = ("test_fused_optimizers", "test_delegated_skips", "test_data_par
 # What torch_npu looks for first, and has an older operator in place of.
 HAVE_OLDER_FORMS = {
     "aclnnAddmmWeightNz",
+    "aclnnAminmax",
     "aclnnApplyAdamW",
     "aclnnChunkCat",
     "aclnnDropoutV3Grad",

@@ -150,6 +150,10 @@ x = torch.randn(3, 4, 5)
 for got, want in ((x.npu().sum(), x.sum()), (x.npu().sum((0, 2)), x.sum((0, 2))),
                   (x.npu().sum(1, keepdim=True), x.sum(1, keepdim=True)), (x.npu().half().sum(1), x.half().sum(1))):
     same(got, want)
+ends = torch.aminmax(x.npu(), out=tuple(torch.empty(2, device="npu")))
+for got, want in zip((*ends, x.npu().amax((0, 2)), x.npu().amin(1, keepdim=True)),
+                     (*x.aminmax(), x.amax((0, 2)), x.amin(1, keepdim=True))):
+    assert torch.equal(got.cpu(), want)
 assert (x > 0).npu().sum().item() == (x > 0).sum().item()
 near = x + torch.tensor([0.0, 1e-3, 1e-7, 1.0, -1e-7])
 assert torch.equal(torch.isclose(x.npu(), near.npu()).cpu(), torch.isclose(x, near))

@@ -143,6 +143,11 @@ at::Tensor wide(const at::Tensor& x) { return x.is_floating_point() ? x.to(at::k
 void reduce_sum(const Operands& o) {
   o.write(0, at::sum(wide(o.read(0)), sizes_from(o.read(1)), o.attribute("keep_dims", false)));
 }
+// x, dimensions
+template <at::Tensor (*function)(const at::Tensor&, at::IntArrayRef, bool)>
+void reduce_to_one_of_them(const Operands& o) {
+  o.write(0, function(o.read(0), sizes_from(o.read(1)), o.attribute("keep_dims", false)));
+}
 void is_close(const Operands& o) {
   o.write(0, at::isclose(o.read(0), o.read(1), o.attribute("rtol", 1e-5f), o.attribute("atol", 1e-8f),
                          o.attribute("equal_nan", false)));
@@ -494,6 +499,8 @@ const std::map<std::string, OlderKernel>& kernels() {
       {"OneHotD", one_hot_d},
       {"OnesLike", ones_like},
       {"RealDiv", binary<at::div>},
+      {"ReduceMax", reduce_to_one_of_them<at::amax>},
+      {"ReduceMin", reduce_to_one_of_them<at::amin>},
       {"ReduceSum", reduce_sum},
       {"Relu", unary<at::relu>},
       {"ReluGrad", relu_grad},
