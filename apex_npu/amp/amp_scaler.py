@@ -85,8 +85,8 @@ class AmpScaler:
             RuntimeError: As of ``scale_loss``.
         """
         if isinstance(outputs, (list, tuple)):
-            scaled = list(map(self.scale, outputs))
-            return scaled if isinstance(outputs, list) else tuple(scaled)
+            several = list(map(self.scale, outputs))
+            return several if isinstance(outputs, list) else tuple(several)
         if not isinstance(outputs, Tensor):
             raise TypeError(f"AmpScaler.scale takes a loss, or a list of them, got {type(outputs).__name__}")
         if not self.is_enabled():
