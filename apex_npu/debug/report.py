@@ -96,6 +96,7 @@ def shortened(names: Sequence[str]) -> str:
 
 
 def _range(name: str, low: float, high: float) -> str:
+    low, high = low + 0.0, high + 0.0  # -0 is 0
     return f"{name} {low:.3g}" if low == high else f"{name} from {low:.3g} to {high:.3g}"
 
 
