@@ -77,5 +77,5 @@ def explain_skips(report: StepReport, bad: Sequence[str], total: int) -> str:
         f"{report.skips_in_a_row} steps in a row have been skipped, because gradients held inf or nan; the scale of "
         f"loss {report.loss_id} is down to {report.scale_after}. Of the last backward {where}: a logarithm, root or "
         "division at 0, a learning rate that has already ruined the weights, nan in the data. To find the operation, "
-        "run one step at opt_level='O0' under torch.autograd.set_detect_anomaly(True)"
+        "run an iteration inside of `with amp.debug.find_overflow(model) as found:`, and print(found)"
     )

@@ -24,6 +24,7 @@ Kind = Literal[
     "ranks",
     "written",
     "unknown",
+    "stale",
     "scale",
 ]
 # In which order causes are shown. A loss scale that is too large may hide others, so it comes last.
@@ -38,6 +39,7 @@ ORDER: tuple[Kind, ...] = (
     "ranks",
     "written",
     "unknown",
+    "stale",
     "scale",
 )
 
@@ -64,6 +66,7 @@ class Finding:
         true_value: The largest magnitude that the result has in float64; None where it is not known.
         limit: The largest number of ``dtype``.
         inputs: The largest magnitude of each input.
+        ranges: The smallest and the largest element of each input.
         fits_scale: In backward the largest power of two as a loss scale with which the result is finite.
         before: The largest magnitudes of the results of the modules before, where they are numbered alike.
         path: The operators on the way from the cause to the loss, or to a gradient.
@@ -86,6 +89,7 @@ class Finding:
     true_value: float | None = None
     limit: float | None = None
     inputs: tuple[tuple[str, float], ...] = ()
+    ranges: tuple[tuple[str, float, float], ...] = ()
     fits_scale: float | None = None
     before: tuple[tuple[str, float], ...] = ()
     path: tuple[str, ...] = ()
@@ -115,13 +119,17 @@ def find_causes(watch: Watch, targets: Sequence[Call], scale: Scale) -> list[Fin
         path = _path(call, reached)
         findings = [_of_leaf(call, leaf, path) for leaf in call.leaves] or [_of_call(watch, call, path, scale)]
         for finding in findings:
-            key = (finding.kind, finding.tensor) if finding.kind in ("data", "weights") else _identity(finding)
+            key = _identity(finding)
             if key not in found or call.index < found[key][0]:
                 found[key] = (call.index, finding)
     return [f for _, f in sorted(found.values(), key=lambda item: (ORDER.index(item[1].kind), item[0]))]
 
 
 def _identity(finding: Finding) -> Any:
+    if finding.kind == "stale":  # if one gradient is, most are
+        return finding.kind
+    if finding.kind in ("data", "weights"):
+        return finding.kind, finding.tensor
     return finding.kind, finding.phase, finding.module, finding.operator, finding.file, finding.line
 
 
@@ -165,6 +173,13 @@ def _of_leaf(call: Call, leaf: Leaf, path: tuple[str, ...]) -> Finding:
     elif leaf.kind == "data":
         why = f"{leaf.name} held inf or nan already"
         advice = "look at the batch: check it with isfinite() where it is loaded, and at what has prepared it"
+    elif leaf.kind == "stale":
+        reader = "backward" if call.phase == "backward" else "line"
+        why = f"the gradient of {leaf.name} was not finite before this {reader}"
+        advice = (
+            "look at the block before, whose gradients these are: its cause is this one's; if an optimizer has stepped "
+            "since, zero_grad() is missing"
+        )
     else:
         why = "the code makes a tensor of inf or nan here"
         advice = "use a large finite number instead, or keep it out of what the loss depends on"
@@ -195,7 +210,8 @@ def _of_call(watch: Watch, call: Call, path: tuple[str, ...], scale: Scale) -> F
         tensor=call.parameter,
         true_value=true_value,
         limit=limit,
-        inputs=tuple(call.inputs),
+        inputs=tuple((name, max(abs(low), abs(high))) for name, low, high in call.inputs),
+        ranges=tuple(call.inputs),
         fits_scale=fits,
         before=_before(watch, call) if kind == "overflow" else (),
         why=why,
@@ -259,6 +275,18 @@ _STABLE = (
     ("softmax", "a row in which all logits are -inf: mask with a large negative number, or leave out such rows"),
 )  # fmt: skip
 
+# The same where the argument has negative elements, for which these are not defined.
+_AT_NEGATIVE = {
+    "log": "torch.log(x.clamp(min=eps))",
+    "rsqrt": "torch.rsqrt(x.clamp(min=0) + eps)",
+    "sqrt": "torch.sqrt(x.clamp(min=0) + eps)",
+    "pow": "x.clamp(min=eps) before a power that is no integer",
+}
+_MASKED = (
+    "where torch.where leaves such elements out, their gradient is nan all the same, so replace the argument, too: "
+    "torch.where(x > 0, f(torch.where(x > 0, x, 1.0)), 0.0)"
+)
+
 
 def _times(value: float | None, limit: float | None, dtype: torch.dtype | None) -> str:
     if value is None or limit is None:
@@ -292,10 +320,12 @@ def _math(call: Call, scale: Scale, value: float | None, limit: float | None, fi
     forward = own if call.forward is None else call.forward.operator.rpartition(":")[2]
     of = f"the derivative of {forward}" if call.phase == "backward" else own
     why = f"{of} is not finite for these inputs in float64 either: no dtype and no loss scale helps"
+    negative = any(name.startswith("self") and low < 0 for name, low, _ in call.inputs)
     for name in (forward, own):
         for key, advice in _STABLE:
             if key in name:
-                return why, advice
+                is_own = negative and key in own and key in _AT_NEGATIVE
+                return why, f"{_AT_NEGATIVE[key]}; {_MASKED}" if is_own else advice
     return why, "look for a division, root or logarithm at 0; eps or clamp keeps its argument away from it"
 
 

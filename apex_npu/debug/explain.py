@@ -167,7 +167,7 @@ def explain_as_environment_says() -> None:
     Raises:
         ValueError: It is no positive integer.
     """
-    text = os.environ.get(VARIABLE, "")
+    text = os.environ.get(VARIABLE, "").strip()
     if text in ("", "0"):
         return
     if not text.isdecimal():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex_npu.amp.optimizer_state import inner_optimizer, state_of
+from apex_npu.amp.optimizer_state import adopted_inside, inner_optimizer, state_of
 from apex_npu.amp.session import Session, current
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import for_device, is_capturing
@@ -51,13 +51,20 @@ class Finder:
         """See ``Observer``."""
         listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         self._sources = []
-        for optimizer in map(inner_optimizer, listed):
+        params: list[Tensor] = []
+        for optimizer in map(inner_optimizer, map(adopted_inside, listed)):
             state = state_of(optimizer)
-            groups = [] if state is None else state.grad_groups(optimizer)
-            self._sources += [source for group in groups for source in group.sources]
+            for group in [] if state is None else state.grad_groups(optimizer):
+                self._sources += group.sources
+                params += group.params
         self._loss, self._dynamic = loss.detach(), dynamic
         self._report = OverflowReport(loss_id=loss_id, scale=scale)
-        self.watch.begin_block(scale)
+        self._note_scale(loss_id, scale)
+        gradients = []
+        for i, (param, source) in enumerate(zip(params, self._sources, strict=True)):
+            name = self._name_of(i, source)
+            gradients += [(name, grad) for grad in (param.grad, source.grad) if grad is not None]
+        self.watch.begin_block(scale, gradients)
 
     def backward_ended(self) -> None:
         """See ``Observer``."""
@@ -74,16 +81,30 @@ class Finder:
 
     def block_ended(self) -> None:
         """See ``Observer``."""
+        report = self._report
+        if report is not None and all(known is not report for known in self.found.reports):
+            self.watch.suspended = True
+            self.examine_interrupted(report)
         self.watch.end_block([source.grad for source in self._sources if source.grad is not None])
         self._loss, self._report, self._sources = None, None, []
         self.watch.suspended = False
 
     def step_skipped(self, report: StepReport) -> None:
         """See ``Observer``."""
-        for known in reversed(self.found.reports):
-            if known.loss_id == report.loss_id:
-                known.scale_after, known.skips_in_a_row = report.scale_after, report.skips_in_a_row
-                break
+        of_loss = [known for known in reversed(self.found.reports) if known.loss_id == report.loss_id]
+        decider = next((known for known in of_loss if known.scale == report.scale_before), None)
+        if decider is not None:
+            decider.scale_after, decider.skips_in_a_row = report.scale_after, report.skips_in_a_row
+        session = current()
+        for loss_id in {known.loss_id for known in self.found.reports if known.scale_after is None}:
+            if session is not None and loss_id is not None:  # of blocks after the one that has decided
+                self._note_scale(loss_id, session.scaler(loss_id).scale)
+
+    def _note_scale(self, loss_id: int, scale: float) -> None:
+        """The last block of a loss has left ``scale``."""
+        known = next((known for known in reversed(self.found.reports) if known.loss_id == loss_id), None)
+        if known is not None and known.scale_after is None and scale < known.scale:
+            known.scale_after = scale
 
     # ---- what is found ---------------------------------------------------------------------------------------------
 
@@ -95,6 +116,22 @@ class Finder:
                 self._examine(report, None, params)
             self.found.reports.append(report)
 
+    def examine_interrupted(self, report: OverflowReport) -> None:
+        """Make ``report`` of the last result that was not finite, where an exception came before the gradients."""
+        told = max((known.operators for known in self.found.reports), default=0)
+        last = [call for call in self.watch.bad[-1:] if call.index >= told]
+        if last:
+            report.operators = self.watch.calls
+            with torch.no_grad():
+                report.causes = find_causes(self.watch, last, Scale(report.scale, self._dynamic))
+            report.notes.append(
+                "an exception has ended the iteration: this is about the last result that is not finite"
+            )
+            self.found.reports.append(report)
+
+    def _name_of(self, i: int, source: Tensor) -> str:
+        return self.watch.names.of_tensor(source) or f"parameter {i} of shape {list(source.shape)}"
+
     def _examine(self, report: OverflowReport, loss: Tensor | None, sources: Sequence[Tensor]) -> None:
         watch = self.watch
         present = [(source, local_part(source.grad)) for source in sources if source.grad is not None]
@@ -103,8 +140,7 @@ class Finder:
         bad = [pair for pair, ends in zip(grads, ranges, strict=True) if not all(map(math.isfinite, ends))]
         report.gradients, report.operators = len(grads), watch.calls
         for i, (source, grad) in enumerate(bad):
-            name = watch.names.of_tensor(source) or f"parameter {i} of shape {list(source.shape)}"
-            report.parameters[name] = (int(grad.isnan().sum()), int(grad.isinf().sum()))
+            report.parameters[self._name_of(i, source)] = (int(grad.isnan().sum()), int(grad.isinf().sum()))
         bad_loss = loss is not None and loss.numel() > 0 and watch.is_bad(loss)
         starts = [loss] if bad_loss and loss is not None else [grad for _, grad in bad]
         if watch.saturates:  # where what has overflowed is finite
@@ -230,6 +266,8 @@ class find_overflow:
         finder.watch.detach()
         if session is not None:
             session.observer = self._former
-        if kind is None and not finder.found.reports:
+        if not finder.found.reports:
             finder.examine_without_block()
+        if kind is not None and not finder.found.causes:
+            finder.examine_interrupted(OverflowReport())
         self._finder = self._session = self._former = None

@@ -9,7 +9,7 @@ import warnings
 from torch.optim import Optimizer
 
 from apex_npu.amp.bad_gradients import find_bad_gradients
-from apex_npu.amp.optimizer_state import inner_optimizer, state_of
+from apex_npu.amp.optimizer_state import adopted_inside, inner_optimizer, state_of
 from apex_npu.amp.session import current
 
 
@@ -35,7 +35,7 @@ def bad_gradients(optimizer: Optimizer) -> dict[str, tuple[int, int]]:
         >>> sorted(amp.debug.bad_gradients(optimizer))
         ['bias', 'weight']
     """
-    optimizer = inner_optimizer(optimizer)
+    optimizer = inner_optimizer(adopted_inside(optimizer))
     state = state_of(optimizer)
     if state is None:
         raise RuntimeError(f"{type(optimizer).__name__} was not passed to amp.initialize, which bad_gradients needs")

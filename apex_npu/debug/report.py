@@ -26,8 +26,9 @@ class OverflowReport:
         loss_id: Of the block; None without amp.
         loss: The value of the loss; None without amp, and where it has more than one element.
         scale: What it was multiplied with.
-        scale_after: The loss scale from then on; None where the step was not skipped, or was not called yet.
-        skips_in_a_row: How many steps have been skipped one after the other by then.
+        scale_after: The loss scale after the block, where it has shrunk; None where it has not, or not yet.
+        skips_in_a_row: How many steps have been skipped one after the other with the one that this block has decided;
+            None where another block has, or where it was not skipped, or not called yet.
         gradients: How many gradients there are.
         parameters: The names of those that are not finite, each with how many of their elements are nan and inf.
         causes: Why; the most telling cause first. Empty where nothing has overflowed.
@@ -61,7 +62,9 @@ class OverflowReport:
         head = self._head()
         if not self.overflowed:
             return f"no overflow: {head}, all {self.gradients} gradients are finite ({self.operators} operators)"
-        bad = f"{len(self.parameters)} of {self.gradients} gradients are not finite"
+        bad = (
+            f"{len(self.parameters)} of {self.gradients} gradients are not finite" if self.gradients else "no gradient"
+        )
         names = f" ({shortened(list(self.parameters))})" if self.parameters else ""
         lines = [f"{head}: {bad}{names}"]
         for cause in self.causes:
@@ -92,6 +95,11 @@ def shortened(names: Sequence[str]) -> str:
     return shown if len(names) <= _SHOWN else f"{shown}, … {len(names) - _SHOWN} more"
 
 
+def _range(name: str, low: float, high: float) -> str:
+    low, high = low + 0.0, high + 0.0  # -0 is 0
+    return f"{name} {low:.3g}" if low == high else f"{name} from {low:.3g} to {high:.3g}"
+
+
 def _lines_of(cause: Finding) -> list[str]:
     operator = cause.operator
     if cause.forward_operator is not None:
@@ -107,8 +115,10 @@ def _lines_of(cause: Finding) -> list[str]:
         lines.append(f"{'line':{_WIDTH}}{cause.place}  {cause.source}".rstrip())
     lines.append(f"{'why':{_WIDTH}}{cause.why}")
     if cause.inputs:
-        inputs = ", ".join(f"{name} {value:.3g}" for name, value in cause.inputs)
-        lines.append(f"{'inputs':{_WIDTH}}largest magnitudes: {inputs}")
+        inputs = "largest magnitudes: " + ", ".join(f"{name} {value:.3g}" for name, value in cause.inputs)
+        if cause.kind == "math":  # its sign matters
+            inputs = ", ".join(_range(*ends) for ends in cause.ranges)
+        lines.append(f"{'inputs':{_WIDTH}}{inputs}")
     if cause.before:
         before = " · ".join(f"{name} {value:.3g}" for name, value in cause.before)
         lines.append(f"{'before':{_WIDTH}}{before}")

@@ -43,7 +43,7 @@ KEPT_BAD = 1_000
 class Leaf(NamedTuple):
     """A tensor that was not finite before any operator that was watched has read it."""
 
-    kind: Literal["data", "weights", "constant"]
+    kind: Literal["data", "weights", "constant", "stale"]
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class Call:
         is_bad: A result is not finite.
         causes: Calls whose results made it so.
         leaves: What was not finite from the beginning.
-        inputs: The largest magnitude of each input, where none is to blame.
+        inputs: The smallest and the largest element of each input, where none is to blame.
         opinion: What float64 says, where no input is to blame.
         from_constant: A number among the arguments is not finite.
         from_other_process: A collective, whose own inputs were finite.
@@ -86,7 +86,7 @@ class Call:
     is_bad: bool = False
     causes: list[Call] = field(default_factory=list)
     leaves: list[Leaf] = field(default_factory=list)
-    inputs: list[tuple[str, float]] = field(default_factory=list)
+    inputs: list[tuple[str, float, float]] = field(default_factory=list)
     opinion: Opinion | None = None
     from_constant: bool = False
     from_other_process: bool = False
@@ -160,6 +160,7 @@ class Watch(TorchDispatchMode):
         self._backward_seen = False
         self._optimizer_seen = False
         self._lineage: Lineage[Result] = Lineage()
+        self._gradients: Lineage[str] = Lineage()
         self._forward: dict[int, list[Call]] = {}
         self._modules = ModuleStack()
         self._arguments: dict[int, str] = {}
@@ -171,6 +172,7 @@ class Watch(TorchDispatchMode):
 
     def attach(self) -> None:
         """Begin."""
+        self._note_gradients()
         self._hooks = [
             torch_module.register_module_forward_pre_hook(self.enter_module),
             torch_module.register_module_forward_hook(self._leave_module, always_call=True),
@@ -189,9 +191,11 @@ class Watch(TorchDispatchMode):
             self.__exit__(None, None, None)
         return not any(mode is self for mode in dispatch_modes())
 
-    def begin_block(self, scale: float) -> None:
-        """A block begins: what follows is multiplied with ``scale``."""
+    def begin_block(self, scale: float, gradients: Sequence[tuple[str, Tensor]]) -> None:
+        """A block begins: what follows is multiplied with ``scale``; ``gradients`` are there, each with a name."""
         self.scale = scale
+        for name, gradient in gradients:
+            self._note_gradient(name, gradient)
         self._backward_seen = False
         self.hand_flag_back()
 
@@ -203,6 +207,17 @@ class Watch(TorchDispatchMode):
             local = self._followed(gradient)
             if local is not None:
                 self._lineage.forget(local)
+
+    def _note_gradients(self) -> None:
+        """Remember which memory the gradients that are there have: what adds to them reads it."""
+        for known in self.names.tensors:
+            if known.is_leaf and known.grad is not None:
+                self._note_gradient(self.names.of_tensor(known) or "", known.grad)
+
+    def _note_gradient(self, name: str, gradient: Tensor) -> None:
+        local = self._followed(gradient)
+        if local is not None:
+            self._gradients.write(local, name)
 
     def hand_flag_back(self) -> None:
         """Raise the device's flag of overflows, if an operator has raised it since amp last cleared it."""
@@ -220,6 +235,7 @@ class Watch(TorchDispatchMode):
             return
         if not self._modules.modules:
             self._backward_seen = False
+            self._note_gradients()
             for i, argument in enumerate(args):
                 for tensor in tensors_in(argument):
                     if self._followed(tensor) is not None:
@@ -569,7 +585,7 @@ class Watch(TorchDispatchMode):
         if not is_finite:
             return Input(values, [], [self.leaf(tensor)])
         own = self.names.of_memory(tensor)
-        call.inputs.append((f"{name} ({own})" if own else name, max(abs(low), abs(high))))
+        call.inputs.append((f"{name} ({own})" if own else name, low, high))
         return None
 
     def _to_blame(self, bad: list[Input], func: Any, operator: Operator, before: Arguments) -> list[Input]:
@@ -602,6 +618,8 @@ class Watch(TorchDispatchMode):
             return Leaf("weights", name, tensor.dtype, tuple(tensor.shape))
         if tensor.is_leaf and tensor.requires_grad:
             return Leaf("weights", "a parameter of no known model", tensor.dtype, tuple(tensor.shape))
+        for _, parameter in self._gradients.writers(tensor):
+            return Leaf("stale", parameter, tensor.dtype, tuple(tensor.shape))
         given = self._arguments.get(tensor.untyped_storage()._cdata, "a tensor given from outside")
         return Leaf("data", given, tensor.dtype, tuple(tensor.shape))
 

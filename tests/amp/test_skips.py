@@ -205,6 +205,7 @@ def test_after_many_skips_in_a_row_one_error_says_where_to_look(level, caplog):
     assert "NpuFusedSGD: 3 steps in a row have been skipped" in record.message
     assert "not finite are the gradients of 0.weight; all others are" in record.message
     assert f"the scale of loss 0 is down to {2.0**3}" in record.message
+    assert "`with amp.debug.find_overflow(model) as found:`, and print(found)" in record.message
 
 
 @needs("inf")

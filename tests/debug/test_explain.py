@@ -15,6 +15,7 @@ from devices import DEVICE, SIMULATOR, START_SCRIPT, needs_counts
 
 from apex_npu import amp, optimizers
 from apex_npu.amp import session as amp_session
+from apex_npu.debug.explain import explain_as_environment_says
 
 ROOT = Path(__file__).parents[2]
 
@@ -177,6 +178,21 @@ def test_bad_input(after):
         amp.debug.explain_overflows(2, times=0)
 
 
+@pytest.mark.parametrize("text", ["2", " 2", "2\n"])
+def test_the_variable(text, monkeypatch):
+    monkeypatch.setenv("APEX_NPU_EXPLAIN_OVERFLOWS", text)
+    explain_as_environment_says()
+    assert amp_session.settings.observer is not None
+    amp.debug.explain_overflows(None)
+    for off in ("0", " 0 ", " ", ""):
+        monkeypatch.setenv("APEX_NPU_EXPLAIN_OVERFLOWS", off)
+        explain_as_environment_says()
+        assert amp_session.settings.observer is None
+    monkeypatch.setenv("APEX_NPU_EXPLAIN_OVERFLOWS", "two")
+    with pytest.raises(ValueError, match="must be a positive integer, how many skips in a row it takes, got 'two'"):
+        explain_as_environment_says()
+
+
 # ---- what each row of skips begins with ------------------------------------------------------------------------------
 
 
@@ -210,6 +226,21 @@ def test_bad_gradients(level, options, caplog):
     optimizer.zero_grad()
     with pytest.warns(UserWarning, match="found no gradient"):
         assert amp.debug.bad_gradients(optimizer) == {}
+
+
+class Wrapper:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def test_wrappers_of_frameworks():
+    model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=4.0)
+    wrapper = Wrapper(optimizer)
+    with amp.debug.find_overflow(model) as found, amp.scale_loss(model.loss(), wrapper) as scaled_loss:
+        (scaled_loss * float("inf")).backward()
+    assert found.parameters
+    assert found.reports[0].gradients == len(list(model.parameters()))
+    assert set(amp.debug.bad_gradients(wrapper)) == set(amp.debug.bad_gradients(optimizer)) == set(found.parameters)
 
 
 def test_gradients_of_another_optimizer():

@@ -61,7 +61,7 @@ def test_gradients_that_are_there_before():
             block(model, scaled_loss)
         optimizer.step()
     (cause,) = found.causes
-    assert cause.kind == "data"
+    assert cause.kind == "stale"
     assert cause.operator == "aten::add_"
 
 
