@@ -174,6 +174,8 @@ def _read(folder: Path) -> Journal | None:
     """The journal in a folder, if there is one."""
     if not os.path.lexists(folder / JOURNAL):
         return None
+    if (folder / JOURNAL).is_file() and not (folder / JOURNAL).is_symlink():
+        raise _not_ours(folder)
     try:
         read = json.loads(files.read(folder, f"{JOURNAL}/journal.json") or b"")
         texts = [read["id"], *read["folders"], *read["paths"], *read["after"]]
