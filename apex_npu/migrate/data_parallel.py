@@ -168,9 +168,7 @@ def _check_visible(program: Program) -> None:
             value = parent.values[parent.keys.index(node)]
         several = isinstance(value, ast.Constant) and "," in str(value.value)
         if value is not None and not several:
-            raise UnclearError(
-                node, "P601", f"{node.value} leaves every process the same card: set it in the shell"
-            )
+            raise UnclearError(node, "P601", f"{node.value} leaves every process the same card: set it in the shell")
 
 
 def _is_flag(node: ast.expr) -> bool:

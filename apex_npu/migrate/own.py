@@ -47,7 +47,8 @@ def check(program: Program) -> None:
         gone = [one for one in others if any(one.start < end and start < one.end for start, end in spans)]
         left = [draft for draft in program.drafts if draft not in gone]
         rest = {link for draft in left if draft.status == "changed" and draft.edits for link in draft.links}
-        # What is changed together with the rest keeps that from being changed by halves.
+        rest -= {link for draft in program.drafts[before:] for link in draft.links}
+        # The rest of what is changed together is not changed without it.
         broken = [one for one in gone if one.links & rest and one.status != "note"]
         program.drafts = left + [replace(one, status="refused", edits=(), message=_PART) for one in broken]
 
