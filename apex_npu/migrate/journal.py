@@ -165,9 +165,7 @@ def _digest(content: bytes) -> str:
 
 
 def _not_ours(folder: Path) -> PipelineError:
-    return PipelineError(
-        f"{folder / JOURNAL} was not left by an interrupted --write: look at it, and delete that folder"
-    )
+    return PipelineError(f"{folder / JOURNAL} was not left by an interrupted --write: look at it, and delete it")
 
 
 def _read(folder: Path) -> Journal | None:

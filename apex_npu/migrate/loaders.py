@@ -53,7 +53,8 @@ def unseeded(program: Program) -> Iterator[tuple[ast.Call, bool]]:
 def _is_fixed(call: ast.Call, argument: str) -> bool:
     """Whether it is given a seed, or does not draw."""
     given = {one.arg: one.value for one in call.keywords}
-    in_order = isinstance(given.get("shuffle"), ast.Constant) and not given["shuffle"].value
+    shuffle = given.get("shuffle")
+    in_order = isinstance(shuffle, ast.Constant) and not shuffle.value
     return argument in given or None in given or in_order or (argument == "generator" and len(call.args) > 2)
 
 

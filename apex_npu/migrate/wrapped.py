@@ -62,13 +62,20 @@ class Wrapped:
                 continue
             parent = program.parent(node)
             used = parent.attr if isinstance(parent, ast.Attribute) else ""
-            if used in _SHARED.split() or not (used or _looks_inside(program, node)) or not self.is_model(node):
+            if (
+                used in _SHARED.split()
+                or not (used or _looks_inside(program, node) or _kept_in(program, node))
+                or not self.is_model(node)
+            ):
                 continue
             if function_of(program, node) is function_of(program, place) and self.training.offset(node) < end:
                 continue
             if used and used not in _INSIDE:
                 reason = f"{ast.unparse(node)}.{used} is used, which is not found through DistributedDataParallel"
                 raise UnclearError(node, "P604", reason)
+            kept = _kept_in(program, node)
+            if kept:
+                raise UnclearError(node, "P604", f"{kept} is saved with a whole model: save its state_dict()")
             edit = replaced(program, node, f'getattr({text(node)}, "module", {text(node)})')
             program.report("P604", "changed", node, [edit], links=links)
 
@@ -131,12 +138,27 @@ def _looks_inside(program: Program, node: ast.expr) -> bool:
 
 def _is_saved(program: Program, node: ast.expr) -> bool:
     """Whether ``torch.save`` gets it, by itself or in a dict, list or tuple."""
-    at: ast.AST = node
-    parent = program.parent(at)
-    while isinstance(parent, (ast.Dict, ast.List, ast.Tuple)):
-        at, parent = parent, program.parent(parent)
+    at, parent = _outermost(program, node)
     if isinstance(parent, ast.keyword) and parent.arg == "obj":
         at, parent = parent, program.parent(parent)
     if not isinstance(parent, ast.Call) or program.names.dotted(parent.func) != "torch.save":
         return False
     return at in parent.args[:1] or at in parent.keywords
+
+
+def _outermost(program: Program, node: ast.AST) -> tuple[ast.AST, ast.AST | None]:
+    """The dict, list or tuple around a node, or itself, and what contains that."""
+    parent = program.parent(node)
+    while isinstance(parent, (ast.Dict, ast.List, ast.Tuple)):
+        node, parent = parent, program.parent(parent)
+    return node, parent
+
+
+def _kept_in(program: Program, node: ast.expr) -> str:
+    """The name of a dict, list or tuple of it that ``torch.save`` gets; "": none."""
+    at, parent = _outermost(program, node)
+    if at is node or not isinstance(parent, ast.Assign):
+        return ""
+    names = set(map(text, parent.targets)) - {""}
+    used = (one for one in program.names.nodes if isinstance(one, (ast.Name, ast.Attribute)) and text(one) in names)
+    return next((text(one) for one in used if _is_saved(program, one)), "")
