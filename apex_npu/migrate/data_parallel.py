@@ -263,7 +263,8 @@ def _check_splits(program: Program, loaders: Loaders) -> None:
     """Refuse data that each process splits for itself."""
     near = {program.tree, *(function_of(program, call) for call in loaders.made)}
     for call, is_split in unseeded(program):
-        if is_split or (text(call.func).endswith("shuffle") and text(call.args[0]) in loaders.sampled):
+        shuffled = [*call.args[:1], *(one.value for one in call.keywords)] if _last(call) == "shuffle" else []
+        if is_split or any(text(one) in loaders.sampled for one in shuffled):
             raise UnclearError(call, "P602", UNSEEDED)
         if function_of(program, call) in near and not any(isinstance(one, ast.For) for one in around(program, call)):
             program.report("P602", "note", call, message=UNSEEDED)
