@@ -136,9 +136,9 @@ def _migrate(options: argparse.Namespace) -> int:
         _save(options.report, reports.write_report(options.report, made.findings))
     if options.diff:
         sys.stdout.write(reports.unified_diff(made))
-    else:
-        shown = [finding for finding in made.findings if not options.q or finding.status in ("refused", "unsure")]
-        print("\n".join([*reports.lines(shown), ""]), end="")
+    left = options.q or options.diff
+    shown = [finding for finding in made.findings if not left or finding.status in ("refused", "unsure")]
+    print("\n".join([*reports.lines(shown), ""]), end="", file=sys.stderr if options.diff else None)
     if options.write:
         write_in_place(made.files, allow_dirty=options.allow_dirty, backup=options.backup)
     elif options.out:

@@ -11,25 +11,23 @@ import ast
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .initialize import place_of
+from .initialize import check_moves, place_of
 from .insertion import COMBINE, PARALLEL, Insertion
-from .loaders import Loaders
+from .loaders import ELSEWHERE, UNSEEDED, Loaders, unseeded
 from .program import Program
 from .rules import RULES
 from .source import Edit
 from .targets import replaced, target_of, torch_name
-from .training import UnclearError, around, body_of, function_of, is_argument, text
+from .training import UnclearError, around, body_of, function_of, method_of, text
+from .wrapped import Wrapped, unwrap_arguments
 
 _OURS = ("torch.distributed.init_process_group", "torch.utils.data.distributed.DistributedSampler")
 _SAMPLERS = (*_OURS, "torch.utils.data.DistributedSampler")
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
-# What DistributedDataParallel has of its own, or what does the same there.
-_SHARED = """
-    parameters named_parameters train eval zero_grad modules named_modules children named_children buffers
-    named_buffers to cuda npu cpu float half double bfloat16 requires_grad_ training register_forward_hook
-    register_forward_pre_hook register_full_backward_hook apply forward compile
-"""
 _INDEXED = ("set_device", "set_device_index")
+_CARDS = ("torch.cuda.device", "torch.npu.device", "torch.accelerator.device_index")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def check(program: Program) -> None:
@@ -42,7 +40,7 @@ def check(program: Program) -> None:
         if options.data_parallel == "main":
             _convert(program)
         else:
-            _guard_saves(program)
+            _convert_part(program)
     except UnclearError as error:
         del program.drafts[before:]
         rule = error.rule if error.rule[0] == "P" else "P604"
@@ -72,10 +70,47 @@ def _convert(program: Program) -> None:
     if not put.training.made:
         raise UnclearError(first, "P604", "no optimizer is made here, and so its model cannot be told")
     _check_cards(program)
+    _check_visible(program)
     _enter(program, torch)
     _sample(put, torch)
     _average(put, torch)
     _guard_saves(program)
+    _check_joined(program)
+
+
+def _convert_part(program: Program) -> None:
+    """A file that the script imports."""
+    for node in program.names.nodes:
+        if isinstance(node, ast.Call) and method_of(node)[1] == "backward":
+            raise UnclearError(node, "P602", f"{ELSEWHERE}: have both in the script that --data-parallel gives")
+    for call, is_split in unseeded(program):
+        if is_split:
+            program.report("P602", "note", call, message=UNSEEDED)
+    unwrap_arguments(program, [PARALLEL])
+    _guard_saves(program)
+
+
+def _check_joined(program: Program) -> None:
+    """Refuse what is done, before the processes join, with what depends on them."""
+    block = program.parent(_start(program))
+    if not isinstance(block, ast.If):
+        return
+    source, body = program.source, program.tree.body
+    early = body[: body.index(block)]
+    made = [draft for draft in program.changes() if draft.rule in ("P602", "P603", "P604", "P605") and draft.edits]
+    made += [draft for draft in program.changes() if draft.rule == "A301" and PARALLEL in draft.links]
+    holders = [next(one for one in body[::-1] if source.span(one)[0] <= draft.start) for draft in made]
+    found = {one.name for one in holders if isinstance(one, _DEFINITIONS)}
+    calls = {one: {_last(call) for call in ast.walk(one) if isinstance(call, ast.Call)} for one in body}
+    while grown := {one.name for one in body if isinstance(one, _DEFINITIONS) and calls[one] & found} - found:
+        found |= grown
+    for one in early:
+        if not isinstance(one, _DEFINITIONS) and (one in holders or calls[one] & found):
+            raise UnclearError(one, "P601", "made before the processes join: put it into the if that starts the script")
+
+
+def _last(call: ast.Call) -> str:
+    return text(call.func).rpartition(".")[2]
 
 
 def _parallel(program: Program) -> Iterator[ast.expr]:
@@ -100,21 +135,48 @@ def _check_cards(program: Program) -> None:
         elif isinstance(node, ast.Call):
             dotted = program.names.dotted(node.func) or ""
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-            numbered = [*node.args[:1], *(one.value for one in node.keywords if one.arg == "device")]
+            given = [one.value for one in node.keywords if one.arg == "device"]
+            numbered = [*node.args[:1], *given]
             if dotted.startswith("torch.") and dotted.rpartition(".")[2] in _INDEXED:
                 named = f"{name or dotted}()"
+            elif dotted in _CARDS:
+                named = f"{dotted}()"
             elif dotted == "torch.device" and len(node.args) + len(node.keywords) > 1:
                 named = "torch.device(type, index)"
             elif name in ("cuda", "npu") and not dotted and numbered and not _is_flag(numbered[0]):
                 named = f"{name}(device)"
+            elif any(map(_is_number, numbered if name == "to" or dotted == "torch.device" else given)):
+                named = f"{name or dotted}() of a number"
         if named:
             assert isinstance(node, ast.expr)
             reason = f"{named} names a card, and every process has its own: write the device without its number"
             raise UnclearError(node, "P601", reason)
 
 
+def _check_visible(program: Program) -> None:
+    """Refuse a script that leaves every process one card, the same one."""
+    for node in program.names.nodes:
+        if not isinstance(node, ast.Constant) or node.value not in _VISIBLE:
+            continue
+        parent = program.parent(node)
+        value: ast.AST | None = None
+        if isinstance(parent, ast.Subscript) and isinstance(parent.ctx, ast.Store):
+            value = getattr(program.parent(parent), "value", None)
+        elif isinstance(parent, ast.Call) and _last(parent) in ("setdefault", "putenv"):
+            value = parent.args[-1]
+        elif isinstance(parent, ast.Dict) and node in parent.keys:
+            value = parent.values[parent.keys.index(node)]
+        several = isinstance(value, ast.Constant) and "," in str(value.value)
+        if value is not None and not several:
+            raise UnclearError(node, "P601", f"{node.value} leaves every process the same card: set it in the shell")
+
+
 def _is_flag(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, bool)
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) is int
 
 
 def _enter(program: Program, torch: str) -> None:
@@ -173,12 +235,16 @@ def _sample(put: Insertion, torch: str) -> None:
     """Give each process a part of the training data."""
     program, links = put.program, _links(put.program)
     loaders = Loaders(program, put.training)
+    _check_splits(program, loaders)
     for call in loaders.made:
         _sample_one(program, call, torch, links)
     for loop, name in loaders.epochs:
         anchor = loop.body[0]
         offset = program.source.line_start(anchor.lineno)
         indent = program.source.text[offset : program.source.span(anchor)[0]]
+        inside = [one for one in put.training.assigned(name, loop) if loop in around(program, one)]
+        if inside:
+            raise UnclearError(inside[0], "P603", "a DataLoader in the loop over epochs: make it before that")
         if indent.strip() or not isinstance(loop.target, ast.Name):
             raise UnclearError(loop, "P603", "the loop over epochs has no block of lines of its own, or no number")
         lines = [
@@ -189,6 +255,19 @@ def _sample(put: Insertion, torch: str) -> None:
         program.report("P603", "changed", (offset, offset), [edit], links=links)
     for call in loaders.others:
         program.report("P602", "note", call, message="every process goes over all of these data")
+    for call in loaders.counted():
+        program.report("P602", "note", call, message="each process sees a part of these data: see to what it divides")
+
+
+def _check_splits(program: Program, loaders: Loaders) -> None:
+    """Refuse data that each process splits for itself."""
+    near = {program.tree, *(function_of(program, call) for call in loaders.made)}
+    for call, is_split in unseeded(program):
+        shuffled = [*call.args[:1], *(one.value for one in call.keywords)] if _last(call) == "shuffle" else []
+        if is_split or any(text(one) in loaders.sampled for one in shuffled):
+            raise UnclearError(call, "P602", UNSEEDED)
+        if function_of(program, call) in near and not any(isinstance(one, ast.For) for one in around(program, call)):
+            program.report("P602", "note", call, message=UNSEEDED)
 
 
 def _sample_one(program: Program, call: ast.Call, torch: str, links: list[str]) -> None:
@@ -228,6 +307,7 @@ def _sample_one(program: Program, call: ast.Call, torch: str, links: list[str]) 
     message = "the batch of each process is as large as it was, and so the learning rate may have to grow: see to both"
     for edit in edits:
         program.report("P602", "changed", (edit.start, edit.end), [edit], message if edit is edits[-1] else "", links)
+    program.report("P602", "changed", call.func, links=links)  # where the name is kept, this is
 
 
 def _average(put: Insertion, torch: str) -> None:
@@ -249,8 +329,9 @@ def _average(put: Insertion, torch: str) -> None:
             raise UnclearError(place, "P604", f"{model} is not a name of the function that makes its optimizer")
     lines = [f"if {torch}.distributed.is_initialized():"]
     lines += [f"    {model} = {torch}.nn.parallel.DistributedDataParallel({model})" for model in models]
+    check_moves(put, models, place)
     for model in models:
-        _unwrap(put, model, place)
+        Wrapped(put, model).unwrap(place, _links(put.program))
     put.put_after("P604", place, lines, links=_links(put.program), after=after)
 
 
@@ -266,45 +347,6 @@ def _initialized(put: Insertion) -> ast.stmt | None:
     return None
 
 
-def _unwrap(put: Insertion, model: str, place: ast.stmt) -> None:
-    """States are those of the model inside; other attributes of its own would no longer be found."""
-    program, training = put.program, put.training
-    for node in program.names.nodes:
-        if not isinstance(node, ast.Attribute) or not _is_model(put, node.value, model):
-            continue
-        early = function_of(program, node) is function_of(program, place)
-        if early and training.offset(node) < training.offset(place):
-            continue
-        if node.attr in ("state_dict", "load_state_dict"):
-            name = text(node.value)
-            edit = replaced(program, node.value, f'getattr({name}, "module", {name})')
-            program.report("P604", "changed", node.value, [edit], links=_links(program))
-        elif node.attr not in _SHARED.split():
-            reason = f"{ast.unparse(node)} is used, which is not found through DistributedDataParallel"
-            raise UnclearError(node, "P604", reason)
-
-
-def _is_model(put: Insertion, node: ast.expr, model: str) -> bool:
-    """Whether an expression is the model, by its name or as an argument that it is passed as."""
-    program, name = put.program, text(node)
-    if name == model:
-        return True
-    if not isinstance(node, ast.Name) or not is_argument(program, node, name):
-        return False
-    function = next((one for one in around(program, node) if isinstance(one, ast.FunctionDef)), None)
-    if function is None:
-        return False
-    places = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-    for call in put.training.calls:
-        if text(call.func).rpartition(".")[2] == function.name:
-            given = dict(zip(places, call.args, strict=False)) | {
-                one.arg: one.value for one in call.keywords if one.arg
-            }
-            if name in given and text(given[name]) == model:
-                return True
-    return False
-
-
 def _guard_saves(program: Program) -> None:
     """Let one process write files."""
     torch = torch_name(program)
@@ -314,6 +356,8 @@ def _guard_saves(program: Program) -> None:
         statement, source = program.parent(node), program.source
         if torch is None or not isinstance(statement, ast.Expr):
             raise UnclearError(node, "P605", "torch.save is part of another statement: give it one of its own")
+        if _is_open(program, node):
+            raise UnclearError(node, "P605", "torch.save gets an open file: every process opens it; give the path")
         start = source.span(statement)[0]
         indent = source.text[source.line_start(statement.lineno) : start]
         if indent.strip():
@@ -323,6 +367,26 @@ def _guard_saves(program: Program) -> None:
         written = f"{header}{source.newline(statement.lineno)}{indent}{inner}"
         edit = Edit(start, start, written, _Guard(program, statement, header))
         program.report("P605", "changed", (start, start), [edit], links=[PARALLEL])
+        program.report("P605", "changed", node.func, links=[PARALLEL])  # where the name is kept, this is
+
+
+def _is_open(program: Program, call: ast.Call) -> bool:
+    """Whether what is written to is opened here, rather than a path."""
+    to = next(iter([*call.args[1:2], *(one.value for one in call.keywords if one.arg == "f")]), None)
+    if to is None:
+        return False
+    made = [to]
+    for node in program.names.nodes:
+        if isinstance(node, ast.Assign) and text(to) and text(to) in map(text, node.targets):
+            made.append(node.value)
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None and text(to):
+            made += [node.context_expr] if text(node.optional_vars) == text(to) else []
+    return any(isinstance(one, ast.Call) and _opens(one) for one in made)
+
+
+def _opens(call: ast.Call) -> bool:
+    called = call.func.attr if isinstance(call.func, ast.Attribute) else text(call.func)
+    return called in ("open", "fdopen", "BytesIO") or called.endswith("TemporaryFile")
 
 
 class _Guard:

@@ -21,7 +21,8 @@ def put_initialize(put: Insertion) -> None:
     made: dict[str, Made] = {one.target: one for one in put.training.made}
     models = list(dict.fromkeys(model for one in made.values() for model in one.models))
     wrapped = [model for model in models if _is_wrapped(put, model, place)]
-    _check_after(put, models, place)
+    check_moves(put, models, place)
+    _check_loaded(put, place)
     names = [*models, *made]
     home = put.training.scope_of(place, names[0])
     local = all(program.names.scope(place) is put.training.scope_of(place, name) for name in names if "." not in name)
@@ -92,14 +93,25 @@ def _is_wrapped(put: Insertion, model: str, place: ast.stmt) -> bool:
     return bool(wraps)
 
 
-def _check_after(put: Insertion, models: list[str], place: ast.stmt) -> None:
-    """Refuse models that move after ``initialize``, and optimizers that are loaded before it."""
+def check_moves(put: Insertion, models: list[str], place: ast.stmt) -> None:
+    """Refuse models that move after their optimizers are made."""
+    for call in put.training.calls:
+        owner, method = method_of(call)
+        if owner in models and method in MOVES and _is_after(put, call, place):
+            raise UnclearError(call, "A352", f"{owner} is moved or cast after its optimizer is made: do that before")
+
+
+def _is_after(put: Insertion, call: ast.Call, place: ast.stmt) -> bool:
+    here = function_of(put.program, call) is function_of(put.program, place)
+    return here and put.training.offset(call) > put.source.span(place)[1]
+
+
+def _check_loaded(put: Insertion, place: ast.stmt) -> None:
+    """Refuse optimizers that are loaded or stepped before ``initialize``."""
     end = put.source.span(place)[1]
     for call in put.training.calls:
         here = function_of(put.program, call) is function_of(put.program, place)
         owner, method = method_of(call)
-        if here and owner in models and method in MOVES and put.training.offset(call) > end:
-            raise UnclearError(call, "A352", f"{owner} is moved or cast after its optimizer is made: do that before")
         early = method in ("load_state_dict", "step") and put.training.offset(call) < end
         if here and owner in put.training.targets and early:
             raise UnclearError(call, "A351", f"{owner} is used before all optimizers are made")

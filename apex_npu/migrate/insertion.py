@@ -45,7 +45,9 @@ class Insertion:
         if options.data_parallel != "main" or not options.amp or self.torch_amp.enabled or given:
             return False
         fused = {one.start for one in self.program.drafts if one.rule == "O501" and one.status == "changed"}
-        starts = {self.source.span(one.call.func)[0] for one in self.training.made}
+        calls = [one.call for one in self.training.made]
+        made = {self.source.span(call.func)[0]: self.program.names.dotted(call.func) or "" for call in calls}
+        starts = {start for start, name in made.items() if not name.startswith("apex_npu.optimizers.NpuFused")}
         left = any(one.rule == "O501" and one.status == "refused" for one in self.program.drafts)
         return starts <= fused and not left and options.has("O501")
 

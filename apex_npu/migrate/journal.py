@@ -165,15 +165,15 @@ def _digest(content: bytes) -> str:
 
 
 def _not_ours(folder: Path) -> PipelineError:
-    return PipelineError(
-        f"{folder / JOURNAL} was not left by an interrupted --write: look at it, and delete that folder"
-    )
+    return PipelineError(f"{folder / JOURNAL} was not left by an interrupted --write: look at it, and delete it")
 
 
 def _read(folder: Path) -> Journal | None:
     """The journal in a folder, if there is one."""
     if not os.path.lexists(folder / JOURNAL):
         return None
+    if (folder / JOURNAL).is_file() and not (folder / JOURNAL).is_symlink():
+        raise _not_ours(folder)
     try:
         read = json.loads(files.read(folder, f"{JOURNAL}/journal.json") or b"")
         texts = [read["id"], *read["folders"], *read["paths"], *read["after"]]

@@ -17,12 +17,64 @@ _AROUND = frozenset({"enumerate", "tqdm", "track", "notebook_tqdm", "iter"})
 _NUMBERED = frozenset({"range", "trange"})
 
 
+ELSEWHERE = "the backward is in another file than the DataLoader"
+UNSEEDED = "each process draws its own: call manual_seed before, or give a generator (random_state)"
+# What draws a split or an order: the argument that makes it the same everywhere, and which seed does.
+_SPLITS = {
+    "torch.utils.data.random_split": ("generator", "torch"),
+    "torch.utils.data.dataset.random_split": ("generator", "torch"),
+    "sklearn.model_selection.train_test_split": ("random_state", "numpy"),
+}
+_ORDERS = {
+    "torch.randperm": ("generator", "torch"),
+    "numpy.random.permutation": ("", "numpy"),
+    "numpy.random.shuffle": ("", "numpy"),
+    "random.shuffle": ("", "random"),
+    "random.sample": ("", "random"),
+}
+
+
+def unseeded(program: Program) -> Iterator[tuple[ast.Call, bool]]:
+    """What each process draws for itself, and whether that is a split of data."""
+    calls = [node for node in program.names.nodes if isinstance(node, ast.Call)]
+    seeds = [(call, seeded) for call in calls if (seeded := _seeded(program, call))]
+    for call in calls:
+        name = program.names.dotted(call.func) or ""
+        argument, library = (_SPLITS | _ORDERS).get(name, ("", ""))
+        if not library or _is_fixed(call, argument):
+            continue
+        start, function = program.source.span(call)[0], function_of(program, call)
+        here = [one for at, one in seeds if function_of(program, at) is function and program.source.span(at)[0] < start]
+        others = [one for at, one in seeds if function_of(program, at) is not function]
+        if not {library, "all"} & {*here, *others}:
+            yield call, name in _SPLITS
+
+
+def _is_fixed(call: ast.Call, argument: str) -> bool:
+    """Whether it is given a seed, or does not draw."""
+    given = {one.arg: one.value for one in call.keywords}
+    shuffle = given.get("shuffle")
+    in_order = isinstance(shuffle, ast.Constant) and not shuffle.value
+    return argument in given or None in given or in_order or (argument == "generator" and len(call.args) > 2)
+
+
+def _seeded(program: Program, call: ast.Call) -> str:
+    """The library that a call seeds; "all" for a function of the program, or of another library; "": none."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else text(call.func)
+    dotted = program.names.dotted(call.func) or ""
+    root = dotted.partition(".")[0]
+    if "seed" not in name or dotted.startswith("torch.cuda") or (not dotted and name in ("manual_seed", "seed")):
+        return ""
+    return root if root in ("torch", "numpy", "random") else "all"
+
+
 class Loaders:
     """The DataLoaders of a program.
 
     Attributes:
         made: Calls of ``DataLoader`` whose data are trained with; ``others`` are the rest.
         others: See ``made``.
+        sampled: The names of the data sets of ``made``.
         epochs: Loops that go over such a loader several times, and what it is called there.
 
     Raises:
@@ -36,9 +88,30 @@ class Loaders:
         self._check_iterable()
         self.made: list[ast.Call] = []
         self.epochs: list[tuple[ast.For, str]] = []
+        if not training.backwards:
+            at = next(iter(self._all), training.made[0].call)
+            raise UnclearError(at, "P602", f"{ELSEWHERE}: have both in this one")
         for backward in training.backwards:
             self._follow(backward.call)
         self.others = [call for call in self._all if call not in self.made]
+        given = [one for call in self.made for one in call.args[:1]]
+        given += [one.value for call in self.made for one in call.keywords if one.arg == "dataset"]
+        self.sampled = set(map(text, given)) - {""}
+
+    def counted(self) -> Iterator[ast.Call]:
+        """Calls of ``len`` for a data set that each process gets a part of."""
+        for call in self.training.calls:
+            if text(call.func) == "len" and len(call.args) == 1:
+                name = text(call.args[0])
+                loader, _, last = name.rpartition(".")
+                if name in self.sampled or (last == "dataset" and self._is_sampled(loader, call)):
+                    yield call
+
+    def _is_sampled(self, name: str, node: ast.AST) -> bool:
+        try:
+            return any(call in self.made for call in self._made(name, node))
+        except UnclearError:
+            return False
 
     def _check_iterable(self) -> None:
         for node in self.program.names.nodes:
@@ -68,7 +141,7 @@ class Loaders:
     def _made(self, name: str, node: ast.AST) -> Iterator[ast.Call]:
         """The calls of ``DataLoader`` that ``name`` can be at ``node``."""
         if is_argument(self.program, node, name):
-            for _, given in self._passed(name, node):
+            for _, given in self.training.passed(name, node):
                 if text(given):
                     yield from self._made(text(given), given)
             return
@@ -77,22 +150,6 @@ class Loaders:
         if len(values) != len(assigned) or len(values) > 1:
             raise UnclearError(assigned[0], "P602", f"{name} is made at several places, or not by DataLoader alone")
         yield from values
-
-    def _passed(self, name: str, node: ast.AST) -> list[tuple[ast.Call, ast.expr]]:
-        """Calls of the function around ``node``, with what they give for its argument ``name``."""
-        function = function_of(self.program, node)
-        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return []
-        places = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-        found = []
-        for call in self.training.calls:
-            if text(call.func).rpartition(".")[2] == function.name:
-                shift = isinstance(call.func, ast.Attribute) and places[:1] == ["self"]
-                given = dict(zip(places[shift:], call.args, strict=False))
-                given |= {one.arg: one.value for one in call.keywords if one.arg}
-                if name in given:
-                    found.append((call, given[name]))
-        return found
 
     def _count(self, loop: ast.AST, name: str) -> None:
         """Find the loop over epochs around the loop over a loader, or around the calls of its function."""
@@ -109,7 +166,7 @@ class Loaders:
                 self.epochs.append((outer, name))
             return
         if is_argument(self.program, loop, name):
-            for call, given in self._passed(name, loop):
+            for call, given in self.training.passed(name, loop):
                 if text(given):
                     self._count(call, text(given))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from .own_rules import Argument, Keep, OwnRule, Refuse, Rename
@@ -16,6 +17,7 @@ from .source import Edit
 from .targets import replaced
 from .training import alone
 
+_PART = "a rule of --rules changes a part of it"
 _FROM = re.compile(r"from[ \t\f]+([\w.]+)(?![\w.])")
 
 
@@ -43,7 +45,12 @@ def check(program: Program) -> None:
         spans = [(draft.start, draft.end) for draft in program.drafts[before:]]
         others = [draft for draft in program.drafts[:before] if draft.rule[0] != "R"]
         gone = [one for one in others if any(one.start < end and start < one.end for start, end in spans)]
-        program.drafts = [draft for draft in program.drafts if draft not in gone]
+        left = [draft for draft in program.drafts if draft not in gone]
+        rest = {link for draft in left if draft.status == "changed" and draft.edits for link in draft.links}
+        rest -= {link for draft in program.drafts[before:] for link in draft.links}
+        # The rest of what is changed together is not changed without it.
+        broken = [one for one in gone if one.links & rest and one.status != "note"]
+        program.drafts = left + [replace(one, status="refused", edits=(), message=_PART) for one in broken]
 
 
 def _uses(program: Program, name: str) -> Iterator[ast.Name | ast.Attribute]:

@@ -175,7 +175,7 @@ def _one_card(
 ) -> Iterator[tuple[str, Rewritten]]:
     """The files of a script that cannot be one for several cards as a whole, as they are without that."""
     of_script = [(shown, data) for shown, data, _ in work if chosen[shown].data_parallel]
-    found = [one for shown, _ in of_script for one in done[shown].findings if one.rule[0] == "P"]
+    found = [one for shown, _ in of_script for one in done[shown].findings if one.rule[0] in "PF"]
     left = next((one for one in found if one.status in ("refused", "kept")), None)
     if left is None and any(one.rule == "P601" and one.status == "changed" for one in found):
         return

@@ -96,10 +96,11 @@ def rewrite(source: str | bytes, path: str = "train.py", options: Options | None
 def concerns(data: bytes, options: Options) -> bool:
     """Whether the rules could have anything to say of a file."""
     return bool(
-        own.concerns(data, options.own)
+        options.data_parallel
+        or own.concerns(data, options.own)
         or TRIGGER.search(data)
         or (options.has("N702") and _ADVICE.search(data))
-        or ((options.amp or options.data_parallel or options.has("O501")) and _TRAINING.search(data))
+        or ((options.amp or options.has("O501")) and _TRAINING.search(data))
     )
 
 

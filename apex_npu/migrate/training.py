@@ -363,6 +363,26 @@ class Training:
         home = self.scope_of(node, name)
         return [one for one in found if "." in name or self.scope_of(one, name) is home]
 
+    def passed(self, name: str, node: ast.AST) -> list[tuple[ast.Call, ast.expr]]:
+        """Calls of the function whose argument ``name`` is at ``node``, with what they give for it."""
+        home = self.program.names.scope(node).find(name)
+        function = None if home is None else home.node
+        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return []
+        owner = self.program.parent(function)
+        makes = isinstance(owner, ast.ClassDef) and function.name == "__init__"
+        called = owner.name if isinstance(owner, ast.ClassDef) and makes else function.name
+        places = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+        found = []
+        for call in self.calls:
+            if text(call.func).rpartition(".")[2] == called:
+                shift = (makes or isinstance(call.func, ast.Attribute)) and places[:1] == ["self"]
+                given = dict(zip(places[shift:], call.args, strict=False))
+                given |= {one.arg: one.value for one in call.keywords if one.arg}
+                if name in given:
+                    found.append((call, given[name]))
+        return found
+
     def is_same(self, one: Made, node: ast.AST) -> bool:
         """Whether its name means this optimizer at ``node``, too."""
         return "." in one.target or self.scope_of(node, one.target) is self.scope_of(one.statement, one.target)

@@ -68,6 +68,15 @@ def test_a_diff_can_be_applied(tree, monkeypatch, capsys):
     assert (tree / "a.py").read_text() == AFTER
 
 
+def test_a_diff_says_what_is_left(tree, capsys):
+    (tree / "a.py").write_text(BEFORE + "model = torch.nn.DataParallel(model)\n")
+    assert migrate("--diff", tree) == 1
+    printed = capsys.readouterr()
+    assert "D150 refused" in printed.err
+    assert "D103" not in printed.err
+    assert "D150" not in printed.out
+
+
 def test_files_in_place_keep_their_modes(tree):
     (tree / "a.py").chmod(0o755)
     assert migrate("--write", "--allow-dirty", tree) == 0

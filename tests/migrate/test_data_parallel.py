@@ -150,6 +150,88 @@ def test_a_script_is_converted_whole_or_not_at_all(tmp_path, main, helper, reaso
     assert any(reason in finding.message for finding in findings if finding.status == "refused")
 
 
+ENGINE = """
+def train_one_epoch(model, loader, optimizer):
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+"""
+CALLS = """
+import torch
+from helper import train_one_epoch
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = torch.utils.data.DataLoader(points, batch_size=4)
+for epoch in range(3):
+    train_one_epoch(model, loader, optimizer)
+"""
+
+
+def test_a_backward_in_another_file_is_refused(tmp_path):
+    changed, findings = planned(tmp_path, main=CALLS, helper=ENGINE)
+    assert changed == {}
+    assert [(one.line, one.rule) for one in findings if one.status == "refused" and "main.py" in one.path] == [
+        (7, "P602")
+    ]
+    changed, findings = planned(tmp_path, main=MAIN, helper=HELPER + ENGINE)
+    assert changed == {}
+    assert "P602" in [one.rule for one in findings if one.status == "refused" and "helper.py" in one.path]
+
+
+STATES = """
+import torch
+
+class Keeper:
+    def __init__(self, model, optimizer):
+        self.inner = model
+        self.optimizer = optimizer
+
+    def states(self):
+        return self.inner.state_dict(), self.optimizer.state_dict()
+
+def keep(model, optimizer=None):
+    if optimizer is not None:
+        torch.save(optimizer.state_dict(), "optimizer.pt")
+    torch.save({"model": model}, "whole.pt")
+    return model.state_dict()
+"""
+
+
+def test_states_in_other_files_are_of_the_model_inside(tmp_path, monkeypatch):
+    changed, findings = planned(tmp_path, main=MAIN, helper=STATES)
+    assert not [one for one in findings if one.status == "refused"]
+    saved, made = [], {}
+    monkeypatch.setattr(torch, "save", lambda content, path: saved.append(content))
+    exec(changed["helper.py"], made)
+    inside = torch.nn.Sequential(torch.nn.Linear(2, 1))
+
+    class Wrapper(torch.nn.parallel.DistributedDataParallel):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+            self.module = inside
+
+    names = ["0.weight", "0.bias"]
+    for model in (inside, Wrapper()):
+        assert list(made["keep"](model)) == names
+        assert saved.pop()["model"] is inside
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        assert list(made["Keeper"](model, optimizer).states()[0]) == names
+    # A module that is called so by another class is a part of it.
+    other = torch.nn.Module()
+    other.module = inside
+    assert list(made["keep"](other)) == ["module.0.weight", "module.0.bias"]
+
+
+@pytest.mark.parametrize(("text", "rule"), [("import helper\nhelper.run(\n", "F901"), ("helper.run()\n", "P601")])
+def test_the_script_that_is_asked_for_is_always_looked_at(tmp_path, text, rule):
+    changed, findings = planned(tmp_path, main=text, helper=HELPER)
+    assert changed == {}
+    (left,) = [one for one in findings if "main.py" in one.path]
+    assert (left.rule, left.status) == (rule, "refused")
+
+
 def test_a_second_run_changes_nothing(tmp_path):
     changed, _ = planned(tmp_path, main=MAIN, helper=HELPER)
     again, findings = planned(tmp_path, **{name.removesuffix(".py"): text for name, text in changed.items()})

@@ -115,6 +115,11 @@ def test_a_journal_that_is_a_link_is_refused(left, tmp_path):
     refuses("links are not followed", *left)
 
 
+def test_a_file_of_that_name_is_refused(tmp_path):
+    (tmp_path / JOURNAL).touch()
+    refuses("was not left by an interrupted", tmp_path)
+
+
 def test_one_writes_at_a_time(left):
     with journal.locked([left[0]]):
         refuses("another process is at work", *left)

@@ -123,6 +123,62 @@ def test_a_persons_rules_come_before_others():
     assert ("R804", "kept") in found
 
 
+SCALED = """import torch
+from torch.cuda.amp import autocast
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.Adam(model.parameters())
+scaler = torch.cuda.amp.GradScaler()
+for x in data:
+    with autocast():
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.unscale_(opt)
+    scaler.step(opt)
+    scaler.update()
+"""
+SAMPLED = """import torch
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.Adam(model.parameters())
+data = torch.utils.data.DataLoader(points, 8)
+for epoch in range(3):
+    for x in data:
+        loss = model(x).sum()
+        loss.backward()
+        opt.step()
+torch.save(epoch, path)
+"""
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rename(".unscale_", ".unscale_all"),
+        Rename("torch.cuda.amp.autocast", "mylib.cast"),
+        Argument(".step", "opt.inner", position=0),
+        Refuse(".unscale_", "why not"),
+        Keep(".unscale_"),
+    ],
+)
+def test_what_goes_together_is_not_changed_by_halves(rule):
+    without = rewrite(SCALED, options=Options(ignore=("O",), own=(rule,)))
+    made = rewrite(SCALED, options=Options(amp="O1", ignore=("O",), own=(rule,)))
+    assert made.source == without.source
+    assert {one.status for one in made.findings if one.rule[0] in "AT"} == {"refused"}
+
+
+@pytest.mark.parametrize("name", ["torch.save", "torch.utils.data.DataLoader"])
+def test_what_is_kept_keeps_a_script_for_one_card(name):
+    options = {"data_parallel": "main", "ignore": ("O",)}
+    assert rewrite(SAMPLED, options=Options(**options)).source != SAMPLED
+    made = rewrite(SAMPLED, options=Options(**options, own=(Keep(name),)))
+    assert made.source == SAMPLED
+    assert "R804" in [one.rule for one in made.findings]
+    # What changes the arguments of the call beside it goes with it.
+    other = Argument("torch.utils.data.DataLoader", "16", position=1)
+    both = rewrite(SAMPLED, options=Options(**options, own=(other,))).source
+    assert "DataLoader(points, 16, sampler=" in both
+
+
 def test_rules_of_both_forms(tmp_path):
     (tmp_path / "r.toml").write_text(ALL)
     if sys.version_info >= (3, 11):
