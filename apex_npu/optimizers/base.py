@@ -386,11 +386,10 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def add_torch_options(self, group: ParamGroup) -> None:
         """Give ``group`` the keys that those of torch's optimizer have: torch.distributed.checkpoint looks for them."""
-        on_device = any(param.device.type != "cpu" for param in group["params"])
-        # torch's optimizers refuse capturable on a CPU.
-        values = {"foreach": None, "capturable": self.capturable and on_device, "differentiable": False, "fused": None}
+        # Not this optimizer's own capturable: torch's would refuse the state dict where it is loaded on a CPU.
+        values = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
         for name in self.torch_options:
-            group.setdefault(name, values.get(name))
+            group.setdefault(name, values[name])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` of this optimizer, or of torch.optim's with the same rule, has returned.
