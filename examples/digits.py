@@ -111,7 +111,7 @@ class Residual(nn.Module):
 class DigitNet(nn.Module):
     """A residual network in small: 8x8 pixels, then 4x4, then one average per channel."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int = 16) -> None:
         super().__init__()
         self.stem = nn.Conv2d(1, channels, 3, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(channels)
