@@ -263,17 +263,33 @@ class SaturatingBlock(WrappedBlock):
     """A block on a device that saturates where others give inf, and raises a flag instead.
 
     The flag is not about certain gradients, and what has saturated is finite. So each block reads the flag for its own,
-    and ``OptimizerGrads.saturated`` stands for the inf that other devices keep until gradients are cleared.
+    and ``OptimizerGrads.saturated`` stands for the inf that other devices keep until gradients are cleared. Of nested
+    blocks it cannot be told which backward has raised the flag: it counts for the blocks around as well.
     """
 
     _block: Block
+
+    def __init__(self, block: Block, around: Sequence[AmpOptimizerState]) -> None:
+        """``around``: the optimizers of the blocks that are open."""
+        super().__init__(block)
+        self._around = around
 
     def begin(self) -> None:
         """See ``Block``."""
         for state, groups in self._block.work:
             state.grads.saturated = state.grads.saturated and not state.skip and _has_nonzero_grads(state, groups)
-        clear_saturation(self._block.groups)
+        if self._around:
+            self._take()
+        else:
+            clear_saturation(self._block.groups)
         self._block.begin()
+
+    def _take(self) -> bool:
+        """Whether numbers have saturated, which the blocks around are told."""
+        found = take_saturation(self._block.groups)
+        for state in self._around:
+            state.grads.saturated |= found
+        return found
 
     def end(self) -> None:
         self._block.ending = True
@@ -283,7 +299,7 @@ class SaturatingBlock(WrappedBlock):
         block = self._block
         if not block.dynamic:
             return block.unscale()
-        saturated = take_saturation(block.groups)
+        saturated = self._take()
         saturated |= block.unscale()
         for state in block.states:
             state.grads.saturated |= saturated
@@ -294,7 +310,7 @@ class SaturatingBlock(WrappedBlock):
         """See ``Block``."""
         block = self._block
         block.abandon(error)
-        if block.dynamic and not block.ending and take_saturation(block.groups):
+        if block.dynamic and not block.ending and self._take():
             for state, groups in block.work:
                 stay = state.stage is Stage.DELAYED or any(map(_has_own_grads, groups))
                 state.grads.saturated = state.grads.saturated or stay

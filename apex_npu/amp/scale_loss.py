@@ -206,7 +206,7 @@ def _special_block(args: BlockArgs, given: Any, delay: Delay | None) -> AnyBlock
         inner = DelayingBlock(args, delay)
     else:
         inner = Block(args)
-    unsynced = SaturatingBlock(inner) if saturating else inner
+    unsynced = SaturatingBlock(inner, _open_states(session)) if saturating else inner
     block: AnyBlock = unsynced
     if synced:
         block = SyncedBlock(unsynced, inner, [] if session.overflow_group is None else [session.overflow_group])
@@ -214,6 +214,12 @@ def _special_block(args: BlockArgs, given: Any, delay: Delay | None) -> AnyBlock
         assert isinstance(inner, DelayingBlock)
         block = NoSyncBlock(block, inner, ddps)
     return CapturedBlock(block, states) if is_capturing() else block
+
+
+def _open_states(session: Session) -> list[AmpOptimizerState]:
+    """Those whose blocks are open."""
+    states = [optimizer._amp_state for optimizer in session.adopted]
+    return [state for state in states if state.stage is Stage.SCALED]
 
 
 def _may_keep_grads(session: Session, work: Work) -> list[Any]:

@@ -669,6 +669,23 @@ def test_an_overflow_on_a_saturating_device_is_of_its_own_optimizer(saturating, 
     assert amp.will_skip(optimizer)
 
 
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_an_overflow_on_a_saturating_device_is_not_lost_to_a_nested_block(saturating, when):
+    pairs = [make(None), make(None)]
+    models, (optimizer, other_optimizer) = amp.initialize(*map(list, zip(*pairs, strict=True)), verbosity=0)
+    with amp.scale_loss(loss_of(models[0], 0), optimizer) as scaled_loss:
+        if when == "before":
+            scaled_loss.backward()
+            saturating.flag = True
+        with amp.scale_loss(loss_of(models[1], 0), other_optimizer) as other_loss:
+            if when == "inside":
+                scaled_loss.backward()
+                saturating.flag = True
+            other_loss.backward()
+    assert amp.will_skip(optimizer)
+    assert amp.will_skip(other_optimizer) is (when == "inside")  # one flag for both backwards
+
+
 @pytest.mark.parametrize("how", ["model", "zeros", "optimizer", None])
 @pytest.mark.parametrize("raises", [True, False])
 def test_an_overflow_on_a_saturating_device_stays_until_gradients_are_cleared(saturating, raises, how):
