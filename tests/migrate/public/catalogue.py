@@ -14,7 +14,7 @@ _EXAMPLES = ("pytorch/examples", "37a1866d0e0118875d52071756f76b9b3e46c565")
 _APEX = ("NVIDIA/apex", "eae1ddf1f3982c41632fe332a04b0d41953d5234")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Script:
     """A program of a public repository.
 
