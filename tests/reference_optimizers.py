@@ -98,7 +98,7 @@ def low_precision(reference):
 
 
 class ReferenceOptimizer(WideState):
-    """Calls ``rule(p, g, state, group)`` on float64 copies, for each parameter with a gradient."""
+    """Calls ``rule(p, g, state, group)`` on float64 copies on the host, for each parameter with a gradient."""
 
     defaults_: ClassVar[dict] = {}
 
@@ -120,9 +120,9 @@ class ReferenceOptimizer(WideState):
                 state["step"] = float(state.get("step", 0)) + 1
                 for name, value in state.items():
                     if isinstance(value, torch.Tensor):
-                        state[name] = value.double()
-                grad = p.grad.double().clone()  # not the very tensor: state may keep it
-                p.copy_(self.rule(p.double(), -grad if group.get("maximize") else grad, state, group))
+                        state[name] = value.cpu().double()
+                grad = p.grad.cpu().double().clone()  # not the very tensor: state may keep it
+                p.copy_(self.rule(p.cpu().double(), -grad if group.get("maximize") else grad, state, group))
         return loss
 
     def prepare(self):
