@@ -241,7 +241,7 @@ def test_equal_compares_across_dtypes(casts: CastHandle) -> None:
 
 
 UNDOCUMENTED = {
-    name: needs("undocumented_dtypes") for name in ("layer_norm", "std", "mse_loss", "mv", "linear", "einsum")
+    name: needs("undocumented_dtypes") for name in ("layer_norm", "std", "mse_loss", "mm", "mv", "linear", "einsum")
 }
 
 

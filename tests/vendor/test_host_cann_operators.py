@@ -464,6 +464,61 @@ def test_masks_of_dropout(npu: torch.device, name: str) -> None:
     assert torch.equal(x.grad.cpu(), out.detach().cpu())  # of ones, both are the mask divided by what is kept
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
+    """By its equation, in float64, of [batch, heads, length, width]; each key head serves as many query heads."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    weights = (scores if hidden is None else scores.masked_fill(hidden, -torch.inf)).softmax(-1)
+    return (weights if kept is None else weights * kept) @ v
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("p", [0.0, 0.25])
+def test_causal_attention(npu: torch.device, dtype: torch.dtype, p: float) -> None:
+    """Values are a unit matrix: what is left of the weights shows which of them dropout has kept."""
+    q, k = (x.to(npu, dtype).requires_grad_() for x in (normal(2, 4, 16, 16), normal(4, 2, 16, 16).view(2, 4, 16, 16)))
+    v = torch.eye(16).to(npu, dtype).expand(2, 4, 16, 16)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+    weight = normal(2, 4, 16, 16)
+    gradients = torch.autograd.grad(out, (q, k), weight.to(npu, dtype))
+    hidden = torch.ones(16, 16, dtype=torch.bool).triu(1)
+    kept = (out.detach().cpu() != 0).double() / (1 - p)
+    wide = [x.detach().cpu().double().requires_grad_() for x in (q, k)]
+    expected = attention(*wide, v.cpu().double(), hidden, kept)
+    expected_gradients = torch.autograd.grad(expected, wide, weight.to(dtype).double())
+    for actual, value in zip((out, *gradients), (expected, *expected_gradients), strict=True):
+        torch.testing.assert_close(actual.cpu().double(), value, **TOLERANCES[dtype])
+    if p:
+        dropped = (kept == 0).double().masked_fill(hidden, 0).sum() / (~hidden).sum() / 8
+        assert abs(dropped.item() - p) < 0.1
+
+
+# The axes of a tensor [batch, heads, length, width] in each layout, and back.
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "BNSD": (lambda x: x, lambda x: x),
+    "BSND": (lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2)),
+    "BSH": (lambda x: x.transpose(1, 2).flatten(2), lambda x: x.unflatten(2, (-1, 8)).transpose(1, 2)),
+    "SBH": (lambda x: x.permute(2, 0, 1, 3).flatten(2), lambda x: x.unflatten(2, (-1, 8)).permute(1, 2, 0, 3)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attention_of_groups_of_heads(npu: torch.device, layout: str) -> None:
+    import torch_npu
+
+    laid_out, back = LAYOUTS[layout]
+    wide = [normal(2, heads, 16, 8).double().requires_grad_() for heads in (4, 2, 2)]
+    given = [laid_out(x.detach().float()).contiguous().npu().requires_grad_() for x in wide]
+    out = torch_npu.npu_fusion_attention(*given, 4, layout, scale=8**-0.5)[0]
+    weight = normal(2, 4, 16, 8)
+    gradients = torch.autograd.grad(out, given, laid_out(weight).contiguous().npu())
+    expected = attention(*wide)
+    for actual, value in zip(
+        (out, *gradients), (expected, *torch.autograd.grad(expected, wide, weight.double())), strict=True
+    ):
+        torch.testing.assert_close(back(actual.cpu().double()), value, **TOLERANCES[torch.float32])
+
+
 def test_an_operator_that_is_missing_fails_by_name(npu: torch.device) -> None:
     import torch_npu
 
