@@ -20,6 +20,8 @@ _RULES = {
     ("momentum_buffer",): "SGD with momentum",
     ("sum",): "Adagrad",
 }
+# The key, after the module's name, of what its ``get_extra_state`` returns, which may be anything.
+_EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True)
@@ -59,21 +61,25 @@ def parts_of(checkpoint: Any) -> Iterator[Part]:
 
 
 def _search(value: Any, path: tuple[str | int, ...]) -> Iterator[Part]:
-    kind = next((kind for kind, is_one in _KINDS.items() if isinstance(value, Mapping) and is_one(value)), None)
+    kind = _kind(value)
     if kind is not None:
         yield Part(path, kind, value)
     elif isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
         for key, entry in value.items():
             yield from _search(entry, (*path, key))
-    elif isinstance(value, list | tuple) and value and all(_is_optimizer(entry) for entry in value):
+    elif isinstance(value, list | tuple) and value and None not in map(_kind, value):
         for index, entry in enumerate(value):
-            yield Part((*path, index), "optimizer", entry)
+            yield from _search(entry, (*path, index))
     else:
         yield Part(path, "other", value)
 
 
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
+def _kind(value: Any) -> str | None:
+    return next((kind for kind, is_one in _KINDS.items() if isinstance(value, Mapping) and is_one(value)), None)
+
+
+def _is_optimizer(value: Mapping[Any, Any]) -> bool:
+    return {"state", "param_groups"} <= value.keys()
 
 
 def _is_amp(value: Mapping[Any, Any]) -> bool:
@@ -86,11 +92,14 @@ def _is_grad_scaler(value: Mapping[Any, Any]) -> bool:
 
 
 def _is_model(value: Mapping[Any, Any]) -> bool:
-    return bool(value) and all(isinstance(key, str) for key in value) and any(map(_is_weight, value.values()))
+    """Flat, and with a tensor; a checkpoint with a metric that is a tensor has dicts, too."""
+    names = all(isinstance(key, str) for key in value)
+    flat = names and not any(_is_nested(entry) for key, entry in value.items() if not key.endswith(_EXTRA_STATE))
+    return flat and any(isinstance(entry, Tensor) for entry in value.values())
 
 
-def _is_weight(value: Any) -> bool:
-    return isinstance(value, Tensor)
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Mapping) or (isinstance(value, list | tuple) and any(map(_is_nested, value)))
 
 
 _KINDS: dict[str, Callable[[Mapping[Any, Any]], bool]] = {

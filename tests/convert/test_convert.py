@@ -130,6 +130,22 @@ def test_lists_of_optimizers():
     assert [state["param_groups"][0]["lr"] for state in converted["optimizers"]] == [0.1, 0.2]
 
 
+def test_a_metric_that_is_a_tensor_makes_no_model_of_a_checkpoint():
+    model = torch.nn.BatchNorm1d(2)
+    scales = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}}
+    best = {"epoch": 3, "best_acc1": torch.tensor(0.5), "state_dict": model.state_dict(), "amp": scales}
+    assert [(part.name, part.kind) for part in parts_of(best)] == [
+        ("checkpoint['epoch']", "other"),
+        ("checkpoint['best_acc1']", "other"),
+        ("checkpoint['state_dict']", "model"),
+        ("checkpoint['amp']", "amp"),
+    ]
+    assert convert(best, "torch")[0]["amp"]["scale"] == 8.0
+    extra = {**model.state_dict(), "_extra_state": {"calls": 3}}
+    kinds = [part.kind for part in parts_of({"models": [extra, extra], "acc": torch.tensor(0.5)})]
+    assert kinds == ["model", "model", "other"]
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     optimizer = torch.optim.AdamW(params(), **OPTIONS)
