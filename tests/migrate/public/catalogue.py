@@ -31,7 +31,7 @@ class Script:
         steps: After how many backward passes it is stopped.
         environment: For each process, further variables.
         prepare: Makes data in the folder.
-        needs: Packages beside torch.
+        needs: Packages beside torch, as pip names them, with the versions that it works with.
         knows_apex: Whether it imports apex: its original runs under ``apex_npu run``.
     """
 
@@ -158,7 +158,7 @@ SCRIPTS = (
         *("e6cfeb4e4e1ae676bc291b97fc18ce157358a087", _files("src", "data engine gmf metrics mlp neumf train utils")),
         *("src", ("train.py",)),
         prepare=_ratings,
-        needs=("pandas",),
+        needs=("pandas<3",),  # it assigns through a selection, which later ones copy
         amp=("O1",),
     ),
     Script(
@@ -168,6 +168,6 @@ SCRIPTS = (
         ".",
         ("run.py", "--model", "TextCNN", "--embedding", "random"),
         prepare=_sentences,
-        needs=("sklearn", "tqdm"),
+        needs=("scikit-learn", "tqdm"),
     ),
 )

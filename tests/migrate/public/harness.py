@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import shutil
@@ -13,7 +12,10 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from apex_npu.migrate import Options, Plan, plan
 from apex_npu.migrate.writing import write_copy
@@ -32,8 +34,15 @@ def why_not(script: Script) -> str:
         return f"{CLONES} names no folder of clones"
     if not clone_of(script).is_dir():
         return f"{CLONES} has no {script.repository}"
-    lacking = [name for name in script.needs if importlib.util.find_spec(name) is None]
+    lacking = [need for need in script.needs if not _is_installed(Requirement(need))]
     return f"it needs {', '.join(lacking)}" if lacking else ""
+
+
+def _is_installed(need: Requirement) -> bool:
+    try:
+        return version(need.name) in need.specifier
+    except PackageNotFoundError:
+        return False
 
 
 def clone_of(script: Script) -> Path:
