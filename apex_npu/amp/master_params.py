@@ -26,6 +26,7 @@ from apex_npu.fusion import (
     are_same,
     give_own_storages,
     increment_versions,
+    is_dense,
     joined,
     low_precision_of,
     not_combinable,
@@ -217,6 +218,8 @@ def _move_state(entry: dict[str, Any], device: torch.device, *, keeps_steps: boo
 def _make_master(param: Tensor, value: Tensor | None) -> nn.Parameter:
     if value is None or value.dtype != torch.float32:
         value = param.detach().float()
+    if not is_dense(value.size(), value.stride()):
+        value = value.clone()
     master = nn.Parameter(value)
     if param.grad is not None:
         master.grad = param.grad.detach().float()

@@ -37,6 +37,11 @@ class Policy(CastPolicy):
     # Gradients stay multiplied with the loss scale until step, which divides them in the same pass.
     fuse_unscale: bool = False
 
+    @property
+    def title(self) -> str:
+        """What a warning calls it."""
+        return self.opt_level
+
 
 OPT_LEVELS = {
     "O0": Policy(

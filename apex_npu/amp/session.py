@@ -297,7 +297,7 @@ class Session:
             self._undo.callback(watch.close)
             watch.open()
             patch_attribute(self._undo, DistributedDataParallel, "__setstate__", adding_to(self.ddps))
-        self.casts = enable_casts(self.policy, self.device_types, self.patches, self._undo)
+        self.casts = enable_casts(self.policy, self.device_types, self.patches, self._undo, self.ambient)
         if self.casts.active:
             step_without(self.casts, self._undo)
         for model in self.models if self.casts.active else []:

@@ -39,3 +39,8 @@ class CastPolicy:
     def model_dtype(self) -> torch.dtype | None:
         """The dtype the model is cast to, or None where it keeps its own."""
         return self.cast_model_type or None
+
+    @property
+    def title(self) -> str:
+        """What a warning calls it."""
+        return "a level of its own"

@@ -16,8 +16,10 @@ Autocast is a property of a thread. A bare module called in another thread is no
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,8 +28,9 @@ from torch.autograd.function import BackwardCFunction
 
 from apex_npu.autocast.autocast_ops import install_dispatch_overlay
 from apex_npu.autocast.cast_policy import CastPolicy
-from apex_npu.autocast.forward_cast import ModelCast, convert_model
+from apex_npu.autocast.forward_cast import Ambient, ModelCast, convert_model
 from apex_npu.autocast.monkey_patches import Patch, install_attribute_overlay, patch_attribute
+from apex_npu.autocast.submodule_cast import TRACED
 from apex_npu.autocast.undo import Undo
 from apex_npu.backends._torch_private import data_worker
 
@@ -35,7 +38,11 @@ __all__ = ["CastHandle", "ModelCast", "convert_model", "enable_casts"]
 
 
 def enable_casts(
-    policy: CastPolicy, device_types: Sequence[str], patches: Sequence[Patch] = (), undo: Undo | None = None
+    policy: CastPolicy,
+    device_types: Sequence[str],
+    patches: Sequence[Patch] = (),
+    undo: Undo | None = None,
+    ambient: Ambient | None = None,
 ) -> CastHandle:
     """Switch O1's casts on in this thread, or do nothing for a policy that has none.
 
@@ -48,11 +55,12 @@ def enable_casts(
         device_types: Device types whose tensors are cast, for example ``("npu",)``.
         patches: Functions that users have registered; they go on top of what O1 patches itself.
         undo: Takes the callback that undoes it.
+        ambient: Where the casts are on; the models that they belong to have been converted with it.
 
     Returns:
         The handle that undoes it.
     """
-    handle = CastHandle(tuple(dict.fromkeys(device_types)), policy.autocast_dtype)
+    handle = CastHandle(tuple(dict.fromkeys(device_types)), policy.autocast_dtype, ambient or Ambient())
     if undo is not None:
         undo.callback(handle.undo)
     handle.enable(policy, patches)
@@ -65,12 +73,14 @@ class CastHandle:
     Attributes:
         device_types: Device types whose tensors are cast.
         dtype: The low-precision dtype.
+        ambient: Is told where casts are off, for the models that were converted with it.
         active: True from ``enable`` to ``undo``.
     """
 
-    def __init__(self, device_types: tuple[str, ...], dtype: torch.dtype) -> None:
+    def __init__(self, device_types: tuple[str, ...], dtype: torch.dtype, ambient: Ambient) -> None:
         self.device_types = device_types
         self.dtype = dtype
+        self.ambient = ambient
         self.active = False
         self._undo = Undo()
 
@@ -106,23 +116,22 @@ class CastHandle:
         if not self.active:
             yield
             return
-        restoring = self._restoring()
+        inside = self.ambient.inside
+        thread_id = TRACED if torch.compiler.is_compiling() else threading.get_ident()
+        leaving = map(inside.remove, [thread_id])
+        ending = chain(leaving, self._restoring())
         try:
+            inside.append(thread_id)  # within: an interrupt comes after it, and has it taken back
+            torch.set_autocast_cache_enabled(True)  # what checkpointing restores, see Ambient.is_inside
             self._switch_off()
             yield
         finally:
-            if self.active:  # undone since, nothing of ours is left
-                list(restoring)
+            list(ending if self.active else leaving)  # undone since, nothing else of ours is left
 
     def call_without(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function`` with casts off, in this thread; afterwards they are as they were before it."""
-        restoring = self._restoring()
-        try:
-            self._switch_off()
+        with self.disabled():
             return function(*args, **kwargs)
-        finally:
-            if self.active:
-                list(restoring)
 
     def _restoring(self) -> Iterator[None]:
         """Puts autocast back to what it is now when it is exhausted.
@@ -130,7 +139,10 @@ class CastHandle:
         That takes one call, with no place in it for an interrupt, as a function of this class would have.
         """
         enabled = list(map(torch.is_autocast_enabled, self.device_types))
-        return map(torch.set_autocast_enabled, self.device_types, enabled)
+        return chain(
+            map(torch.set_autocast_enabled, self.device_types, enabled),
+            map(torch.set_autocast_cache_enabled, [torch.is_autocast_cache_enabled()]),
+        )
 
     def _switch_off(self) -> None:
         for device_type in self.device_types:
@@ -162,7 +174,13 @@ class CastHandle:
 
     def _without_autocast(self, run_backward: Callable[..., Any]) -> Callable[..., Any]:
         def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
-            return self.call_without(run_backward, *args, **kwargs)
+            restoring = self._restoring()
+            try:
+                self._switch_off()
+                return run_backward(*args, **kwargs)
+            finally:
+                if self.active:
+                    list(restoring)
 
         return engine_run_backward
 

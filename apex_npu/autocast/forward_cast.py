@@ -24,6 +24,8 @@ from apex_npu.autocast.cast_policy import CastPolicy
 from apex_npu.autocast.containers import cast_floating
 from apex_npu.autocast.submodule_cast import TRACED, ModelRef, unwatch_submodules, watch_submodules
 from apex_npu.backends import for_device
+from apex_npu.backends._torch_private import is_in_backward
+from apex_npu.backends.script_warnings import warn
 from apex_npu.ops import LOW_PRECISION, joins_lists
 
 
@@ -34,15 +36,30 @@ class Ambient:
     Attributes:
         thread_id: The thread.
         active: False once another session's casts have taken their place.
+        inside: The threads that are inside the forward of one of its models, or inside ``disable_casts``, or
+            ``TRACED``, one entry per call. A list, as append and remove are atomic.
     """
 
     thread_id: int = dataclasses.field(default_factory=threading.get_ident)
     active: bool = True
+    inside: list[int] = dataclasses.field(default_factory=list)
 
     def is_here(self) -> bool:
-        """True where the autocast state of the moment is O1's, and so ``disable_casts`` and user's blocks count."""
-        # torch.compile cannot trace get_ident. It guards on the autocast state: the state of the moment is right.
+        """True where the autocast state of the moment is O1's, unless a region of autocast has been entered."""
+        # torch.compile cannot trace get_ident.
         return self.active and (torch.compiler.is_compiling() or threading.get_ident() == self.thread_id)
+
+    def is_inside(self) -> bool:
+        """True where the autocast state of the moment counts, since nothing but O1 and what is inside of it has set it.
+
+        Elsewhere it may be that of a region around the forward. Within backward, where checkpointing calls a forward
+        again, the state of the first call has been restored: O1 keeps copies of weights where this is True alone.
+        """
+        if torch.compiler.is_compiling():
+            return bool(self.inside)
+        if is_in_backward() and self.is_here():
+            return torch.is_autocast_cache_enabled()
+        return threading.get_ident() in self.inside
 
 
 def convert_model(
@@ -77,7 +94,7 @@ def convert_model(
     settings = _forward_settings(policy, device_types, ambient or Ambient())
     if policy.enabled and policy.model_dtype is not None:
         cast_parameters(model, policy.model_dtype, keep_batchnorm=bool(policy.keep_batchnorm_fp32))
-    forward = CastForward(model, inner, settings)
+    forward = CastForward(model, inner, settings, looks_around=settings is not None and not settings.device_types)
     if settings is not None:
         of = ModelRef(model)
         if settings.input_dtype in LOW_PRECISION:
@@ -175,8 +192,9 @@ class ForwardSettings:
         input_dtype: Floating inputs are cast to it; None: left alone.
         output_dtype: Floating outputs are cast to it; None: left alone.
         device_types: The forward is an autocast region for these.
-        autocast_dtype: The region's dtype, except under ``ambient``.
-        ambient: Where the casts are on, and can be disabled: there the region keeps the state of the moment.
+        autocast_dtype: The region's dtype.
+        ambient: Knows where a forward is no region of its own: inside of another one, or of ``disable_casts``.
+        title: What a warning calls all this.
     """
 
     input_dtype: torch.dtype | None
@@ -184,6 +202,7 @@ class ForwardSettings:
     device_types: tuple[str, ...]
     autocast_dtype: torch.dtype
     ambient: Ambient | None
+    title: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardSettings:
         """Itself: it cannot change."""
@@ -203,7 +222,7 @@ def _forward_settings(policy: CastPolicy, device_types: Sequence[str], ambient: 
     regions = tuple(dict.fromkeys(device_types)) if policy.patch_torch_functions else ()
     if input_dtype is None and output_dtype is None and not regions:
         return None
-    return ForwardSettings(input_dtype, output_dtype, regions, policy.autocast_dtype, ambient)
+    return ForwardSettings(input_dtype, output_dtype, regions, policy.autocast_dtype, ambient, policy.title)
 
 
 @dataclasses.dataclass(eq=False)
@@ -220,6 +239,8 @@ class CastForward:
         shield: Casts to keep out of this forward, and the device types they act on.
         running: The threads that are inside it, or ``TRACED``, one entry per call. A list, as append and remove are
             atomic.
+        looks_around: It warns where a region of autocast is around it. Until the first forward that trains: those that
+            follow are called in the same place.
     """
 
     model: nn.Module
@@ -227,6 +248,7 @@ class CastForward:
     settings: ForwardSettings | None
     running: list[int] = dataclasses.field(default_factory=list)
     shield: tuple[Ambient, tuple[str, ...]] | None = None
+    looks_around: bool = False
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -239,10 +261,27 @@ class CastForward:
         if settings is None or self._calls_itself():
             return self._call_inner(args, kwargs)
         if settings.input_dtype is not None:
+            if self.looks_around and not torch.compiler.is_compiling():
+                self._look_around(settings)
             args = tuple([cast_floating(value, settings.input_dtype) for value in args])
             kwargs = {name: cast_floating(value, settings.input_dtype) for name, value in kwargs.items()}
         output = self._call_marked(settings, args, kwargs)
         return output if settings.output_dtype is None else cast_floating(output, settings.output_dtype)
+
+    def _look_around(self, settings: ForwardSettings) -> None:
+        self.looks_around = not (self.model.training and torch.is_grad_enabled())
+        param = next(self.model.parameters(), None)
+        shielded = self.shield is not None and self.shield[0].is_here()
+        if param is None or shielded or not torch.is_autocast_enabled(param.device.type):
+            return
+        self.looks_around = False
+        device_type = param.device.type
+        warn(
+            f"the model was initialized at {settings.title}, by which it computes in {settings.input_dtype}, and its "
+            f"forward is called inside of torch.autocast({device_type!r}, "
+            f"dtype={torch.get_autocast_dtype(device_type)}), which casts within the model a second time: leave one of "
+            'both out, or initialize at "O1" (float16) or "O4" (bfloat16), whose casts take the place of the region\'s'
+        )
 
     def _calls_itself(self) -> bool:
         # As for submodules: inside the model's forward nothing is cast twice.
@@ -265,25 +304,34 @@ class CastForward:
 
     def _call_shielded(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.shield is None or not self.shield[0].is_here():
-            return self._call_in_regions(settings, settings.device_types, args, kwargs)
+            return self._call_casting(settings, args, kwargs)
         with ExitStack() as regions:
             for device_type in self.shield[1]:
                 regions.enter_context(torch.autocast(device_type, enabled=False))
             return self._call_inner(args, kwargs)
+
+    def _call_casting(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ambient = settings.ambient
+        if not settings.device_types or (ambient is not None and ambient.is_inside()):
+            return self._call_inner(args, kwargs)
+        if ambient is None or torch.compiler.is_compiling():
+            return self._call_in_regions(settings, settings.device_types, args, kwargs)
+        thread_id = threading.get_ident()
+        try:
+            ambient.inside.append(thread_id)  # within: an interrupt comes after it, and has it taken back
+            torch.clear_autocast_cache()  # copies of weights that a region around this has made
+            return self._call_in_regions(settings, settings.device_types, args, kwargs)
+        finally:
+            ambient.inside.remove(thread_id)
+            torch.clear_autocast_cache()  # the end of a region inside of another one does not
 
     def _call_in_regions(
         self, settings: ForwardSettings, device_types: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not device_types:
             return self._call_inner(args, kwargs)
-        device_type, rest = device_types[0], device_types[1:]
-        enabled, dtype = True, settings.autocast_dtype
-        if settings.ambient is not None and settings.ambient.is_here():
-            enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-        if not enabled:
-            return self._call_in_regions(settings, rest, args, kwargs)
-        with torch.autocast(device_type, dtype=dtype, cache_enabled=True):
-            return self._call_in_regions(settings, rest, args, kwargs)
+        with torch.autocast(device_types[0], dtype=settings.autocast_dtype, cache_enabled=True):
+            return self._call_in_regions(settings, device_types[1:], args, kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:

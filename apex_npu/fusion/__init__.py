@@ -9,7 +9,7 @@ from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups
 from apex_npu.fusion.fusing import fuse, fuse_combined, give_own_storages, not_combinable, step_in_place
 from apex_npu.fusion.grad_clip import clip_coefficient, clip_grad_norm_, total_grad_norm
 from apex_npu.fusion.group_buffers import ModelParamBuffer
-from apex_npu.fusion.layout import extent_numel, overlapping
+from apex_npu.fusion.layout import extent_numel, is_dense, overlapping, overlaps_itself
 from apex_npu.fusion.many_tensors import (
     are_same,
     drop_grads,
@@ -45,11 +45,13 @@ __all__ = [
     "grads_of",
     "hold_values",
     "increment_versions",
+    "is_dense",
     "is_slot",
     "joined",
     "low_precision_of",
     "not_combinable",
     "overlapping",
+    "overlaps_itself",
     "owns_storage",
     "plan",
     "row_count",

@@ -238,15 +238,15 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                 self._shown.hide_unstepped(self, self._slots())
             raise
         finally:
-            for record in self._fused if self._sharded else ():
-                increment_versions([owner for run, _ in runs[:updated] for owner in record.owners_of(run.params)])
+            for record in self._fused if self._has_owners else ():
+                record.hand_back([part for run, _ in runs[:updated] for part in run.params])
         if self._shown.has_joined:
             self._shown.remember(self, self._slots())
 
     def _gather(self) -> list[tuple[ParamGroup, FusedGroup, bytes]]:
         """Bring gradients where ``update`` can read them: for each group, which of its slots have one, and where."""
         found: list[tuple[ParamGroup, FusedGroup, bytes]] = []
-        for record in self._fused if self._sharded else ():
+        for record in self._fused if self._has_owners else ():
             record.bring_gradients()
         # A gradient may alias a parameter, which is about to be written: it is copied, unless it certainly does not.
         in_place = InPlace.READ if self._all_in_slots else InPlace.WRITE
@@ -314,7 +314,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                     drop_grads(group["params"])
             for fused in self.fused_groups():
                 fused.grads.forget_stepped()
-        elif not self._fused or self._sharded:
+        elif not self._fused or self._has_owners:
             super().zero_grad(set_to_none)
         elif not self._zero_slots():
             for grads in self.flat_grads():
@@ -363,14 +363,14 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     @disable_dynamo
     def flat_grads(self) -> list[FlatGrads]:
-        """The gradient buffers of all parameters, in order; fuses them if they are not.
+        """The gradient buffers of all parameters but those with gaps, in order; fuses them if they are not.
 
         Raises:
             RuntimeError: Parameters are sharded over processes: their gradients are whole nowhere.
         """
         with torch.no_grad():
             self._fuse(for_step=False)
-        if self._sharded:
+        if self._has_owners and any(is_sharded(p) for record in self._fused for p in record.owners.values()):
             raise RuntimeError(
                 f"{type(self).__name__} has parameters that are sharded over processes (DTensor), of whose gradients "
                 "each buffer holds a part. Clip them with torch.nn.utils.clip_grad_norm_, which takes the norm over "
@@ -438,7 +438,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self._groups: list[FusedGroup] = []
         self._flat_grads: list[FlatGrads] = []
         self._shown = ShownState()
-        self._sharded = False
+        self._has_owners = False
         self._all_in_slots = True
         self._all_fused = False
 
@@ -499,8 +499,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def _note_groups(self) -> None:
         self._groups = [fused for record in self._fused for fused in record.groups]
-        self._flat_grads = [fused.grads for fused in self._groups]
-        self._sharded = any(record.owners for record in self._fused)
+        self._has_owners = any(record.owners for record in self._fused)
+        copies = {id(part) for record in self._fused for part in record.copies()}
+        self._flat_grads = [fused.grads for fused in self._groups if id(fused.params[0]) not in copies]
         self._all_in_slots = all(fused.in_slots for fused in self.fused_groups())
 
     def _follow(self, index: int, record: FusedParamGroup) -> bool:

@@ -19,6 +19,7 @@ from apex_npu.fusion import (
     combined,
     fuse_combined,
     joined,
+    not_combinable,
     split_by_kind,
 )
 from apex_npu.optimizers.fused_param_group import FusedParamGroup
@@ -29,6 +30,7 @@ class CombinedAccessors(HasFusedGroups):
 
     capturable: bool
     _fused: list[FusedParamGroup]
+    _has_owners: bool
     _groups: list[FusedGroup]
     _all_fused: bool
 
@@ -52,7 +54,12 @@ class CombinedAccessors(HasFusedGroups):
         Returns:
             The norm before clipping, 0-dim.
         """
-        return clip_grad_norm_(self.flat_grads(), (), max_norm, norm_type, error_if_nonfinite)
+        flats = self.flat_grads()
+        return clip_grad_norm_(flats, self._with_gaps(), max_norm, norm_type, error_if_nonfinite)
+
+    def _with_gaps(self) -> list[Tensor]:
+        """The parameters whose gradients are in no buffer."""
+        return [p for record in self._fused for p in record.owners_of(record.copies())] if self._has_owners else []
 
     def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``clip_optimizer_grad_norm_fused`` by the name that ``torch_npu.optim`` has for it."""
@@ -66,6 +73,8 @@ class CombinedAccessors(HasFusedGroups):
             RuntimeError: See ``get_optimizer_combined_params``; nothing has moved.
         """
         self.flat_grads()
+        for p in self._with_gaps():
+            raise not_combinable(p)
         leading = {id(p) for p in self.leading_params()}
         found = combined(self._groups, leading, attrgetter("param_flat"))
         if found is None or any(not fused.owns_memory for groups in found if len(groups) > 1 for fused in groups):

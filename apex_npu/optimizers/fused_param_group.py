@@ -1,16 +1,35 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What one entry of ``param_groups`` has been fused into, and how that follows what users do to it."""
+"""What one entry of ``param_groups`` has been fused into, and how that follows what users do to it.
+
+Two kinds of parameters are not fused themselves, but a part that stands for each, whose owner they are: of a sharded
+parameter this process's part; of one whose memory has gaps (``nn.Parameter(t[..., 0])``) a dense copy, which takes its
+values before a step and gives them back after it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
+from apex_npu.backends import is_capturing
 from apex_npu.distributed import is_sharded, local_grad, local_part
-from apex_npu.fusion import FusedGroup, are_same, fuse, give_own_storages, is_slot, not_combinable, step_in_place
+from apex_npu.fusion import (
+    FusedGroup,
+    are_same,
+    extent_numel,
+    fuse,
+    give_own_storages,
+    increment_versions,
+    is_dense,
+    is_slot,
+    not_combinable,
+    overlaps_itself,
+    step_in_place,
+)
 from apex_npu.optimizers.checks import can_be_stepped, check_params
 
 
@@ -18,9 +37,9 @@ class FusedParamGroup:
     """The fused groups of one parameter group.
 
     Attributes:
-        groups: In them every parameter that is trainable, or has had a gradient, in the order of the list. Of a
-            sharded one they hold this process's part.
-        owners: ``id(part)`` → the sharded parameter that it is part of.
+        groups: In them every parameter that is trainable, or has had a gradient, in the order of the list; or the part
+            that stands for it.
+        owners: ``id(part)`` → the parameter that it stands for.
         listed: The list of the parameter group, as it was fused.
         unfused: Those of them that are in no group: frozen so far.
         state_names: What the rule keeps for them.
@@ -42,19 +61,38 @@ class FusedParamGroup:
         return self.owners.get(id(param), param)
 
     def owners_of(self, parts: list[Tensor]) -> list[Tensor]:
-        """The sharded parameters that any of ``parts`` are parts of."""
+        """The parameters that any of ``parts`` stand for."""
         return [self.owners[id(p)] for p in parts if id(p) in self.owners]
 
+    def copies(self) -> list[Tensor]:
+        """The dense copies that stand for parameters with gaps."""
+        return [p for p in self._params if id(p) in self.owners and not is_sharded(self.owners[id(p)])]
+
     def bring_gradients(self) -> None:
-        """Give the parts of sharded parameters the gradients that these have.
+        """Give the parts that stand for parameters the gradients that these have, and copies the values.
 
         Raises:
-            RuntimeError: One is no DTensor.
+            RuntimeError: That of a sharded parameter is no DTensor; or a CUDA graph is being captured.
         """
-        for param in self._params:
-            owner = self.owner_of(param)
-            if owner is not param:
-                param.grad = local_grad(owner)
+        for part in self._params:
+            owner = self.owner_of(part)
+            if is_sharded(owner):
+                part.grad = local_grad(owner)
+            elif owner is not part:
+                if is_capturing():
+                    raise _has_gaps(owner, "its step cannot be captured in a CUDA graph")
+                part.copy_(owner)
+                part.grad = owner.grad
+
+    def hand_back(self, parts: list[Tensor]) -> None:
+        """``parts`` have been updated: let the parameters that they stand for have that, and autograd notice it."""
+        for part in parts:
+            owner = self.owner_of(part)
+            if is_sharded(owner):
+                increment_versions([owner])
+            elif owner is not part:
+                owner.copy_(part)
+                part.grad = None
 
     def follow(
         self, params: list[Tensor], state_names: tuple[str, ...], report: Callable[[list[Tensor]], None]
@@ -71,23 +109,30 @@ class FusedParamGroup:
 
         Raises:
             TypeError: A trainable parameter has a dtype that cannot be fused.
+            ValueError: Elements of one share memory with each other, or those of one with gaps with another's.
         """
         known = {id(p) for group in self.groups for p in group.params}
         moved = [group.broken() for group in self.groups]
         left = [group.params[i] for group, found in zip(self.groups, moved, strict=True) for i in found]
         if any(id(p) not in self._moving for p in left):
             report(left)
-        parts = [local_part(p) for p in params]
-        owners = {id(part): p for part, p in zip(parts, params, strict=True) if is_sharded(p)}
+        parts = self._parts_of(params)
+        owners = {id(part): p for part, p in zip(parts, params, strict=True) if part is not p}
         groups = self._still_fit(moved, {id(p) for p in parts})
         unfused = _without_members(parts, groups)
         if any(owners.get(id(p), p).requires_grad and not can_be_stepped(p) for p in unfused):
             check_params(params)  # says which
         ready = _ready(unfused, owners)
+
+        def is_copy(part: Tensor) -> bool:
+            return id(part) in owners and not is_sharded(owners[id(part)])
+
         # What replaces a parameter may do so in every step (partial FC): the others keep a group without it.
         self._moving = {id(p) for p in ready}
-        there, others = ([p for p in ready if (id(p) in known) is held] for held in (True, False))
+        copies, movable = ([p for p in ready if is_copy(p) is held] for held in (True, False))
+        there, others = ([p for p in movable if (id(p) in known) is held] for held in (True, False))
         groups += fuse(there, apart=others, capturable=self._capturable)
+        groups += fuse(copies, capturable=self._capturable)  # whose gradients are in none of amp's buffers
         unfused = _without_members(unfused, groups)
         # Parameters that share memory are stepped one after the other: in the order of the list, as torch does.
         place = {id(p): i for i, p in enumerate(parts)}
@@ -146,8 +191,23 @@ class FusedParamGroup:
 
         Called only where there are such.
         """
-        parts = self.owners and [local_part(p) for p in self.listed]
+        parts = self.owners and self._parts_of(self.listed)
         return bool(parts and not are_same(parts, self._params)) or bool(_ready(self.unfused, self.owners))
+
+    def _parts_of(self, params: list[Tensor]) -> list[Tensor]:
+        """What stands for each of ``params`` in a step: usually itself."""
+        copied = [p for p in params if not is_sharded(p) and not is_dense(p.size(), p.stride())]
+        if not copied:
+            return list(map(local_part, params))
+        _check_elements(copied, params)
+        found = dict(zip(map(id, self.listed), self._params, strict=True))
+        for p in copied:
+            copy = found.get(id(p), p)
+            if copy is not p and (copy.size(), copy.dtype, copy.device) == (p.size(), p.dtype, p.device):
+                continue
+            found[id(p)] = torch.empty_like(p, requires_grad=False) if _takes_part(p) and can_be_stepped(p) else p
+        held = {id(p) for p in copied}
+        return [found[id(p)] if id(p) in held else local_part(p) for p in params]
 
     def _still_fit(self, moved: list[list[int]], listed: set[int]) -> list[FusedGroup]:
         """The groups of which all parameters are ``listed``, and none has ``moved``.
@@ -168,6 +228,38 @@ class FusedParamGroup:
             taken = [p for p in others if is_slot(p) and id(p) in listed]
             groups.extend(step_in_place(p, capturable=self._capturable) for p in taken)
         return groups
+
+
+def _check_elements(with_gaps: list[Tensor], params: list[Tensor]) -> None:
+    """Require that no element of ``with_gaps`` is in the same memory as another, of ``params``.
+
+    Raises:
+        ValueError: One is.
+    """
+    for p in with_gaps:
+        if overlaps_itself(p.size(), p.stride()):
+            raise _has_gaps(p, "elements of it share their memory, so that a step cannot write them", ValueError)
+    by_storage: dict[int, list[Tensor]] = {p.untyped_storage()._cdata: [] for p in with_gaps}
+    for p in params:
+        if not is_sharded(p) and (key := p.untyped_storage()._cdata) in by_storage:
+            by_storage[key].append(p)
+    for sharing in by_storage.values():
+        places = [
+            torch.arange(int(p.storage_offset()) + extent_numel(p.size(), p.stride())).as_strided(
+                p.size(), p.stride(), p.storage_offset()
+            )
+            for p in sharing
+        ]
+        taken = torch.cat([place.reshape(-1) for place in places])
+        if len(sharing) > 1 and taken.unique().numel() < taken.numel():
+            raise _has_gaps(sharing[0], "another parameter shares elements with it", ValueError)
+
+
+def _has_gaps(param: Tensor, because: str, error: type[Exception] = RuntimeError) -> Exception:
+    return error(
+        f"a parameter of size {tuple(param.size())} and stride {param.stride()} does not fill its memory without gap "
+        f"or overlap, and {because}; make it dense first: p.data = p.data.contiguous()"
+    )
 
 
 def _without_members(params: list[Tensor], groups: list[FusedGroup]) -> list[Tensor]:
