@@ -30,6 +30,7 @@ Runs a script in which the name apex, with apex.amp and apex.optimizers, is apex
   --host timm    its registry has the fused optimizers; also deepspeed, mmengine, transformers (repeatable)
   --explain-overflows[=N]
                  after N skipped steps in a row (2) the next iteration is watched, and what overflowed is logged
+  --profile A:B  where the time of the steps from A to before B goes is printed; --trace DIR also writes a trace
   --device npu   what is written for CUDA is rewritten for npu, in memory, as it is imported; OPTIONS, in this order:
     --also PACKAGE   a package outside the script's folder is rewritten, too (repeatable)
     --changes FILE   all findings are written at the end; the name ends with .csv, .json or .sarif
@@ -56,6 +57,14 @@ def _run(options: argparse.Namespace) -> int:
         if not options.explain_overflows.isdecimal() or int(options.explain_overflows) < 1:
             return _fail(f"--explain-overflows={options.explain_overflows}: N is a positive integer")
         os.environ["APEX_NPU_EXPLAIN_OVERFLOWS"] = options.explain_overflows  # read when amp is imported
+    if options.profile is not None:
+        first, _, last = options.profile.partition(":")
+        if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+            return _fail(f"--profile {options.profile}: give A:B, from step A, counted from 0, to before step B")
+        os.environ["APEX_NPU_PROFILE"] = options.profile
+        os.environ["APEX_NPU_PROFILE_TRACE"] = os.path.abspath(options.trace) if options.trace else ""
+    elif options.trace:
+        return _fail("--trace goes with --profile")
     if options.device:
         if options.device != "npu":
             return _fail(f"--device {options.device}: scripts for CUDA are rewritten for npu")
@@ -102,6 +111,8 @@ RUN = Command(
         Argument(
             "--explain-overflows", "log what overflowed after so many skipped steps in a row", metavar="N", bare="2"
         ),
+        Argument("--profile", "print where the time of these steps goes", metavar="A:B"),
+        Argument("--trace", "with --profile: a folder for a trace", metavar="DIR"),
         Argument("--device", "npu: modules for CUDA are rewritten as they are imported", metavar="npu"),
         Argument("--also", "with --device: rewrite this package, too (repeatable)", metavar="PACKAGE", many=True),
         Argument("--changes", "with --device: write all findings; .csv, .json or .sarif", metavar="FILE"),
@@ -110,8 +121,10 @@ RUN = Command(
         Argument("-m", "run a module rather than a file", flag=True),
     ),
     usage=(
-        "[--force] [--host NAME]... [--explain-overflows[=N]] [--device npu [OPTIONS]] script.py [arguments]",
-        "[--force] [--host NAME]... [--explain-overflows[=N]] [--device npu [OPTIONS]] -m module [arguments]",
+        "[--force] [--host NAME]... [--explain-overflows[=N]] [--profile A:B [--trace DIR]] [--device npu [OPTIONS]] "
+        "script.py [arguments]",
+        "[--force] [--host NAME]... [--explain-overflows[=N]] [--profile A:B [--trace DIR]] [--device npu [OPTIONS]] "
+        "-m module [arguments]",
     ),
     passes_rest=True,
 )

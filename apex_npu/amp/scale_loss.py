@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,9 +28,9 @@ from apex_npu.amp.capture import check_block
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
 from apex_npu.amp.grad_sync import NoSyncBlock, SyncedBlock
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer
-from apex_npu.amp.session import Session, require
+from apex_npu.amp.session import Session, require, settings
 from apex_npu.backends import is_capturing
-from apex_npu.backends._torch_private import disable_dynamo
+from apex_npu.backends._torch_private import disable_dynamo, torch_profiler
 from apex_npu.distributed.torch_ddp import ddps_of, may_keep_grads
 from apex_npu.ops import LOW_PRECISION
 
@@ -93,6 +94,8 @@ def scale_loss(
         return
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss must be a tensor, got {type(loss).__name__}")
+    if torch_profiler._is_profiler_enabled is (settings.labels is None):
+        importlib.import_module("apex_npu.debug.labels").follow_profiler()  # a package above this one
     delay: Delay | None = "delay_unscale" if delay_unscale else "delay_overflow_check" if delay_overflow_check else None
     block = _open_block(session, optimizers, loss_id, delay)
     if not loss.requires_grad:

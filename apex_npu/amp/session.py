@@ -131,10 +131,12 @@ class Settings:
     Attributes:
         accept_low_precision_models: Models with float16 or bfloat16 parameters are accepted.
         observer: That of sessions.
+        labels: The ranges that a profiler sees, from ``debug``; None: no profiler is on.
     """
 
     accept_low_precision_models: bool = False
     observer: Observer | None = None
+    labels: Any = None
 
 
 settings = Settings()

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+torch_profiler = torch.autograd.profiler
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Each name and why no public one does. "()" stands for an instance.
@@ -57,6 +59,7 @@ NAMES: dict[str, str] = {
     "torch.autograd._engine_run_backward": "patched, so that backward runs without ambient autocast",
     "torch.autograd.function.BackwardCFunction()._forward_cls": "whose backward runs: a user's or torch's",
     "torch.nn.utils.clip_grad._no_grad": "wraps the clipping functions; what the wrapper calls is patched",
+    "torch.autograd.profiler._is_profiler_enabled": "whether a profiler is on that ranges are to be opened for",
     # Checkpoints
     "torch.distributed.checkpoint.state_dict._init_optim_state": "patched, so that optimizers with masters are refused",
     # Data loading

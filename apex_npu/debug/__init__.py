@@ -1,11 +1,27 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``amp.debug``: why a step was skipped, which line of the model it is, and what to write instead."""
+"""``amp.debug``: why a step was skipped, and what to write instead; where the time of a step goes; which loss scale fits."""
 
 from apex_npu.debug.causes import Finding
 from apex_npu.debug.explain import explain_overflows
 from apex_npu.debug.find_overflow import find_overflow
+from apex_npu.debug.gradient_range import GradientRange, gradient_range
 from apex_npu.debug.gradients import bad_gradients
+from apex_npu.debug.labels import profiler_ranges
+from apex_npu.debug.profile import profile
 from apex_npu.debug.report import OverflowReport, Overflows
+from apex_npu.debug.scalars import scalars
 
-__all__ = ["Finding", "OverflowReport", "Overflows", "bad_gradients", "explain_overflows", "find_overflow"]
+__all__ = [
+    "Finding",
+    "GradientRange",
+    "OverflowReport",
+    "Overflows",
+    "bad_gradients",
+    "explain_overflows",
+    "find_overflow",
+    "gradient_range",
+    "profile",
+    "profiler_ranges",
+    "scalars",
+]

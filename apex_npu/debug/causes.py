@@ -7,12 +7,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from apex_npu.debug.watch import Call, Leaf, Watch, iterate
+from apex_npu.debug.calls import Call, Leaf, iterate
+from apex_npu.debug.watch import Watch
 
+# In the order in which causes are shown. A loss scale that is too large may hide others, so it comes last.
 Kind = Literal[
     "data",
     "weights",
@@ -27,21 +29,7 @@ Kind = Literal[
     "stale",
     "scale",
 ]
-# In which order causes are shown. A loss scale that is too large may hide others, so it comes last.
-ORDER: tuple[Kind, ...] = (
-    "data",
-    "weights",
-    "constant",
-    "overflow",
-    "math",
-    "gradient",
-    "accumulation",
-    "ranks",
-    "written",
-    "unknown",
-    "stale",
-    "scale",
-)
+ORDER: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from apex_npu.amp.session import Session, current
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import for_device, is_capturing
 from apex_npu.backends._torch_private import dispatch_modes
+from apex_npu.debug.calls import Leaf
 from apex_npu.debug.causes import Finding, Scale, find_causes, name_of
 from apex_npu.debug.operators import is_measurable
 from apex_npu.debug.places import Names
 from apex_npu.debug.report import OverflowReport, Overflows, note_of_dropped
-from apex_npu.debug.watch import Leaf, Watch
+from apex_npu.debug.watch import Watch
 from apex_npu.distributed import local_part
 
 
@@ -77,7 +78,7 @@ class Finder:
                 report.loss = float(self._loss)
             self._examine(report, self._loss, self._sources)
         self.found.reports.append(report)
-        self.watch.hand_flag_back()
+        self.watch.flag.hand_back()
 
     def block_ended(self) -> None:
         """See ``Observer``."""
@@ -136,19 +137,19 @@ class Finder:
         watch = self.watch
         present = [(source, local_part(source.grad)) for source in sources if source.grad is not None]
         grads = [(source, grad) for source, grad in present if is_measurable(grad)]
-        ranges = watch.ranges_of([grad for _, grad in grads])
+        ranges = watch.ranges.of([grad for _, grad in grads])
         bad = [pair for pair, ends in zip(grads, ranges, strict=True) if not all(map(math.isfinite, ends))]
         report.gradients, report.operators = len(grads), watch.calls
         for i, (source, grad) in enumerate(bad):
             report.parameters[self._name_of(i, source)] = (int(grad.isnan().sum()), int(grad.isinf().sum()))
-        bad_loss = loss is not None and loss.numel() > 0 and watch.is_bad(loss)
+        bad_loss = loss is not None and loss.numel() > 0 and watch.ranges.is_bad(loss)
         starts = [loss] if bad_loss and loss is not None else [grad for _, grad in bad]
         if watch.saturates:  # where what has overflowed is finite
             starts = [*([] if loss is None else [loss]), *(grad for _, grad in grads)]
         targets = list(dict.fromkeys(call for tensor in starts for call in watch.bad_writers(tensor)))
         scale = Scale(report.scale, self._dynamic)
         report.causes = find_causes(watch, targets, scale)
-        if watch.flag_raised and not report.causes:
+        if watch.flag.raised and not report.causes:
             report.causes = find_causes(watch, watch.bad or watch.constants, scale)
         if watch.saturates and len(report.causes) > 1:
             report.notes.append(f"{len(report.causes) - 1} more operators have saturated; the first is shown")

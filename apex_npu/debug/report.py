@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from apex_npu.debug.calls import KEPT_BAD
 from apex_npu.debug.causes import Finding
-from apex_npu.debug.watch import KEPT_BAD
 
 _WIDTH = 12
 _SHOWN = 5

@@ -4,19 +4,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from apex_npu.backends import Backend, for_device
 from apex_npu.backends._torch_private import (
     TorchDispatchMode,
     autograd_node,
@@ -24,100 +21,15 @@ from apex_npu.backends._torch_private import (
     has_python_dispatch,
     sequence_number,
 )
+from apex_npu.debug.calls import KEPT, KEPT_BAD, Call, Input, Leaf, Phase, Result
 from apex_npu.debug.lineage import Lineage
 from apex_npu.debug.operators import Operator, is_measurable, nonfinite_number_in, operator_of, tensors_in
 from apex_npu.debug.places import Caller, ModuleStack, Names, Place, calling_line
+from apex_npu.debug.ranges import OverflowFlag, Ranges
 from apex_npu.debug.second_opinion import Opinion, ask, results_of, stays_bad
 from apex_npu.distributed import local_part
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-Phase = Literal["forward", "backward", "recompute", "block"]
-
-# Of the operators of forward so many are remembered, for their backward; of those with results that are not finite
-# fewer.
-KEPT = 100_000
-KEPT_BAD = 1_000
-
-
-class Leaf(NamedTuple):
-    """A tensor that was not finite before any operator that was watched has read it."""
-
-    kind: Literal["data", "weights", "constant", "stale"]
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-@dataclass(eq=False)
-class Call:
-    """One call of an operator.
-
-    Attributes:
-        index: How many calls came before it.
-        operator: Its name.
-        phase: "block" is what changes gradients in place after backward.
-        module: The name of the innermost module whose forward it is part of, or of whose backward; None: of none.
-        place: The line that calls it; in backward, that of the operator of forward.
-        node: In backward the name of the graph's node.
-        forward: In backward the operator of forward.
-        parameter: The name of the parameter that a gradient is accumulated for.
-        dtype: Of the first result that is not finite, or else of the first result.
-        shape: Likewise.
-        is_bad: A result is not finite.
-        causes: Calls whose results made it so.
-        leaves: What was not finite from the beginning.
-        inputs: The smallest and the largest element of each input, where none is to blame.
-        opinion: What float64 says, where no input is to blame.
-        from_constant: A number among the arguments is not finite.
-        from_other_process: A collective, whose own inputs were finite.
-    """
-
-    index: int
-    operator: str
-    phase: Phase
-    module: str | None
-    place: Place | None
-    node: str | None = None
-    forward: Call | None = None
-    parameter: str | None = None
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()
-    is_bad: bool = False
-    causes: list[Call] = field(default_factory=list)
-    leaves: list[Leaf] = field(default_factory=list)
-    inputs: list[tuple[str, float, float]] = field(default_factory=list)
-    opinion: Opinion | None = None
-    from_constant: bool = False
-    from_other_process: bool = False
-
-    @functools.cached_property
-    def ends(self) -> frozenset[int]:
-        """The indices of the calls where this began; asked for once its causes are known."""
-        found = frozenset[int]().union(*(cause.ends for cause in self.causes))
-        return found | {self.index} if self.leaves or not self.causes else found
-
-
-class Result(NamedTuple):
-    """What a call has written.
-
-    Attributes:
-        call: The call.
-        is_bad: It was not finite; None: not known yet, as of a collective.
-        largest: The largest magnitude.
-    """
-
-    call: Call
-    is_bad: bool | None
-    largest: float
-
-
-class Input(NamedTuple):
-    """What a call has read that is not finite, and what has made it so."""
-
-    value: Tensor
-    writers: list[Call]
-    leaves: list[Leaf]
 
 
 class Watch(TorchDispatchMode):
@@ -133,7 +45,8 @@ class Watch(TorchDispatchMode):
         not_measured: Why results of operators were not measured, and how often.
         bad: The calls with a result that is not finite, in their order.
         saturates: A device has the largest number in place of inf.
-        flag_raised: Its flag of overflows, since amp last cleared it.
+        flag: Its flag of overflows.
+        ranges: Reads the ranges of results.
         constants: Where a device saturates, calls whose own arguments have inf or nan, as masks have: their results are
             not counted as saturated.
         dropped_bad: Further calls like ``bad``, of which too many were.
@@ -151,10 +64,9 @@ class Watch(TorchDispatchMode):
         self.bad: list[Call] = []
         self.dropped_bad = 0
         self.module_ranges: dict[str, float] = {}
-        self.flag_raised = False
         self.saturates = bool(saturating)
-        self._saturating: list[tuple[torch.device, Backend]] = [(d, for_device(d)) for d in saturating]
-        self._flag_is_ours = False
+        self.flag = OverflowFlag(saturating)
+        self.ranges = Ranges(self.flag)
         self.constants: list[Call] = []
         self._bad_given: set[int] = set()
         self._backward_seen = False
@@ -164,7 +76,6 @@ class Watch(TorchDispatchMode):
         self._forward: dict[int, list[Call]] = {}
         self._modules = ModuleStack()
         self._arguments: dict[int, str] = {}
-        self._slots: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._hooks: list[Any] = []
         self._lock = threading.RLock()
 
@@ -182,7 +93,7 @@ class Watch(TorchDispatchMode):
     def detach(self) -> bool:
         """End; False where another mode has been entered since, which has to be left first."""
         self.suspended = True
-        self.hand_flag_back()
+        self.flag.hand_back()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -197,7 +108,7 @@ class Watch(TorchDispatchMode):
         for name, gradient in gradients:
             self._note_gradient(name, gradient)
         self._backward_seen = False
-        self.hand_flag_back()
+        self.flag.hand_back()
 
     def end_block(self, gradients: Sequence[Tensor]) -> None:
         """The block has ended: its ``gradients`` are unscaled, clipped and so on by what is not watched."""
@@ -218,14 +129,6 @@ class Watch(TorchDispatchMode):
         local = self._followed(gradient)
         if local is not None:
             self._gradients.write(local, name)
-
-    def hand_flag_back(self) -> None:
-        """Raise the device's flag of overflows, if an operator has raised it since amp last cleared it."""
-        if self.flag_raised:
-            self.flag_raised = False
-            for device, _ in self._saturating:
-                torch.full((1,), 65504.0, dtype=torch.float16, device=device).mul_(2)
-        self._flag_is_ours = False
 
     # ---- modules ---------------------------------------------------------------------------------------------------
 
@@ -248,11 +151,11 @@ class Watch(TorchDispatchMode):
 
     def _check_given(self, tensors: Sequence[Tensor]) -> None:
         """Where nothing spreads: find what is not finite from the beginning."""
-        self._take_flag()
+        self.flag.take()
         with torch.no_grad():
             for tensor in tensors:
                 local = self._followed(tensor)
-                if local is not None and not self._lineage.writers(local) and self._is_at_limit(local):
+                if local is not None and not self._lineage.writers(local) and self.ranges.is_at_limit(local):
                     self._bad_given.add(local.untyped_storage()._cdata)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -293,7 +196,7 @@ class Watch(TorchDispatchMode):
                 self._note_forward(operator, place)
             return func(*args, **kwargs)
         with self._lock:
-            self._take_flag()
+            self.flag.take()
             before = self._keep_written(operator, args, kwargs)
             returned = func(*args, **kwargs)
             try:
@@ -308,7 +211,7 @@ class Watch(TorchDispatchMode):
         return self._optimizer_seen and not self._modules.modules
 
     def _pass_over(self, operator: Operator, place: Caller, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._flag_is_ours = False
+        self.flag.leave()
         self._optimizer_seen |= place is Caller.OPTIMIZER
         for name, value in operator.operands(args, kwargs):
             for tensor in tensors_in(value) if name in operator.written else ():
@@ -335,72 +238,10 @@ class Watch(TorchDispatchMode):
         except RuntimeError:  # OutOfMemoryError is one
             return None
 
-    def _take_flag(self) -> None:
-        """Clear the flag of overflows for the operator that follows, and remember it for amp."""
-        if self._saturating and not self._flag_is_ours:
-            self._read_flag()
-            self._flag_is_ours = True
-
-    def _read_flag(self) -> bool:
-        raised = False
-        for device, backend in self._saturating:
-            if backend.overflow_flag(device):
-                backend.clear_overflow_flag(device)
-                raised = True
-        self.flag_raised |= raised
-        return raised
-
     def _followed(self, tensor: Any) -> Tensor | None:
         """``tensor``, or the part of it that is here, if its range and memory can be looked at."""
         tensor = local_part(tensor)
         return tensor if is_measurable(tensor) and not has_python_dispatch(tensor) else None
-
-    def ranges_of(self, tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
-        """The smallest and the largest element of each; nan for both where there is one. Waits for the device.
-
-        One launch for each, and one wait for all of a device and dtype.
-        """
-        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        real = [torch.view_as_real(t.resolve_conj()) if t.dtype.is_complex else t.detach() for t in tensors]
-        for i, tensor in enumerate(real):
-            alike.setdefault((tensor.device, tensor.dtype), []).append(i)
-        ranges = [(0.0, 0.0)] * len(real)
-        for key, indices in alike.items():
-            slots = self._slots_for(*key, 2 * len(indices))
-            for k, i in enumerate(indices):
-                low, high = slots[2 * k], slots[2 * k + 1]
-                if has_aminmax(*key):
-                    torch.aminmax(real[i], out=(low, high))
-                else:
-                    low.copy_(real[i].amin())
-                    high.copy_(real[i].amax())
-            numbers = slots[: 2 * len(indices)].tolist()
-            for k, i in enumerate(indices):
-                ranges[i] = (numbers[2 * k], numbers[2 * k + 1])
-        if self.saturates and not all(math.isfinite(value) for pair in ranges for value in pair):
-            for device, backend in self._saturating:  # the flag that this has raised
-                backend.clear_overflow_flag(device)
-        return ranges
-
-    def _slots_for(self, device: torch.device, dtype: torch.dtype, count: int) -> Tensor:
-        slots = self._slots.get((device, dtype))
-        if slots is None or slots.numel() < count:
-            with torch.inference_mode(False):
-                slots = self._slots[device, dtype] = torch.empty(max(count, 32), dtype=dtype, device=device)
-        return slots
-
-    def range_of(self, tensor: Tensor) -> tuple[float, float]:
-        """``ranges_of`` of one."""
-        return self.ranges_of([tensor])[0]
-
-    def is_bad(self, tensor: Tensor) -> bool:
-        """Whether an element of ``tensor`` is inf or nan; waits for the device."""
-        return not all(map(math.isfinite, self.range_of(tensor)))
-
-    def _is_at_limit(self, tensor: Tensor) -> bool:
-        """Whether an element is inf or nan, or what a device that saturates makes of them."""
-        largest = torch.finfo(tensor.dtype).max if tensor.dtype.is_floating_point else math.inf
-        return not all(abs(value) < largest for value in self.range_of(tensor))
 
     def _phase(self, operator: Operator, place: Place | Caller | None, in_backward: bool) -> Phase:
         if in_backward:
@@ -469,7 +310,7 @@ class Watch(TorchDispatchMode):
             for tensor in tensors_in(value)
             if (local := self._followed(tensor)) is not None
         }
-        saturated = bool(self._saturating) and self._read_flag()
+        saturated = self.flag.read()
         measured: list[Tensor] = []
         for tensor in results:
             local = self._followed(tensor)
@@ -487,7 +328,7 @@ class Watch(TorchDispatchMode):
         if operator.is_collective:  # not there yet
             found = [(tensor, None, math.nan) for tensor in measured]
         else:
-            for tensor, (low, high) in zip(measured, self.ranges_of(measured), strict=True):
+            for tensor, (low, high) in zip(measured, self.ranges.of(measured), strict=True):
                 bad = saturated or not (math.isfinite(low) and math.isfinite(high))
                 found.append((tensor, bad, max(abs(low), abs(high))))
         first = next((tensor for tensor, bad, _ in found if bad), found[0][0])
@@ -554,7 +395,7 @@ class Watch(TorchDispatchMode):
                 call.causes += [writer for writer in writers if writer not in call.causes]
                 if local.untyped_storage()._cdata in self._bad_given and not self._lineage.writers(local):
                     leaf = self.leaf(local)
-                    if leaf not in call.leaves and self._is_at_limit(local):
+                    if leaf not in call.leaves and self.ranges.is_at_limit(local):
                         call.leaves.append(leaf)
 
     def _find_inputs(self, call: Call, func: Any, operator: Operator, given: Arguments, before: Arguments) -> None:
@@ -576,7 +417,7 @@ class Watch(TorchDispatchMode):
             call.leaves += [leaf for leaf in one.leaves if leaf not in call.leaves]
 
     def _find_input(self, call: Call, name: str, tensor: Tensor, values: Tensor) -> Input | None:
-        low, high = self.range_of(values)
+        low, high = self.ranges.of_one(values)
         is_finite = math.isfinite(low) and math.isfinite(high)
         # Where the device saturates, what has overflowed is finite.
         writers = self.bad_writers(tensor) if self.saturates or not is_finite else []
@@ -622,27 +463,3 @@ class Watch(TorchDispatchMode):
             return Leaf("stale", parameter, tensor.dtype, tuple(tensor.shape))
         given = self._arguments.get(tensor.untyped_storage()._cdata, "a tensor given from outside")
         return Leaf("data", given, tensor.dtype, tuple(tensor.shape))
-
-
-@functools.cache
-def has_aminmax(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether ``torch.aminmax`` works there, which not every CANN has; asked once."""
-    try:
-        torch.aminmax(torch.zeros(1, dtype=dtype, device=device))
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        return False
-    return True
-
-
-def iterate(calls: Sequence[Call], follow: Callable[[Call], Sequence[Call]]) -> Iterator[tuple[Call, Call | None]]:
-    """All that ``follow`` leads to from ``calls``, nearest first, each with the call that it was reached from."""
-    seen = {id(call) for call in calls}
-    waiting: list[tuple[Call, Call | None]] = [(call, None) for call in calls]
-    for call, origin in waiting:
-        yield call, origin
-        for further in follow(call):
-            if id(further) not in seen:
-                seen.add(id(further))
-                waiting.append((further, call))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu run --explain-overflows[=N]``: how the option is read."""
+"""``python -m apex_npu run --explain-overflows[=N] --profile A:B``: how the options are read."""
 
 import os
 
@@ -34,9 +34,24 @@ def test_the_script_finds_the_variable(options, value, environment, capsys):
     assert capsys.readouterr().out == f"{value} --explain-overflows=9\n"
 
 
+def test_steps_to_profile(environment, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("APEX_NPU_PROFILE", "")
+    monkeypatch.setenv("APEX_NPU_PROFILE_TRACE", "")
+    script = tmp_path / "profiled.py"
+    script.write_text("import os; print(os.environ['APEX_NPU_PROFILE'], os.environ['APEX_NPU_PROFILE_TRACE'])")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--profile", "10:13", "--trace", "traces", str(script)]) == 0
+    assert main(["run", "--profile", "0:1", str(script)]) == 0
+    assert capsys.readouterr().out == f"10:13 {tmp_path / 'traces'}\n0:1 \n"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (["--profile", "10"], "--profile 10: give A:B, from step A"),
+        (["--profile", "3:3"], "--profile 3:3: give A:B"),
+        (["--profile", "a:b"], "--profile a:b: give A:B"),
+        (["--trace", "traces"], "--trace goes with --profile"),
         (["--explain-overflows=0"], "--explain-overflows=0: N is a positive integer"),
         (["--explain-overflows=x"], "--explain-overflows=x: N is a positive integer"),
         (["--explain-overflow"], "unknown option '--explain-overflow'"),

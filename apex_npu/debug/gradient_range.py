@@ -1,0 +1,465 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``gradient_range``: do the gradients of a model fit into float16, and which loss scale would do?"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from apex_npu.amp.optimizer_state import AmpOptimizerState, adopted_inside, inner_optimizer, state_of
+from apex_npu.amp.session import Observer, Session, current, require
+from apex_npu.amp.step_decision import StepReport
+from apex_npu.backends import for_device
+from apex_npu.debug.census import BIAS, FIRST, NONFINITE, ZERO, Counts, exponent_census
+from apex_npu.debug.operators import is_measurable
+from apex_npu.distributed import local_part
+from apex_npu.ops import LOW_PRECISION
+
+# float16: exponents of its normal numbers.
+_SMALLEST, _LARGEST = -14, 15
+# How many of the elements that are not zero may lose bits.
+_ACCEPTED = 0.01
+# Above the smallest scale: gradients of other batches are smaller.
+_MARGIN = 2
+_ROWS = 14
+_NAMED = 5
+
+
+class ParameterRange:
+    """The range of the elements of a gradient, or of several.
+
+    Attributes:
+        name: Of the parameter.
+        counts: int64, (256,): how many elements have each binary exponent, as ``exponent_census`` counts them.
+        scale_exponent: The present loss scale is two to the power of this.
+        lost: How many elements are zero at this scale, and not at a larger one; None: that was not tried, or the larger
+            scale has overflowed.
+    """
+
+    def __init__(self, name: str, counts: Counts, scale_exponent: int, lost: int | None = None) -> None:
+        """See the attributes."""
+        self.name, self.counts, self.scale_exponent, self.lost = name, counts, scale_exponent, lost
+
+    @property
+    def elements(self) -> int:
+        """How many there are."""
+        return int(self.counts.sum())
+
+    @property
+    def zeros(self) -> int:
+        """How many are zero."""
+        return int(self.counts[ZERO])
+
+    @property
+    def nonfinite(self) -> int:
+        """How many are inf or nan."""
+        return int(self.counts[NONFINITE])
+
+    @property
+    def nonzero(self) -> int:
+        """How many are finite, and not zero."""
+        return int(self.counts[FIRST:NONFINITE].sum())
+
+    @property
+    def lossy(self) -> int:
+        """How many are not zero, and so small at the present loss scale that float16 has fewer bits for them."""
+        return self.lossy_at(self.scale_exponent)
+
+    @property
+    def normal(self) -> int:
+        """How many float16 holds with all its bits."""
+        return self.nonzero - self.lossy
+
+    def lossy_at(self, exponent: int) -> int:
+        """``lossy`` at a loss scale of two to the power of ``exponent``."""
+        limit = min(max(_SMALLEST - exponent + BIAS, FIRST), NONFINITE)
+        return int(self.counts[FIRST:limit].sum())
+
+    @property
+    def largest(self) -> int | None:
+        """The exponent of the largest unscaled magnitude; None: there is none but zero."""
+        present = np.flatnonzero(self.counts[FIRST:NONFINITE])
+        return int(present[-1]) + FIRST - BIAS if present.size else None
+
+    @property
+    def smallest_scale(self) -> int | None:
+        """The exponent of the smallest loss scale at which no more than 1 % of ``nonzero`` are lossy."""
+        below = np.cumsum(self.counts[FIRST:NONFINITE])
+        if not self.nonzero:
+            return None
+        first = int(np.searchsorted(below, _ACCEPTED * self.nonzero, side="right"))
+        return _SMALLEST - (first + FIRST - BIAS)
+
+    @property
+    def largest_scale(self) -> int | None:
+        """The exponent of the largest loss scale at which all are below the largest float16."""
+        return None if self.largest is None else _LARGEST - self.largest
+
+
+class GradientRange:
+    """What ``gradient_range`` has found: ``print`` it, or ask for a parameter by its name.
+
+    Attributes:
+        optimizer: The name of its class.
+        level: Its ``opt_level``.
+        scale: The loss scale.
+        parameters: Name → ``ParameterRange``.
+        probe: How many times larger a scale was tried; None: none.
+        notes: What else is to be known.
+    """
+
+    def __init__(self, optimizer: str, level: str, probe: float | None = None) -> None:
+        """Without parameters."""
+        self.optimizer, self.level, self.probe = optimizer, level, probe
+        self.scale = 1.0
+        self.parameters: dict[str, ParameterRange] = {}
+        self.notes: list[str] = []
+
+    def __getitem__(self, name: str) -> ParameterRange:
+        if name not in self.parameters:
+            known = ", ".join(list(self.parameters)[:_NAMED])
+            raise KeyError(f"{name!r} is no parameter with a gradient; there are {known}, …")
+        return self.parameters[name]
+
+    @property
+    def total(self) -> ParameterRange:
+        """All of them together."""
+        every = list(self.parameters.values())
+        counts = np.sum([one.counts for one in every], axis=0, dtype=np.int64) if every else np.zeros(256, np.int64)
+        known = [one.lost for one in every if one.lost is not None]
+        return ParameterRange("all", counts, _exponent_of(self.scale), sum(known) if known else None)
+
+    @property
+    def advice(self) -> str:
+        """Which loss scale would do."""
+        return advice_of(self)
+
+    def shares(self) -> dict[str, float]:
+        """For ``scalars``: which part of all elements is zero, lossy, lost and not finite."""
+        total = self.total
+        elements = max(total.elements, 1)
+        found = {"zero": total.zeros, "lossy": total.lossy, "lost": total.lost, "not_finite": total.nonfinite}
+        return {f"amp/gradients_{name}": n / elements for name, n in found.items() if n is not None}
+
+    def __str__(self) -> str:
+        return "\n".join(_lines_of(self) if self.parameters else ["no gradient was measured yet", *self.notes])
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the histogram into a file, ``.png`` or another format of matplotlib.
+
+        Raises:
+            ImportError: matplotlib is missing.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("plot needs matplotlib: pip install apex_npu[debug]") from error
+        total, shift = self.total, _exponent_of(self.scale)
+        figure = Figure(figsize=(8, 4), layout="constrained")
+        axes = figure.subplots()
+        exponents: Any = np.arange(FIRST, NONFINITE) - BIAS
+        used = np.flatnonzero(total.counts[FIRST:NONFINITE])
+        begin, end = (used[0], used[-1] + 1) if used.size else (0, 1)
+        shares = 100.0 * total.counts[FIRST:NONFINITE] / max(total.elements, 1)
+        axes.bar(exponents[begin:end], shares[begin:end], width=0.9)
+        axes.axvspan(_SMALLEST - shift - 0.5, _LARGEST - shift + 0.5, alpha=0.15, color="green")
+        axes.set_xlabel("binary exponent of the unscaled gradient")
+        axes.set_ylabel("elements, %")
+        axes.set_title(f"{self.optimizer} at loss scale {self.scale:g}; shaded: float16 with all its bits")
+        figure.savefig(os.fspath(path))
+
+
+def _exponent_of(scale: float) -> int:
+    return math.floor(math.log2(scale))
+
+
+def _percent(part: float, total: float) -> str:
+    share = 100.0 * part / total if total else 0.0
+    digits = 0 if share == 0 or share >= 10 else 1 if share >= 1 else 2
+    return "less than 0.01 %" if 0 < share < 0.01 else f"{share:.{digits}f} %"
+
+
+def _lines_of(found: GradientRange) -> Iterator[str]:
+    total, elements = found.total, found.total.elements
+    yield (
+        f"gradients of {found.optimizer} at loss scale {found.scale:g}: {elements} elements, "
+        f"{_percent(total.zeros, elements)} zero, {_percent(total.nonfinite, elements)} inf or nan"
+    )
+    yield "lossy: so small at this loss scale that float16 has fewer bits for them (below 2^-14 when scaled)"
+    if found.probe is not None:
+        yield f"lost: zero at this loss scale, and not at {found.probe:g} times this scale"
+    if total.largest is not None:
+        yield (
+            f"largest: from 2^{total.largest} on, unscaled; a loss scale of 2^{total.largest_scale} takes it to the "
+            "largest float16"
+        )
+        yield ""
+        yield from _histogram(total)
+    yield ""
+    yield from _parameters(found)
+    yield ""
+    yield from _scales(total)
+    yield from found.notes
+    yield f"advice: {found.advice}"
+
+
+def _histogram(total: ParameterRange) -> Iterator[str]:
+    """A row for some exponents each, with a limit between rows where float16 begins to lose bits."""
+    used: Any = np.flatnonzero(total.counts[FIRST:NONFINITE]) + FIRST - BIAS
+    low, high = int(used[0]), int(used[-1])
+    width = -(-(high - low + 1) // _ROWS)
+    limit = _SMALLEST - total.scale_exponent
+    top = limit + -(-(high + 1 - limit) // width) * width  # rows end at the limit
+    rows = []
+    while top > low:
+        count = int(total.counts[max(top - width + BIAS, FIRST) : min(max(top + BIAS, FIRST), NONFINITE)].sum())
+        rows.append((top - width, top, count))
+        top -= width
+    most = max(count for _, _, count in rows)
+    names = [f"2^{begin} to 2^{end}" for begin, end, _ in rows]
+    for name, (_, end, count) in zip(names, rows, strict=True):
+        bar = "█" * math.ceil(30 * count / most)
+        mark = " lossy" if end <= limit else ""
+        yield f"{name:>{max(map(len, names))}}  {bar:30}  {_percent(count, total.elements)}{mark}"
+
+
+def _parameters(found: GradientRange) -> Iterator[str]:
+    """Those that lose most."""
+
+    def lossiness(one: ParameterRange) -> float:
+        return (one.lossy + (one.lost or 0) + one.nonfinite) / max(one.elements, 1)
+
+    shown = sorted(found.parameters.values(), key=lossiness, reverse=True)[:_NAMED]
+    width = max(len(one.name) for one in shown)
+    probed = found.probe is not None
+    yield f"{'those that lose most':{width}}  {'elements':>10} {'zero':>9} {'lossy':>9}" + (
+        f" {'lost':>9}" if probed else ""
+    )
+    for one in shown:
+        shares = [one.zeros, one.lossy] + ([one.lost] if probed else [])
+        cells = ["unknown" if n is None else _percent(n, one.elements).replace("less than ", "<") for n in shares]
+        yield f"{one.name:{width}}  {one.elements:>10} " + " ".join(f"{cell:>9}" for cell in cells)
+
+
+def _scales(total: ParameterRange) -> Iterator[str]:
+    exponents = sorted({0, 4, 8, 12, 16, total.scale_exponent})
+    cells = [f"2^{k}: {_percent(total.lossy_at(k), total.nonzero)}" for k in exponents]
+    yield f"lossy at a loss scale of {' · '.join(cells)} (of those that are not zero)"
+
+
+def advice_of(found: GradientRange) -> str:
+    """Which loss scale would do, in a sentence or two."""
+    total, present = found.total, _exponent_of(found.scale)
+    bad = [one.name for one in found.parameters.values() if one.nonfinite]
+    if bad:
+        return f"{_named(bad)} have inf or nan, so that this step is skipped: amp.debug.find_overflow tells why"
+    lost = ""
+    if total.lost:
+        lost = f"; {_percent(total.lost, total.elements)} of all elements are zero for lack of range, and lost"
+    elif total.lost == 0 and total.zeros:
+        lost = "; the zeros are true ones: they stay at a larger scale"
+    if found.level in ("O4", "O5"):
+        return f"{found.level} needs no loss scale: bfloat16 has the range of float32"
+    smallest, largest = total.smallest_scale, total.largest_scale
+    if smallest is None or largest is None:
+        return f"all gradients are zero{lost}" + (": a larger loss scale" if total.lost else "")
+    if smallest > largest:
+        needed = _LARGEST - _SMALLEST + 1 + smallest - largest
+        names = [one.name for one in found.parameters.values() if one.lossy_at(largest) > _ACCEPTED * one.nonzero]
+        return (
+            f"no loss scale fits: the gradients need {needed} binades, and float16 has 30. Use O4 or O5, whose "
+            f"bfloat16 has the range of float32, or keep {_named(names)} in float32{lost}"
+        )
+    static = min(max(smallest, 0) + _MARGIN, largest)
+    if smallest <= present <= largest:
+        text = f"the loss scale fits; a static one of 2^{static} would do, too, and a dynamic one is fine"
+    elif present < smallest:
+        text = f"the loss scale is too small: a static one of 2^{static} would do, or a dynamic one"
+    else:
+        text = f"the loss scale is too large: a static one of 2^{static} would do, or a dynamic one"
+    if static > present:
+        text += "; above the present one, gradients inside of the model may overflow before those of parameters do"
+    small = [one for one in found.parameters.values() if one.lossy_at(static) > _ACCEPTED * one.nonzero]
+    if small:
+        scales = [one.smallest_scale for one in small if one.smallest_scale is not None]
+        verb = "needs" if len(small) == 1 else "need"
+        text += f"; {_named([one.name for one in small])} alone {verb} 2^{max(scales)}"
+        if max(scales) > largest:
+            text += ", at which others overflow: keep it in float32, or use O4 or O5"
+    return text + lost
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+class _Probe:
+    """An observer of amp that measures the gradients of one block at its scale and at a larger one.
+
+    They are computed besides: nothing accumulates them, and the block finds everything as it was.
+    """
+
+    def __init__(self, found: GradientRange, optimizer: Optimizer, factor: float, inner: Observer | None) -> None:
+        self._found, self._optimizer, self._factor, self._inner = found, optimizer, factor, inner
+
+    def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
+        listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        ours = any(inner_optimizer(adopted_inside(one)) is self._optimizer for one in listed)
+        if ours and loss.requires_grad and not self._found.parameters:
+            self._measure(loss, scale)
+        if self._inner is not None:
+            self._inner.block_begins(loss, optimizers, loss_id, scale, dynamic)
+
+    def backward_ended(self) -> None:
+        if self._inner is not None:
+            self._inner.backward_ended()
+
+    def block_ended(self) -> None:
+        if self._inner is not None:
+            self._inner.block_ended()
+
+    def step_skipped(self, report: StepReport) -> None:
+        if self._inner is not None:
+            self._inner.step_skipped(report)
+
+    def _measure(self, loss: Tensor, scale: float) -> None:
+        state = state_of(self._optimizer)
+        assert state is not None
+        sources = [s for group in state.grad_groups(self._optimizer) for s in group.sources if s.requires_grad]
+        if not sources:
+            return
+        wide = loss.float() if loss.dtype in LOW_PRECISION else loss
+        try:
+            grads = _gradients(wide * scale, sources)
+            measured = [(s, g) for s, g in zip(sources, grads, strict=True) if g is not None and is_measurable(g)]
+            if not measured:
+                raise RuntimeError("autograd.grad reaches no parameter, as within a checkpoint that is reentrant")
+            _fill(self._found, current(), measured, scale, 2.0 ** -_exponent_of(scale))
+            zeros = {id(s): g == 0 for s, g in measured}
+            del grads, measured
+            larger = _gradients(wide * (scale * self._factor), sources)
+        except RuntimeError as error:  # such as a checkpoint that only backward() may enter
+            self._found.notes.append(f"what is lost could not be measured: {str(error).splitlines()[0]}")
+            return
+        parameters = iter(self._found.parameters.values())
+        for source, grad in zip(sources, larger, strict=True):
+            if id(source) in zeros:
+                one = next(parameters)
+                if grad is not None and not _overflowed(grad):
+                    one.lost = int((zeros[id(source)] & (grad != 0)).sum())
+
+
+def _gradients(loss: Tensor, sources: Sequence[Tensor]) -> list[Tensor | None]:
+    with torch.enable_grad():
+        grads = torch.autograd.grad(loss, sources, retain_graph=True, allow_unused=True)
+    return [None if grad is None else local_part(grad.detach()) for grad in grads]
+
+
+def _overflowed(grad: Tensor) -> bool:
+    largest = torch.finfo(grad.dtype).max if for_device(grad.device).saturates() else math.inf
+    return not bool((grad.abs() < largest).all())
+
+
+def _fill(
+    found: GradientRange, session: Session | None, grads: Sequence[tuple[Tensor, Tensor]], scale: float, factor: float
+) -> None:
+    """Take the gradients of parameters in; they are unscaled by ``factor``."""
+    names = {} if session is None else session.parameter_names()
+    found.scale = scale
+    counts = exponent_census([grad for _, grad in grads], factor)
+    for (source, grad), row in zip(grads, counts, strict=True):
+        name = names.get(source) or f"a parameter of shape {tuple(grad.shape)}"
+        if name in found.parameters:
+            name = f"{name} ({len(found.parameters)})"
+        found.parameters[name] = ParameterRange(name, row, _exponent_of(scale))
+
+
+@overload
+def gradient_range(optimizer: Optimizer) -> GradientRange: ...
+@overload
+def gradient_range(optimizer: Optimizer, probe: float) -> Any: ...
+def gradient_range(optimizer: Optimizer, probe: float | None = None) -> Any:
+    """Measure the range of the gradients of ``optimizer``: what float16 loses of them, and which loss scale would do.
+
+    Call it after a ``scale_loss`` block, before the step and before ``zero_grad``. One pass over the gradients, which
+    are counted on the host; they do not change.
+
+    With ``probe`` it is a context for one iteration. In its first block of ``optimizer`` gradients are computed twice
+    more, at the loss scale and at ``probe`` times the loss scale. What is zero at the first and not at the second is
+    *lost*: that alone tells underflow from zeros that are true, as of weights which this batch does not reach. The
+    iteration itself is as without it; hooks of tensors are called for each backward. Where the larger scale overflows,
+    it is not known what is lost.
+
+    Args:
+        optimizer: One that was passed to ``amp.initialize``.
+        probe: How many times the loss scale to try, more than 1; 2**8 is a good choice. None: do not.
+
+    Returns:
+        A ``GradientRange``, or with ``probe`` a context that yields one.
+
+    Raises:
+        RuntimeError: ``optimizer`` was not passed to ``amp.initialize``; or there is no gradient.
+        ValueError: ``probe`` is not larger than 1.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-3)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        >>> with amp.debug.gradient_range(optimizer, probe=2.0**8) as r:
+        ...     with amp.scale_loss(model(input).sum(), optimizer) as scaled_loss:
+        ...         scaled_loss.backward()
+        >>> r["weight"].lost
+        0
+    """
+    inner = inner_optimizer(adopted_inside(optimizer))
+    state = state_of(inner)
+    if state is None:
+        raise RuntimeError(f"{type(optimizer).__name__} was not passed to amp.initialize, which gradient_range needs")
+    if probe is not None:
+        if isinstance(probe, bool) or not isinstance(probe, (int, float)) or not 1 < probe < math.inf:
+            raise ValueError(f"probe must be larger than 1, how many times the loss scale to try, got {probe!r}")
+        return _probing(inner, state, float(probe))
+    found = GradientRange(type(inner).__name__, state.policy.opt_level)
+    _measure_present(found, inner, state)
+    return found
+
+
+@torch.no_grad()
+def _measure_present(found: GradientRange, optimizer: Optimizer, state: AmpOptimizerState) -> None:
+    session = require("gradient_range")
+    decision = state.decision
+    loss_id = 0 if decision is None else decision.loss_id
+    scale = session.scaler(loss_id).scale if decision is None else decision.scale_before
+    grads = []
+    for group in state.grad_groups(optimizer):
+        for param, source in zip(group.params, group.sources, strict=True):
+            grad = source.grad if param.grad is None else param.grad
+            if grad is not None and is_measurable(local_part(grad)):
+                grads.append((source, local_part(grad)))
+    if not grads:
+        raise RuntimeError(
+            "gradient_range found no gradient: call it after a scale_loss block, before step() and zero_grad(); or "
+            "give it probe=2.0**8, and run an iteration in its context"
+        )
+    _fill(found, session, grads, scale, scale / 2.0 ** _exponent_of(scale) / state.grad_scale)
+
+
+@contextmanager
+def _probing(optimizer: Optimizer, state: AmpOptimizerState, factor: float) -> Iterator[GradientRange]:
+    session = require("gradient_range")
+    found = GradientRange(type(optimizer).__name__, state.policy.opt_level, factor)
+    former = session.observer
+    session.observer = _Probe(found, optimizer, factor, former)
+    try:
+        yield found
+    finally:
+        session.observer = former

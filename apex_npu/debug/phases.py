@@ -1,0 +1,278 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a profiler has recorded of some steps, shared out to their phases."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+STEP = "ProfilerStep#"
+_LABELS = ("amp.", "Optimizer.step#", "Optimizer.zero_grad#")
+BEFORE_FORWARD, ELSEWHERE = "before forward", "elsewhere"
+# The host waits where it reads a number of the device, or a shape that depends on its data.
+_READING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"}
+_INDEXING = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"}
+_SYNCHRONIZING = {"cudaDeviceSynchronize"}
+
+
+@dataclass
+class Event:
+    """What has run on the host: an operator, or a range.
+
+    Attributes:
+        name: As in the trace.
+        begin: In microseconds.
+        end: Likewise.
+        thread: Which one.
+        outermost: It is an operator, and part of no other.
+        own: The time that no other event inside of it has taken, in microseconds.
+        copies: It copies between the host and a device.
+        waits: The host waits for a device.
+    """
+
+    name: str
+    begin: float
+    end: float
+    thread: int = 0
+    outermost: bool = False
+    own: float = 0.0
+    copies: bool = False
+    waits: bool = False
+
+    @property
+    def is_operator(self) -> bool:
+        """Its name has a namespace, and is not of autograd's engine, which calls operators."""
+        return "::" in self.name and not self.name.startswith("autograd::engine")
+
+
+@dataclass
+class Kernel:
+    """What has run on a device, and when the host has launched it; in microseconds."""
+
+    name: str
+    launched: float
+    begin: float
+    end: float
+
+
+@dataclass
+class Phase:
+    """A part of a step, on average.
+
+    Attributes:
+        name: That of the range in traces, or ``"before forward"`` (data loading, mostly), or ``"elsewhere"``.
+        ms: Time on the host.
+        share: Of the step, in percent.
+        operators: Calls of operators, without those that these call themselves.
+        copies: Copies between the host and a device.
+        waits: How often the host has waited for a device.
+        waits_ms: How long.
+        kernels: Launched in it.
+        device_ms: How long they took.
+    """
+
+    name: str
+    ms: float = 0.0
+    share: float = 0.0
+    operators: float = 0.0
+    copies: float = 0.0
+    waits: float = 0.0
+    waits_ms: float = 0.0
+    kernels: float = 0.0
+    device_ms: float = 0.0
+
+
+@dataclass
+class OperatorTime:
+    """An operator, in a step on average: its time, without that of other operators that it calls, and its calls."""
+
+    name: str
+    ms: float = 0.0
+    calls: float = 0.0
+
+
+@dataclass
+class Steps:
+    """Some steps.
+
+    Attributes:
+        count: How many.
+        ms: How long one takes.
+        phases: In the order in which they begin.
+        operators: The most expensive ones first.
+        idle: For which part of the time a device computes nothing, in percent; None: no device was recorded.
+    """
+
+    count: int
+    ms: float
+    phases: list[Phase] = field(default_factory=list)
+    operators: list[OperatorTime] = field(default_factory=list)
+    idle: float | None = None
+
+    def phase(self, name: str) -> Phase:
+        """That of a name, or of the names that begin so; one of no time where there is none."""
+        total = Phase(name)
+        for phase in self.phases:
+            if phase.name.startswith(name):
+                for key, value in vars(phase).items():
+                    if key != "name":
+                        setattr(total, key, getattr(total, key) + value)
+        return total
+
+
+def events_of(profiler: Any) -> tuple[list[Event], list[Kernel]]:
+    """What a ``torch.profiler.profile`` that has ended has recorded, with ``record_shapes``."""
+    results = profiler.profiler.kineto_results
+    start = results.trace_start_ns()
+    events: list[Event] = []
+    waiting = [(node, False, False) for node in results.experimental_event_tree()]
+    while waiting:
+        node, in_operator, in_wait = waiting.pop()
+        begin = (node.start_time_ns - start) / 1e3
+        children = node.children
+        event = Event(node.name, begin, begin + node.duration_time_ns / 1e3, node.start_tid)
+        event.outermost = event.is_operator and not in_operator
+        inner = sum(child.duration_time_ns for child in children) / 1e3
+        event.own = max(0.0, event.end - begin - inner)
+        event.copies, waits = _transfers(node)
+        event.waits = waits and not in_wait
+        events.append(event)
+        waiting += [(child, in_operator or event.is_operator, in_wait or waits) for child in children]
+    kernels = [
+        Kernel(e.name, e.time_range.start, e.time_range.start, e.time_range.end)
+        for e in profiler.events() or ()
+        if e.device_type.name != "CPU" and not e.name.startswith((STEP, *_LABELS))
+    ]
+    for event in profiler.events() if kernels else ():  # a kernel counts where it is launched
+        for launched in event.kernels:
+            match = next((k for k in kernels if k.name == launched.name and k.launched == k.begin), None)
+            if match is not None:
+                match.launched = event.time_range.start
+    return events, kernels
+
+
+def _transfers(node: Any) -> tuple[bool, bool]:
+    """Whether an event copies between the host and a device, and whether the host waits for a device."""
+    if node.name in _SYNCHRONIZING:
+        return False, True
+    if node.name != "aten::copy_" and node.name not in _READING and node.name not in _INDEXING:
+        return False, False
+    inputs = node.extra_fields.inputs
+    if node.name in _INDEXING:  # by a mask
+        by_mask = any(child.name == "aten::nonzero" for child in node.children)
+        return False, by_mask and inputs[0].device.type != "cpu"
+    on_host = [given.device.type == "cpu" for given in inputs if hasattr(given, "device")]
+    if node.name in _READING:
+        return False, not all(on_host)
+    copies = len(on_host) == 2 and on_host[0] != on_host[1]
+    return copies, copies and not (inputs and inputs[-1] is True)
+
+
+def summarize(events: Sequence[Event], kernels: Sequence[Kernel] = (), complete: int | None = None) -> Steps:
+    """Share the time of steps out to their phases.
+
+    Args:
+        events: With a range ``ProfilerStep#…`` for each step.
+        kernels: Of devices.
+        complete: How many of the steps count, the first ones; None: all.
+    """
+    steps = sorted((e for e in events if e.name.startswith(STEP)), key=lambda e: e.begin)[:complete]
+    if not steps:
+        return Steps(0, 0.0)
+    segments = [segment for step in steps for segment in _segments(step, events)]
+    phases: dict[str, Phase] = {}
+    begins = [begin for begin, _, _ in segments]
+    for begin, end, name in segments:
+        phases.setdefault(name, Phase(name)).ms += (end - begin) / 1e3
+
+    def phase_at(time: float) -> Phase | None:
+        i = bisect.bisect_right(begins, time) - 1
+        return phases[segments[i][2]] if i >= 0 and time < segments[i][1] else None
+
+    operators: dict[str, OperatorTime] = {}
+    for event in events:
+        phase = phase_at(event.begin)
+        if phase is None:
+            continue
+        phase.operators += event.outermost
+        phase.copies += event.copies
+        phase.waits += event.waits
+        phase.waits_ms += (event.end - event.begin) / 1e3 if event.waits else 0.0
+        if event.is_operator:
+            known = operators.setdefault(event.name, OperatorTime(event.name))
+            known.ms += event.own / 1e3
+            known.calls += 1
+    for kernel in kernels:
+        phase = phase_at(kernel.launched)
+        if phase is not None:
+            phase.kernels += 1
+            phase.device_ms += (kernel.end - kernel.begin) / 1e3
+    return _averaged(steps, list(phases.values()), list(operators.values()), kernels)
+
+
+def _averaged(
+    steps: Sequence[Event], phases: list[Phase], operators: list[OperatorTime], kernels: Sequence[Kernel]
+) -> Steps:
+    count, total = len(steps), sum(step.end - step.begin for step in steps) / 1e3
+    for row in (*phases, *operators):
+        for key, value in vars(row).items():
+            if isinstance(value, (int, float)):
+                setattr(row, key, value / count)
+    for phase in phases:
+        phase.share = 100.0 * phase.ms * count / total
+    operators.sort(key=lambda operator: -operator.ms)
+    idle = None
+    if kernels:
+        busy = sum(_busy(kernels, step.begin, step.end) for step in steps) / 1e3
+        idle = 100.0 * (1.0 - busy / total)
+    return Steps(count, total / count, phases, operators, idle)
+
+
+def _segments(step: Event, events: Iterable[Event]) -> Iterator[tuple[float, float, str]]:
+    """The time of ``step`` in parts, each with the innermost range of its thread that it is in."""
+    labels = [
+        e
+        for e in events
+        if e.name.startswith(_LABELS) and e.thread == step.thread and step.begin <= e.begin and e.end <= step.end
+    ]
+    labels.sort(key=lambda e: (e.begin, -e.end))
+    forward = next((e.begin for e in labels if e.name == "amp.forward"), step.begin)
+    open_ones: list[Event] = []
+    now = step.begin
+
+    def until(time: float) -> Iterator[tuple[float, float, str]]:
+        nonlocal now
+        if time > now:
+            name = _named(open_ones[-1].name) if open_ones else BEFORE_FORWARD if now < forward else ELSEWHERE
+            yield now, time, name
+            now = time
+
+    for label in labels:
+        while open_ones and open_ones[-1].end <= label.begin:
+            yield from until(open_ones[-1].end)
+            open_ones.pop()
+        yield from until(label.begin)
+        open_ones.append(label)
+    while open_ones:
+        yield from until(open_ones[-1].end)
+        open_ones.pop()
+    yield from until(step.end)
+
+
+def _named(label: str) -> str:
+    """All buckets are one phase."""
+    return label.partition("[")[0]
+
+
+def _busy(kernels: Sequence[Kernel], begin: float, end: float) -> float:
+    """For how long at least one of ``kernels`` runs, from ``begin`` to ``end``."""
+    busy, now = 0.0, begin
+    for kernel in sorted(kernels, key=lambda k: k.begin):
+        first, last = max(kernel.begin, now), min(kernel.end, end)
+        if last > first:
+            busy += last - first
+            now = last
+    return busy

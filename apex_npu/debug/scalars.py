@@ -1,0 +1,46 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``scalars``: the numbers of amp that a tracker logs."""
+
+from __future__ import annotations
+
+from apex_npu.amp.session import require
+from apex_npu.debug.gradient_range import GradientRange
+
+
+def scalars(gradients: GradientRange | None = None) -> dict[str, float]:
+    """The loss scales and the skipped steps, for TensorBoard, trackio or wandb.
+
+    Waits for the device only where it alone knows whether the last step was skipped.
+
+    Args:
+        gradients: What ``gradient_range`` has returned, whose shares are added: ``amp/gradients_zero``,
+            ``amp/gradients_lossy``, ``amp/gradients_not_finite``, and with ``probe`` ``amp/gradients_lost``.
+
+    Returns:
+        ``amp/loss_scale0``, and so on for each loss; ``amp/skipped_steps``, of all optimizers; ``amp/skips_in_a_row``,
+        the most of any optimizer.
+
+    Raises:
+        RuntimeError: amp has not been initialized.
+        TypeError: ``gradients`` is something else.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-3)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic")
+        >>> amp.debug.scalars()
+        {'amp/loss_scale0': 65536.0, 'amp/skipped_steps': 0.0, 'amp/skips_in_a_row': 0.0}
+    """
+    session = require("scalars")
+    if gradients is not None and not isinstance(gradients, GradientRange):
+        raise TypeError(f"gradients must be what gradient_range returns, got {type(gradients).__name__}")
+    found = {f"amp/loss_scale{i}": float(scaler.scale) for i, scaler in enumerate(session.scalers)}
+    states = [optimizer._amp_state for optimizer in session.adopted]
+    for state in states:
+        if state.deferral is not None:
+            state.deferral.resolve_step()
+    reports = [state.report for state in states if state.report is not None]
+    found["amp/skipped_steps"] = float(sum(report.skipped_steps for report in reports))
+    found["amp/skips_in_a_row"] = float(max((report.skips_in_a_row for report in reports), default=0))
+    return {**found, **({} if gradients is None else gradients.shares())}

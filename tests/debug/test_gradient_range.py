@@ -1,0 +1,293 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which loss scale gradients need: the census of exponents, what is lost, advice; and the numbers for trackers."""
+
+import math
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from debug import healthy
+from debug.test_watching import iterate, set_up
+from devices import DEVICE, needs
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from apex_npu import amp, optimizers
+from apex_npu.amp.session import current
+from apex_npu.debug import census
+from apex_npu.debug.census import exponent_census
+from apex_npu.debug.gradient_range import GradientRange, ParameterRange, advice_of
+
+
+def reference(tensor):
+    """The census by torch's own bincount."""
+    bits = tensor.detach().cpu().float().contiguous().view(torch.int32).flatten()
+    exponents = (bits >> 23) & 255
+    columns = torch.where((bits & 0x7FFFFFFF) == 0, 0, exponents.clamp(min=1))
+    return torch.bincount(columns, minlength=256).tolist()
+
+
+def all_of(dtype):
+    """All numbers of 16 bits."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+
+
+def random_bits(n):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**31), 2**31 - 1, (n,), generator=generator, dtype=torch.int64).int().view(torch.float32)
+
+
+def tensors():
+    subnormal = torch.arange(-7, 8, dtype=torch.int32).view(torch.float32)
+    return {
+        "float16": all_of(torch.float16),
+        "bfloat16": all_of(torch.bfloat16),
+        "float32": random_bits(5000),
+        "subnormal": subnormal,
+        "transposed": random_bits(600).view(20, 30).t(),
+        "every second": random_bits(600)[::2],
+        "scalar": torch.tensor(-3.0),
+        "signed zeros": torch.tensor([0.0, -0.0]),
+    }
+
+
+@needs("inf")
+@pytest.mark.parametrize("piece", [2**24, 1000])
+def test_the_census_is_that_of_torch(piece, monkeypatch):
+    monkeypatch.setattr(census, "_ELEMENTS_COPIED", piece)
+    monkeypatch.setattr(census, "_ELEMENTS_COUNTED", 700)
+    given = [t.to(DEVICE) for t in tensors().values()]
+    found = exponent_census(given)
+    assert found.dtype == np.int64
+    assert found.tolist() == [reference(t) for t in given]
+    normal = random_bits(3000)
+    normal = normal[(normal.abs() > 2.0**-100) & normal.isfinite()].to(DEVICE)
+    assert exponent_census([normal], 2.0**-9).tolist() == [reference(normal * 2.0**-9)]
+    assert exponent_census([]).shape == (0, 256)
+
+
+class Rows(nn.Module):
+    """Row i of the weight has the gradient ``factors[i] * x``."""
+
+    def __init__(self, factors, run=None):
+        super().__init__()
+        self.fc = nn.Linear(4, len(factors))
+        self.last = nn.Linear(2, 1)
+        self.factors = torch.tensor(factors, device=DEVICE)
+        self.run = run or (lambda function, x: function(x))
+
+    def forward(self, x):
+        return self.run(self.fc, x)
+
+    def loss(self):
+        x = torch.tensor([[1.0, 0.5, 0.0, 0.25]], device=DEVICE)  # the third column has true zeros
+        return (self(x).float() * self.factors).sum()
+
+
+def set_up_rows(exponents, level="O1", run=None, optimizer=torch.optim.SGD, **options):
+    model = Rows([2.0**e for e in exponents], run).to(DEVICE)
+    options = {"loss_scale": 1.0, **options}
+    return amp.initialize(model, optimizer(model.parameters(), lr=0.1), opt_level=level, verbosity=0, **options)
+
+
+def gradients(model, optimizer):
+    optimizer.zero_grad()
+    with amp.scale_loss(model.loss(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    return [None if p.grad is None else p.grad.clone() for p in amp.master_params(optimizer)]
+
+
+EXPONENTS = [-3, -10, -14, -20, -24, -25, -26, -30, -36]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_lost_is_zero_here_and_not_in_float32(level):
+    true = gradients(*set_up_rows(EXPONENTS, "O0"))
+    amp.shutdown()
+    model, optimizer = set_up_rows(EXPONENTS, level)
+    alone = gradients(model, optimizer)
+    with amp.debug.gradient_range(optimizer, probe=2.0**14) as r:
+        probed = gradients(model, optimizer)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(alone, probed, strict=True))
+    for name, here, there in zip(("fc.weight", "fc.bias"), alone, true, strict=False):
+        assert r[name].lost == int(((here == 0) & (there != 0)).sum()) > 0
+        assert r[name].zeros == int((here == 0).sum())
+        assert r[name].lossy == int(((here != 0) & (here.abs() < 2.0**-14)).sum())
+    assert set(r.parameters) == {"fc.weight", "fc.bias"}  # last is not used
+    assert f"lost: zero at this loss scale, and not at {2**14} times this scale" in str(r)
+    assert amp.debug.gradient_range(optimizer)["fc.weight"].lost is None
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("scale", "options"),
+    [(1000.0, {}), (2.0**9, {"fuse_unscale": True}), (2.0**9, {"combine_grad": True}), (2.0**9, {})],
+)
+def test_what_is_lossy_follows_from_the_scaled_gradients(level, scale, options):
+    optimizer = torch.optim.SGD if not options else optimizers.NpuFusedSGD
+    model, optimizer = set_up_rows(EXPONENTS, level, optimizer=optimizer, loss_scale=scale, **options)
+    with amp.debug.gradient_range(optimizer, probe=16) as probed:
+        gradients(model, optimizer)
+    r = amp.debug.gradient_range(optimizer)
+    scaled = [
+        p.grad.float() * (1.0 if options.get("fuse_unscale") else scale) for p in list(amp.master_params(optimizer))[:2]
+    ]
+    scaled = [s.abs() for s in scaled]
+    assert r.scale == scale
+    assert r["fc.weight"].lossy == int(((scaled[0] > 0) & (scaled[0] < 2.0**-14)).sum())
+    assert r["fc.bias"].lossy == int(((scaled[1] > 0) & (scaled[1] < 2.0**-14)).sum())
+    assert all((r[name].counts == probed[name].counts).all() for name in ("fc.weight", "fc.bias"))
+    assert r.total.largest_scale == math.floor(math.log2(scale)) + 15 - math.floor(math.log2(scaled[1].max()))
+
+
+@needs("inf")
+def test_where_the_probe_overflows_it_is_unknown():
+    model, optimizer = set_up_rows([-30, 5], loss_scale=2.0**8)
+    with amp.debug.gradient_range(optimizer, probe=2.0**8) as r:
+        grads = gradients(model, optimizer)
+        optimizer.step()
+    assert r["fc.weight"].lost is None
+    assert amp.last_step(optimizer).applied
+    assert all(g is None or g.isfinite().all() for g in grads)
+    assert "unknown" in str(r)
+    assert current().observer is None
+
+
+def test_what_cannot_be_computed_twice_is_said():
+    def reentrant(function, x):
+        return checkpoint(function, x.requires_grad_(), use_reentrant=True)
+
+    model, optimizer = set_up_rows([-3, -5], run=reentrant)
+    with amp.debug.gradient_range(optimizer, probe=2.0**8) as r:
+        grads = gradients(model, optimizer)
+    assert grads[0].count_nonzero() == 6
+    assert "what is lost could not be measured" in str(r)
+    assert amp.debug.gradient_range(optimizer)["fc.weight"].lossy == 0
+
+
+def range_of(scale=1.0, lost=None, probe=None, level="O1", **exponents):
+    """Of parameters by their names: how many elements have each exponent; ``zero``: are zero."""
+    found = GradientRange("SGD", level, probe)
+    found.scale = scale
+    for name, counted in exponents.items():
+        counts = np.zeros(256, np.int64)
+        for exponent, count in counted.items():
+            counts[{"zero": 0, "inf": 255}.get(exponent, 127 + exponent if isinstance(exponent, int) else 0)] = count
+        found.parameters[name] = ParameterRange(name, counts, math.floor(math.log2(scale)), lost)
+    return found
+
+
+WIDE = {e: 10 for e in range(-40, 1)}
+CASES = {
+    "all too small": (range_of(a={-20: 50, -19: 50}), "too small: a static one of 2^8 would do"),
+    "all too small, lost": (
+        range_of(a={"zero": 60, -22: 40}, lost=60, probe=256.0),
+        "too small: a static one of 2^10 would do.*; 60 % of all elements are zero for lack of range, and lost",
+    ),
+    "it fits": (range_of(scale=2.0**10, a={-10: 60, -19: 40}), "the loss scale fits; a static one of 2^7 would do"),
+    "too large": (range_of(scale=2.0**10, a={6: 50, 0: 50}), "too large: a static one of 2^2 would do"),
+    "one layer too small": (
+        range_of(scale=2.0**4, body={-5: 10000}, head={-24: 10}),
+        "the loss scale fits; .*; head alone needs 2^10$",
+    ),
+    "one layer too small for the others": (
+        range_of(scale=2.0**4, body={6: 10000}, head={-30: 10}),
+        "head alone needs 2^16, at which others overflow: keep it in float32",
+    ),
+    "true zeros": (
+        range_of(scale=2.0**4, a={"zero": 90, -5: 10}, lost=0, probe=256.0),
+        "fits; .*; the zeros are true ones",
+    ),
+    "only zeros": (range_of(a={"zero": 90}, lost=0, probe=256.0), "all gradients are zero; the zeros are true ones"),
+    "too wide": (range_of(a=WIDE, b={-3: 10}), "need 41 binades, and float16 has 30. Use O4 or O5.* keep a in float32"),
+    "overflow": (range_of(a={"inf": 1, -5: 10}), "a have inf or nan.*find_overflow"),
+    "bfloat16": (range_of(level="O5", a={-30: 10}), "O5 needs no loss scale: bfloat16 has the range of float32"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_advice(case):
+    found, said = CASES[case]
+    assert re.search(said.replace("2^", r"2\^"), advice_of(found)), advice_of(found)
+
+
+def test_the_advised_scale_loses_at_most_one_percent():
+    model, optimizer = set_up(healthy.GPT, "O2")
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}})
+    gradients(model, optimizer)
+    total = amp.debug.gradient_range(optimizer).total
+    assert total.lossy_at(total.smallest_scale) <= 0.01 * total.nonzero < total.lossy_at(total.smallest_scale - 1)
+    largest = max(float(p.grad.abs().max()) for p in amp.master_params(optimizer))
+    assert largest * 2.0**total.largest_scale < 2.0**16 <= largest * 2.0 ** (total.largest_scale + 1)
+
+
+def test_the_histogram_counts_all_and_has_its_limit_between_rows():
+    for scale in (1.0, 2.0**7, 2.0**24):
+        found = range_of(scale=scale, a={**WIDE, "zero": 90})
+        rows = [line for line in str(found).splitlines() if "█" in line]
+        shares = [float(line.split()[-2] if "lossy" not in line else line.split()[-3]) for line in rows]
+        assert sum(shares) == pytest.approx(100 * 410 / 500, abs=3.0)
+        lossy = [share for line, share in zip(rows, shares, strict=True) if "lossy" in line]
+        assert sum(lossy) == pytest.approx(100 * found.total.lossy / 500, abs=3.0)
+
+
+def test_plot(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    found = range_of(scale=2.0**7, a=WIDE)
+    found.plot(tmp_path / "range.png")
+    assert (tmp_path / "range.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"plot needs matplotlib: pip install apex_npu\[debug\]"):
+        found.plot(tmp_path / "again.png")
+
+
+def test_bad_input():
+    model, optimizer = set_up_rows([-3])
+    for probe in (1, 0.5, -2, math.inf, math.nan, True, "8"):
+        with pytest.raises(ValueError, match="probe must be larger than 1, how many times the loss scale to try, got"):
+            amp.debug.gradient_range(optimizer, probe=probe)
+    with pytest.raises(RuntimeError, match="gradient_range found no gradient: call it after a scale_loss block"):
+        amp.debug.gradient_range(optimizer)
+    with pytest.raises(RuntimeError, match=r"SGD was not passed to amp.initialize, which gradient_range needs"):
+        amp.debug.gradient_range(torch.optim.SGD(nn.Linear(1, 1).parameters()))
+    gradients(model, optimizer)
+    with pytest.raises(KeyError, match=r"'fc' is no parameter with a gradient; there are fc\.weight, fc\.bias"):
+        amp.debug.gradient_range(optimizer)["fc"]
+
+
+def test_within_find_overflow_both_see_the_block():
+    model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=4.0)
+    with amp.debug.find_overflow(model) as found, amp.debug.gradient_range(optimizer, probe=4.0) as r:
+        iterate(model, optimizer)
+    assert len(found.reports) == 1
+    assert not found.causes
+    assert r.total.nonzero > 0
+
+
+def test_scalars():
+    with pytest.raises(RuntimeError, match="scalars was called, but amp has not been initialized"):
+        amp.debug.scalars()
+    model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=4.0, num_losses=2)
+    assert amp.debug.scalars() == {
+        "amp/loss_scale0": 4.0,
+        "amp/loss_scale1": 4.0,
+        "amp/skipped_steps": 0.0,
+        "amp/skips_in_a_row": 0.0,
+    }
+    for factor in (1.0, math.inf, math.inf):
+        optimizer.zero_grad()
+        with amp.scale_loss(model.loss() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        r = amp.debug.gradient_range(optimizer)
+        optimizer.step()
+    found = amp.debug.scalars(r)
+    assert all(type(value) is float for value in found.values())
+    assert (found["amp/loss_scale0"], found["amp/loss_scale1"]) == (1.0, 4.0)
+    assert (found["amp/skipped_steps"], found["amp/skips_in_a_row"]) == (2.0, 2.0)
+    assert found["amp/gradients_not_finite"] == 1.0
+    assert "amp/gradients_lost" not in found
+    with pytest.raises(TypeError, match="gradients must be what gradient_range returns, got dict"):
+        amp.debug.scalars({})
