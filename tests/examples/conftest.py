@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 NETWORKS = Path(__file__).parent / "networks"
 # Names that the folders of examples have in common.
-SHARED_NAMES = ("main", "train", "data", "models")
+SHARED_NAMES = ("main", "train", "data", "model", "models")
 
 
 @pytest.fixture
