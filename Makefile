@@ -131,6 +131,7 @@ types: setup-dev
 DISTRIBUTED := $(addprefix tests/distributed/test_,data_parallel.py restart.py)
 ON_NPU := tests/amp $(DISTRIBUTED) tests/fp16_utils tests/normalization tests/scripts \
     tests/parallel/test_larc.py tests/fusion/test_host_copy.py \
+    $(addprefix tests/examples/test_,imagenet.py gan.py language_model.py) \
     $(addprefix tests/optimizers/test_,capture.py fused_optimizers.py random_programs.py unusual_use.py novograd.py failures.py)
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
 
@@ -171,7 +172,11 @@ test-torch-npu: setup-torch-npu
 # Inside of the training frameworks. A test skips where its framework is missing.
 QUICK_HOSTS := ignite lightning timm
 HOST_TESTS = $(if $(filter all newest,$(HOSTS)),,$(wildcard $(patsubst %,tests/integrations/test_%.py,$(HOSTS))))
-RUN_IN_HOSTS = '$(VENV_HOSTS)/bin/python' -m pytest -q -n $(WORKERS) --dist worksteal $(or $(HOST_TESTS),tests/integrations)
+# Those of examples that need what a framework brings.
+EXAMPLES_IN_HOSTS = $(if $(filter all newest transformers,$(HOSTS)),tests/examples/test_bert.py) \
+    $(if $(filter all newest timm,$(HOSTS)),tests/examples/test_imagenet.py::test_its_resnets_are_torchvisions)
+RUN_IN_HOSTS = '$(VENV_HOSTS)/bin/python' -m pytest -q -n $(WORKERS) --dist worksteal \
+    $(or $(HOST_TESTS),tests/integrations) $(EXAMPLES_IN_HOSTS)
 
 test-hosts: setup-hosts $(if $(filter all,$(HOSTS)),setup-hosts-transformers4)
 	@echo '==> tests inside of training frameworks'

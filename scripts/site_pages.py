@@ -24,6 +24,7 @@ PAGES = (
     "docs/*",
     "benchmarks/README.md",
     "benchmarks/results/*.png",
+    "examples/*/README.md",
     "patch/README.md",
     "scripts/docker/README.md",
 )

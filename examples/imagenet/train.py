@@ -1,0 +1,259 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The training that main.py's options ask for. Start reading at ``run``."""
+
+import inspect
+import math
+import os
+import shutil
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from data import make_loaders
+from models import create_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from apex_npu import amp, optimizers
+from apex_npu.parallel import convert_syncbn_model
+
+
+def run(args: Namespace) -> None:
+    """Train, validate, save; or with --evaluate validate alone."""
+    device = set_up_device(args)
+    if args.export:
+        check_exporter()
+    train_loader, val_loader, num_classes = make_loaders(args)
+    torch.backends.cudnn.deterministic = args.deterministic
+    torch.backends.cudnn.benchmark = not args.deterministic
+    torch.manual_seed(args.seed)
+    model = create_model(args.arch, num_classes, args.pretrained)
+    if args.sync_bn:
+        model = convert_syncbn_model(model)
+    model = model.to(device, memory_format=torch.channels_last if args.channels_last else torch.preserve_format)
+    model, optimizer = amp.initialize(
+        model,
+        make_optimizer(model, args),
+        opt_level=args.opt_level,
+        loss_scale=args.loss_scale,
+        keep_batchnorm_fp32=args.keep_batchnorm_fp32,
+        combine_grad=args.combine_grad or None,
+        combine_ddp=(args.combine_ddp and dist.is_initialized()) or None,
+        fuse_unscale=args.fuse_unscale or None,
+    )
+    best = load_checkpoint(args, model, optimizer) if args.resume else 0.0
+    # Buffers are averaged before each validation, see average_buffers.
+    averaged_by_ddp = dist.is_initialized() and not args.combine_ddp and not args.evaluate
+    parallel = DistributedDataParallel(model, broadcast_buffers=False) if averaged_by_ddp else model
+
+    if args.evaluate:
+        validate(model, val_loader, device)
+    else:
+        for epoch in range(args.start_epoch, args.epochs):
+            train_epoch(parallel, optimizer, train_loader, epoch, args, device)
+            average_buffers(model)
+            accuracy = validate(model, val_loader, device)
+            is_best, best = accuracy > best, max(accuracy, best)
+            if is_first_process():
+                save_checkpoint(args, model, optimizer, epoch + 1, best, is_best)
+    if args.export and is_first_process():
+        export(model, args, device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# --- set-up ----------------------------------------------------------------------------------------------------------
+
+
+def set_up_device(args: Namespace) -> torch.device:
+    """This process's device; under torchrun the processes find each other as well."""
+    there = [kind for kind in ("npu", "cuda") if hasattr(torch, kind) and getattr(torch, kind).is_available()]
+    kind = (there or ["cpu"])[0] if args.device == "auto" else args.device
+    if kind not in ("cpu", *there):
+        raise SystemExit(f"--device {kind}: torch {torch.__version__} sees no such device; use cpu or auto")
+    device = torch.device(kind)
+    if kind != "cpu":
+        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", args.gpu or 0)))
+        torch.get_device_module(device).set_device(device)
+    if "LOCAL_RANK" in os.environ:
+        dist.init_process_group({"npu": "hccl", "cuda": "nccl"}.get(kind, "gloo"))
+    return device
+
+
+def is_first_process() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def make_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
+    """The optimizer by its name, with those of the options that it has."""
+    kind = getattr(optimizers, args.optimizer, None) or getattr(torch.optim, args.optimizer, None)
+    if not isinstance(kind, type) or not issubclass(kind, Optimizer):
+        names = ", ".join(name for name in optimizers.__all__ if "Fused" in name)
+        raise SystemExit(f"--optimizer {args.optimizer}: neither in torch.optim nor one of {names}")
+    options = {"lr": args.lr, "weight_decay": args.weight_decay}
+    if "momentum" in inspect.signature(kind).parameters:
+        options["momentum"] = args.momentum
+    return kind(model.parameters(), **options)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def train_epoch(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: DataLoader[Any],
+    epoch: int,
+    args: Namespace,
+    device: torch.device,
+) -> None:
+    """One pass over the images, whose order and augmentation follow from the seed and the number of the epoch."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.manual_seed(args.seed + 10_007 * (epoch + 1) + rank)
+    loader.sampler.set_epoch(epoch)
+    model.train()
+    memory_format = torch.channels_last if args.channels_last else torch.preserve_format
+    sums, images_seen = torch.zeros(3, device=device), 0
+    bar, last_line = progress_bar(loader, f"epoch {epoch}"), (0, time.perf_counter())
+    for step, (images, targets) in enumerate(bar):
+        lr = learning_rate(epoch * len(loader) + step, len(loader), args)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        images = images.to(device, non_blocking=True, memory_format=memory_format)
+        targets = targets.to(device, non_blocking=True)
+
+        outputs = model(images)
+        loss = F.cross_entropy(outputs, targets, label_smoothing=args.label_smoothing)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+        images_seen += len(targets)
+        sums += measure(loss.detach(), outputs.detach(), targets)
+        if (step + 1) % args.print_freq == 0 or step + 1 == len(loader):
+            loss_mean, top1, top5 = (sums / images_seen).tolist()  # here the host waits for the device
+            speed = world * (images_seen - last_line[0]) / (time.perf_counter() - last_line[1])
+            last_line = images_seen, time.perf_counter()
+            text = f"loss {loss_mean:.4f}  top-1 {top1:.2%}  top-5 {top5:.2%}  lr {lr:.4g}  {speed:.0f} images/s"
+            if hasattr(bar, "set_postfix_str"):
+                bar.set_postfix_str(text)
+            elif rank == 0:
+                print(f"epoch {epoch} [{step + 1}/{len(loader)}]  {text}", flush=True)
+
+
+def learning_rate(step: int, steps_per_epoch: int, args: Namespace) -> float:
+    """A function of the step alone, so that a resumed run needs no scheduler's state."""
+    warmup, total = args.warmup_epochs * steps_per_epoch, args.epochs * steps_per_epoch
+    if step < warmup:
+        return args.lr * min((step + 1) / warmup, 1.0)
+    if args.schedule == "step":
+        return args.lr * 0.1 ** (step // steps_per_epoch // 30)
+    return args.lr * (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) / 2
+
+
+@torch.no_grad()
+def validate(model: nn.Module, loader: DataLoader[Any], device: torch.device) -> float:
+    """The top-1 accuracy over all images, of which each process sees a part."""
+    model.eval()
+    sums = torch.zeros(4, device=device)  # loss, top-1, top-5, images
+    for images, targets in progress_bar(loader, "validation"):
+        targets = targets.to(device, non_blocking=True)
+        outputs = model(images.to(device, non_blocking=True)).float()
+        sums[:3] += measure(F.cross_entropy(outputs, targets), outputs, targets)
+        sums[3] += len(targets)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    loss, top1, top5 = (sums[:3] / sums[3]).tolist()
+    if is_first_process():
+        print(f"validation  loss {loss:.4f}  top-1 {top1:.2%}  top-5 {top5:.2%}", flush=True)
+    return top1
+
+
+def measure(loss: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Sums over the batch: the loss, and how many images are right at first, and among the first five."""
+    right = outputs.topk(min(5, outputs.size(1))).indices == targets[:, None]
+    return torch.stack([loss.float() * len(targets), right[:, 0].sum(), right.sum()])
+
+
+def average_buffers(model: nn.Module) -> None:
+    """Batch norms have seen other images on each process: validation, and the checkpoint, take the average."""
+    if dist.is_initialized():
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer)
+                buffer /= dist.get_world_size()
+
+
+def progress_bar(loader: DataLoader[Any], label: str) -> Iterable[Any]:
+    """With tqdm on a terminal, else the loader itself."""
+    if sys.stderr.isatty() and is_first_process():
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return loader
+        return tqdm(loader, desc=label, dynamic_ncols=True)
+    return loader
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    args: Namespace, model: nn.Module, optimizer: Optimizer, epoch: int, best: float, is_best: bool
+) -> None:
+    """What --resume needs, in a file that is complete at any time; a copy of it if it is the best so far."""
+    state = {
+        "arch": args.arch,
+        "epoch": epoch,
+        "best_acc1": best,
+        "state_dict": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "amp": amp.state_dict(),
+    }
+    path = args.output / "checkpoint.pth.tar"
+    new = path.with_suffix(".new")
+    torch.save(state, new)
+    os.replace(new, path)
+    if is_best:
+        shutil.copyfile(path, args.output / "model_best.pth.tar")
+
+
+def load_checkpoint(args: Namespace, model: nn.Module, optimizer: Optimizer) -> float:
+    """Load what save_checkpoint has written; the best accuracy until then."""
+    state = torch.load(args.resume, map_location="cpu", weights_only=True)
+    if state["arch"] != args.arch:
+        raise SystemExit(f"--resume {args.resume}: a checkpoint of --arch {state['arch']}, this is {args.arch}")
+    model.load_state_dict(state["state_dict"])
+    if not args.evaluate:
+        optimizer.load_state_dict(state["optimizer"])
+        amp.load_state_dict(state["amp"])
+    args.start_epoch = state["epoch"]
+    if is_first_process():
+        print(f"{args.resume}: continuing after epoch {state['epoch']}, best top-1 {state['best_acc1']:.2%}")
+    return float(state["best_acc1"])
+
+
+def check_exporter() -> None:
+    """Say before the training, not after it, that the network cannot be exported."""
+    try:
+        import apex_npu.export  # noqa: F401
+    except ImportError as error:
+        raise SystemExit(f"--export: {error}") from error
+
+
+def export(model: nn.Module, args: Namespace, device: torch.device) -> None:
+    """Write the network in float32, as it is validated."""
+    from apex_npu.export import to_onnx
+
+    model.eval()
+    to_onnx(model, (torch.randn(1, 3, args.image_size, args.image_size, device=device),), args.export)
+    print(f"{args.export}: written")

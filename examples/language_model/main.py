@@ -1,0 +1,90 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Trains a small transformer that continues a text, letter by letter, in mixed precision, and lets it write.
+
+    python main.py book.txt --opt-level O5 --combine-grad --checkpoint book.pt
+    python main.py book.txt --opt-level O5 --combine-grad --checkpoint book.pt --resume
+    python main.py book.txt --checkpoint book.pt --resume --sample-only --prompt "Once upon" --sample 500
+
+This file has the options; train.py has the training, model.py the transformer.
+"""
+
+import argparse
+from pathlib import Path
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Train a small transformer on a text file in mixed precision.")
+    add = parser.add_argument
+    add("text", type=Path, help="a text file in UTF-8; its last tenth is for validation")
+    add("--steps", type=int, default=5000, metavar="N", help="how many in all (default %(default)s)")
+    add("-b", "--batch-size", type=int, default=64, metavar="N", help="sequences a step (default %(default)s)")
+    add("--accumulate", type=int, default=1, metavar="N", help="parts that a batch is cut into, one after the other")
+    add("--interval", type=int, default=250, metavar="N", help="steps between validations (default %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="of weights, batches and dropout (default %(default)s)")
+    add("--device", choices=["auto", "cpu", "cuda", "npu"], default="auto", help="default: the one that there is")
+    add("--compile", action="store_true", help="compile the model with torch.compile")
+    add("--checkpoint", type=Path, metavar="FILE", help="write it after each validation")
+    add("--resume", action="store_true", help="continue from the file of --checkpoint, bit for bit")
+
+    model = parser.add_argument_group("model")
+    add = model.add_argument
+    add("--layers", type=int, default=6, metavar="N", help="default %(default)s")
+    add("--heads", type=int, default=6, metavar="N", help="of attention (default %(default)s)")
+    add("--width", type=int, default=384, metavar="N", help="of a letter's vector (default %(default)s)")
+    add("--context", type=int, default=256, metavar="N", help="letters that the model sees (default %(default)s)")
+    add("--dropout", type=float, default=0.2, metavar="P", help="default %(default)s")
+
+    recipe = parser.add_argument_group("optimization: AdamW, warm-up, cosine")
+    add = recipe.add_argument
+    add("--lr", type=float, default=1e-3, help="the highest learning rate; it ends at a tenth (default %(default)s)")
+    add("--warmup", type=int, default=100, metavar="N", help="steps (default %(default)s)")
+    add(
+        "--wd", "--weight-decay", type=float, default=0.1, dest="weight_decay", help="of matrices (default %(default)s)"
+    )
+    add("--clip", type=float, default=1.0, metavar="NORM", help="of all gradients (default %(default)s)")
+
+    mixed = parser.add_argument_group("mixed precision (docs/amp.md)")
+    add = mixed.add_argument
+    levels = ["O0", "O1", "O2", "O3", "O4", "O5"]
+    add("--opt-level", choices=levels, default="O4", help="default %(default)s; O4, O5: bfloat16")
+    add("--loss-scale", metavar="SCALE", help="'dynamic' or a number; default: the level's")
+    add("--combine-grad", action="store_true", help="gradients in one flat buffer")
+
+    sample = parser.add_argument_group("what it writes at the end")
+    add = sample.add_argument
+    add("--sample", type=int, default=200, metavar="N", help="letters (default %(default)s; 0: none)")
+    add("--sample-only", action="store_true", help="do not train")
+    add("--prompt", default="\n", metavar="TEXT", help="what it continues")
+    add("--temperature", type=float, default=0.8, metavar="T", help="above 1: more surprising (default %(default)s)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    for option in ("steps", "batch_size", "accumulate", "interval", "layers", "heads", "context"):
+        if getattr(args, option) < 1:
+            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: a number from 1 on is expected")
+    if not args.text.is_file():
+        parser.error(f"{args.text}: there is no such file")
+    if args.batch_size % args.accumulate:
+        parser.error(f"--accumulate {args.accumulate}: --batch-size {args.batch_size} is no multiple of it")
+    if args.width % args.heads:
+        parser.error(f"--width {args.width}: no multiple of --heads {args.heads}")
+    if not args.prompt:
+        parser.error("--prompt: a letter at least is expected")
+    if args.temperature <= 0:
+        parser.error(f"--temperature {args.temperature}: a number above 0 is expected")
+    if (args.resume or args.sample_only) and not (args.checkpoint and args.checkpoint.is_file()):
+        parser.error("--resume and --sample-only read the file of --checkpoint: name one that exists")
+    if args.checkpoint and not args.checkpoint.parent.is_dir():
+        parser.error(f"--checkpoint {args.checkpoint}: {args.checkpoint.parent} is no folder; create it first")
+
+    from train import run  # torch takes seconds to import: --help and wrong options do not wait for it
+
+    run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The training that main.py's options ask for. Start reading at ``run``."""
+
+import math
+import os
+import time
+from argparse import Namespace
+from dataclasses import dataclass
+
+import torch
+from model import LanguageModel
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from apex_npu import amp, optimizers
+
+
+def run(args: Namespace) -> None:
+    """Train and save; then write some text."""
+    device = find_device(args.device)
+    text = Text.read(args)
+    prompt = text.encode(args.prompt)
+    torch.manual_seed(args.seed)
+    model = LanguageModel(
+        len(text.letters),
+        layers=args.layers,
+        heads=args.heads,
+        width=args.width,
+        context=args.context,
+        dropout=args.dropout,
+    ).to(device)
+    optimizer = make_optimizer(model, args)
+    model, optimizer = amp.initialize(
+        model,
+        optimizer,
+        opt_level=args.opt_level,
+        loss_scale=args.loss_scale,
+        combine_grad=args.combine_grad or None,
+    )
+    first = 0
+    if args.resume or args.sample_only:
+        state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+        if state["letters"] != text.letters:
+            raise SystemExit(f"--checkpoint {args.checkpoint}: it was trained on a text with other letters")
+        model.load_state_dict(state["model"])
+        if not args.sample_only:
+            optimizer.load_state_dict(state["optimizer"])
+            amp.load_state_dict(state["amp"])
+            first = state["step"]
+
+    if not args.sample_only:
+        train(model, optimizer, text, first, args, device)
+    if args.sample:
+        torch.manual_seed(args.seed)
+        print(sample(model, text, prompt, args, device))
+
+
+def train(
+    model: LanguageModel,
+    optimizer: torch.optim.Optimizer,
+    text: "Text",
+    first: int,
+    args: Namespace,
+    device: torch.device,
+) -> None:
+    """From step ``first`` to the last one."""
+    compiled = torch.compile(model) if args.compile else model
+    since = time.perf_counter()
+    for step in range(first, args.steps):
+        # The batch and the dropout of a step follow from its number: a resumed run draws what this one does.
+        torch.manual_seed(args.seed + 1 + step)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args)
+        model.train()
+        optimizer.zero_grad()
+        inputs, targets = text.batch("train", args.batch_size, device)
+        parts = list(zip(inputs.chunk(args.accumulate), targets.chunk(args.accumulate), strict=True))
+        mean = torch.zeros((), device=device)
+        for number, (part, part_targets) in enumerate(parts, 1):
+            loss = next_token_loss(compiled(part), part_targets) / args.accumulate
+            # Gradients of parts are added up as backward makes them, and unscaled once.
+            with amp.scale_loss(loss, optimizer, delay_unscale=number < args.accumulate) as scaled_loss:
+                scaled_loss.backward()
+            mean += loss.detach()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.clip)
+        optimizer.step()
+
+        if (step + 1) % args.interval == 0 or step + 1 == args.steps:
+            tokens = args.interval * args.batch_size * args.context
+            print(
+                f"step {step + 1}  loss {mean.item():.4f}  validation {validate(model, text, args, device):.4f}  "
+                f"{tokens / (time.perf_counter() - since):.0f} letters/s",
+                flush=True,
+            )
+            if args.checkpoint:
+                save(model, optimizer, text, step + 1, args)
+            since = time.perf_counter()
+
+
+def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
+    """AdamW, with weight decay for matrices, and none for biases and norms."""
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return optimizers.NpuFusedAdamW(groups, lr=args.lr, betas=(0.9, 0.99))
+
+
+def learning_rate(step: int, args: Namespace) -> float:
+    """Rises for --warmup steps, then falls along a cosine to a tenth."""
+    if step < args.warmup:
+        return args.lr * (step + 1) / args.warmup
+    progress = (step - args.warmup) / (args.steps - args.warmup)
+    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """In float32 at all levels."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def validate(model: LanguageModel, text: "Text", args: Namespace, device: torch.device) -> float:
+    """The mean loss of some batches, which are the same each time."""
+    model.eval()
+    torch.manual_seed(args.seed)
+    losses = []
+    for _ in range(10):
+        inputs, targets = text.batch("validation", args.batch_size // args.accumulate, device)
+        losses.append(next_token_loss(model(inputs), targets))
+    return torch.stack(losses).mean().item()
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, text: "Text", step: int, args: Namespace) -> None:
+    """Write a checkpoint, which is complete at any time."""
+    state = {
+        "step": step,
+        "letters": text.letters,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "amp": amp.state_dict(),
+    }
+    new = args.checkpoint.with_name(f"{args.checkpoint.name}.new")
+    torch.save(state, new)
+    os.replace(new, args.checkpoint)
+
+
+@torch.no_grad()
+def sample(model: LanguageModel, text: "Text", prompt: Tensor, args: Namespace, device: torch.device) -> str:
+    """The prompt, and what the model makes of it, letter by letter."""
+    model.eval()
+    tokens = prompt[None].to(device)
+    for _ in range(args.sample):
+        logits = model(tokens[:, -args.context :])[:, -1].float() / args.temperature
+        tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1)], dim=1)
+    return "".join(text.letters[token] for token in tokens[0].tolist())
+
+
+@dataclass
+class Text:
+    """A text as numbers of letters."""
+
+    letters: list[str]
+    parts: dict[str, Tensor]
+    context: int
+
+    @classmethod
+    def read(cls, args: Namespace) -> "Text":
+        try:
+            content = args.text.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise SystemExit(f"{args.text}: no text in UTF-8 ({error})") from error
+        text = cls(sorted({*content, "\n"}), {}, args.context)
+        tokens = text.encode(content)
+        border = len(tokens) * 9 // 10
+        text.parts = {"train": tokens[:border], "validation": tokens[border:]}
+        if len(tokens) - border <= args.context:
+            raise SystemExit(f"{args.text}: a tenth of it is to have more than --context {args.context} letters")
+        return text
+
+    def encode(self, string: str) -> Tensor:
+        numbers = {letter: number for number, letter in enumerate(self.letters)}
+        if unknown := set(string) - numbers.keys():
+            raise SystemExit(f"--prompt: the text has no {', '.join(map(repr, sorted(unknown)))}")
+        return torch.tensor([numbers[letter] for letter in string])
+
+    def batch(self, part: str, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Sequences from random places, and the same ones a letter later."""
+        tokens = self.parts[part]
+        starts = torch.randint(len(tokens) - self.context, (size, 1))
+        places = starts + torch.arange(self.context)
+        return tokens[places].to(device), tokens[places + 1].to(device)
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name, or the one that there is."""
+    there = [kind for kind in ("npu", "cuda") if hasattr(torch, kind) and getattr(torch, kind).is_available()]
+    if name not in ("auto", "cpu", *there):
+        raise SystemExit(f"--device {name}: torch {torch.__version__} sees no such device; use cpu or auto")
+    return torch.device((there or ["cpu"])[0] if name == "auto" else name)

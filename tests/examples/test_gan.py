@@ -1,0 +1,146 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""examples/gan: what it generates comes to resemble its data; it computes what plain torch does, and resumes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devices import DEVICE
+from torch.nn import functional as F
+
+SMALL = ["--width", "8", "--lr", "2e-3"]
+
+
+@pytest.fixture
+def main(example, monkeypatch):
+    """examples/gan/main.py, with fewer images."""
+    module = example("gan")
+    import train
+
+    load_images = train.load_images
+    monkeypatch.setattr(train, "load_images", lambda data: load_images(data)[:256])
+    return module
+
+
+@pytest.fixture
+def run(main, tmp_path):
+    def run_here(*options: str, save=tmp_path / "gan.pt") -> dict:
+        main.main([*SMALL, "--device", DEVICE.type, "--save", str(save), *options])
+        return torch.load(save, weights_only=True)
+
+    return run_here
+
+
+def level(name: str, *options: str, quick: bool = False):
+    return pytest.param(
+        ["--opt-level", name, *options], id=" ".join([name, *options]), marks=[] if quick else pytest.mark.slow
+    )
+
+
+LEVELS = [level("O0"), level("O1"), level("O2", "--combine-grad"), level("O5")]
+
+
+def error_of_mean(state: dict) -> float:
+    """The distance of the mean generated image from the mean image of the data, per pixel."""
+    import train
+
+    generator = train.Generator(8)
+    generator.load_state_dict(state["generator"])
+    torch.manual_seed(5)
+    images = generator(torch.randn(256, train.NOISE, 1, 1))
+    return (images.mean(0) - train.load_images("discs").mean(0)).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("options", LEVELS)
+def test_generated_images_come_to_resemble_the_data(run, options):
+    untrained = error_of_mean(run("--lr", "0", "--epochs", "1", *options))
+    trained = error_of_mean(run("--epochs", "9", *options))
+    assert trained < 0.75 * untrained
+
+
+def test_each_loss_has_a_scale_of_its_own(run, losses):
+    state = run("--epochs", "1", "--opt-level", "O1")
+    assert sorted(state["amp"]) == ["loss_scaler0", "loss_scaler1", "loss_scaler2"]
+    assert len(losses) == 3 * 4
+
+
+def test_losses_of_o0_are_those_of_plain_torch(run, losses):
+    import train
+
+    state = run("--epochs", "2", "--opt-level", "O0", "--combine-grad")
+    torch.manual_seed(0)
+    generator, discriminator = train.Generator(8).to(DEVICE), train.Discriminator(8).to(DEVICE)
+    options = {"lr": 2e-3, "betas": (0.5, 0.999)}
+    optimizer_g = torch.optim.Adam(generator.parameters(), **options)
+    optimizer_d = torch.optim.Adam(discriminator.parameters(), **options)
+    images = train.load_images("discs").to(DEVICE)
+    ones, zeros = torch.ones(64, device=DEVICE), torch.zeros(64, device=DEVICE)
+    expected = []
+    for epoch in range(2):
+        torch.manual_seed(10_007 * (epoch + 1))
+        for batch in torch.randperm(256).split(64):
+            fake = generator(torch.randn(64, train.NOISE, 1, 1, device=DEVICE))
+            loss_real = F.binary_cross_entropy_with_logits(discriminator(images[batch.to(DEVICE)]), ones)
+            loss_fake = F.binary_cross_entropy_with_logits(discriminator(fake.detach()), zeros)
+            optimizer_d.zero_grad()
+            (loss_real + loss_fake).backward()
+            optimizer_d.step()
+            loss_g = F.binary_cross_entropy_with_logits(discriminator(fake), ones)
+            optimizer_g.zero_grad()
+            loss_g.backward()
+            optimizer_g.step()
+            expected += [loss_real.item(), loss_fake.item(), loss_g.item()]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    assert state["epoch"] == 2
+
+
+@pytest.mark.parametrize("options", [level("O0"), level("O1"), level("O2", "--combine-grad", quick=True), level("O5")])
+def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(run, losses, tmp_path, options):
+    expected = run("--epochs", "2", *options)
+    expected_losses = losses.copy()
+    losses.clear()
+    stopped = tmp_path / "stopped.pt"
+    run("--epochs", "1", *options, save=stopped)
+    torch.manual_seed(1234)  # a new process has another state of random numbers
+    actual = run("--epochs", "2", *options, "--resume", str(stopped), save=stopped)
+    assert losses == expected_losses
+    assert actual["amp"] == expected["amp"]
+    for model in ("generator", "discriminator"):
+        for name, value in expected[model].items():
+            assert torch.equal(actual[model][name], value), name
+    for optimizer in ("optimizer_g", "optimizer_d"):
+        for number, state in expected[optimizer]["state"].items():
+            for name, value in state.items():
+                assert torch.equal(actual[optimizer]["state"][number][name], value), name
+
+
+def test_digits_and_a_picture(run, tmp_path):
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    pytest.importorskip("PIL", reason="pillow is not installed")
+    path = tmp_path / "samples.png"
+    run("--epochs", "1", "--data", "digits", "--image", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--batch-size", "300"], "--batch-size 300: there are only 256 images"),
+        (["--epochs", "0"], "--epochs 0: a number from 1 on is expected"),
+        (["--resume", "no-such-file"], "--resume no-such-file: there is no such file"),
+        (["--image", "no/such/folder.png"], "--image no/such/folder.png: no/such is no folder"),
+        (["--device", "cuda" if DEVICE.type != "cuda" else "npu"], "sees no such device; use cpu or auto"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_option_is_named(run, capsys, options, words):
+    with pytest.raises(SystemExit) as refusal:
+        run(*options)
+    assert words in f"{refusal.value}{capsys.readouterr().err}"
+
+
+def test_help_does_not_import_torch(start_example):
+    done = start_example("gan/main.py", "--help", before="sys.modules['torch'] = None")
+    assert done.returncode == 0, done.stderr
+    assert "--opt-level" in done.stdout

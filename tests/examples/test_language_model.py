@@ -1,0 +1,203 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""examples/language_model: it learns, computes what plain torch does, resumes bit for bit, and writes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+
+import pytest
+import torch
+from devices import DEVICE
+from torch.nn import functional as F
+
+TINY = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "8", "-b", "8", "--warmup", "4", "--lr", "0.02"]
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """Words in a random order: what follows within a word can be learnt."""
+    words = random.Random(0).choices(["apple", "bread", "cider", "dates"], k=400)
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(" ".join(words), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def main(example):
+    return example("language_model")
+
+
+@pytest.fixture
+def run(main, text, tmp_path):
+    def run_here(*options: str, checkpoint=tmp_path / "model.pt") -> dict:
+        main.main([*TINY, "--device", DEVICE.type, "--checkpoint", str(checkpoint), *options, str(text)])
+        return torch.load(checkpoint, weights_only=True)
+
+    return run_here
+
+
+def level(name: str, *options: str, quick: bool = False):
+    return pytest.param(
+        ["--opt-level", name, *options], id=" ".join([name, *options]), marks=[] if quick else pytest.mark.slow
+    )
+
+
+LEVELS = [
+    level("O0"),
+    level("O1", "--accumulate", "2"),
+    level("O2", "--combine-grad", "--accumulate", "2"),
+    level("O4", "--combine-grad"),
+    level("O5", "--combine-grad", "--accumulate", "2", quick=True),
+]
+
+
+@pytest.mark.parametrize("options", LEVELS)
+def test_it_learns_and_writes(run, losses, capsys, options):
+    run("--steps", "60", "--interval", "30", "--dropout", "0", "--sample", "40", "--prompt", "cid", *options)
+    parts = 2 if "--accumulate" in options else 1
+    assert len(losses) == 60 * parts
+    assert sum(losses[-5 * parts :]) < 0.6 * sum(losses[: 5 * parts])
+    lines = capsys.readouterr().out.splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == ["30", "60"]
+    assert float(steps[1].split()[5]) < 1.8  # of log(16) = 2.8
+    written = lines[-1]
+    assert len(written) == 43
+    assert written.startswith("cid")
+    assert set(written) <= set("apple bread cider dates")
+
+
+def test_losses_of_o0_are_those_of_plain_torch(main, run, losses, text, monkeypatch):
+    import train
+
+    initial = []
+
+    def create_and_keep(*args, **kwargs):
+        initial.append(copy.deepcopy(model := create(*args, **kwargs)))
+        return model
+
+    create = train.LanguageModel
+    monkeypatch.setattr(train, "LanguageModel", create_and_keep)
+    options = ["--steps", "12", "--opt-level", "O0", "--combine-grad"]
+    run(*options)
+
+    letters = sorted({*text.read_text(), "\n"})
+    tokens = torch.tensor([letters.index(letter) for letter in text.read_text()])[: len(text.read_text()) * 9 // 10]
+    model = initial[0].to(DEVICE)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.99))
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 4, total_iters=3)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8, eta_min=0.002)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[4])
+    expected = []
+    for step in range(12):
+        torch.manual_seed(1 + step)
+        starts = torch.randint(len(tokens) - 8, (8, 1)).flatten().tolist()
+        inputs = torch.stack([tokens[start : start + 8] for start in starts]).to(DEVICE)
+        targets = torch.stack([tokens[start + 1 : start + 9] for start in starts]).to(DEVICE)
+        loss = F.cross_entropy(model(inputs).transpose(1, 2), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        expected.append(loss.item())
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("options", [level("O0"), *LEVELS[1:]])
+def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(run, main, losses, tmp_path, monkeypatch, options):
+    import train
+
+    options = ["--steps", "8", "--interval", "5", "--sample", "0", *options]
+    expected = run(*options)
+    expected_losses = losses.copy()
+    losses.clear()
+
+    class Stopped(Exception):
+        pass
+
+    save = train.save
+
+    def save_and_stop(*args):
+        save(*args)
+        raise Stopped
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train, "save", save_and_stop)
+        with pytest.raises(Stopped):
+            run(*options, checkpoint=tmp_path / "stopped.pt")
+    torch.manual_seed(1234)  # a new process has another state of random numbers
+    actual = run(*options, "--resume", checkpoint=tmp_path / "stopped.pt")
+    assert losses == expected_losses
+    assert actual["amp"] == expected["amp"]
+    for name, value in expected["model"].items():
+        assert torch.equal(actual["model"][name], value), name
+    for number, state in expected["optimizer"]["state"].items():
+        for name, value in state.items():
+            assert torch.equal(actual["optimizer"]["state"][number][name], value), name
+
+
+@pytest.mark.slow
+def test_a_compiled_model_computes_the_same(run, losses, monkeypatch):
+    # Without the compiler of C++, which takes its time.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    options = ["--steps", "4", "--dropout", "0", "--sample", "0", "--opt-level", "O5"]
+    run(*options)
+    expected = losses.copy()
+    losses.clear()
+    run(*options, "--compile")
+    assert losses == pytest.approx(expected, rel=2e-2)
+
+
+def test_a_trained_model_writes_without_training(run, main, losses, capsys):
+    run("--steps", "2", "--sample", "0", "--opt-level", "O4")
+    capsys.readouterr()
+    losses.clear()
+    texts = []
+    for _ in range(2):
+        run("--sample-only", "--sample", "20", "--opt-level", "O4")
+        texts.append(capsys.readouterr().out.splitlines()[-1])
+    assert texts[0] == texts[1]
+    assert losses == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--context", "1000"], "a tenth of it is to have more than --context 1000 letters"),
+        (["--prompt", "Zürich", "--steps", "1"], "--prompt: the text has no 'Z', 'h', 'ü'"),
+        (["--prompt", ""], "--prompt: a letter at least is expected"),
+        (["--width", "15"], "--width 15: no multiple of --heads 2"),
+        (["--accumulate", "3"], "--accumulate 3: --batch-size 8 is no multiple of it"),
+        (["--temperature", "0"], "--temperature 0.0: a number above 0 is expected"),
+        (["--resume"], "name one that exists"),
+        (["--steps", "0"], "--steps 0: a number from 1 on is expected"),
+        (["--device", "cuda" if DEVICE.type != "cuda" else "npu"], "sees no such device; use cpu or auto"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_option_is_named(run, losses, capsys, options, words):
+    with pytest.raises(SystemExit) as refusal:
+        run(*options)
+    assert words in f"{refusal.value}{capsys.readouterr().err}"
+    assert losses == []
+
+
+def test_a_checkpoint_of_another_text_is_refused(run, main, text, tmp_path):
+    run("--steps", "1", "--sample", "0")
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text().upper(), encoding="utf-8")
+    with pytest.raises(SystemExit, match="a text with other letters"):
+        main.main([*TINY, "--device", DEVICE.type, "--checkpoint", str(tmp_path / "model.pt"), "--resume", str(other)])
+
+
+def test_help_does_not_import_torch(start_example):
+    done = start_example("language_model/main.py", "--help", before="sys.modules['torch'] = None")
+    assert done.returncode == 0, done.stderr
+    assert "--temperature" in done.stdout
