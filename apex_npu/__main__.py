@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from apex_npu.compat import install_as_apex
 from apex_npu.compat.pipeline.command_line import Argument, Command, parser_of, split_rest
 from apex_npu.compat.pipeline.commands import PATCH
-from apex_npu.convert.command import CONVERT
 from apex_npu.doctor.command import DOCTOR
+from apex_npu.export.command import CONVERT
 from apex_npu.migrate.command import MIGRATE
 
 PROGRAM = "python -m apex_npu"

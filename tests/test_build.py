@@ -4,6 +4,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import apex_npu
 
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("setuptools")
@@ -24,7 +27,7 @@ def setup_py(monkeypatch):
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name in ("APEX_NPU_NO_EXT", "CXX", "DEBUG"):
+    for name in ("APEX_NPU_NO_EXT", "APEX_NPU_WHEEL", "CXX", "DEBUG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(ROOT)
     return module
@@ -49,7 +52,7 @@ def test_sources_are_relative(setup_py):
 def test_skipped_on_request(setup_py, monkeypatch, capsys, value):
     monkeypatch.setenv("APEX_NPU_NO_EXT", value)
     monkeypatch.setattr(sys, "argv", ["setup.py", "bdist_wheel"])
-    assert setup_py.options() == {}
+    assert setup_py.options() == {"version": apex_npu.__version__}
     assert capsys.readouterr().out == "apex_npu: no C++ extension, pure torch instead: APEX_NPU_NO_EXT is set.\n"
 
 
@@ -84,7 +87,34 @@ def test_skipped_without_python_headers(setup_py, monkeypatch, tmp_path):
 def test_metadata_needs_neither_torch_nor_a_compiler(setup_py, monkeypatch, command):
     monkeypatch.setattr(sys, "argv", ["setup.py", command])
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert setup_py.options() == {}
+    assert setup_py.options() == {"version": apex_npu.__version__}
+
+
+def test_a_wheel_to_be_published_is_named_for_its_torch(setup_py, monkeypatch):
+    monkeypatch.setenv("APEX_NPU_WHEEL", "1")
+    monkeypatch.setattr(setup_py, "skip_reason", lambda: None)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu126")
+    assert setup_py.version() == f"{apex_npu.__version__}+torch2.13.0.cu126"
+    monkeypatch.setattr(setup_py, "skip_reason", lambda: "no compiler")  # a wheel for any torch
+    assert setup_py.version() == apex_npu.__version__
+
+
+def test_wheels_are_built_for_the_pythons_that_are_tested():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no parser of TOML")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    pythons = re.findall(r"cp3(\d+)-manylinux_x86_64", project["tool"]["cibuildwheel"]["build"])
+    (matrix,) = re.findall(r'python: \["3\.10".*?\]', (ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8"))
+    assert re.findall(r"3\.(\d+)", matrix) == pythons
+    # The two homes of an exclusion, and of a version of a tool.
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    exclusions = "--exclude 'libtorch*.so' --exclude 'libc10*.so'"
+    assert exclusions in project["tool"]["cibuildwheel"]["repair-wheel-command"]
+    assert exclusions in makefile
+    for line in ("setuptools", "ninja"):
+        (pin,) = re.findall(
+            rf"^{line}==[\d.]+", (ROOT / "requirements-dev.txt").read_text(encoding="utf-8"), re.MULTILINE
+        )
+        assert pin in project["tool"]["cibuildwheel"]["before-build"]
 
 
 def test_missing_torch_is_said_with_the_way_out(setup_py, monkeypatch):

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import apex_npu
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CHINESE = (ROOT / "README.zh.md").read_text(encoding="utf-8")
@@ -45,3 +47,11 @@ def test_commands_are_two_targets_of_the_makefile():
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert commands.split("\n") == ["make demo", "make test", ""]
     assert {"demo", "test", "test-all"} <= set(targets)
+
+
+def test_the_changelog_begins_with_this_version_in_sections():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.split(r"^## ", text, flags=re.MULTILINE)[1]
+    assert newest.startswith(f"{apex_npu.__version__} ")
+    assert re.findall(r"^### (.*)$", newest, flags=re.MULTILINE) == ["Added", "Changed", "Fixed"]
+    assert re.findall(r"^(?!- |  \S|###|$).+", newest.partition("\n")[2], flags=re.MULTILINE) == []

@@ -64,6 +64,9 @@ NAMES: dict[str, str] = {
     "torch.distributed.checkpoint.state_dict._init_optim_state": "patched, so that optimizers with masters are refused",
     # Data loading
     "torch.utils.data._utils.worker._worker_loop": "patched, so that workers do not inherit ambient autocast",
+    # Containers
+    "torch.utils._pytree.tree_leaves": "torch.export puts the tensors of a model's results in this order",
+    "torch.utils._pytree.tree_map": "reaches the tensors of all containers that torch.export takes",
     # Modules
     "torch.nn.Module()._parameters": "a module's own parameters, with names, None included",
     "torch.nn.Module()._buffers": "a module's own buffers, with names, None included",
@@ -190,3 +193,17 @@ def data_worker() -> ModuleType:
     from torch.utils.data._utils import worker
 
     return worker
+
+
+def tree_leaves(value: Any) -> list[Any]:
+    """What is in the containers of ``value``, in the order of torch.export."""
+    from torch.utils._pytree import tree_leaves
+
+    return list(tree_leaves(value))
+
+
+def tree_map(change: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with ``change`` applied to what is in its containers."""
+    from torch.utils._pytree import tree_map
+
+    return tree_map(change, value)

@@ -75,6 +75,7 @@ MOVED = {
     "apex_npu.amp.submodule_cast": "apex_npu.autocast.submodule_cast",
     "apex_npu.beside_upstream": "apex_npu.compat.apex_hook",
     "apex_npu.contrib": "apex_npu.compat.contrib",
+    "apex_npu.convert": "apex_npu.export",
     "apex_npu.fusion.grad_reducer": "apex_npu.distributed.grad_reducer",
     "apex_npu.fp16_utils": "apex_npu.compat.fp16_utils",
     "apex_npu.multi_tensor_apply": "apex_npu.compat.multi_tensor_apply",

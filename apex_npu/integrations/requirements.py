@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import re
+from apex_npu.backends import requirements
 
 
 def require(integration: str, distribution: str, oldest: str) -> None:
@@ -19,22 +18,4 @@ def require(integration: str, distribution: str, oldest: str) -> None:
     Raises:
         ImportError: The framework is missing, or older.
     """
-    try:
-        found = importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        found = None
-    if found is None or _release(found) < _release(oldest):
-        there = "it is not installed" if found is None else f"{found} is installed"
-        raise ImportError(
-            f"apex_npu.integrations.{integration} needs {distribution} >= {oldest} ({there}): "
-            f'pip install "apex-npu[{integration}]"'
-        )
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """The numbers that ``version`` begins with; what follows (``rc1``, ``.dev0``) does not count."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    numbers = [] if match is None else list(map(int, match[0].split(".")))
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
+    requirements.require(f"apex_npu.integrations.{integration}", integration, distribution, oldest)

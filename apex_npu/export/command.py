@@ -22,9 +22,9 @@ def _run(options: argparse.Namespace) -> int:
     if out is not None and out.exists() and not options.force:
         return _fail(f"--out {out}: the file exists; --force replaces it")
 
-    from apex_npu.convert.contents import parts_of
-    from apex_npu.convert.conversion import convert
-    from apex_npu.convert.files import CheckpointError, read, write
+    from apex_npu.export.contents import parts_of
+    from apex_npu.export.conversion import convert
+    from apex_npu.export.files import CheckpointError, read, write
 
     try:
         checkpoint = read(path)
@@ -34,7 +34,7 @@ def _run(options: argparse.Namespace) -> int:
             return 0
         converted, changes = convert(checkpoint, options.to, strip_module=options.strip_module)
         write(converted, out)
-    except (CheckpointError, ValueError) as error:
+    except (CheckpointError, ImportError, ValueError) as error:
         return _fail(str(error))
     print("\n".join(changes) or "nothing had to be changed")
     print(f"written: {out}")
@@ -51,10 +51,12 @@ CONVERT = Command(
     "show what is in a checkpoint, or convert it between apex and torch",
     _run,
     (
-        Argument("file", "a file of torch.save", metavar="FILE"),
+        Argument("file", "a file of torch.save, or .safetensors", metavar="FILE"),
         Argument("--to", "apex (which apex_npu loads, too) or torch", metavar="apex|torch"),
         Argument("--out", "the file to write", metavar="NEW"),
-        Argument("--strip-module", "take DistributedDataParallel's prefix module. off the names of models", flag=True),
+        Argument(
+            "--strip-module", "take the prefixes of DistributedDataParallel and torch.compile off the names", flag=True
+        ),
         Argument("--force", "replace NEW where it exists", flag=True),
     ),
     usage=("FILE", "FILE --to torch --out NEW"),

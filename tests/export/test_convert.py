@@ -12,9 +12,9 @@ import torch
 
 from apex_npu import optimizers
 from apex_npu.__main__ import main
-from apex_npu.convert import files
-from apex_npu.convert.contents import parts_of
-from apex_npu.convert.conversion import convert
+from apex_npu.export import files
+from apex_npu.export.contents import parts_of
+from apex_npu.export.conversion import convert
 
 OPTIONS = {"lr": 0.1, "weight_decay": 0.01}
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ _RULES = {
 }
 # The key, after the module's name, of what its ``get_extra_state`` returns, which may be anything.
 _EXTRA_STATE = "_extra_state"
+_PREFIXES = ("module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def parts_of(checkpoint: Any) -> Iterator[Part]:
     Example::
 
         >>> checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
-        >>> [part.kind for part in apex_npu.convert.contents.parts_of(checkpoint)]
+        >>> [part.kind for part in apex_npu.export.contents.parts_of(checkpoint)]
         ['model', 'optimizer', 'amp']
     """
     yield from _search(checkpoint, ())
@@ -72,6 +73,21 @@ def _search(value: Any, path: tuple[str | int, ...]) -> Iterator[Part]:
             yield from _search(entry, (*path, index))
     else:
         yield Part(path, "other", value)
+
+
+def common_prefix(names: Iterable[str]) -> str:
+    """What DistributedDataParallel (``module.``) and torch.compile (``_orig_mod.``) have put before all ``names``.
+
+    Example::
+
+        >>> apex_npu.export.contents.common_prefix(["module._orig_mod.weight", "module._orig_mod.bias"])
+        'module._orig_mod.'
+    """
+    names = list(names)
+    prefix = ""
+    while names and (longer := [prefix + p for p in _PREFIXES if all(n.startswith(prefix + p) for n in names)]):
+        prefix = longer[0]
+    return prefix
 
 
 def _kind(value: Any) -> str | None:
@@ -140,7 +156,7 @@ def _describe_grad_scaler(value: Mapping[str, Any]) -> str:
 def _describe_model(value: Mapping[str, Any]) -> str:
     tensors = [entry for entry in value.values() if isinstance(entry, Tensor)]
     dtypes = Counter(str(entry.dtype).removeprefix("torch.") for entry in tensors)
-    prefix = ", names begin with module." if all(name.startswith("module.") for name in value) else ""
+    prefix = f", names begin with {found}" if (found := common_prefix(value)) else ""
     shown = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common())
     return f"model: {len(tensors)} tensors, {sum(entry.numel() for entry in tensors):,} elements ({shown}){prefix}"
 

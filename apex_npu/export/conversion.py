@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_npu.convert.contents import Part, parts_of
+from apex_npu.export.contents import Part, common_prefix, parts_of
 
 TARGETS = ("apex", "torch")
 # What a GradScaler has beside its scale, as torch's own begins.
@@ -26,12 +26,12 @@ def convert(checkpoint: Any, to: str, *, strip_module: bool = False) -> tuple[An
       Both places get it, which all of them load.
     - float32 masters in an optimizer's state (NVIDIA's ``master_weights``) are taken out for torch, which would drop
       them.
-    - Models are not changed, but for the prefix ``module.`` where ``strip_module`` is set.
+    - Models are not changed, but for the prefix of their names where ``strip_module`` is set.
 
     Args:
         checkpoint: As ``torch.load`` returns it.
         to: ``"torch"``, or ``"apex"`` for NVIDIA's Apex and apex_npu.
-        strip_module: Take the prefix that DistributedDataParallel adds off the names of models.
+        strip_module: Take the prefixes that DistributedDataParallel and torch.compile add off the names of models.
 
     Returns:
         The new checkpoint, which shares tensors with the old one, and a sentence for each change.
@@ -42,7 +42,7 @@ def convert(checkpoint: Any, to: str, *, strip_module: bool = False) -> tuple[An
 
     Example::
 
-        >>> checkpoint, changes = apex_npu.convert.conversion.convert(torch.load("apex.pt"), to="torch")
+        >>> checkpoint, changes = apex_npu.export.conversion.convert(torch.load("apex.pt"), to="torch")
         >>> optimizer.load_state_dict(checkpoint["optimizer"])
     """
     if to not in TARGETS:
@@ -87,9 +87,10 @@ def _to_amp(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _stripped(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    if not all(name.startswith("module.") for name in state):
+    prefix = common_prefix(state)
+    if not prefix:
         return state, []
-    return {name.removeprefix("module."): value for name, value in state.items()}, ["module. taken off the names"]
+    return {name.removeprefix(prefix): value for name, value in state.items()}, [f"{prefix} taken off the names"]
 
 
 def _with_steps(part: Part, to: str) -> tuple[dict[str, Any], list[str]]:

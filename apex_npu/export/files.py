@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from apex_npu.backends.requirements import require
+
 
 class CheckpointError(Exception):
     """A file cannot be read or written; the text names it and the way out."""
@@ -19,16 +21,21 @@ class CheckpointError(Exception):
 def read(path: Path) -> Any:
     """The checkpoint in ``path``, on the CPU, as ``torch.load(path, weights_only=True)`` reads it.
 
+    A file whose name ends with ``.safetensors`` is read with that package, and is a model's state dict.
+
     Raises:
         CheckpointError: There is no such file, it is no checkpoint, or it holds objects that only unpickling, which
             may execute code, would restore; these are named.
+        ImportError: The package safetensors is missing.
 
     Example::
 
-        >>> checkpoint = apex_npu.convert.files.read(Path("run.pt"))
+        >>> checkpoint = apex_npu.export.files.read(Path("run.pt"))
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: there is no such file")
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load's refusals have no common type
@@ -39,8 +46,22 @@ def read(path: Path) -> Any:
                 "execute code from the file: it is not read. Where it was made, load it and save the state_dict() of "
                 "each"
             ) from error
-        first = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise CheckpointError(f"{path}: not a whole checkpoint that torch.load reads ({first[:200]})") from error
+        raise CheckpointError(f"{path}: not a whole checkpoint that torch.load reads ({_first_line(error)})") from error
+
+
+def _read_safetensors(path: Path) -> Any:
+    require(f"reading {path.name}", "export", "safetensors", "0.4.3")
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: not a whole file of safetensors ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _objects_in(path: Path) -> list[str]:
@@ -58,7 +79,7 @@ def write(checkpoint: Any, path: Path) -> None:
 
     Example::
 
-        >>> apex_npu.convert.files.write(checkpoint, Path("run.pt"))
+        >>> apex_npu.export.files.write(checkpoint, Path("run.pt"))
     """
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

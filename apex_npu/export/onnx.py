@@ -1,0 +1,222 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""ONNX files of models that amp has trained, written by torch's exporter."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apex_npu import amp
+from apex_npu.backends._torch_private import tree_leaves, tree_map
+from apex_npu.backends.requirements import require
+
+# The largest difference from the float32 model, relative to the largest magnitude of an output. Single elements have no
+# relative error of their own, since sums cancel. In float32 only the order of sums differs, about 1e-6 in deep
+# networks; a wrong weight or operator is far above 1e-4. In float16 each layer rounds its weights and results to 11
+# bits (5e-4), and the errors of 50 layers add up to less than 1 %.
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2}
+
+# From the oldest releases that the tests have run with.
+_PACKAGES = {"torch": "2.13", "onnx": "1.20", "onnxscript": "0.6"}
+_RUNTIME = {"onnxruntime": "1.23.2"}
+_SHOWN = 5
+
+_logger = logging.getLogger("apex_npu.export")
+
+
+class ExportError(RuntimeError):
+    """A model cannot be exported, or its file would give other results; the text says why."""
+
+
+def to_onnx(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    path: str | os.PathLike[str],
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    opset: int | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_shapes: Any = None,
+    fold_batch_norm: bool = False,
+    allow_rounded: bool = False,
+    check: bool = True,
+) -> float | None:
+    """Write ``model``, in evaluation mode and without anything of amp, to an ONNX file.
+
+    The weights are those of ``model.state_dict()``, the fp32 masters' values at O2 and O5, in ``dtype``; so are the
+    floating inputs and outputs. There are no casts of amp in the file. ``model`` stays as it is.
+
+    torch's exporter (``torch.onnx.export(dynamo=True)``) writes the file, and folds batch norms into convolutions as
+    it optimizes, in ``dtype``. With ``fold_batch_norm`` they are folded before, in float32 by torch.nn.utils.fusion, so
+    that float16 rounds the product only, and running variances above 65504 do not matter.
+
+    Args:
+        model: Trained at any level, or without amp.
+        args: Example inputs: what ``model`` is called with. Floating tensors are converted to ``dtype``.
+        path: The file to write. It has the old contents or the new ones at any time. Above 2 GB the weights are in a
+            second file beside it, ``path`` with ``.data`` appended.
+        kwargs: Example inputs that are passed by name.
+        dtype: ``torch.float32`` or ``torch.float16``.
+        opset: The version of ONNX's operators; what the exporter recommends without it.
+        input_names: Names of the inputs in the file.
+        output_names: Names of the outputs in the file.
+        dynamic_shapes: Which sizes of the inputs may vary, as ``torch.export.export`` has it.
+        fold_batch_norm: Fold batch norms in float32. ``model`` has to be one that torch.fx can trace.
+        allow_rounded: Accept a model all of whose weights exist in low precision alone, as at O3.
+        check: Run the file with onnxruntime on the example inputs, and compare all floating outputs with those of the
+            model in float32. The largest difference, relative to the largest magnitude of an output, may be 1e-4 with
+            float32 and 2e-2 with float16.
+
+    Returns:
+        The largest difference; None without ``check``.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``args`` is no tuple.
+        ValueError: ``dtype`` is another one.
+        RuntimeError: The model's weights exist in low precision alone, and ``allow_rounded`` is False.
+        ExportError: The file cannot be written; torch cannot export or trace the model; weights are out of float16's
+            range; or results differ. Nothing is written.
+        ImportError: A package of the extra ``apex-npu[export]`` is missing or too old.
+
+    Example::
+
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+        >>> difference = apex_npu.export.to_onnx(model, (input,), "model.onnx")
+    """
+    kwargs = dict(kwargs or {})
+    path = Path(path)
+    _check_arguments(model, args, path, dtype)
+    for distribution, oldest in {**_PACKAGES, **(_RUNTIME if check else {})}.items():
+        require("to_onnx" if distribution in _PACKAGES else "check=True", "export", distribution, oldest)
+    try:
+        folder = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise ExportError(f"{path}: {error.strerror}; name a file in a folder that can be written to") from error
+    with folder, torch.no_grad(), amp.disable_casts():
+        clean = amp.float32_copy(model, allow_rounded=allow_rounded).cpu().float().eval()
+        inputs = tree_map(lambda value: _to_cpu(value, dtype), (args, kwargs))
+        exported = _in_dtype(_folded(clean) if fold_batch_norm else clean, dtype, keep=check)
+        program = _export(
+            exported,
+            inputs[0],
+            kwargs=inputs[1],
+            opset_version=opset,
+            input_names=input_names,
+            output_names=output_names,
+            dynamic_shapes=dynamic_shapes,
+        )
+        _check_opset(program, opset)
+        difference = _difference(program, clean, inputs, dtype) if check else None
+        program.save(Path(folder.name, path.name))
+        for written in sorted(Path(folder.name).iterdir(), key=lambda file: file.name == path.name):
+            os.replace(written, path.with_name(written.name))  # the weights first, which the model refers to
+    return difference
+
+
+def _check_arguments(model: nn.Module, args: tuple[Any, ...], path: Path, dtype: torch.dtype) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"to_onnx takes a model, torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise TypeError(f"to_onnx takes a model, got {type(model).__name__} around one: pass model.module")
+    if not isinstance(args, tuple):
+        raise TypeError(f"args has to be a tuple of inputs, got {type(args).__name__}: for one input pass (input,)")
+    if dtype not in TOLERANCES:
+        raise ValueError(f"dtype={dtype}: torch.float32 or torch.float16 is expected")
+    if path.is_dir():
+        raise ExportError(f"{path} is a folder; name a file")
+
+
+def _to_cpu(value: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to("cpu", dtype if value.is_floating_point() else value.dtype)
+
+
+def _folded(model: nn.Module) -> nn.Module:
+    from torch.fx.experimental.optimization import fuse
+
+    try:
+        return fuse(model)
+    except Exception as error:  # the model's own code runs, with proxies
+        raise ExportError(
+            f"fold_batch_norm=True: torch.fx cannot trace {type(model).__name__} ({_first_line(error)}); leave it out: "
+            "torch's exporter folds what it can, in the dtype of the file"
+        ) from error
+
+
+def _in_dtype(model: nn.Module, dtype: torch.dtype, *, keep: bool) -> nn.Module:
+    """``model`` in ``dtype``; a copy of it where ``keep`` is set."""
+    if dtype == torch.float32:
+        return model
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    names = [
+        name for name, t in tensors if t.is_floating_point() and bool((t.isfinite() & ~t.to(dtype).isfinite()).any())
+    ]
+    if names:
+        shown = ", ".join(names[:_SHOWN]) + (f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        raise ExportError(
+            f"{len(names)} weights have values that are infinite in float16 ({shown}): export float32, or, where these "
+            "are running variances, pass fold_batch_norm=True"
+        )
+    return (copy.deepcopy(model) if keep else model).to(dtype)
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], **options: Any) -> Any:
+    try:
+        return torch.onnx.export(model, args, dynamo=True, verbose=False, **options)
+    except Exception as error:  # the model's own code runs
+        raise ExportError(f"torch.onnx cannot export this {type(model).__name__} ({_first_line(error)})") from error
+
+
+def _check_opset(program: Any, opset: int | None) -> None:
+    given = program.model.opset_imports.get("")
+    if opset is not None and given != opset:
+        raise ExportError(f"opset={opset}: torch.onnx gives {given} for this model")
+
+
+def _difference(program: Any, model: nn.Module, inputs: tuple[Any, Any], dtype: torch.dtype) -> float:
+    """Of the results of ``program`` in onnxruntime from those of ``model``, which is float32."""
+    args, kwargs = tree_map(lambda value: _to_cpu(value, torch.float32), inputs)
+    expected = [value for value in tree_leaves(model(*args, **kwargs)) if isinstance(value, Tensor)]
+    args, kwargs = inputs
+    actual = program(*args, **kwargs)
+    if len(actual) != len(expected):
+        raise ExportError(f"the file has {len(actual)} outputs, the model {len(expected)}")
+    found = max([0.0, *map(_relative, actual, expected)])
+    _logger.info("apex_npu: largest difference of the ONNX file from the model: %.2g", found)
+    if not found <= TOLERANCES[dtype]:
+        raise ExportError(
+            f"the results of the file in onnxruntime differ from the model's by {found:.2g} of the largest magnitude, "
+            f"more than {TOLERANCES[dtype]:g}: it is not written. A model whose results are random, or that has no "
+            f"such precision in {str(dtype).removeprefix('torch.')}, is exported with check=False"
+        )
+    return found
+
+
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest magnitude; 0 for integers, inf where only one is finite."""
+    if not expected.is_floating_point():
+        return 0.0
+    actual, expected = actual.double(), expected.double()
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    if bool(same.all()):
+        return 0.0
+    difference = (actual - expected).abs()[~same].max()
+    return float(
+        (difference / expected[expected.isfinite()].abs().max()).nan_to_num(nan=float("inf"), posinf=float("inf"))
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

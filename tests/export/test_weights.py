@@ -1,0 +1,191 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``load_weights``: every form in which a checkpoint has a model's weights, and those that do not fit."""
+
+import argparse
+import importlib.metadata
+
+import pytest
+import torch
+from devices import DEVICE
+from torch import nn
+
+from apex_npu import amp, export, optimizers
+
+
+def make() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def other_weights() -> dict[str, torch.Tensor]:
+    """Of ``make()``, but of no model that a test makes."""
+    torch.manual_seed(7)
+    return make().state_dict()
+
+
+def prefixed(state, prefix):
+    return {prefix + name: value for name, value in state.items()}
+
+
+def assert_loaded(model, expected):
+    state = model.state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(state[name].cpu(), value), name
+
+
+SHAPES = {
+    "alone": lambda state: state,
+    "entry": lambda state: {"epoch": 3, "arch": "net", "state_dict": state, "best": torch.tensor(0.5), "lr": [0.1]},
+    "nested": lambda state: {"run": {"model": state}, "optimizer": {"state": {}, "param_groups": []}},
+    "data parallel": lambda state: {"model": prefixed(state, "module.")},
+    "compiled": lambda state: prefixed(state, "module._orig_mod."),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["run.pth", "run.pth.tar"])
+def test_all_forms_of_torch_save(tmp_path, shape, name):
+    torch.save(SHAPES[shape](other_weights()), tmp_path / name)
+    model = make()
+    assert export.load_weights(model, tmp_path / name) is model
+    assert_loaded(model, other_weights())
+
+
+def test_the_format_before_torch_1_6(tmp_path):
+    torch.save(other_weights(), tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    assert_loaded(export.load_weights(make(), tmp_path / "old.pth"), other_weights())
+
+
+def test_safetensors(tmp_path):
+    save_file = pytest.importorskip("safetensors.torch", reason="safetensors is not installed").save_file
+    save_file(prefixed(other_weights(), "module."), tmp_path / "net.safetensors")
+    assert_loaded(export.load_weights(make(), str(tmp_path / "net.safetensors")), other_weights())
+
+
+def test_a_model_inside_of_a_wrapper(tmp_path):
+    torch.save(other_weights(), tmp_path / "run.pth")
+    wrapped = nn.DataParallel(make())
+    export.load_weights(wrapped, tmp_path / "run.pth")
+    assert_loaded(wrapped.module, other_weights())
+
+
+def test_a_model_that_is_called_module(tmp_path):
+    model = nn.Module()
+    model.module = make()
+    expected = prefixed(other_weights(), "module.")
+    torch.save(prefixed(expected, "module."), tmp_path / "run.pth")
+    assert_loaded(export.load_weights(model, tmp_path / "run.pth"), expected)
+
+
+def test_a_key_chooses(tmp_path):
+    ema = {name: value + 1 for name, value in other_weights().items()}
+    torch.save({"state_dict": other_weights(), "averages": {"ema": ema}}, tmp_path / "run.pth")
+    assert_loaded(export.load_weights(make(), tmp_path / "run.pth", key="averages.ema"), ema)
+    assert_loaded(export.load_weights(make(), tmp_path / "run.pth", key="state_dict"), other_weights())
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_masters_get_the_weights_as_they_are(tmp_path, level):
+    torch.save({"model": other_weights()}, tmp_path / "run.pth")
+    model = make().to(DEVICE)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    export.load_weights(model, tmp_path / "run.pth")
+    if level == "O3":  # which has no others
+        assert torch.equal(model[0].weight.cpu(), other_weights()["0.weight"].half())
+    else:
+        assert_loaded(model, other_weights())
+
+
+def without(name):
+    return {key: value for key, value in other_weights().items() if key != name}
+
+
+BROKEN = {
+    "missing file": (lambda path: None, r"broken\.pth: there is no such file"),
+    "empty": (lambda path: path.write_bytes(b""), r"broken\.pth: not a whole checkpoint that torch\.load reads"),
+    "text": (lambda path: path.write_text("weights"), r"not a whole checkpoint that torch\.load reads"),
+    "cut off": (
+        lambda path: (torch.save(other_weights(), path), path.write_bytes(path.read_bytes()[:900])),
+        r"not a whole checkpoint that torch\.load reads \(\w+: ",
+    ),
+    "objects": (
+        lambda path: torch.save({"args": argparse.Namespace(lr=1), "model": other_weights()}, path),
+        r"holds objects beside tensors and numbers \(argparse\.Namespace\)",
+    ),
+    "a whole module": (lambda path: torch.save(make(), path), r"holds objects beside .*torch\.nn\.modules\.\w+"),
+    "no weights": (lambda path: torch.save({"epoch": 3, "lr": 0.1}, path), r"no weights of a model in this dict"),
+    "a list": (lambda path: torch.save([1, 2], path), r"no weights of a model in this list"),
+    "an optimizer alone": (
+        lambda path: torch.save(torch.optim.SGD(make().parameters(), lr=1).state_dict(), path),
+        r"no weights of a model in this dict",
+    ),
+    "two models": (
+        lambda path: torch.save({"G": other_weights(), "D": other_weights()}, path),
+        r"weights of 2 models \('G', 'D'\): pass key= to choose",
+    ),
+    "missing names": (
+        lambda path: torch.save(without("2.bias"), path),
+        r"checkpoint does not fit Sequential, and nothing is loaded: 1 missing \(2\.bias\)$",
+    ),
+    "unexpected names": (
+        lambda path: torch.save({"net": other_weights() | {"3.bias": torch.ones(1)}}, path),
+        r"checkpoint\['net'\] does not fit Sequential, .*: 1 unexpected \(3\.bias\)$",
+    ),
+    "other shapes": (
+        lambda path: torch.save(other_weights() | {"2.bias": torch.ones(5), "0.bias": 3.0}, path),
+        r"2 of another shape \(0\.bias is float, not \[4\], 2\.bias is \[5\], not \[2\]\)$",
+    ),
+    "another model": (
+        lambda path: torch.save(nn.Conv2d(1, 2, 3).state_dict(), path),
+        r"9 missing \(0\.weight, 0\.bias, 1\.weight, 1\.bias, 1\.running_mean, and 4 more\); "
+        r"2 unexpected \(weight, bias\)$",
+    ),
+    "some names with a prefix": (
+        lambda path: torch.save(prefixed(without("2.bias"), "module.") | {"2.bias": torch.ones(2)}, path),
+        r"8 missing .*; 8 unexpected \(module\.0\.weight, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_checkpoints_are_refused(tmp_path, kind):
+    write, message = BROKEN[kind]
+    path = tmp_path / "broken.pth"
+    write(path)
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(export.CheckpointError, match=message) as caught:
+        export.load_weights(model, path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert_loaded(model, before)
+
+
+def test_a_key_that_is_not_there(tmp_path):
+    torch.save({"model": other_weights()}, tmp_path / "run.pth")
+    with pytest.raises(export.CheckpointError, match=r"no weights at key='ema', but at 'model'"):
+        export.load_weights(make(), tmp_path / "run.pth", key="ema")
+
+
+def test_a_broken_file_of_safetensors(tmp_path):
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    (tmp_path / "broken.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0no json!")
+    with pytest.raises(export.CheckpointError, match=r"broken\.safetensors: not a whole file of safetensors"):
+        export.load_weights(make(), tmp_path / "broken.safetensors")
+
+
+def test_safetensors_is_not_installed(tmp_path, monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    (tmp_path / "net.safetensors").touch()
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(ImportError, match=r'net\.safetensors needs safetensors >= .*pip install "apex-npu\[export\]"'):
+        export.load_weights(make(), tmp_path / "net.safetensors")
+
+
+def test_no_model(tmp_path):
+    with pytest.raises(TypeError, match=r"load_weights takes a model, .* got dict"):
+        export.load_weights({}, tmp_path / "run.pth")
