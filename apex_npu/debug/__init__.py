@@ -1,8 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``amp.debug``: why a step was skipped, and what to write instead; where the time of a step goes; which loss scale fits."""
+"""``amp.debug``: why steps are skipped, which loss scale fits, where the time goes, which operator is wrong."""
 
 from apex_npu.debug.causes import Finding
+from apex_npu.debug.check_operators import CheckedOperators, OperatorError, check_operators
 from apex_npu.debug.explain import explain_overflows
 from apex_npu.debug.find_overflow import find_overflow
 from apex_npu.debug.gradient_range import GradientRange, gradient_range
@@ -13,11 +14,14 @@ from apex_npu.debug.report import OverflowReport, Overflows
 from apex_npu.debug.scalars import scalars
 
 __all__ = [
+    "CheckedOperators",
     "Finding",
     "GradientRange",
+    "OperatorError",
     "OverflowReport",
     "Overflows",
     "bad_gradients",
+    "check_operators",
     "explain_overflows",
     "find_overflow",
     "gradient_range",

@@ -69,7 +69,7 @@ def ask(
         saturated: The device has neither inf nor nan, so that any of the results may have been either.
     """
     try:
-        return _compare(_call_wide(func, operator, args, kwargs), results, saturated)
+        return _compare(call_wide(func, operator, args, kwargs), results, saturated)
     except _FAILURES as error:
         return Opinion(reason=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
@@ -91,13 +91,13 @@ def stays_bad(
 
     with torch.no_grad():
         try:
-            results = _call_wide(func, operator, placed(args), {name: placed(v) for name, v in kwargs.items()})
+            results = call_wide(func, operator, placed(args), {name: placed(v) for name, v in kwargs.items()})
         except _FAILURES:
             return None
         return not all(bool(t.isfinite().all()) for t in results if t.dtype.is_floating_point)
 
 
-def _call_wide(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def call_wide(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Call ``func`` in float64 on the host, with tensors that are there, or are brought there."""
     named = {name: widen(value) for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
     placed = [widen(value) for value in args]

@@ -1,0 +1,218 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Each operator against float64 on its own inputs: which one is wrong, and that none is where none is."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from debug import healthy, planted
+from debug.test_watching import hooks_of_torch, iterate, set_up, train
+from devices import DEVICE, SIMULATOR, needs
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from apex_npu import amp
+from apex_npu.debug.check_operators import _error
+from apex_npu.debug.operators import operator_of, tensors_in
+
+PACKAGE = Path(sys.modules[_error.__module__].__file__).parent
+MARKED = planted.marked_lines(__file__)
+
+
+class Spoil(TorchDispatchMode):
+    """Adds 5 % of the largest element to every 17th element of what one call of an operator returns."""
+
+    def __init__(self, name=None):
+        super().__init__()
+        self.name, self.done, self.seen = name, False, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        returned = func(*args, **(kwargs or {}))
+        operator = operator_of(func)
+        results = [t for t in tensors_in(returned) if t.dtype.is_floating_point and t.numel()]
+        if not operator.written:  # a view of what it has read
+            read = {t.untyped_storage()._cdata for t in tensors_in(args)}
+            results = [t for t in results if t.untyped_storage()._cdata not in read]
+        if results and not (operator.passed_over or operator.is_random or operator.makes_tensor or is_own()):
+            self.seen.append(operator.name)
+            if operator.name == self.name and not self.done:
+                self.done = True
+                for t in results:
+                    flat = t.detach().flatten().cpu()
+                    largest = flat[flat.isfinite()].abs().max().clamp(min=1e-3)
+                    flat[::17] += (0.05 * largest).to(flat.dtype)
+                    t.detach().copy_(flat.view_as(t))
+        return returned
+
+
+def is_own():
+    """Whether what checks operators has called this one, as for a copy of an operand."""
+    frame = sys._getframe(2)
+    while frame is not None and not frame.f_code.co_filename.startswith(str(PACKAGE)):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name != "__torch_dispatch__"
+
+
+def check(make, level, spoil=None, **options):
+    model, optimizer = set_up(make, level, torch.optim.SGD, dynamic_init_scale=16.0)
+    with spoil or Spoil() as mode, amp.debug.check_operators(model, **options) as checked:
+        optimizer.zero_grad()
+        with amp.scale_loss(model.loss(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    amp.shutdown()
+    return checked, mode
+
+
+@needs("float64")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
+@pytest.mark.parametrize("make", healthy.MODELS)
+def test_none_is_blamed_where_none_is_wrong(make, level):
+    checked, _ = check(make, level)
+    assert checked.blamed == []
+    assert checked.checked > 15
+    assert "no operator differs by more than rounding explains" in str(checked)
+    # Fused ones of recurrent layers have no kernel for float64, or for the host.
+    assert all(why == "random" or "rnn" in why or "lstm" in why for why in checked.left_out), checked.left_out
+
+
+def spoilt_one_by_one(make, level, names):
+    wrong = []
+    for name in names:
+        checked, mode = check(make, level, Spoil(name))
+        assert mode.done
+        blamed = {one.operator for one in checked.blamed}
+        if blamed != {name}:
+            wrong.append((name, blamed))
+    return wrong
+
+
+def operators_of(make, level):
+    _, mode = check(make, level)
+    checked, _ = check(make, level)
+    compared = {one.operator for one in checked.errors}
+    return [name for name in dict.fromkeys(mode.seen) if name in compared]
+
+
+@pytest.mark.parametrize(("make", "level"), [(healthy.ResNet, "O1"), (healthy.GPT, "O2")])
+def test_an_operator_that_is_wrong_is_blamed_alone(make, level):
+    names = operators_of(make, level)
+    assert len(names) >= 15
+    assert spoilt_one_by_one(make, level, names[::4]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("make", healthy.MODELS)
+def test_each_operator_that_is_wrong_is_blamed_alone(make, level):
+    assert spoilt_one_by_one(make, level, operators_of(make, level)) == []
+
+
+class Marked(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(8, 64)
+
+    def forward(self, x):
+        return torch.tanh(self.fc(x))  # fault: tanh
+
+    def loss(self):
+        return self(torch.linspace(-1, 1, 32).view(4, 8).to(DEVICE)).float().square().mean()
+
+
+def test_what_is_said_of_it():
+    checked, _ = check(Marked, "O2", Spoil("aten::tanh"))
+    (one,) = checked.blamed
+    assert (one.operator, one.phase, one.module, one.line) == ("aten::tanh", "forward", "", MARKED["tanh"])
+    assert (one.dtype, one.shape) == ("float16", (4, 64))
+    assert one.eps == torch.finfo(torch.float16).eps
+    assert one.error > 8 > one.host_error
+    text = str(checked)
+    assert "forward  the model itself  aten::tanh  float16 [4, 64]" in text
+    assert "eps of its coarsest dtype (0.000977); that of the CPU's kernel in the same dtypes is" in text
+    assert "do: compute these in float32" in text
+    backward, _ = check(Marked, "O2", Spoil("aten::tanh_backward"))
+    (one,) = backward.blamed
+    assert (one.operator, one.phase, one.line) == ("aten::tanh_backward", "backward", MARKED["tanh"])
+
+
+def test_the_error_against_numbers_known():
+    exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert _error(exact, torch.tensor([3.0, 4.5])) == pytest.approx(0.1)
+    assert _error(exact, exact.float()) == 0.0
+    assert _error(torch.tensor([3.0, 1e6]), torch.tensor([3.0, math.inf]).half()) == 0.0  # float16 does not hold it
+    assert _error(exact, torch.tensor([3.0, math.inf])) == math.inf
+    assert _error(torch.tensor([3.0, math.nan]).double(), torch.tensor([3.0, math.nan])) == 0.0
+    tiny = torch.tensor([2.0**-25, 0.0], dtype=torch.float64)
+    assert _error(tiny, tiny.half()) == 0.0  # becomes 0, as the spacing of subnormal numbers is 2^-24
+    assert _error(torch.zeros(2).double(), torch.ones(2)) == math.inf
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_nothing_changes(level, monkeypatch):
+    before = hooks_of_torch()
+    alone, states, _ = train(*set_up(healthy.GPT, level), 3, lambda step: False)
+    amp.shutdown()
+    monkeypatch.setattr(amp.debug, "find_overflow", amp.debug.check_operators)
+    checked, states_checked, _ = train(*set_up(healthy.GPT, level), 3, lambda step: True)
+    assert all(torch.equal(a, b) for a, b in zip(alone, checked, strict=True))
+    assert torch.equal(states[0], states_checked[0])
+    assert states[1:] == states_checked[1:]
+    assert hooks_of_torch() == before
+
+
+def test_what_takes_too_long_is_counted(monkeypatch):
+    monkeypatch.setattr(sys.modules[_error.__module__], "_RATE", 1.0)  # an operation in a second
+    checked, _ = check(Marked, "O2", seconds=5)
+    assert checked.left_out["no time left of seconds=5"] >= 2  # addmm and mm
+    assert "not: no time left of seconds=5" in str(checked)
+    assert "aten::tanh" in {one.operator for one in checked.errors}
+
+
+def test_an_exception_ends_it():
+    model, optimizer = set_up(healthy.ResNet, "O2")
+    before = hooks_of_torch()
+
+    def fail():
+        model.loss()
+        raise KeyError
+
+    with pytest.raises(KeyError), amp.debug.check_operators(model) as checked:
+        fail()
+    assert hooks_of_torch() == before
+    assert checked.checked > 5
+    iterate(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: amp.debug.check_operators("model"), TypeError, "takes models, torch.nn.Module, got str"),
+        (lambda: amp.debug.check_operators(seconds=0), ValueError, "seconds must be positive, .* got 0"),
+        (lambda: amp.debug.check_operators(seconds="1"), ValueError, "seconds must be positive, .* got '1'"),
+        (lambda: amp.debug.check_operators(seconds=math.nan), ValueError, "seconds must be positive, .* got nan"),
+        (lambda: amp.debug.check_operators().__enter__(), ValueError, "needs a model: pass it, or call amp.initialize"),
+    ],
+)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_within_another():
+    model = planted.Plain().to(DEVICE)
+    with amp.debug.check_operators(model):  # noqa: SIM117
+        with pytest.raises(ValueError, match="is open already"), amp.debug.check_operators(model):
+            pass
+
+
+@pytest.mark.skipif(not hasattr(SIMULATOR, "configure"), reason="a chip that saturates is simulated on the npu")
+@needs("configurable_chip")
+def test_a_device_that_saturates():
+    settings = SIMULATOR.configure(saturate="fp16")
+    try:
+        with pytest.raises(RuntimeError, match="cannot tell a wrong result from one that has saturated"):
+            amp.debug.check_operators(planted.Plain().to(DEVICE)).__enter__()
+    finally:
+        SIMULATOR.configure(**vars(settings))
