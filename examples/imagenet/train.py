@@ -229,7 +229,14 @@ def save_checkpoint(
 
 def load_checkpoint(args: Namespace, model: nn.Module, optimizer: Optimizer) -> float:
     """Load what save_checkpoint has written; the best accuracy until then."""
-    state = torch.load(args.resume, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(args.resume, map_location="cpu", weights_only=True)
+    except Exception as error:  # what torch.load raises for other files has no common type
+        raise SystemExit(f"--resume {args.resume}: not a whole checkpoint ({type(error).__name__})") from error
+    if not isinstance(state, dict) or not {"arch", "epoch", "best_acc1", "state_dict", "optimizer", "amp"} <= set(
+        state
+    ):
+        raise SystemExit(f"--resume {args.resume}: not a checkpoint of this example")
     if state["arch"] != args.arch:
         raise SystemExit(f"--resume {args.resume}: a checkpoint of --arch {state['arch']}, this is {args.arch}")
     model.load_state_dict(state["state_dict"])

@@ -256,6 +256,12 @@ def test_a_checkpoint_of_another_network_is_refused(run, tmp_path):
     torch.save({**state, "arch": "resnet50"}, tmp_path / "other")
     with pytest.raises(SystemExit, match="a checkpoint of --arch resnet50, this is tiny"):
         run("--resume", str(tmp_path / "other"))
+    torch.save(state["state_dict"], tmp_path / "other")
+    with pytest.raises(SystemExit, match="not a checkpoint of this example"):
+        run("--resume", str(tmp_path / "other"))
+    (tmp_path / "other").write_bytes(b"no checkpoint")
+    with pytest.raises(SystemExit, match="not a whole checkpoint"):
+        run("--resume", str(tmp_path / "other"))
 
 
 def test_schedules(main):
