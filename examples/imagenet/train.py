@@ -29,6 +29,8 @@ from apex_npu.parallel import convert_syncbn_model
 def run(args: Namespace) -> None:
     """Train, validate, save; or with --evaluate validate alone."""
     device = set_up_device(args)
+    if args.channels_last and device.type == "npu":
+        raise SystemExit("--channels-last: torch_npu has contiguous formats alone; leave it out")
     if args.export:
         check_exporter()
     train_loader, val_loader, num_classes = make_loaders(args)

@@ -23,6 +23,8 @@ np = pytest.importorskip("numpy")
 NETWORKS = Path(__file__).parent / "networks"
 TINY = ["-a", "tiny", "-j", "0", "-b", "8", "--image-size", "16", "-p", "100", "--lr", "0.2", "--warmup-epochs", "1"]
 
+CHANNELS_LAST = [] if DEVICE.type == "npu" else ["--channels-last"]
+
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
@@ -142,7 +144,7 @@ def differences(left: object, right: object, where: str = "") -> list[str]:
         level("O0", "--optimizer", "SGD"),
         level("O1", "--combine-grad"),
         level("O2", "--combine-grad", quick=True),
-        level("O2", "--channels-last", "-j", "2", "--optimizer", "NpuFusedAdamW", "--lr", "0.01"),
+        level("O2", *CHANNELS_LAST, "-j", "2", "--optimizer", "NpuFusedAdamW", "--lr", "0.01"),
         level("O5"),
     ],
 )
@@ -203,6 +205,16 @@ def test_random_images_and_pretrained_weights(main, tmp_path, losses):
     assert len(losses) == 2
 
 
+def test_a_progress_bar_on_a_terminal(run, capsys, monkeypatch):
+    pytest.importorskip("tqdm", reason="tqdm is not installed")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    run("--epochs", "1", "--opt-level", "O0")
+    out, err = capsys.readouterr()
+    assert not any(line.startswith("epoch") for line in out.splitlines())
+    assert "epoch 0: 100%" in err
+    assert "images/s" in err
+
+
 def test_export(run, tmp_path, folder):
     pytest.importorskip("apex_npu.export", reason="apex_npu.export is not there")
     onnx = pytest.importorskip("onnx", reason="onnx is not installed")
@@ -238,6 +250,12 @@ def test_a_wrong_option_is_named(run, capsys, options, words):
     with pytest.raises(SystemExit) as refusal:
         run(*options)
     assert words in f"{refusal.value}{capsys.readouterr().err}"
+
+
+@pytest.mark.skipif(DEVICE.type != "npu", reason="of torch_npu alone")
+def test_channels_last_is_refused_on_an_npu(run):
+    with pytest.raises(SystemExit, match="--channels-last: "):
+        run("--channels-last")
 
 
 def test_folders_without_images_are_named(main, tmp_path, capsys):
@@ -335,10 +353,10 @@ def test_help_imports_neither_torch_nor_numpy(start_example):
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
 @pytest.mark.slow
-@pytest.mark.parametrize("opt_level", ["O1", "O2", "O5"])
-def test_two_processes_resume_bit_for_bit_with_either_kind_of_averaging(start_example, folder, tmp_path, opt_level):
+@pytest.mark.parametrize("level", [["O1"], ["O2"], ["O5", "--sync-bn"]], ids=" ".join)
+def test_two_processes_resume_bit_for_bit_with_either_kind_of_averaging(start_example, folder, tmp_path, level):
     # The learning rate does not depend on the number of epochs here.
-    options = [*TINY, "--schedule", "step", "--device", DEVICE.type, "--opt-level", opt_level, "--combine-grad"]
+    options = [*TINY, "--schedule", "step", "--device", DEVICE.type, "--combine-grad", "--opt-level", *level]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     for output, *others in (
         (whole, "--epochs=2"),  # averaged by DistributedDataParallel
