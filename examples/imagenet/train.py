@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The training that main.py's options ask for. Start reading at ``run``."""
 
+import importlib.util
 import inspect
 import math
 import os
@@ -253,16 +254,14 @@ def load_checkpoint(args: Namespace, model: nn.Module, optimizer: Optimizer) -> 
 
 def check_exporter() -> None:
     """Say before the training, not after it, that the network cannot be exported."""
-    try:
-        import apex_npu.export  # noqa: F401
-    except ImportError as error:
-        raise SystemExit(f"--export: {error}") from error
+    if missing := [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]:
+        raise SystemExit(f"--export: {' and '.join(missing)} are missing: pip install {' '.join(missing)}")
 
 
 def export(model: nn.Module, args: Namespace, device: torch.device) -> None:
-    """Write the network in float32, as it is validated."""
+    """Write the network in float32, for any number of images."""
     from apex_npu.export import to_onnx
 
-    model.eval()
-    to_onnx(model, (torch.randn(1, 3, args.image_size, args.image_size, device=device),), args.export)
+    images = torch.randn(2, 3, args.image_size, args.image_size, device=device)
+    to_onnx(model, (images,), args.export, dynamic_shapes=({0: torch.export.Dim("images")},))
     print(f"{args.export}: written")

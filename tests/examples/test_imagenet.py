@@ -215,18 +215,28 @@ def test_a_progress_bar_on_a_terminal(run, capsys, monkeypatch):
     assert "images/s" in err
 
 
-def test_export(run, tmp_path, folder):
-    pytest.importorskip("apex_npu.export", reason="apex_npu.export is not there")
-    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+def test_export(run, main, tmp_path):
+    pytest.importorskip("apex_npu.export.onnx", reason="apex_npu.export is not there")
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    import models
+
     path = tmp_path / "model.onnx"
-    run("--epochs", "1", "--opt-level", "O2", "--export", str(path))
-    (images,) = onnx.load(path).graph.input
-    assert [dim.dim_value for dim in images.type.tensor_type.shape.dim][1:] == [3, 16, 16]
+    state = run("--epochs", "1", "--opt-level", "O2", "--export", str(path))
+    images = torch.randn(5, 3, 16, 16)
+    session = runtime.InferenceSession(path)
+    (outputs,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    model = models.create_model("tiny", 3, False).eval()
+    model.load_state_dict(state["state_dict"])
+    torch.testing.assert_close(torch.from_numpy(outputs), model(images), rtol=1e-4, atol=1e-5)
 
 
-def test_export_without_the_exporter_is_refused_before_the_training(run, losses, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "apex_npu.export", None)
-    with pytest.raises(SystemExit, match="--export: "):
+def test_export_without_its_packages_is_refused_before_the_training(run, main, losses, monkeypatch, tmp_path):
+    import train
+
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="--export: onnx and onnxscript and onnxruntime are missing"):
         run("--export", str(tmp_path / "model.onnx"))
     assert losses == []
 
