@@ -5,6 +5,7 @@
 import os
 import time
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ IGNORED = -100  # a target that does not count
 def run(args: Namespace) -> None:
     """Train and save."""
     device = find_device(args.device)
-    state = torch.load(args.checkpoint, map_location="cpu", weights_only=True) if args.resume else None
+    state = read_checkpoint(args.checkpoint, args) if args.resume else None
     tokenizer = make_tokenizer(args, state)
     sequences = read_sequences(args, tokenizer)
     torch.manual_seed(args.seed)
@@ -181,6 +182,7 @@ def save(
     """Write a checkpoint, which is complete at any time."""
     state = {
         "step": step,
+        "options": {name: getattr(args, name) for name in ("layers", "heads", "width", "sequence_length", "optimizer")},
         "words": sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get),
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -190,6 +192,21 @@ def save(
     new = args.checkpoint.with_name(f"{args.checkpoint.name}.new")
     torch.save(state, new)
     os.replace(new, args.checkpoint)
+
+
+def read_checkpoint(path: Path, args: Namespace) -> dict[str, Any]:
+    """The contents of a checkpoint, if it is whole and of such a model."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # what torch.load raises for other files has no common type
+        raise SystemExit(f"{path}: not a whole checkpoint ({type(error).__name__})") from error
+    if not isinstance(state, dict) or "options" not in state:
+        raise SystemExit(f"{path}: not a checkpoint of this example")
+    for name, saved in state["options"].items():
+        if getattr(args, name) != saved:
+            option = f"--{name.replace('_', '-')}"
+            raise SystemExit(f"{path}: it was saved with {option} {saved}, this run has {getattr(args, name)}")
+    return state
 
 
 def find_device(name: str) -> torch.device:

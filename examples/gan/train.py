@@ -8,6 +8,7 @@ Radford et al. 2015, https://arxiv.org/abs/1511.06434.
 import os
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +47,10 @@ def run(args: Namespace) -> None:
     }
     first_epoch = 0
     if args.resume:
-        checkpoint = torch.load(args.resume, map_location="cpu", weights_only=True)
-        first_epoch = checkpoint.pop("epoch")
-        for name, state in checkpoint.items():
-            trained[name].load_state_dict(state)
+        state = read_checkpoint(args.resume, args)
+        for name, part in trained.items():
+            part.load_state_dict(state[name])
+        first_epoch = state["epoch"]
 
     for epoch in range(first_epoch, args.epochs):
         # The order of images and all noise of an epoch follow from its number.
@@ -61,7 +62,8 @@ def run(args: Namespace) -> None:
         on_real, on_fake, of_generator = (sums / steps).tolist()
         print(f"epoch {epoch}  discriminator {on_real:.4f} + {on_fake:.4f}  generator {of_generator:.4f}", flush=True)
         if args.save:
-            state = {"epoch": epoch + 1, **{name: part.state_dict() for name, part in trained.items()}}
+            state = {name: part.state_dict() for name, part in trained.items()}
+            state |= {"epoch": epoch + 1, "options": {"width": args.width}}
             new = args.save.with_name(f"{args.save.name}.new")
             torch.save(state, new)
             os.replace(new, args.save)
@@ -153,6 +155,21 @@ def load_images(data: str) -> Tensor:
     rows, columns = torch.arange(16.0).view(16, 1), torch.arange(16.0)
     distance = torch.hypot(columns - 5 - 5 * x, rows - 5 - 5 * y)
     return torch.tanh(2 + 3 * radius - distance).unsqueeze(1)
+
+
+def read_checkpoint(path: Path, args: Namespace) -> dict[str, Any]:
+    """The contents of a checkpoint, if it is whole and of such a model."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # what torch.load raises for other files has no common type
+        raise SystemExit(f"{path}: not a whole checkpoint ({type(error).__name__})") from error
+    if not isinstance(state, dict) or "options" not in state:
+        raise SystemExit(f"{path}: not a checkpoint of this example")
+    for name, saved in state["options"].items():
+        if getattr(args, name) != saved:
+            option = f"--{name.replace('_', '-')}"
+            raise SystemExit(f"{path}: it was saved with {option} {saved}, this run has {getattr(args, name)}")
+    return state
 
 
 @torch.no_grad()

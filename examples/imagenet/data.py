@@ -123,7 +123,7 @@ def make_loaders(args: Namespace) -> tuple[DataLoader[Any], DataLoader[Any], int
         raise SystemExit(f"--batch-size {args.batch_size}: not divisible by {world} processes")
     batch_size = args.batch_size // world
     # No persistent workers: new ones are seeded from the epoch's seed, so that a resumed run augments alike.
-    common = {"batch_size": batch_size, "num_workers": args.workers, "pin_memory": args.device == "cuda"}
+    common = {"batch_size": batch_size, "num_workers": args.workers, "pin_memory": torch.cuda.is_available()}
     sampler = DistributedSampler(train, world, rank, seed=args.seed, drop_last=True)
     if len(sampler) < batch_size and not args.evaluate:
         raise SystemExit(f"--batch-size {args.batch_size}: there are only {len(train)} images to train on")

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The training that main.py's options ask for. Start reading at ``run``."""
 
+import importlib.util
 import inspect
 import math
 import os
@@ -29,6 +30,8 @@ from apex_npu.parallel import convert_syncbn_model
 def run(args: Namespace) -> None:
     """Train, validate, save; or with --evaluate validate alone."""
     device = set_up_device(args)
+    if args.channels_last and device.type == "npu":
+        raise SystemExit("--channels-last: torch_npu has contiguous formats alone; leave it out")
     if args.export:
         check_exporter()
     train_loader, val_loader, num_classes = make_loaders(args)
@@ -229,7 +232,14 @@ def save_checkpoint(
 
 def load_checkpoint(args: Namespace, model: nn.Module, optimizer: Optimizer) -> float:
     """Load what save_checkpoint has written; the best accuracy until then."""
-    state = torch.load(args.resume, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(args.resume, map_location="cpu", weights_only=True)
+    except Exception as error:  # what torch.load raises for other files has no common type
+        raise SystemExit(f"--resume {args.resume}: not a whole checkpoint ({type(error).__name__})") from error
+    if not isinstance(state, dict) or not {"arch", "epoch", "best_acc1", "state_dict", "optimizer", "amp"} <= set(
+        state
+    ):
+        raise SystemExit(f"--resume {args.resume}: not a checkpoint of this example")
     if state["arch"] != args.arch:
         raise SystemExit(f"--resume {args.resume}: a checkpoint of --arch {state['arch']}, this is {args.arch}")
     model.load_state_dict(state["state_dict"])
@@ -244,16 +254,14 @@ def load_checkpoint(args: Namespace, model: nn.Module, optimizer: Optimizer) -> 
 
 def check_exporter() -> None:
     """Say before the training, not after it, that the network cannot be exported."""
-    try:
-        import apex_npu.export  # noqa: F401
-    except ImportError as error:
-        raise SystemExit(f"--export: {error}") from error
+    if missing := [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]:
+        raise SystemExit(f"--export: {' and '.join(missing)} are missing: pip install {' '.join(missing)}")
 
 
 def export(model: nn.Module, args: Namespace, device: torch.device) -> None:
-    """Write the network in float32, as it is validated."""
+    """Write the network in float32, for any number of images."""
     from apex_npu.export import to_onnx
 
-    model.eval()
-    to_onnx(model, (torch.randn(1, 3, args.image_size, args.image_size, device=device),), args.export)
+    images = torch.randn(2, 3, args.image_size, args.image_size, device=device)
+    to_onnx(model, (images,), args.export, dynamic_shapes=({0: torch.export.Dim("images")},))
     print(f"{args.export}: written")

@@ -7,6 +7,8 @@ import os
 import time
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from model import LanguageModel
@@ -40,7 +42,7 @@ def run(args: Namespace) -> None:
     )
     first = 0
     if args.resume or args.sample_only:
-        state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+        state = read_checkpoint(args.checkpoint, args)
         if state["letters"] != text.letters:
             raise SystemExit(f"--checkpoint {args.checkpoint}: it was trained on a text with other letters")
         model.load_state_dict(state["model"])
@@ -137,6 +139,7 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, text: "Text", step:
     """Write a checkpoint, which is complete at any time."""
     state = {
         "step": step,
+        "options": {name: getattr(args, name) for name in ("layers", "heads", "width", "context")},
         "letters": text.letters,
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -145,6 +148,21 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, text: "Text", step:
     new = args.checkpoint.with_name(f"{args.checkpoint.name}.new")
     torch.save(state, new)
     os.replace(new, args.checkpoint)
+
+
+def read_checkpoint(path: Path, args: Namespace) -> dict[str, Any]:
+    """The contents of a checkpoint, if it is whole and of such a model."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # what torch.load raises for other files has no common type
+        raise SystemExit(f"{path}: not a whole checkpoint ({type(error).__name__})") from error
+    if not isinstance(state, dict) or "options" not in state:
+        raise SystemExit(f"{path}: not a checkpoint of this example")
+    for name, saved in state["options"].items():
+        if getattr(args, name) != saved:
+            option = f"--{name.replace('_', '-')}"
+            raise SystemExit(f"{path}: it was saved with {option} {saved}, this run has {getattr(args, name)}")
+    return state
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from devices import START_SCRIPT
 from processes import HANG_TIMEOUT
 
@@ -35,6 +36,8 @@ def example(monkeypatch) -> Iterator[Callable[[str], ModuleType]]:
 
     def load(folder: str) -> ModuleType:
         monkeypatch.syspath_prepend(str(EXAMPLES / folder))
+        for setting in ("benchmark", "deterministic"):  # as they were, after the test
+            monkeypatch.setattr(torch.backends.cudnn, setting, getattr(torch.backends.cudnn, setting))
         forget()
         return importlib.import_module("main")
 

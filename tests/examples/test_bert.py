@@ -206,6 +206,12 @@ def test_a_wrong_option_is_named(run, losses, capsys, options, words):
     assert losses == []
 
 
+def test_a_checkpoint_of_another_model_is_refused(run):
+    run("--steps", "1", "--opt-level", "O0")
+    with pytest.raises(SystemExit, match="it was saved with --optimizer lamb, this run has adamw"):
+        run("--optimizer", "adamw", "--resume")
+
+
 def test_a_vocabulary_without_masks_is_refused(run, tmp_path):
     (tmp_path / "words.txt").write_text("\n".join(WORDS), encoding="utf-8")
     with pytest.raises(SystemExit, match=r"it lacks \[CLS\], \[MASK\], \[PAD\], \[SEP\], \[UNK\]"):

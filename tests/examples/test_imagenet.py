@@ -23,6 +23,8 @@ np = pytest.importorskip("numpy")
 NETWORKS = Path(__file__).parent / "networks"
 TINY = ["-a", "tiny", "-j", "0", "-b", "8", "--image-size", "16", "-p", "100", "--lr", "0.2", "--warmup-epochs", "1"]
 
+CHANNELS_LAST = [] if DEVICE.type == "npu" else ["--channels-last"]
+
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
@@ -142,7 +144,7 @@ def differences(left: object, right: object, where: str = "") -> list[str]:
         level("O0", "--optimizer", "SGD"),
         level("O1", "--combine-grad"),
         level("O2", "--combine-grad", quick=True),
-        level("O2", "--channels-last", "-j", "2", "--optimizer", "NpuFusedAdamW", "--lr", "0.01"),
+        level("O2", *CHANNELS_LAST, "-j", "2", "--optimizer", "NpuFusedAdamW", "--lr", "0.01"),
         level("O5"),
     ],
 )
@@ -203,18 +205,38 @@ def test_random_images_and_pretrained_weights(main, tmp_path, losses):
     assert len(losses) == 2
 
 
-def test_export(run, tmp_path, folder):
-    pytest.importorskip("apex_npu.export", reason="apex_npu.export is not there")
-    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+def test_a_progress_bar_on_a_terminal(run, capsys, monkeypatch):
+    pytest.importorskip("tqdm", reason="tqdm is not installed")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    run("--epochs", "1", "--opt-level", "O0")
+    out, err = capsys.readouterr()
+    assert not any(line.startswith("epoch") for line in out.splitlines())
+    assert "epoch 0: 100%" in err
+    assert "images/s" in err
+
+
+def test_export(run, main, tmp_path):
+    pytest.importorskip("apex_npu.export.onnx", reason="apex_npu.export is not there")
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    import models
+
     path = tmp_path / "model.onnx"
-    run("--epochs", "1", "--opt-level", "O2", "--export", str(path))
-    (images,) = onnx.load(path).graph.input
-    assert [dim.dim_value for dim in images.type.tensor_type.shape.dim][1:] == [3, 16, 16]
+    state = run("--epochs", "1", "--opt-level", "O2", "--export", str(path))
+    images = torch.randn(5, 3, 16, 16)
+    session = runtime.InferenceSession(path)
+    (outputs,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    model = models.create_model("tiny", 3, False).eval()
+    model.load_state_dict(state["state_dict"])
+    torch.testing.assert_close(torch.from_numpy(outputs), model(images), rtol=1e-4, atol=1e-5)
 
 
-def test_export_without_the_exporter_is_refused_before_the_training(run, losses, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "apex_npu.export", None)
-    with pytest.raises(SystemExit, match="--export: "):
+def test_export_without_its_packages_is_refused_before_the_training(run, main, losses, monkeypatch, tmp_path):
+    import train
+
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="--export: onnx and onnxscript and onnxruntime are missing"):
         run("--export", str(tmp_path / "model.onnx"))
     assert losses == []
 
@@ -240,6 +262,12 @@ def test_a_wrong_option_is_named(run, capsys, options, words):
     assert words in f"{refusal.value}{capsys.readouterr().err}"
 
 
+@pytest.mark.skipif(DEVICE.type != "npu", reason="of torch_npu alone")
+def test_channels_last_is_refused_on_an_npu(run):
+    with pytest.raises(SystemExit, match="--channels-last: "):
+        run("--channels-last")
+
+
 def test_folders_without_images_are_named(main, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main.main([str(tmp_path)])
@@ -255,6 +283,12 @@ def test_a_checkpoint_of_another_network_is_refused(run, tmp_path):
     state = torch.load(tmp_path / "checkpoint.pth.tar", weights_only=True)
     torch.save({**state, "arch": "resnet50"}, tmp_path / "other")
     with pytest.raises(SystemExit, match="a checkpoint of --arch resnet50, this is tiny"):
+        run("--resume", str(tmp_path / "other"))
+    torch.save(state["state_dict"], tmp_path / "other")
+    with pytest.raises(SystemExit, match="not a checkpoint of this example"):
+        run("--resume", str(tmp_path / "other"))
+    (tmp_path / "other").write_bytes(b"no checkpoint")
+    with pytest.raises(SystemExit, match="not a whole checkpoint"):
         run("--resume", str(tmp_path / "other"))
 
 
@@ -329,10 +363,10 @@ def test_help_imports_neither_torch_nor_numpy(start_example):
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
 @pytest.mark.slow
-@pytest.mark.parametrize("opt_level", ["O1", "O2", "O5"])
-def test_two_processes_resume_bit_for_bit_with_either_kind_of_averaging(start_example, folder, tmp_path, opt_level):
+@pytest.mark.parametrize("level", [["O1"], ["O2"], ["O5", "--sync-bn"]], ids=" ".join)
+def test_two_processes_resume_bit_for_bit_with_either_kind_of_averaging(start_example, folder, tmp_path, level):
     # The learning rate does not depend on the number of epochs here.
-    options = [*TINY, "--schedule", "step", "--device", DEVICE.type, "--opt-level", opt_level, "--combine-grad"]
+    options = [*TINY, "--schedule", "step", "--device", DEVICE.type, "--combine-grad", "--opt-level", *level]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     for output, *others in (
         (whole, "--epochs=2"),  # averaged by DistributedDataParallel

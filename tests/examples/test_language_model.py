@@ -10,8 +10,10 @@ import random
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, needs
 from torch.nn import functional as F
+
+pytestmark = needs("causal_attention")
 
 TINY = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "8", "-b", "8", "--warmup", "4", "--lr", "0.02"]
 
@@ -195,6 +197,12 @@ def test_a_checkpoint_of_another_text_is_refused(run, main, text, tmp_path):
     other.write_text(text.read_text().upper(), encoding="utf-8")
     with pytest.raises(SystemExit, match="a text with other letters"):
         main.main([*TINY, "--device", DEVICE.type, "--checkpoint", str(tmp_path / "model.pt"), "--resume", str(other)])
+
+
+def test_a_checkpoint_of_another_model_is_refused(run):
+    run("--steps", "1", "--sample", "0")
+    with pytest.raises(SystemExit, match="it was saved with --layers 1, this run has 2"):
+        run("--layers", "2", "--resume")
 
 
 def test_help_does_not_import_torch(start_example):
