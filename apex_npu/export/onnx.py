@@ -91,7 +91,7 @@ def to_onnx(
 
     Example::
 
-        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
         >>> difference = apex_npu.export.to_onnx(model, (input,), "model.onnx")
     """
     kwargs = dict(kwargs or {})

@@ -34,7 +34,7 @@ def lines(findings: Sequence[Finding]) -> list[str]:
 
 def table(findings: Sequence[Finding]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The same as ``lines``: names of columns, and cells."""
-    rows = [(_place(finding), finding.rule, finding.status, _what(finding)) for finding in findings]
+    rows: list[tuple[str, ...]] = [(_place(one), one.rule, one.status, _what(one)) for one in findings]
     return ("place", "rule", "status", "what"), rows
 
 
