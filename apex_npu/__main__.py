@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu``: ``run``, ``migrate``, ``patch``, ``convert`` and ``doctor``.
+"""``python -m apex_npu``: ``run``, ``migrate``, ``patch``, ``convert``, ``doctor`` and ``bench``.
 
 ``COMMANDS`` is the table of all commands. A package that adds one defines its ``Command``.
 """
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from apex_npu.compat import install_as_apex
 from apex_npu.compat.pipeline.command_line import Argument, Command, parser_of, split_rest
 from apex_npu.compat.pipeline.commands import PATCH
+from apex_npu.doctor.bench_command import BENCH
 from apex_npu.doctor.command import DOCTOR
 from apex_npu.export.command import CONVERT
 from apex_npu.migrate.command import MIGRATE
@@ -40,6 +41,7 @@ Or rewrites scripts for CUDA and apex for npu; migrate --help lists its options.
 Or patches a checkout of NVIDIA's Apex, so that it answers with apex_npu; --reverse takes the patch out.
 Or shows what is in a checkpoint, and converts it between apex and torch.
 Or examines this machine: versions, devices, kernels, and what is in the way.
+Or times the optimizers beside torch's on this CPU, and shows the published figures.
 With several processes: torchrun --nproc-per-node 8 -m apex_npu run script.py"""
 
 
@@ -128,7 +130,7 @@ RUN = Command(
     ),
     passes_rest=True,
 )
-COMMANDS = (RUN, MIGRATE, PATCH, CONVERT, DOCTOR)
+COMMANDS = (RUN, MIGRATE, PATCH, CONVERT, DOCTOR, BENCH)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,6 +24,8 @@ from overhead import import_ms
 from rounds import RESULTS, Spread, Times, commit, open_device, write_csv
 from whole_steps import CAPTURABLE, IN_PLACE, REFERENCE
 
+from apex_npu.doctor import bench
+
 LARGE, SMALL, TINY = "resnet50", "small2000", "tiny"
 ANY, CPU, CUDA = ("cpu", "cuda"), ("cpu",), ("cuda",)
 IMPORT = "import"
@@ -187,6 +189,20 @@ def check(goals: list[Goal], device: torch.device, seconds: float) -> Iterator[R
             yield Row(goal, None if lacks_baseline else Spread.of(goal.values(times)))
 
 
+def published(table: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Of the rows of goals_cpu.csv those that ``python -m apex_npu bench`` measures, with the goals of today."""
+    found = []
+    for goal in GOALS:
+        rule = goal.comparison.removeprefix("step of ")
+        if rule in bench.RULES and goal.workload in bench.WORKLOADS and goal.baseline.startswith("torch"):
+            same = (goal.comparison, goal.workload, goal.ours, goal.baseline)
+            (row,) = [r for r in table if (r["comparison"], r["workload"], r["variant"], r["baseline"]) == same]
+            numbers = {name: row[name] for name in ("commit", "torch", "median", "low", "high")}
+            head = {"rule": rule, "workload": goal.workload, "baseline": goal.baseline, "goal": f"{goal.at_least:.2f}"}
+            found.append({**head, **numbers})
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -209,7 +225,10 @@ def main() -> None:
     )
     if options.write:
         same = {"commit": commit(), "device": device.type, "torch": torch.__version__}
-        write_csv(RESULTS / f"goals_{device.type}.csv", [{**same, **row.cells()} for row in rows])
+        table = [{**same, **row.cells()} for row in rows]
+        write_csv(RESULTS / f"goals_{device.type}.csv", table)
+        if device.type == "cpu" and options.only == "*":
+            write_csv(bench.PUBLISHED, published(table))
     sys.exit(1 if short else 0)
 
 

@@ -7,19 +7,16 @@ from __future__ import annotations
 import csv
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
-WARM_UP_ROUNDS = 2
-# Of one measurement. Less, and what the clock itself costs would show.
-SHORTEST_MS = 4.0
+from apex_npu.doctor.rounds import SHORTEST_MS, Spread, Times, in_turns
 
-Times = dict[str, list[float]]
+RESULTS = Path(__file__).parent / "results"
 
 
 def open_device(name: str) -> torch.device:
@@ -144,39 +141,6 @@ def time_calls(call: Callable[[], object], device: torch.device, repeats: int) -
     return (clock(device) - start) * 1e3 / repeats
 
 
-def in_turns(
-    variants: Sequence[str],
-    rounds: int,
-    time_one: Callable[[str], float],
-    *,
-    warm_up: int = WARM_UP_ROUNDS,
-    budget_s: float = float("inf"),
-    least: int = 7,
-) -> Times:
-    """The milliseconds of ``time_one(variant)`` in each round, per variant.
-
-    Args:
-        variants: Which.
-        rounds: How many rounds count.
-        time_one: Measures one.
-        warm_up: Rounds before those.
-        budget_s: Stop when this much wall time is spent, but not before ``least`` rounds.
-        least: See above.
-    """
-    times: Times = {variant: [] for variant in variants}
-    deadline = time.perf_counter() + budget_s
-    for turn in range(rounds + warm_up):
-        if turn >= least + warm_up and time.perf_counter() > deadline:
-            break
-        # Rotated, so that no variant always follows the same one.
-        for i in range(len(variants)):
-            variant = variants[(turn + i) % len(variants)]
-            elapsed = time_one(variant)
-            if turn >= warm_up:
-                times[variant].append(elapsed)
-    return times
-
-
 def steps_in_turns(steps: dict[str, Callable[[], object]], watch: Stopwatch, rounds: int, budget_s: float) -> Times:
     """``in_turns`` of ``steps``, each repeated in a round until it takes long enough for the clock."""
     repeats = {}
@@ -188,19 +152,6 @@ def steps_in_turns(steps: dict[str, Callable[[], object]], watch: Stopwatch, rou
         return watch.time(steps[name], repeats[name])
 
     return in_turns(list(steps), rounds, time_one, warm_up=0, budget_s=budget_s)
-
-
-class Spread(NamedTuple):
-    """A median, and the interval of 95 % of the values."""
-
-    middle: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        fortieths = quantiles(values, n=40, method="inclusive")
-        return cls(median(values), fortieths[0], fortieths[-1])
 
 
 def commit() -> str:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,32 +13,11 @@ import torch
 from rounds import Counter, Stopwatch, is_simulated
 from torch import Tensor, nn
 
-Shapes = list[tuple[int, ...]]
+from apex_npu.doctor.bench import Shapes, resnet50, small2000
 
 # Of the loss. Gradients come multiplied with it.
 LOSS_SCALE = 256.0
 MAX_NORM = 1.0
-
-
-def small2000() -> Shapes:
-    """Many small tensors: 2,000 of 256 to 4,096 elements."""
-    chosen = random.Random(0)
-    return [(chosen.randint(256, 4096),) for _ in range(2000)]
-
-
-def resnet50() -> Shapes:
-    """The parameters of a ResNet-50: 161 tensors, 25.6 million elements."""
-    shapes: Shapes = [(64, 3, 7, 7), (64,), (64,)]
-    inputs = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            convolutions: Shapes = [(width, inputs, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
-            if block == 0:
-                convolutions.append((4 * width, inputs, 1, 1))
-            for shape in convolutions:
-                shapes += [shape, shape[:1], shape[:1]]
-            inputs = 4 * width
-    return [*shapes, (1000, 2048), (1000,)]
 
 
 def bert() -> Shapes:

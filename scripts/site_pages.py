@@ -31,6 +31,7 @@ PAGES = (
 REFERENCE = {
     "amp": "Mixed precision: `from apex_npu import amp`.",
     "optimizers": "",
+    "export": "ONNX files, and weights from files: `from apex_npu import export`.",
     "fp16_utils": "Apex's `fp16_utils`: `from apex_npu import fp16_utils`.",
     "normalization": "Apex's norms: `from apex_npu import normalization`.",
     "parallel": "Apex's `parallel`: `from apex_npu import parallel`.",

@@ -129,6 +129,7 @@ def test_build_without_extension(tmp_path):
     built = {path.name for path in (tmp_path / "lib" / "apex_npu").iterdir()}
     assert {"__init__.py", "py.typed", "_C.pyi"} <= built
     assert not any(name.endswith((".so", ".pyd", ".torch_version")) for name in built)
+    assert (tmp_path / "lib" / "apex_npu" / "doctor" / "published.csv").is_file()
 
 
 def test_sdist_holds_the_sources(tmp_path):

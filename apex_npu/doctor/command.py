@@ -14,12 +14,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from apex_npu.compat.pipeline.command_line import Argument, Command
+from apex_npu.compat.pipeline.tables import show
 
 if TYPE_CHECKING:
     from apex_npu.doctor.checks import Section
 
 _WIDTH = 110
 _MARKS = {"ok": " ", "note": "·", "broken": "✗"}
+_STYLES = {"ok": "", "note": "yellow", "broken": "red"}
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -36,21 +38,24 @@ def _run(options: argparse.Namespace) -> int:
         report = {section.title: [asdict(finding) for finding in section.findings] for section in sections}
         print(json.dumps({"broken": broken, "sections": report}, indent=2))
     else:
-        print("\n".join(_lines(sections)))
+        _show(sections)
         print(f"\n{broken} broken, marked ✗" if broken else "\nNothing is broken.")
     return 1 if broken else 0
 
 
-def _lines(sections: Sequence[Section]) -> list[str]:
+def _show(sections: Sequence[Section]) -> None:
     width = max(len(finding.name) for section in sections for finding in section.findings)
-    lines: list[str] = []
-    for section in sections:
-        lines += ["", section.title] if lines else [section.title]
+    for number, section in enumerate(sections):
+        lines = ["", section.title] if number else [section.title]
+        rows, styles = [], []
         for finding in section.findings:
-            first = f"{_MARKS[finding.state.value]} {finding.name:{width}}  "
+            mark = _MARKS[finding.state.value]
+            first = f"{mark} {finding.name:{width}}  "
             text = finding.value + (f" → {finding.remedy}" if finding.remedy else "")
             lines += textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=" " * len(first)) or [first]
-    return lines
+            rows.append((mark, finding.name, finding.value, finding.remedy))
+            styles.append(_STYLES[finding.state.value])
+        show(lines, ("", "", "", ""), rows, title=section.title, styles=styles)
 
 
 DOCTOR = Command(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from apex_npu.compat.pipeline.command_line import Argument, Command
+from apex_npu.compat.pipeline.tables import show
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -29,8 +30,8 @@ def _run(options: argparse.Namespace) -> int:
     try:
         checkpoint = read(path)
         if out is None:
-            for part in parts_of(checkpoint):
-                print(f"{part.name}: {part.describe()}")
+            rows = [(part.name, part.describe()) for part in parts_of(checkpoint)]
+            show([f"{name}: {what}" for name, what in rows], ("where", "what"), rows)
             return 0
         converted, changes = convert(checkpoint, options.to, strip_module=options.strip_module)
         write(converted, out)

@@ -86,12 +86,12 @@ def to_onnx(
         ValueError: ``dtype`` is another one.
         RuntimeError: The model's weights exist in low precision alone, and ``allow_rounded`` is False.
         ExportError: The file cannot be written; torch cannot export or trace the model; weights are out of float16's
-            range; or results differ. Nothing is written.
+            range; or onnxruntime gives other results, or none. Nothing is written.
         ImportError: A package of the extra ``apex-npu[export]`` is missing or too old.
 
     Example::
 
-        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
         >>> difference = apex_npu.export.to_onnx(model, (input,), "model.onnx")
     """
     kwargs = dict(kwargs or {})
@@ -180,8 +180,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], **options: Any) -> Any:
 
 
 def _check_opset(program: Any, opset: int | None) -> None:
-    given = program.model.opset_imports.get("")
-    if opset is not None and given != opset:
+    if opset is not None and (given := program.model.opset_imports.get("")) != opset:
         raise ExportError(f"opset={opset}: torch.onnx gives {given} for this model")
 
 
@@ -190,7 +189,13 @@ def _difference(program: Any, model: nn.Module, inputs: tuple[Any, Any], dtype: 
     args, kwargs = tree_map(lambda value: _to_cpu(value, torch.float32), inputs)
     expected = [value for value in tree_leaves(model(*args, **kwargs)) if isinstance(value, Tensor)]
     args, kwargs = inputs
-    actual = program(*args, **kwargs)
+    try:
+        actual = program(*args, **kwargs)
+    except Exception as error:  # of onnxruntime, whose errors have no common type
+        raise ExportError(
+            f"onnxruntime cannot run the file ({_first_line(error)}): it is not written. Choose an older opset, or "
+            "check=False"
+        ) from error
     if len(actual) != len(expected):
         raise ExportError(f"the file has {len(actual)} outputs, the model {len(expected)}")
     found = max([0.0, *map(_relative, actual, expected)])

@@ -16,6 +16,7 @@ from types import FrameType
 
 from apex_npu.compat.pipeline.command_line import Argument, Command
 from apex_npu.compat.pipeline.errors import PipelineError
+from apex_npu.compat.pipeline.tables import show
 
 from . import reports
 from .amp import LEVELS, arguments_of_initialize
@@ -138,7 +139,8 @@ def _migrate(options: argparse.Namespace) -> int:
         sys.stdout.write(reports.unified_diff(made))
     left = options.q or options.diff
     shown = [finding for finding in made.findings if not left or finding.status in ("refused", "unsure")]
-    print("\n".join([*reports.lines(shown), ""]), end="", file=sys.stderr if options.diff else None)
+    head, rows = reports.table(shown)
+    show(reports.lines(shown), head, rows, file=sys.stderr if options.diff else None)
     if options.write:
         write_in_place(made.files, allow_dirty=options.allow_dirty, backup=options.backup)
     elif options.out:

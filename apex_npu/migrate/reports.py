@@ -32,6 +32,12 @@ def lines(findings: Sequence[Finding]) -> list[str]:
     ]
 
 
+def table(findings: Sequence[Finding]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The same as ``lines``: names of columns, and cells."""
+    rows: list[tuple[str, ...]] = [(_place(one), one.rule, one.status, _what(one)) for one in findings]
+    return ("place", "rule", "status", "what"), rows
+
+
 def _place(finding: Finding) -> str:
     return f"{_printable(finding.path)}:{finding.line}:{finding.column}"
 

@@ -2,12 +2,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The code of docs/export.md runs, and prints what is shown there."""
 
+import doctest
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
+import apex_npu.export
 from apex_npu import amp
 from apex_npu.export import onnx
 
@@ -29,6 +32,22 @@ def test_a_block_prints_what_is_shown(block, tmp_path, monkeypatch, capsys):
     exec(compile(code, "export.md", "exec"), {"__name__": "__main__"})
     amp.shutdown()
     assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize("name", ["load_weights", pytest.param("to_onnx", marks=pytest.mark.slow)])
+def test_the_example_of_the_docstring(name, tmp_path, monkeypatch):
+    if name == "to_onnx":
+        for package in ("onnx", "onnxscript", "onnxruntime"):
+            pytest.importorskip(package, reason=f"{package} is not installed")
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(4, 2)
+    names = {"torch": torch, "amp": amp, "apex_npu": apex_npu, "model": model, "input": torch.ones(3, 4)}
+    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    docstring = inspect.getdoc(getattr(apex_npu.export, name))
+    examples = doctest.DocTestParser().get_doctest(docstring, names, name, None, None)
+    assert examples.examples
+    assert doctest.DocTestRunner().run(examples).failed == 0
+    amp.shutdown()
 
 
 def test_each_block_of_code_is_run():

@@ -1,0 +1,205 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Steps of the fused optimizers beside torch's own, on this CPU, and what they were where figures were published."""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from apex_npu import optimizers
+from apex_npu.doctor.rounds import SHORTEST_MS, Spread, Times, in_turns
+
+PUBLISHED = Path(__file__).with_name("published.csv")
+OURS = "apex_npu"
+
+Shapes = list[tuple[int, ...]]
+
+
+def small2000() -> Shapes:
+    """Many small tensors: 2,000 of 256 to 4,096 elements."""
+    chosen = random.Random(0)
+    return [(chosen.randint(256, 4096),) for _ in range(2000)]
+
+
+def resnet50() -> Shapes:
+    """The parameters of a ResNet-50: 161 tensors, 25.6 million elements."""
+    shapes: Shapes = [(64, 3, 7, 7), (64,), (64,)]
+    inputs = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolutions: Shapes = [(width, inputs, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
+            if block == 0:
+                convolutions.append((4 * width, inputs, 1, 1))
+            for shape in convolutions:
+                shapes += [shape, shape[:1], shape[:1]]
+            inputs = 4 * width
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+WORKLOADS = {function.__name__: function for function in (small2000, resnet50)}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule that torch has as well.
+
+    Attributes:
+        ours: The fused class.
+        theirs: torch's class.
+        fused: Whether torch has a fused kernel for it.
+        options: Hyper-parameters of both.
+    """
+
+    ours: type[torch.optim.Optimizer]
+    theirs: type[torch.optim.Optimizer]
+    fused: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def variants(self) -> dict[str, Callable[..., torch.optim.Optimizer]]:
+        """What makes the optimizer: ours, and torch's three."""
+        found: dict[str, Callable[..., torch.optim.Optimizer]] = {
+            OURS: partial(self.ours, **self.options),
+            "torch for-loop": partial(self.theirs, foreach=False, **self.options),
+            "torch foreach": partial(self.theirs, foreach=True, **self.options),
+        }
+        if self.fused:
+            found["torch fused"] = partial(self.theirs, fused=True, **self.options)
+        return found
+
+
+RULES = {
+    "SGD": Rule(optimizers.NpuFusedSGD, torch.optim.SGD, True, {"lr": 1e-3, "momentum": 0.9}),
+    "Adam": Rule(optimizers.NpuFusedAdam, torch.optim.Adam, True),
+    "AdamW": Rule(optimizers.NpuFusedAdamW, torch.optim.AdamW, True),
+    "RMSprop": Rule(optimizers.NpuFusedRMSprop, torch.optim.RMSprop),
+    "Adadelta": Rule(optimizers.NpuFusedAdadelta, torch.optim.Adadelta),
+}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One row of published.csv.
+
+    Attributes:
+        rule: One of RULES.
+        workload: One of WORKLOADS.
+        baseline: Pattern of the variants it is compared with: the fastest of each round.
+        at_least: The baseline's time over ours.
+        published: The same ratio where the figures were published.
+        where: The commit and the torch of those.
+    """
+
+    rule: str
+    workload: str
+    baseline: str
+    at_least: float
+    published: Spread
+    where: str
+
+    @property
+    def name(self) -> str:
+        """What is printed; short."""
+        return f"step of {self.rule}, {self.workload}: {OURS} / {self.baseline}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A goal, and what was measured here."""
+
+    goal: Goal
+    here: Spread
+
+    @property
+    def is_met(self) -> bool:
+        """False where the whole interval misses the goal."""
+        return self.here.high >= self.goal.at_least
+
+
+def goals() -> list[Goal]:
+    """Those of published.csv, in its order.
+
+    Example::
+
+        >>> apex_npu.doctor.bench.goals()[0].name
+        'step of SGD, resnet50: apex_npu / torch fused'
+    """
+    with PUBLISHED.open(newline="", encoding="utf-8") as file:
+        return [
+            Goal(
+                row["rule"],
+                row["workload"],
+                row["baseline"],
+                float(row["goal"]),
+                Spread(float(row["median"]), float(row["low"]), float(row["high"])),
+                f"commit {row['commit']}, torch {row['torch']}",
+            )
+            for row in csv.DictReader(file)
+        ]
+
+
+def measure(chosen: list[Goal], seconds: float) -> Iterator[Result]:
+    """Measure what ``chosen`` ask for, in about so many seconds of rounds.
+
+    One thread computes, and its CPU time counts, as in the published figures: with more, small tensors would measure
+    how threads wait for each other.
+    """
+    needed: dict[tuple[str, str], list[Goal]] = {}
+    for goal in chosen:
+        needed.setdefault((goal.rule, goal.workload), []).append(goal)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for (rule, workload), members in needed.items():
+            patterns = [OURS, *(goal.baseline for goal in members)]
+            times = _times(RULES[rule], WORKLOADS[workload](), patterns, seconds / len(needed))
+            for goal in members:
+                yield Result(goal, Spread.of(ratios(times, goal.baseline)))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def ratios(times: Times, baseline: str) -> list[float]:
+    """Of each round: the time of the fastest variant that the pattern ``baseline`` names, over ours."""
+    others = [values for name, values in times.items() if name != OURS and fnmatchcase(name, baseline)]
+    return [min(row) / ours for *row, ours in zip(*others, times[OURS], strict=True)]
+
+
+def _times(rule: Rule, shapes: Shapes, patterns: list[str], budget_s: float) -> Times:
+    made = {n: make for n, make in rule.variants().items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
+    steps = {name: make(_params(shapes)).step for name, make in made.items()}
+    repeats = {}
+    for name, step in steps.items():  # which warms up, too
+        _milliseconds(step, 1)
+        repeats[name] = max(1, int(SHORTEST_MS / max(_milliseconds(step, 1), 1e-3)))
+    return in_turns(
+        list(steps), 30, lambda name: _milliseconds(steps[name], repeats[name]), warm_up=0, budget_s=budget_s
+    )
+
+
+def _milliseconds(step: Callable[[], object], repeats: int) -> float:
+    start = time.thread_time()
+    for _ in range(repeats):
+        step()
+    return (time.thread_time() - start) * 1e3 / repeats
+
+
+def _params(shapes: Shapes) -> list[nn.Parameter]:
+    """Parameters with gradients: the same values for every variant."""
+    noise = torch.randn(sum(map(math.prod, shapes)), generator=torch.Generator().manual_seed(0))
+    pieces = noise.mul_(1e-3).split([math.prod(shape) for shape in shapes])
+    params = [nn.Parameter(piece.view(shape) * 25.6) for piece, shape in zip(pieces, shapes, strict=True)]
+    for param, piece in zip(params, pieces, strict=True):
+        param.grad = piece.view(param.shape).clone()
+    return params

@@ -1,0 +1,79 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``python -m apex_npu bench``: each goal, met or not on this CPU, beside the published figure."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from apex_npu.compat.pipeline.command_line import Argument, Command
+from apex_npu.compat.pipeline.tables import show
+
+if TYPE_CHECKING:
+    from apex_npu.doctor.rounds import Spread
+
+
+def _run(options: argparse.Namespace) -> int:
+    if not options.seconds > 0:
+        return _fail(f"--seconds {options.seconds:g}: a positive number is expected")
+    try:
+        from apex_npu._extension import extension
+        from apex_npu.doctor.bench import goals, measure
+    except ImportError as error:
+        return _fail(f"{error}: torch 2.6 or newer is needed, see https://pytorch.org")
+    chosen = [goal for goal in goals() if fnmatchcase(goal.name, f"*{options.only}*")]
+    if not chosen:
+        return _fail(f"--only {options.only}: no goal has this in its name:\n" + "\n".join(g.name for g in goals()))
+    print(
+        f"{len(chosen)} comparisons, about {options.seconds:g} s; a ratio of 2 means half of torch's time", flush=True
+    )
+    results = []
+    for result in measure(chosen, options.seconds):
+        results.append(result)
+        if sys.stderr.isatty():
+            print(f"\r{len(results)} of {len(chosen)} ", end="\r", file=sys.stderr, flush=True)
+    rows = [
+        (
+            "met" if result.is_met else "missed",
+            result.goal.name,
+            f">= {result.goal.at_least:.2f}",
+            _spread(result.here),
+            _spread(result.goal.published),
+        )
+        for result in results
+    ]
+    width = max(len(row[1]) for row in rows)
+    lines = [
+        f"{met:6}  {name:{width}}  goal {goal:8}  {here}, published {there}" for met, name, goal, here, there in rows
+    ]
+    styles = ["" if result.is_met else "red" for result in results]
+    show(lines, ("", "torch's time over ours", "goal", "here", "published"), rows, styles=styles)
+    missed = sum(not result.is_met for result in results)
+    print(f"{len(results) - missed} goals met, {missed} missed. Published: {chosen[0].where}, one core of an AMD EPYC.")
+    if extension is None:
+        print("The C++ extension is not in use, with which figures were published: python -m apex_npu doctor says why.")
+    return 1 if missed else 0
+
+
+def _spread(spread: Spread) -> str:
+    return f"{spread.middle:.2f} ({spread.low:.2f} .. {spread.high:.2f})"
+
+
+def _fail(reason: str) -> int:
+    print(f"apex_npu bench: {reason}", file=sys.stderr)
+    return 2
+
+
+BENCH = Command(
+    "bench",
+    "steps of the optimizers beside torch's on this CPU, and the published figures; status 1 where a goal is missed",
+    _run,
+    (
+        Argument("--seconds", "for all rounds together (60)", type=float, metavar="N", default=60.0),
+        Argument("--only", "goals whose names have this in them, for instance Adam", metavar="TEXT", default=""),
+    ),
+    usage=("[--seconds N] [--only TEXT]",),
+)

@@ -1,0 +1,63 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Measurements in turns: all variants in one process, so that other load affects all alike; ratios within a round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median, quantiles
+from typing import NamedTuple
+
+WARM_UP_ROUNDS = 2
+# Of one measurement. Less, and what the clock itself costs would show.
+SHORTEST_MS = 4.0
+
+Times = dict[str, list[float]]
+
+
+def in_turns(
+    variants: Sequence[str],
+    rounds: int,
+    time_one: Callable[[str], float],
+    *,
+    warm_up: int = WARM_UP_ROUNDS,
+    budget_s: float = float("inf"),
+    least: int = 7,
+) -> Times:
+    """The milliseconds of ``time_one(variant)`` in each round, per variant.
+
+    Args:
+        variants: Which.
+        rounds: How many rounds count.
+        time_one: Measures one.
+        warm_up: Rounds before those.
+        budget_s: Stop when this much wall time is spent, but not before ``least`` rounds.
+        least: See above.
+    """
+    times: Times = {variant: [] for variant in variants}
+    deadline = time.perf_counter() + budget_s
+    for turn in range(rounds + warm_up):
+        if turn >= least + warm_up and time.perf_counter() > deadline:
+            break
+        # Rotated, so that no variant always follows the same one.
+        for i in range(len(variants)):
+            variant = variants[(turn + i) % len(variants)]
+            elapsed = time_one(variant)
+            if turn >= warm_up:
+                times[variant].append(elapsed)
+    return times
+
+
+class Spread(NamedTuple):
+    """A median, and the interval of 95 % of the values."""
+
+    middle: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of two values or more."""
+        fortieths = quantiles(values, n=40, method="inclusive")
+        return cls(median(values), fortieths[0], fortieths[-1])

@@ -1,0 +1,99 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``bench``: its figures are those of ``benchmarks``, and what it concludes from numbers; nothing depends on time."""
+
+import bare_steps
+import goals
+import pytest
+import torch
+from rounds import RESULTS, read_csv
+
+from apex_npu.__main__ import main
+from apex_npu.doctor import bench
+from apex_npu.doctor.rounds import Spread
+
+
+def test_the_published_figures_are_those_of_the_benchmarks():
+    table = read_csv(RESULTS / "goals_cpu.csv")
+    assert read_csv(bench.PUBLISHED) == goals.published(table)
+    assert len(bench.goals()) == 10
+
+
+def test_the_rules_are_those_of_the_benchmarks():
+    for name, rule in bench.RULES.items():
+        same = bare_steps.RULES[name]
+        assert (rule.ours, rule.options, rule.fused) == (same.ours, same.options, same.torch_fused)
+        assert rule.theirs is getattr(torch.optim, same.torch)
+
+
+@pytest.mark.parametrize("rule", bench.RULES)
+def test_all_variants_compute_the_same(rule):
+    results = []
+    for make in bench.RULES[rule].variants().values():
+        params = bench._params([(3, 4), (5,)])
+        optimizer = make(params)
+        optimizer.step()
+        optimizer.step()
+        results.append(params)
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_the_fastest_of_each_round_counts():
+    times = {"apex_npu": [1.0, 2.0], "torch for-loop": [4.0, 6.0], "torch foreach": [3.0, 8.0], "timm": [0.1, 0.1]}
+    assert bench.ratios(times, "torch *") == [3.0, 3.0]
+    assert bench.ratios(times, "torch foreach") == [3.0, 4.0]
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Instead of time: the ratio of each round of every comparison."""
+
+    def times(rule, shapes, patterns, budget_s):
+        return {"apex_npu": [1.0] * 4} | {name: list(measured.ratios) for name in rule.variants() if name != "apex_npu"}
+
+    monkeypatch.setattr(bench, "_times", times)
+    measured.ratios = [10.0] * 4
+    return measured
+
+
+def test_a_goal_is_missed_where_the_whole_interval_misses_it(measured, capsys):
+    threads = torch.get_num_threads()
+    assert main(["bench", "--only", "AdamW, small"]) == 0
+    out = capsys.readouterr().out
+    assert "met     step of AdamW, small2000: apex_npu / torch fused  goal >= 4.00   10.00 (10.00 .. 10.00), " in out
+    assert "published 4.65 (4.16 .. 5.83)\n" in out
+    assert "1 goals met, 0 missed. Published: commit b6f5e99, torch 2.13.0+cpu" in out
+    measured.ratios = [3.0, 3.5, 3.9, 3.9]
+    assert main(["bench", "--only", "AdamW, small"]) == 1
+    assert "missed  step of AdamW, small2000" in capsys.readouterr().out
+    assert torch.get_num_threads() == threads
+
+
+def test_without_the_extension_it_says_so(measured, monkeypatch, capsys):
+    from apex_npu import _extension
+
+    monkeypatch.setattr(_extension, "extension", None)
+    main(["bench", "--only", "Adadelta, small"])
+    assert "The C++ extension is not in use, with which figures were published" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "Lion"], "--only Lion: no goal has this in its name:\nstep of SGD"),
+        (["--seconds", "0"], "--seconds 0"),
+    ],
+)
+def test_bad_arguments(arguments, words, capsys):
+    assert main(["bench", *arguments]) == 2
+    assert f"apex_npu bench: {words}" in capsys.readouterr().err
+
+
+def test_steps_are_measured(monkeypatch):
+    monkeypatch.setitem(bench.WORKLOADS, "small2000", lambda: [(4, 4), (4,)])
+    goal = bench.Goal("SGD", "small2000", "torch *", 1.0, Spread(1.0, 1.0, 1.0), "")
+    (result,) = bench.measure([goal], 0.0)
+    assert result.goal is goal
+    assert 0.0 < result.here.low <= result.here.middle <= result.here.high
