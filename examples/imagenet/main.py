@@ -51,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     recipe = parser.add_argument_group("optimization")
     add = recipe.add_argument
     add("--optimizer", default="NpuFusedSGD", metavar="NAME", help="one of apex_npu.optimizers or torch.optim")
-    add("--lr", "--learning-rate", type=float, default=0.1, help="for 256 images a step (default %(default)s)")
+    add("--lr", "--learning-rate", type=float, default=0.1, help="the highest; 0.1 suits 256 images a step")
     add("--momentum", type=float, default=0.9, help="of SGD and RMSprop (default %(default)s)")
     add("--wd", "--weight-decay", type=float, default=1e-4, dest="weight_decay", help="default %(default)s")
     add("--schedule", choices=["cosine", "step"], default="cosine", help="step: a tenth every 30 epochs")

@@ -32,6 +32,8 @@ def run(args: Namespace) -> None:
     device = set_up_device(args)
     if args.channels_last and device.type == "npu":
         raise SystemExit("--channels-last: torch_npu has contiguous formats alone; leave it out")
+    if args.sync_bn and device.type == "cpu" and dist.is_initialized() and not args.combine_ddp:
+        raise SystemExit("--sync-bn: DistributedDataParallel has it on cards alone; add --combine-grad --combine-ddp")
     if args.export:
         check_exporter()
     train_loader, val_loader, num_classes = make_loaders(args)
