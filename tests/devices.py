@@ -69,7 +69,6 @@ SAME_KERNELS = not VENDOR
 
 # What torch_npu and CANN do not do, by the names that `needs` takes.
 _VENDOR_LACKS = {
-    "causal_attention": "the host CANN's fused attention has neither a causal mask nor dropout",
     "channels_last": 'torch_npu takes no memory_format but "contiguous_format or preserve_format"',
     "complex_norm": "torch_npu's norm of complex numbers is complex",
     "configurable_chip": "whether a chip saturates is a property of the process: HOST_CANN_SOC=Ascend910ProA",

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trains a small transformer that continues a text, letter by letter, in mixed precision, and lets it write.
+"""Trains a small transformer that continues a text, character by character, in mixed precision, and samples from it.
 
     python main.py book.txt --opt-level O5 --combine-grad --checkpoint book.pt
     python main.py book.txt --opt-level O5 --combine-grad --checkpoint book.pt --resume
@@ -31,8 +31,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = model.add_argument
     add("--layers", type=int, default=6, metavar="N", help="default %(default)s")
     add("--heads", type=int, default=6, metavar="N", help="of attention (default %(default)s)")
-    add("--width", type=int, default=384, metavar="N", help="of a letter's vector (default %(default)s)")
-    add("--context", type=int, default=256, metavar="N", help="letters that the model sees (default %(default)s)")
+    add("--width", type=int, default=384, metavar="N", help="of the embedding of a character (default %(default)s)")
+    add("--context", type=int, default=256, metavar="N", help="characters that the model sees (default %(default)s)")
     add("--dropout", type=float, default=0.2, metavar="P", help="default %(default)s")
 
     recipe = parser.add_argument_group("optimization: AdamW, warm-up, cosine")
@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     sample = parser.add_argument_group("what it writes at the end")
     add = sample.add_argument
-    add("--sample", type=int, default=200, metavar="N", help="letters (default %(default)s; 0: none)")
+    add("--sample", type=int, default=200, metavar="N", help="characters (default %(default)s; 0: none)")
     add("--sample-only", action="store_true", help="do not train")
     add("--prompt", default="\n", metavar="TEXT", help="what it continues")
     add("--temperature", type=float, default=0.8, metavar="T", help="above 1: more surprising (default %(default)s)")
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.width % args.heads:
         parser.error(f"--width {args.width}: no multiple of --heads {args.heads}")
     if not args.prompt:
-        parser.error("--prompt: a letter at least is expected")
+        parser.error("--prompt: a character at least is expected")
     if args.temperature <= 0:
         parser.error(f"--temperature {args.temperature}: a number above 0 is expected")
     if (args.resume or args.sample_only) and not (args.checkpoint and args.checkpoint.is_file()):

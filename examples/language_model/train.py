@@ -25,7 +25,7 @@ def run(args: Namespace) -> None:
     prompt = text.encode(args.prompt)
     torch.manual_seed(args.seed)
     model = LanguageModel(
-        len(text.letters),
+        len(text.characters),
         layers=args.layers,
         heads=args.heads,
         width=args.width,
@@ -43,8 +43,8 @@ def run(args: Namespace) -> None:
     first = 0
     if args.resume or args.sample_only:
         state = read_checkpoint(args.checkpoint, args)
-        if state["letters"] != text.letters:
-            raise SystemExit(f"--checkpoint {args.checkpoint}: it was trained on a text with other letters")
+        if state["characters"] != text.characters:
+            raise SystemExit(f"--checkpoint {args.checkpoint}: it was trained on a text with other characters")
         model.load_state_dict(state["model"])
         if not args.sample_only:
             optimizer.load_state_dict(state["optimizer"])
@@ -92,7 +92,7 @@ def train(
             tokens = args.interval * args.batch_size * args.context
             print(
                 f"step {step + 1}  loss {mean.item():.4f}  validation {validate(model, text, args, device):.4f}  "
-                f"{tokens / (time.perf_counter() - since):.0f} letters/s",
+                f"{tokens / (time.perf_counter() - since):.0f} characters/s",
                 flush=True,
             )
             if args.checkpoint:
@@ -140,7 +140,7 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, text: "Text", step:
     state = {
         "step": step,
         "options": {name: getattr(args, name) for name in ("layers", "heads", "width", "context")},
-        "letters": text.letters,
+        "characters": text.characters,
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "amp": amp.state_dict(),
@@ -167,20 +167,20 @@ def read_checkpoint(path: Path, args: Namespace) -> dict[str, Any]:
 
 @torch.no_grad()
 def sample(model: LanguageModel, text: "Text", prompt: Tensor, args: Namespace, device: torch.device) -> str:
-    """The prompt, and what the model makes of it, letter by letter."""
+    """The prompt, and what the model makes of it, character by character."""
     model.eval()
     tokens = prompt[None].to(device)
     for _ in range(args.sample):
         logits = model(tokens[:, -args.context :])[:, -1].float() / args.temperature
         tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1)], dim=1)
-    return "".join(text.letters[token] for token in tokens[0].tolist())
+    return "".join(text.characters[token] for token in tokens[0].tolist())
 
 
 @dataclass
 class Text:
-    """A text as numbers of letters."""
+    """A text as indices of its characters."""
 
-    letters: list[str]
+    characters: list[str]
     parts: dict[str, Tensor]
     context: int
 
@@ -195,17 +195,17 @@ class Text:
         border = len(tokens) * 9 // 10
         text.parts = {"train": tokens[:border], "validation": tokens[border:]}
         if len(tokens) - border <= args.context:
-            raise SystemExit(f"{args.text}: a tenth of it is to have more than --context {args.context} letters")
+            raise SystemExit(f"{args.text}: a tenth of it is to have more than --context {args.context} characters")
         return text
 
     def encode(self, string: str) -> Tensor:
-        numbers = {letter: number for number, letter in enumerate(self.letters)}
+        numbers = {character: number for number, character in enumerate(self.characters)}
         if unknown := set(string) - numbers.keys():
             raise SystemExit(f"--prompt: the text has no {', '.join(map(repr, sorted(unknown)))}")
-        return torch.tensor([numbers[letter] for letter in string])
+        return torch.tensor([numbers[character] for character in string])
 
     def batch(self, part: str, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Sequences from random places, and the same ones a letter later."""
+        """Sequences from random places, and the same ones a character later."""
         tokens = self.parts[part]
         starts = torch.randint(len(tokens) - self.context, (size, 1))
         places = starts + torch.arange(self.context)

@@ -10,10 +10,8 @@ import random
 
 import pytest
 import torch
-from devices import DEVICE, needs
+from devices import DEVICE
 from torch.nn import functional as F
-
-pytestmark = needs("causal_attention")
 
 TINY = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "8", "-b", "8", "--warmup", "4", "--lr", "0.02"]
 
@@ -86,8 +84,9 @@ def test_losses_of_o0_are_those_of_plain_torch(main, run, losses, text, monkeypa
     options = ["--steps", "12", "--opt-level", "O0", "--combine-grad"]
     run(*options)
 
-    letters = sorted({*text.read_text(), "\n"})
-    tokens = torch.tensor([letters.index(letter) for letter in text.read_text()])[: len(text.read_text()) * 9 // 10]
+    characters = sorted({*text.read_text(), "\n"})
+    written = text.read_text()
+    tokens = torch.tensor([characters.index(character) for character in written])[: len(written) * 9 // 10]
     model = initial[0].to(DEVICE)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() == 1]
@@ -172,9 +171,9 @@ def test_a_trained_model_writes_without_training(run, main, losses, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--context", "1000"], "a tenth of it is to have more than --context 1000 letters"),
+        (["--context", "1000"], "a tenth of it is to have more than --context 1000 characters"),
         (["--prompt", "Zürich", "--steps", "1"], "--prompt: the text has no 'Z', 'h', 'ü'"),
-        (["--prompt", ""], "--prompt: a letter at least is expected"),
+        (["--prompt", ""], "--prompt: a character at least is expected"),
         (["--width", "15"], "--width 15: no multiple of --heads 2"),
         (["--accumulate", "3"], "--accumulate 3: --batch-size 8 is no multiple of it"),
         (["--temperature", "0"], "--temperature 0.0: a number above 0 is expected"),
@@ -195,7 +194,7 @@ def test_a_checkpoint_of_another_text_is_refused(run, main, text, tmp_path):
     run("--steps", "1", "--sample", "0")
     other = tmp_path / "other.txt"
     other.write_text(text.read_text().upper(), encoding="utf-8")
-    with pytest.raises(SystemExit, match="a text with other letters"):
+    with pytest.raises(SystemExit, match="a text with other characters"):
         main.main([*TINY, "--device", DEVICE.type, "--checkpoint", str(tmp_path / "model.pt"), "--resume", str(other)])
 
 
