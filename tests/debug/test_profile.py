@@ -17,7 +17,7 @@ from apex_npu.amp import amp_optimizer, block
 from apex_npu.amp.session import settings
 from apex_npu.debug import phases
 from apex_npu.debug.phases import Event, Kernel, Steps, summarize
-from apex_npu.debug.profile import ScriptProfile, advice_of
+from apex_npu.debug.profile import advice_of
 
 CPU_ONLY = [torch.profiler.ProfilerActivity.CPU]
 needs_float16_scale = {"dynamic_init_scale": 128.0}
@@ -278,29 +278,6 @@ def test_the_table():
     assert len(lines) - lines.index(next(line for line in lines if line.startswith("operator "))) == 1 + 10 + 2
     (total,) = [line.split() for line in lines if line.startswith("all ")]
     assert total[2:4] == ["100.0", "%"]
-
-
-def test_a_script_that_stays_as_it_is(capsys, tmp_path):
-    model, optimizer = set_up_gpt(steps=0)
-    recording = ScriptProfile(1, 3, str(tmp_path))
-    for i in range(4):
-        iterate(model, optimizer)
-        assert (settings.labels is not None) is (i in (0, 1))
-    said = capsys.readouterr().out
-    assert said.startswith("2 steps of ")
-    assert len(list(tmp_path.glob("*.pt.trace.json"))) == 1
-    recording.end()
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(("first", "last", "said"), [(0, 9, "1 step of "), (5, 6, "has ended after step 1")])
-def test_a_script_that_ends_before(first, last, said, capsys):
-    model, optimizer = set_up_gpt(steps=0)
-    recording = ScriptProfile(first, last, None)
-    iterate(model, optimizer)
-    recording.end()
-    assert said in capsys.readouterr().out
-    assert settings.labels is None
 
 
 @pytest.mark.parametrize(
