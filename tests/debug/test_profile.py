@@ -165,6 +165,37 @@ def test_ranges_of_what_is_rare():
     assert "amp.watch" in labels_of(watched)
 
 
+def clipping():
+    """What the wrapper of torch's function calls."""
+    cells = torch.nn.utils.clip_grad_norm_.__closure__
+    return next(c.cell_contents for c in cells if getattr(c.cell_contents, "__name__", "") == "clip_grad_norm_")
+
+
+@pytest.mark.parametrize("optimizer", [optimizers.NpuFusedAdam, torch.optim.Adam])
+def test_sessions_may_begin_and_end_while_there_are_ranges(optimizer):
+    before = clipping()
+    with amp.debug.profiler_ranges():
+        model, optimizer = set_up_gpt(optimizer, steps=1)
+    assert clipping() is not before  # amp's, which the end of the ranges has left
+    assert labels_of(lambda: iterate(model, optimizer)).count("amp.clip") == 1
+    with amp.debug.profiler_ranges():
+        amp.shutdown()
+    assert clipping() is before
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse_unscale": True}])
+def test_amp_clips_in_one_range(options):
+    model, optimizer = set_up_gpt(steps=0, combine_grad=True, **options)
+
+    def clip():
+        iterate(model, optimizer, clip=False)
+        with amp.scale_loss(model.loss(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.clip_optimizer_grad_norm_fused(1.0)
+
+    assert labels_of(clip).count("amp.clip") == 1
+
+
 def test_an_exception_closes_its_ranges():
     model, optimizer = set_up_gpt(steps=1)
 
