@@ -32,6 +32,8 @@ Runs a script in which the name apex, with apex.amp and apex.optimizers, is apex
   --explain-overflows[=N]
                  after N skipped steps in a row (2) the next iteration is watched, and what overflowed is logged
   --profile A:B  where the time of the steps from A to before B goes is printed; --trace DIR also writes a trace
+  --gradient-range STEP, --check-operators STEP
+                 what float16 loses of the gradients of that step; how far its operators are from float64
   --device npu   what is written for CUDA is rewritten for npu, in memory, as it is imported; OPTIONS, in this order:
     --also PACKAGE   a package outside the script's folder is rewritten, too (repeatable)
     --changes FILE   all findings are written at the end; the name ends with .csv, .json or .sarif
@@ -67,6 +69,11 @@ def _run(options: argparse.Namespace) -> int:
         os.environ["APEX_NPU_PROFILE_TRACE"] = os.path.abspath(options.trace) if options.trace else ""
     elif options.trace:
         return _fail("--trace goes with --profile")
+    for option, step in (("gradient-range", options.gradient_range), ("check-operators", options.check_operators)):
+        if step is not None:
+            if not step.isdecimal():
+                return _fail(f"--{option} {step}: give a step, counted from 0")
+            os.environ[f"APEX_NPU_{option.replace('-', '_').upper()}"] = step
     if options.device:
         if options.device != "npu":
             return _fail(f"--device {options.device}: scripts for CUDA are rewritten for npu")
@@ -115,6 +122,8 @@ RUN = Command(
         ),
         Argument("--profile", "print where the time of these steps goes", metavar="A:B"),
         Argument("--trace", "with --profile: a folder for a trace", metavar="DIR"),
+        Argument("--gradient-range", "print what float16 loses of a step's gradients", metavar="STEP"),
+        Argument("--check-operators", "print how far a step's operators are from float64", metavar="STEP"),
         Argument("--device", "npu: modules for CUDA are rewritten as they are imported", metavar="npu"),
         Argument("--also", "with --device: rewrite this package, too (repeatable)", metavar="PACKAGE", many=True),
         Argument("--changes", "with --device: write all findings; .csv, .json or .sarif", metavar="FILE"),
@@ -123,10 +132,9 @@ RUN = Command(
         Argument("-m", "run a module rather than a file", flag=True),
     ),
     usage=(
-        "[--force] [--host NAME]... [--explain-overflows[=N]] [--profile A:B [--trace DIR]] [--device npu [OPTIONS]] "
-        "script.py [arguments]",
-        "[--force] [--host NAME]... [--explain-overflows[=N]] [--profile A:B [--trace DIR]] [--device npu [OPTIONS]] "
-        "-m module [arguments]",
+        "[--force] [--host NAME]... [--explain-overflows[=N]] [--profile A:B [--trace DIR]] [--gradient-range STEP] "
+        "[--check-operators STEP] [--device npu [OPTIONS]] script.py [arguments]",
+        "[the same options] -m module [arguments]",
     ),
     passes_rest=True,
 )

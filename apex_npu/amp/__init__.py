@@ -70,8 +70,8 @@ importlib.import_module("apex_npu.compat.amp")
 
 if os.environ.get("APEX_NPU_EXPLAIN_OVERFLOWS"):
     importlib.import_module("apex_npu.debug.explain").explain_as_environment_says()
-if os.environ.get("APEX_NPU_PROFILE"):
-    importlib.import_module("apex_npu.debug.profile").profile_as_environment_says()
+if any(map(os.environ.get, ("APEX_NPU_PROFILE", "APEX_NPU_GRADIENT_RANGE", "APEX_NPU_CHECK_OPERATORS"))):
+    importlib.import_module("apex_npu.debug.script").look_as_environment_says()
 
 
 def __getattr__(name: str) -> Any:

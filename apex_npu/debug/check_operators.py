@@ -332,6 +332,11 @@ class check_operators:
         check.attach()
         return check.found
 
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """The context was entered within the forward of ``module``, before its operators."""
+        if self._check is not None:
+            self._check.enter_module(module, args)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:

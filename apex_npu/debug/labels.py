@@ -37,12 +37,13 @@ _LABELLED = (
     ("amp.grad_sync", "agree_on_overflow", "amp.wait"),
     ("backends.host_copy:HostCopy", "__bool__", "amp.wait"),
     ("amp.amp_optimizer", "_skip_step", "amp.skip"),
-    ("amp.amp_optimizer:AmpOptimizerMixin", "clip_optimizer_grad_norm_fused", "amp.clip"),
+    ("amp.amp_optimizer:AmpOptimizerMixin", "_clip_at_once", "amp.clip"),
+    ("amp.amp_optimizer", "clip_at_step", "amp.clip"),
+    ("amp.clip_guard", "clip_by_torch", "amp.clip"),
     ("optimizers.combined_accessors:CombinedAccessors", "clip_optimizer_grad_norm_fused", "amp.clip"),
     ("optimizers.base:FusedOptimizer", "_fuse_again", "amp.fuse"),
     ("debug.watch:Watch", "_look", "amp.watch"),
 )
-_CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 
 
 def _labelled(label: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,21 +123,11 @@ class Labels:
         patch_attribute(self._undo, _owner("amp.master_params:MasterParams"), "copy_to_model", _copying)
         patch_attribute(self._undo, _owner("distributed.grad_reducer:GradReducer"), "_send", _sending)
         patch_attribute(self._undo, _owner("amp.scale_loss"), "_open_block", _opening)
-        self._label_clipping()
         for hook in (
             torch_module.register_module_forward_pre_hook(self._enter),
             torch_module.register_module_forward_hook(self._leave, always_call=True),
         ):
             self._undo.callback(hook.remove)
-
-    def _label_clipping(self) -> None:
-        """Those of torch: what their wrappers call is replaced, by whatever name a script has imported them."""
-        for name in _CLIPPING:
-            for cell in getattr(torch.nn.utils.clip_grad, name).__closure__ or ():
-                original = cell.cell_contents
-                if getattr(original, "__name__", None) == name:
-                    self._undo.callback(setattr, cell, "cell_contents", original)
-                    cell.cell_contents = functools.wraps(original)(_labelled("amp.clip", original))
 
     def close(self) -> None:
         """Open no more of them."""

@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import re
 import warnings
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -14,19 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch import nn
-from torch.nn.modules import module as torch_module
 from torch.profiler import ProfilerActivity
 
-from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
-from apex_npu.amp.session import is_first_rank
-from apex_npu.autocast.monkey_patches import patch_attribute
-from apex_npu.autocast.undo import Undo
 from apex_npu.backends._torch_private import torch_profiler
 from apex_npu.debug.labels import profiler_ranges
 from apex_npu.debug.phases import BEFORE_FORWARD, OperatorTime, Phase, Steps, events_of, summarize
 
-STEPS, TRACE = "APEX_NPU_PROFILE", "APEX_NPU_PROFILE_TRACE"
 _SHOWN = 10
 # Less than this share of a step, in percent, is not worth an advice.
 _LITTLE = 5.0
@@ -250,82 +241,3 @@ def advice_of(found: Steps) -> str:
         return text
     largest = max(found.phases, key=lambda p: p.share, default=Phase("nothing"))
     return f"nothing stands out; {largest.name} takes {largest.share:.0f} % of a step"
-
-
-class ScriptProfile:
-    """Records the steps of a script that stays as it is, and prints the table: see ``profile_as_environment_says``."""
-
-    def __init__(self, first: int, last: int, trace: str | None) -> None:
-        """Steps ``first`` to ``last``, without it; a step is a call of ``step`` of the first of amp's optimizers."""
-        self._first = first
-        self._profile = profile(last - first, trace)
-        self._count = 0
-        self._leader: int | None = None
-        self._undo = Undo()
-        self._begun = self._ended = False
-        patch_attribute(self._undo, AmpOptimizerMixin, "step", self._counting)
-        if first == 0:
-            hook = torch_module.register_module_forward_pre_hook(self._begin)
-            self._undo.callback(hook.remove)
-        atexit.register(self.end)
-
-    def _counting(self, original: Any) -> Any:
-        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(optimizer, *args, **kwargs)
-            if self._leader in (None, id(optimizer)):
-                self._leader = id(optimizer)
-                self._step_ended()
-            return result
-
-        return step
-
-    def _step_ended(self) -> None:
-        self._count += 1
-        if self._begun:
-            self._profile.step()
-            if self._profile.phases:
-                self.end()
-        elif self._count >= self._first:
-            self._begin()
-
-    def _begin(self, module: nn.Module | None = None, args: Any = None) -> None:
-        if not self._begun and (self._count or torch.is_grad_enabled()):
-            self._begun = True
-            self._profile.__enter__()
-
-    def end(self) -> None:
-        """Print the table, once; where the script has ended before the last step, that of the steps there were."""
-        if self._ended:
-            return
-        self._ended = True
-        atexit.unregister(self.end)
-        self._undo.close()
-        if self._begun:
-            self._profile.__exit__(None, None, None)
-        if is_first_rank():
-            said = self._profile if self._begun else f"--profile: the script has ended after step {self._count}"
-            print(said, flush=True)
-
-
-def profile_as_environment_says() -> None:
-    """Record steps where ``APEX_NPU_PROFILE`` is set, as ``python -m apex_npu run --profile`` does.
-
-    Raises:
-        ValueError: It is not ``A:B`` with 0 ≤ A < B.
-    """
-    text = os.environ.get(STEPS, "").strip()
-    if text:
-        ScriptProfile(*steps_of(text), os.environ.get(TRACE) or None)
-
-
-def steps_of(text: str) -> tuple[int, int]:
-    """The numbers of ``A:B``.
-
-    Raises:
-        ValueError: It is not ``A:B`` with 0 ≤ A < B.
-    """
-    match = re.fullmatch(r"(\d+):(\d+)", text)
-    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
-    if first >= last:
-        raise ValueError(f"steps to profile are A:B, from step A, counted from 0, to before step B; got {text!r}")
-    return first, last

@@ -45,6 +45,15 @@ def test_steps_to_profile(environment, capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().out == f"10:13 {tmp_path / 'traces'}\n0:1 \n"
 
 
+def test_steps_to_look_at(environment, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("APEX_NPU_GRADIENT_RANGE", "")
+    monkeypatch.setenv("APEX_NPU_CHECK_OPERATORS", "")
+    script = tmp_path / "looked_at.py"
+    script.write_text("import os; print(os.environ['APEX_NPU_GRADIENT_RANGE'], os.environ['APEX_NPU_CHECK_OPERATORS'])")
+    assert main(["run", "--gradient-range", "7", "--check-operators", "0", str(script)]) == 0
+    assert capsys.readouterr().out == "7 0\n"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -52,6 +61,8 @@ def test_steps_to_profile(environment, capsys, tmp_path, monkeypatch):
         (["--profile", "3:3"], "--profile 3:3: give A:B"),
         (["--profile", "a:b"], "--profile a:b: give A:B"),
         (["--trace", "traces"], "--trace goes with --profile"),
+        (["--gradient-range", "1:2"], "--gradient-range 1:2: give a step, counted from 0"),
+        (["--check-operators", "x"], "--check-operators x: give a step, counted from 0"),
         (["--explain-overflows=0"], "--explain-overflows=0: N is a positive integer"),
         (["--explain-overflows=x"], "--explain-overflows=x: N is a positive integer"),
         (["--explain-overflow"], "unknown option '--explain-overflow'"),

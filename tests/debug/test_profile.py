@@ -17,7 +17,7 @@ from apex_npu.amp import amp_optimizer, block
 from apex_npu.amp.session import settings
 from apex_npu.debug import phases
 from apex_npu.debug.phases import Event, Kernel, Steps, summarize
-from apex_npu.debug.profile import ScriptProfile, advice_of
+from apex_npu.debug.profile import advice_of
 
 CPU_ONLY = [torch.profiler.ProfilerActivity.CPU]
 needs_float16_scale = {"dynamic_init_scale": 128.0}
@@ -165,6 +165,37 @@ def test_ranges_of_what_is_rare():
     assert "amp.watch" in labels_of(watched)
 
 
+def clipping():
+    """What the wrapper of torch's function calls."""
+    cells = torch.nn.utils.clip_grad_norm_.__closure__
+    return next(c.cell_contents for c in cells if getattr(c.cell_contents, "__name__", "") == "clip_grad_norm_")
+
+
+@pytest.mark.parametrize("optimizer", [optimizers.NpuFusedAdam, torch.optim.Adam])
+def test_sessions_may_begin_and_end_while_there_are_ranges(optimizer):
+    before = clipping()
+    with amp.debug.profiler_ranges():
+        model, optimizer = set_up_gpt(optimizer, steps=1)
+    assert clipping() is not before  # amp's, which the end of the ranges has left
+    assert labels_of(lambda: iterate(model, optimizer)).count("amp.clip") == 1
+    with amp.debug.profiler_ranges():
+        amp.shutdown()
+    assert clipping() is before
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse_unscale": True}])
+def test_amp_clips_in_one_range(options):
+    model, optimizer = set_up_gpt(steps=0, combine_grad=True, **options)
+
+    def clip():
+        iterate(model, optimizer, clip=False)
+        with amp.scale_loss(model.loss(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.clip_optimizer_grad_norm_fused(1.0)
+
+    assert labels_of(clip).count("amp.clip") == 1
+
+
 def test_an_exception_closes_its_ranges():
     model, optimizer = set_up_gpt(steps=1)
 
@@ -278,29 +309,6 @@ def test_the_table():
     assert len(lines) - lines.index(next(line for line in lines if line.startswith("operator "))) == 1 + 10 + 2
     (total,) = [line.split() for line in lines if line.startswith("all ")]
     assert total[2:4] == ["100.0", "%"]
-
-
-def test_a_script_that_stays_as_it_is(capsys, tmp_path):
-    model, optimizer = set_up_gpt(steps=0)
-    recording = ScriptProfile(1, 3, str(tmp_path))
-    for i in range(4):
-        iterate(model, optimizer)
-        assert (settings.labels is not None) is (i in (0, 1))
-    said = capsys.readouterr().out
-    assert said.startswith("2 steps of ")
-    assert len(list(tmp_path.glob("*.pt.trace.json"))) == 1
-    recording.end()
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(("first", "last", "said"), [(0, 9, "1 step of "), (5, 6, "has ended after step 1")])
-def test_a_script_that_ends_before(first, last, said, capsys):
-    model, optimizer = set_up_gpt(steps=0)
-    recording = ScriptProfile(first, last, None)
-    iterate(model, optimizer)
-    recording.end()
-    assert said in capsys.readouterr().out
-    assert settings.labels is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,210 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ``python -m apex_npu run`` looks at in the steps of a script that stays as it is."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.optim import Optimizer
+
+from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
+from apex_npu.amp.session import current, is_first_rank
+from apex_npu.autocast.monkey_patches import patch_attribute
+from apex_npu.autocast.undo import Undo
+from apex_npu.debug.check_operators import check_operators
+from apex_npu.debug.gradient_range import gradient_range
+from apex_npu.debug.profile import profile
+
+PROFILE, TRACE = "APEX_NPU_PROFILE", "APEX_NPU_PROFILE_TRACE"
+GRADIENT_RANGE, CHECK_OPERATORS = "APEX_NPU_GRADIENT_RANGE", "APEX_NPU_CHECK_OPERATORS"
+
+
+class Part:
+    """Something that is looked at in some steps, and printed after them.
+
+    Attributes:
+        option: That of the command line.
+        first: The first of the steps, counted from 0.
+        last: The one after the last.
+        begun: Step ``first`` has begun.
+    """
+
+    option = ""
+
+    def __init__(self, first: int, last: int) -> None:
+        """See the attributes."""
+        self.first, self.last, self.begun = first, last, False
+
+    def begin(self, module: nn.Module | None, args: Any) -> None:
+        """Step ``first`` begins: in the forward of ``module``, or None: after the step before."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """``optimizer.step()`` is about to be called, in one of the steps."""
+
+    def step_ended(self) -> None:
+        """It has returned."""
+
+    def end(self) -> object:
+        """The last step has ended, or the script has before; returns what is printed."""
+        raise NotImplementedError
+
+
+class ProfilePart(Part):
+    """Where the time goes."""
+
+    option = "--profile"
+
+    def __init__(self, first: int, last: int, trace: str | None = None) -> None:
+        """See ``profile`` for ``trace``."""
+        super().__init__(first, last)
+        self._profile = profile(last - first, trace)
+
+    def begin(self, module: nn.Module | None, args: Any) -> None:
+        """See ``Part``."""
+        self._profile.__enter__()
+
+    def step_ended(self) -> None:
+        """See ``Part``."""
+        self._profile.step()
+
+    def end(self) -> object:
+        """See ``Part``."""
+        self._profile.__exit__(None, None, None)
+        return self._profile
+
+
+class GradientRangePart(Part):
+    """The range of the gradients of a step."""
+
+    option = "--gradient-range"
+    _found: object = "no optimizer has stepped"
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """See ``Part``."""
+        try:
+            self._found = gradient_range(optimizer)
+        except RuntimeError as error:
+            self._found = error
+
+    def end(self) -> object:
+        """See ``Part``."""
+        return self._found
+
+
+class CheckOperatorsPart(Part):
+    """The operators of a step."""
+
+    option = "--check-operators"
+
+    def begin(self, module: nn.Module | None, args: Any) -> None:
+        """See ``Part``."""
+        self._context = check_operators()
+        self._found = self._context.__enter__()
+        if module is not None:
+            self._context.enter_module(module, args)
+
+    def end(self) -> object:
+        """See ``Part``."""
+        self._context.__exit__(None, None, None)
+        return self._found
+
+
+class ScriptSteps:
+    """Counts the calls of ``step`` of the first of amp's optimizers that steps, and has ``parts`` look at some."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        """From now on."""
+        self._parts = list(parts)
+        self._count = 0
+        self._leader: int | None = None
+        self._undo = Undo()
+        patch_attribute(self._undo, AmpOptimizerMixin, "step", self._counting)
+        if any(part.first == 0 for part in parts):
+            hook = torch_module.register_module_forward_pre_hook(self._forward_begins)
+            self._undo.callback(hook.remove)
+        atexit.register(self.end)
+
+    def _counting(self, original: Any) -> Any:
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._leader not in (None, id(optimizer)):
+                return original(optimizer, *args, **kwargs)
+            self._leader = id(optimizer)
+            self._begin(None, None)
+            for part in self._parts:
+                if part.begun:
+                    part.before_step(optimizer)
+            result = original(optimizer, *args, **kwargs)
+            self._step_ended()
+            return result
+
+        return step
+
+    def _forward_begins(self, module: nn.Module, args: Any) -> None:
+        if self._count == 0 and current() is not None and torch.is_grad_enabled():
+            self._begin(module, args)
+
+    def _begin(self, module: nn.Module | None, args: Any) -> None:
+        for part in self._parts:
+            if not part.begun and self._count >= part.first:
+                part.begun = True
+                part.begin(module, args)
+
+    def _step_ended(self) -> None:
+        self._count += 1
+        for part in self._parts:
+            if part.begun:
+                part.step_ended()
+        for part in [part for part in self._parts if part.last <= self._count]:
+            self._finish(part)
+        self._begin(None, None)
+        if not self._parts:
+            self.end()
+
+    def _finish(self, part: Part) -> None:
+        self._parts.remove(part)
+        said = part.end() if part.begun else f"{part.option}: the script has ended after step {self._count}"
+        if is_first_rank():
+            print(said, flush=True)
+
+    def end(self) -> None:
+        """Count no more; where the script has ended before the last step, print what is known."""
+        atexit.unregister(self.end)
+        self._undo.close()
+        for part in list(self._parts):
+            self._finish(part)
+
+
+def look_as_environment_says() -> None:
+    """Look at the steps that the variables of the options of ``python -m apex_npu run`` name.
+
+    Raises:
+        ValueError: One is not ``A:B`` with 0 ≤ A < B, or no step.
+    """
+    parts: list[Part] = []
+    if os.environ.get(PROFILE):
+        parts.append(ProfilePart(*_steps_of(PROFILE), os.environ.get(TRACE) or None))
+    kinds: tuple[tuple[str, type[Part]], ...] = (
+        (GRADIENT_RANGE, GradientRangePart),
+        (CHECK_OPERATORS, CheckOperatorsPart),
+    )
+    for variable, kind in kinds:
+        if os.environ.get(variable):
+            parts.append(kind(*_steps_of(variable)))
+    if parts:
+        ScriptSteps(parts)
+
+
+def _steps_of(variable: str) -> tuple[int, int]:
+    """The numbers of ``A:B``, or of a step and the next."""
+    text = os.environ[variable].strip()
+    first, colon, last = text.partition(":")
+    if not first.isdecimal() or not (last if colon else first).isdecimal() or (colon and int(first) >= int(last)):
+        raise ValueError(f"{variable} is A:B, from step A, counted from 0, to before step B, or a step; got {text!r}")
+    return int(first), int(last) if colon else int(first) + 1
