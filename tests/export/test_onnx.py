@@ -247,6 +247,29 @@ def test_sizes_that_vary_and_names(tmp_path):
     assert [value.name for value in (*graph.input, *graph.output)] == ["pixels", "scores"]
 
 
+class Gated(nn.Module):
+    """An input by its place, one by its name; two outputs in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, *, gate):
+        y = self.layer(x)
+        return {"gated": y * gate, "best": y.argmax(dim=1)}
+
+
+@pytest.mark.slow
+def test_inputs_by_name_and_several_outputs(tmp_path):
+    needs_onnx()
+    torch.manual_seed(0)
+    model, x, gate = Gated(), torch.randn(3, 4), torch.randn(4)
+    path = tmp_path / "net.onnx"
+    assert export.to_onnx(model, (x,), path, kwargs={"gate": gate}) < 1e-4
+    with torch.no_grad():
+        assert_near(run(path, x, gate), model(x, gate=gate)["gated"], 1e-4)
+
+
 @pytest.mark.slow
 def test_a_wrong_result_is_not_written(tmp_path, monkeypatch):
     needs_onnx()
@@ -338,6 +361,29 @@ def test_an_opset_that_the_exporter_does_not_reach(tmp_path, installed, monkeypa
     with pytest.raises(export.ExportError, match=r"opset=99: torch\.onnx gives 18 for this model"):
         export.to_onnx(make(), (images(),), tmp_path / "net.onnx", opset=99)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_in_a_second_file(tmp_path, installed, monkeypatch, fails):
+    class Program:
+        def save(self, path):
+            path.write_text("refers to net.onnx.data")
+            path.with_name(f"{path.name}.data").write_text("weights")
+            if fails:
+                raise OSError("disk full")
+
+    (tmp_path / "net.onnx").write_text("old")
+    monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: Program())
+    if fails:
+        with pytest.raises(OSError, match="disk full"):
+            export.to_onnx(make(), (images(),), tmp_path / "net.onnx", check=False)
+        assert {entry.name: entry.read_text() for entry in tmp_path.iterdir()} == {"net.onnx": "old"}
+        return
+    export.to_onnx(make(), (images(),), tmp_path / "net.onnx", check=False)
+    assert {entry.name: entry.read_text() for entry in tmp_path.iterdir()} == {
+        "net.onnx": "refers to net.onnx.data",
+        "net.onnx.data": "weights",
+    }
 
 
 def test_a_file_that_onnxruntime_does_not_run(tmp_path, installed, monkeypatch):
