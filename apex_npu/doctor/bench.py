@@ -63,7 +63,7 @@ class Rule:
     """
 
     ours: type[torch.optim.Optimizer]
-    theirs: type[torch.optim.Optimizer]
+    theirs: Callable[..., torch.optim.Optimizer]
     fused: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -4,13 +4,13 @@
 
 import copy
 import importlib.metadata
-import os
 import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
+from devices import DEVICE, needs
 from torch import nn
 
 from apex_npu import amp, export, optimizers
@@ -20,13 +20,9 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu(request):
-    if os.environ.get("APEX_NPU_TEST_DEVICE", "cpu") != "cpu":
-        pytest.skip("models are exported on the CPU")
-
-
 def needs_onnx():
+    if DEVICE.type != "cpu":
+        pytest.skip("a file is the same whatever the device that its model was on")
     packages = ("onnx", "onnxscript", "onnxruntime")
     return [pytest.importorskip(name, reason=f"{name} is not installed") for name in packages]
 
@@ -247,6 +243,29 @@ def test_sizes_that_vary_and_names(tmp_path):
     assert [value.name for value in (*graph.input, *graph.output)] == ["pixels", "scores"]
 
 
+class Gated(nn.Module):
+    """An input by its place, one by its name; two outputs in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, *, gate):
+        y = self.layer(x)
+        return {"gated": y * gate, "best": y.argmax(dim=1)}
+
+
+@pytest.mark.slow
+def test_inputs_by_name_and_several_outputs(tmp_path):
+    needs_onnx()
+    torch.manual_seed(0)
+    model, x, gate = Gated(), torch.randn(3, 4), torch.randn(4)
+    path = tmp_path / "net.onnx"
+    assert export.to_onnx(model, (x,), path, kwargs={"gate": gate}) < 1e-4
+    with torch.no_grad():
+        assert_near(run(path, x, gate), model(x, gate=gate)["gated"], 1e-4)
+
+
 @pytest.mark.slow
 def test_a_wrong_result_is_not_written(tmp_path, monkeypatch):
     needs_onnx()
@@ -276,6 +295,39 @@ def test_a_wrong_result_is_not_written(tmp_path, monkeypatch):
 def installed(monkeypatch):
     """As if all packages were there: what is refused is refused before they are imported."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "level", ["O0", "O1", "O2", "O3", pytest.param("O4", marks=needs("autocast_to_bfloat16")), "O5"]
+)
+def test_what_the_exporter_gets(tmp_path, installed, monkeypatch, level, dtype):
+    """The weights of the state dict in ``dtype`` on the CPU, inputs likewise, and no cast of amp while it runs."""
+    model = train(make().to(DEVICE), level, images().to(DEVICE))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    got = []
+
+    class Program:
+        def save(self, path):
+            path.touch()
+
+    def exporter(exported, args, **options):
+        got.append((exported, args))
+        with torch.no_grad():
+            assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
+        return Program()
+
+    monkeypatch.setattr(torch.onnx, "export", exporter)
+    path = tmp_path / "net.onnx"
+    export.to_onnx(model, (images().to(DEVICE),), path, dtype=dtype, check=False, allow_rounded=level == "O3")
+    ((exported, (inputs,)),) = got
+    assert not exported.training
+    assert (inputs.device.type, inputs.dtype) == ("cpu", dtype)
+    state = exported.state_dict()
+    for name, value in before.items():
+        expected = value.cpu().float().to(dtype) if value.is_floating_point() else value.cpu()
+        assert torch.equal(state[name], expected), name
+        assert torch.equal(model.state_dict()[name], value), name
 
 
 def test_weights_in_low_precision_alone(tmp_path, installed):
@@ -338,6 +390,29 @@ def test_an_opset_that_the_exporter_does_not_reach(tmp_path, installed, monkeypa
     with pytest.raises(export.ExportError, match=r"opset=99: torch\.onnx gives 18 for this model"):
         export.to_onnx(make(), (images(),), tmp_path / "net.onnx", opset=99)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_in_a_second_file(tmp_path, installed, monkeypatch, fails):
+    class Program:
+        def save(self, path):
+            path.write_text("refers to net.onnx.data")
+            path.with_name(f"{path.name}.data").write_text("weights")
+            if fails:
+                raise OSError("disk full")
+
+    (tmp_path / "net.onnx").write_text("old")
+    monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: Program())
+    if fails:
+        with pytest.raises(OSError, match="disk full"):
+            export.to_onnx(make(), (images(),), tmp_path / "net.onnx", check=False)
+        assert {entry.name: entry.read_text() for entry in tmp_path.iterdir()} == {"net.onnx": "old"}
+        return
+    export.to_onnx(make(), (images(),), tmp_path / "net.onnx", check=False)
+    assert {entry.name: entry.read_text() for entry in tmp_path.iterdir()} == {
+        "net.onnx": "refers to net.onnx.data",
+        "net.onnx.data": "weights",
+    }
 
 
 def test_a_file_that_onnxruntime_does_not_run(tmp_path, installed, monkeypatch):
