@@ -166,7 +166,7 @@ DEVICE_RULES = (
         "D159",
         "a file that speaks of npu already",
         'import torch\ndevice = "npu" if hasattr(torch, "npu") else torch.device("cuda")',
-        "the file speaks of npu already (line {}): try it as it is, or give --force",
+        "the file speaks of npu already (line {}): try it as it is, or give --force (run: --force-files)",
     ),
 )
 APEX_RULES = (

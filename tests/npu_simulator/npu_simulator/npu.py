@@ -327,6 +327,11 @@ def set_autocast_dtype(dtype: torch.dtype) -> None:
     torch.set_autocast_dtype("npu", dtype)
 
 
+def get_soc_version() -> int:
+    """The number of the chip: 220, an Ascend 910B, or where it saturates 104, an Ascend 910A."""
+    return 220 if is_support_inf_nan() else 104
+
+
 def is_support_inf_nan() -> bool:
     """Whether arithmetic has inf and NaN, as since the 910B; False where it saturates and raises a flag."""
     return int(_C.settings()[0]) == 0
@@ -428,6 +433,7 @@ amp = _submodule(
 amp.__path__ = []  # a package: `import torch_npu.npu.amp.grad_scaler` works
 utils = _submodule(
     "utils",
+    get_soc_version=get_soc_version,
     is_support_inf_nan=is_support_inf_nan,
     is_bf16_supported=is_bf16_supported,
     get_npu_overflow_flag=get_npu_overflow_flag,
