@@ -94,7 +94,7 @@ def scale_loss(
         return
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss must be a tensor, got {type(loss).__name__}")
-    if torch_profiler._is_profiler_enabled is (settings.labels is None):
+    if torch_profiler._is_profiler_enabled is (settings.labels is None):  # on without ranges, or off with them
         importlib.import_module("apex_npu.debug.labels").follow_profiler()  # a package above this one
     delay: Delay | None = "delay_unscale" if delay_unscale else "delay_overflow_check" if delay_overflow_check else None
     block = _open_block(session, optimizers, loss_id, delay)
