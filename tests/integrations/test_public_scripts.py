@@ -20,4 +20,5 @@ def test_losses_are_near_those_of_full_precision(name, tmp_path):
     expected, *others = losses.values()
     assert len(expected) > 5
     for kind, found in zip(list(losses)[1:], others, strict=True):
-        assert found == pytest.approx(expected, rel=0.05, abs=0.02), kind
+        assert len(found) == len(expected)
+        assert found[: script.compared] == pytest.approx(expected[: script.compared], rel=0.05, abs=0.02), kind
