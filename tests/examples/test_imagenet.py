@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -45,9 +44,9 @@ def folder(tmp_path_factory) -> Path:
 def main(example, monkeypatch):
     """examples/imagenet/main.py, with a tiny network by the name of timm's."""
     monkeypatch.setitem(sys.modules, "torchvision", None)  # importing it fails
-    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    monkeypatch.setitem(sys.modules, "timm", None)  # afterwards it is what it was
+    del sys.modules["timm"]
     monkeypatch.syspath_prepend(str(NETWORKS))
-    monkeypatch.setitem(sys.modules, "timm", importlib.import_module("timm"))
     return example("imagenet")
 
 
