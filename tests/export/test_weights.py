@@ -3,7 +3,9 @@
 """``load_weights``: every form in which a checkpoint has a model's weights, and those that do not fit."""
 
 import argparse
+import fractions
 import importlib.metadata
+import json
 
 import pytest
 import torch
@@ -63,6 +65,45 @@ def test_safetensors(tmp_path):
     assert_loaded(export.load_weights(make(), str(tmp_path / "net.safetensors")), other_weights())
 
 
+def test_arguments_and_metrics_beside_the_weights(tmp_path):
+    torch.save({"state_dict": other_weights(), "args": argparse.Namespace(lr=0.1)}, tmp_path / "run.pth")
+    assert_loaded(export.load_weights(make(), tmp_path / "run.pth"), other_weights())
+
+
+def in_shards(tmp_path, **changed):
+    """Two files, and the index that names them."""
+    weights = other_weights()
+    places = {name: f"net-{i % 2}.bin" for i, name in enumerate(weights)}
+    for file in set(places.values()):
+        torch.save({name: value for name, value in weights.items() if places[name] == file}, tmp_path / file)
+    index = tmp_path / "net.bin.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places | changed}))
+    return index
+
+
+def test_an_index_of_shards(tmp_path):
+    assert_loaded(export.load_weights(make(), in_shards(tmp_path)), other_weights())
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"x": "net-2.bin"}, r"net-2\.bin: there is no such file"),
+        ({"x": "../net.bin"}, r"net\.bin\.index\.json: no index of shards, .*\(ValueError: Invalid name"),
+        ({"x": "net.bin.index.json"}, r"net\.bin\.index\.json: no index of shards"),
+        ({"x": 3}, r"net\.bin\.index\.json: no index of shards"),
+    ],
+    ids=["missing", "outside", "itself", "number"],
+)
+def test_a_broken_index_of_shards(tmp_path, changed, words):
+    model = make()
+    with pytest.raises(export.CheckpointError, match=words):
+        export.load_weights(model, in_shards(tmp_path, **changed))
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(export.CheckpointError, match=r'config\.json: no index of shards, .* in "weight_map"'):
+        export.load_weights(model, tmp_path / "config.json")
+
+
 def test_a_model_inside_of_a_wrapper(tmp_path):
     torch.save(other_weights(), tmp_path / "run.pth")
     wrapped = nn.DataParallel(make())
@@ -105,14 +146,15 @@ def without(name):
 BROKEN = {
     "missing file": (lambda path: None, r"broken\.pth: there is no such file"),
     "empty": (lambda path: path.write_bytes(b""), r"broken\.pth: not a whole checkpoint that torch\.load reads"),
+    "folder": (lambda path: path.mkdir(), r"broken\.pth is a folder; name a file in it"),
     "text": (lambda path: path.write_text("weights"), r"not a whole checkpoint that torch\.load reads"),
     "cut off": (
         lambda path: (torch.save(other_weights(), path), path.write_bytes(path.read_bytes()[:900])),
         r"not a whole checkpoint that torch\.load reads \(\w+: ",
     ),
     "objects": (
-        lambda path: torch.save({"args": argparse.Namespace(lr=1), "model": other_weights()}, path),
-        r"holds objects beside tensors and numbers \(argparse\.Namespace\)",
+        lambda path: torch.save({"args": fractions.Fraction(1, 3), "model": other_weights()}, path),
+        r"holds objects beside tensors and numbers \(fractions\.Fraction\)",
     ),
     "a whole module": (lambda path: torch.save(make(), path), r"holds objects beside .*torch\.nn\.modules\.\w+"),
     "no weights": (lambda path: torch.save({"epoch": 3, "lr": 0.1}, path), r"no weights of a model in this dict"),
