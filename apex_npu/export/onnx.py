@@ -19,6 +19,7 @@ from apex_npu import amp
 from apex_npu.backends._torch_private import tree_leaves, tree_map
 from apex_npu.backends.requirements import require
 from apex_npu.export.files import first_line
+from apex_npu.export.weights import first, overflows
 
 # The largest difference from the float32 model, relative to the largest magnitude of an output. Single elements have no
 # relative error of their own, since sums cancel. In float32 only the order of sums differs, about 1e-6 in deep
@@ -29,7 +30,6 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2}
 # From the oldest releases that the tests have run with.
 _PACKAGES = {"torch": "2.13", "onnx": "1.20", "onnxscript": "0.6"}
 _RUNTIME = {"onnxruntime": "1.23.2"}
-_SHOWN = 5
 
 _logger = logging.getLogger("apex_npu.export")
 
@@ -172,14 +172,11 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype, *, keep: bool) -> nn.Module:
     if dtype == torch.float32:
         return model
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    names = [
-        name for name, t in tensors if t.is_floating_point() and bool((t.isfinite() & ~t.to(dtype).isfinite()).any())
-    ]
+    names = [name for name, tensor in tensors if overflows(tensor, dtype)]
     if names:
-        shown = ", ".join(names[:_SHOWN]) + (f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         raise ExportError(
-            f"{len(names)} weights have values that are infinite in float16 ({shown}): export float32, or, where these "
-            "are running variances, pass fold_batch_norm=True"
+            f"{len(names)} weights have values that are infinite in float16 ({first(names)}): export float32, or, "
+            "where these are running variances, pass fold_batch_norm=True"
         )
     return (copy.deepcopy(model) if keep else model).to(dtype)
 

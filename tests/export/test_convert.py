@@ -114,6 +114,33 @@ def test_prefix_of_data_parallel_models():
     assert convert({"state_dict": state}, "torch")[0]["state_dict"] is state
 
 
+def test_a_prefix_that_is_not_there_is_said():
+    state = torch.nn.Linear(2, 3).state_dict()
+    some = {"module.weight": state["weight"], "bias": state["bias"]}
+    for weights in (state, some):
+        converted, changes = convert({"model": weights}, "torch", strip_module=True)
+        assert converted == {"model": weights}
+        assert changes == ["checkpoint['model']: no prefix taken off: not all names begin with module. or _orig_mod."]
+    scaler = torch.amp.GradScaler("cpu").state_dict()
+    _, changes = convert({"scaler": scaler}, "apex", strip_module=True)
+    assert changes[0] == "no prefix taken off: there are no weights of a model"
+
+
+def test_what_a_loss_scale_does_not_keep_is_said():
+    amp_state = {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 7}}
+    _, changes = convert({"amp": amp_state}, "torch")
+    assert changes == [
+        "checkpoint['amp']: loss scale 128 as torch.amp.GradScaler's, which moves it, with growth_interval 2000: amp's "
+        "state does not say if the scale was static"
+    ]
+    usual = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 1}
+    assert convert({"scaler": usual}, "apex")[1] == ["checkpoint['scaler']: loss scale 8 as amp's, of one loss"]
+    other = usual | {"growth_factor": 1.5, "growth_interval": 100}
+    _, changes = convert({"scaler": other}, "apex")
+    assert changes[1].startswith("checkpoint['scaler']: growth_factor=1.5, growth_interval=100 left out, ")
+    assert len(changes) == 2
+
+
 def test_nothing_to_convert():
     with pytest.raises(ValueError, match="there is no state of a model, an optimizer or a loss scaler in this dict"):
         convert({"epoch": 3}, "torch")

@@ -42,6 +42,8 @@ SHAPES = {
     "nested": lambda state: {"run": {"model": state}, "optimizer": {"state": {}, "param_groups": []}},
     "data parallel": lambda state: {"model": prefixed(state, "module.")},
     "compiled": lambda state: prefixed(state, "module._orig_mod."),
+    "Lightning": lambda state: {"epoch": 3, "state_dict": prefixed(state, "model.")},
+    "compiled in Lightning": lambda state: {"state_dict": prefixed(state, "model._orig_mod.")},
 }
 
 
@@ -181,12 +183,24 @@ BROKEN = {
     ),
     "another model": (
         lambda path: torch.save(nn.Conv2d(1, 2, 3).state_dict(), path),
-        r"9 missing \(0\.weight, 0\.bias, 1\.weight, 1\.bias, 1\.running_mean, and 4 more\); "
+        r"8 missing \(0\.weight, 0\.bias, 1\.weight, 1\.bias, 1\.running_mean, and 3 more\); "
         r"2 unexpected \(weight, bias\)$",
+    ),
+    "a prefix before most names": (
+        lambda path: torch.save(prefixed(other_weights(), "model.") | {"loss.weight": torch.ones(2)}, path),
+        r"8 missing .*; 10 unexpected \(model\.0\.weight, ",
+    ),
+    "a part of the names after a prefix": (
+        lambda path: torch.save(prefixed(without("2.bias"), "model."), path),
+        r"nothing is loaded: 1 missing \(2\.bias\)$",
+    ),
+    "two models of one key": (
+        lambda path: torch.save({"a.b": other_weights(), "a": {"b": other_weights()}}, path),
+        r"has weights of 2 models \('a\.b', 'a\.b'\): pass key= to choose",
     ),
     "some names with a prefix": (
         lambda path: torch.save(prefixed(without("2.bias"), "module.") | {"2.bias": torch.ones(2)}, path),
-        r"8 missing .*; 8 unexpected \(module\.0\.weight, ",
+        r"7 missing .*; 8 unexpected \(module\.0\.weight, ",
     ),
 }
 
@@ -209,6 +223,87 @@ def test_a_key_that_is_not_there(tmp_path):
     torch.save({"model": other_weights()}, tmp_path / "run.pth")
     with pytest.raises(export.CheckpointError, match=r"no weights at key='ema', but at 'model'"):
         export.load_weights(make(), tmp_path / "run.pth", key="ema")
+
+
+def test_a_key_of_two_models(tmp_path):
+    torch.save({"a.b": other_weights(), "a": {"b": other_weights()}, "c": other_weights()}, tmp_path / "run.pth")
+    message = r"key='a\.b' is the name of 2 models \(checkpoint\['a\.b'\], checkpoint\['a'\]\['b'\]\): save one alone"
+    with pytest.raises(export.CheckpointError, match=message):
+        export.load_weights(make(), tmp_path / "run.pth", key="a.b")
+    assert_loaded(export.load_weights(make(), tmp_path / "run.pth", key="c"), other_weights())
+
+
+def tied() -> nn.ModuleDict:
+    """An embedding that is the output layer, too, as in language models."""
+    model = nn.ModuleDict({"tokens": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+    model["head"].weight = model["tokens"].weight
+    return model
+
+
+@pytest.mark.parametrize("level", [None, "O0", "O2", "O5"])
+@pytest.mark.parametrize("name", ["tokens.weight", "head.weight"])
+def test_one_name_of_a_tensor_that_has_two(tmp_path, name, level):
+    value = torch.arange(15.0).view(5, 3) / 7
+    torch.save({name: value}, tmp_path / "run.pth")
+    model = tied().to(DEVICE)
+    if level is not None:
+        optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    export.load_weights(model, tmp_path / "run.pth")
+    assert model["head"].weight is model["tokens"].weight
+    assert_loaded(model, {"tokens.weight": value, "head.weight": value})
+
+
+def test_files_of_safetensors_with_tied_weights(tmp_path):
+    save_model = pytest.importorskip("safetensors.torch", reason="safetensors is not installed").save_model
+    saved = tied()
+    expected = {name: value.clone() for name, value in saved.state_dict().items()}
+    save_model(saved, str(tmp_path / "net.safetensors"))
+    assert_loaded(export.load_weights(tied(), tmp_path / "net.safetensors"), expected)
+
+
+@pytest.mark.parametrize("model", [make, lambda: nn.BatchNorm1d(4)], ids=["inside", "alone"])
+def test_files_without_the_count_of_batches(tmp_path, model):
+    """As torch loads them."""
+    state = {name: value + 1 for name, value in model().state_dict().items() if "num_batches" not in name}
+    torch.save(state, tmp_path / "run.pth")
+    expected = model()
+    expected.load_state_dict(state)
+    assert_loaded(export.load_weights(model(), tmp_path / "run.pth"), expected.state_dict())
+
+
+def test_a_buffer_of_that_name_that_is_no_batch_norms(tmp_path):
+    model = nn.Linear(2, 2)
+    model.register_buffer("num_batches_tracked", torch.tensor(3))
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "run.pth")
+    with pytest.raises(export.CheckpointError, match=r"1 missing \(num_batches_tracked\)"):
+        export.load_weights(model, tmp_path / "run.pth")
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_values_that_float16_does_not_have(tmp_path, level):
+    weights = other_weights()
+    weights["0.weight"][1, 2] = 70000.0
+    weights["1.running_var"][0] = 70000.0  # of a batch norm, which O2 leaves in float32
+    torch.save(weights, tmp_path / "run.pth")
+    model = make().to(DEVICE)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = {name: value.clone().cpu() for name, value in model.state_dict().items()}
+    names = "0.weight" if level == "O2" else "0.weight, 1.running_var"
+    message = (
+        f"{names.count('.')} weights have values that are infinite in torch.float16, .* \\({names}\\), and nothing"
+    )
+    with pytest.raises(export.CheckpointError, match=message):
+        export.load_weights(model, tmp_path / "run.pth")
+    assert_loaded(model, before)
+
+
+def test_values_that_are_infinite_in_the_file(tmp_path):
+    weights = other_weights()
+    weights["0.weight"][1, 2] = float("inf")
+    torch.save(weights, tmp_path / "run.pth")
+    assert export.load_weights(make().half(), tmp_path / "run.pth")[0].weight[1, 2] == float("inf")
 
 
 def test_a_broken_file_of_safetensors(tmp_path):
