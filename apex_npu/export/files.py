@@ -10,8 +10,9 @@ import os
 import re
 import struct
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -43,12 +44,13 @@ _NUMBERS |= {"f2": "e", "f4": "f", "f8": "d"}
 def _number(dtype: _Dtype, data: bytes) -> bool | int | float:
     """A scalar of numpy, as Python's."""
     order = "<" if dtype.order == "|" else dtype.order  # of single bytes, which have none
-    return struct.unpack(order + _NUMBERS[dtype.code], data)[0]
+    (number,) = struct.unpack(order + _NUMBERS[dtype.code], data)
+    return cast("bool | int | float", number)
 
 
 # What training scripts write beside tensors: their arguments, of which nothing but the __dict__ is restored, and
 # metrics that numpy has computed. numpy's own functions would take sizes and flags from the file as they are.
-_PLAIN = {
+_PLAIN: dict[str, Callable[..., Any]] = {
     "argparse.Namespace": argparse.Namespace,
     "numpy.dtype": _Dtype,
     "numpy.core.multiarray.scalar": _number,
