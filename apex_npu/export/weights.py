@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex_npu.export.contents import Part, common_prefix, parts_of
 from apex_npu.export.files import CheckpointError, read
@@ -64,7 +63,7 @@ def load_weights(model: Model, path: str | os.PathLike[str], *, key: str | None 
     for name, (full, _) in own.items():
         if name not in given and full in held and id(held[full]) in names:  # of a tensor that is given
             given[name] = given[names[id(held[full])]]
-    norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    norms = [name for name, module in model.named_modules() if hasattr(module, "track_running_stats")]
     counts = {f"{name}.num_batches_tracked".lstrip(".") for name in norms}  # which old files lack
     expected = {name: value for name, (full, value) in own.items() if name in given or full not in counts}
     misfits = _misfits(expected, given)
