@@ -122,9 +122,11 @@ class Result:
     here: Spread
 
     @property
-    def is_met(self) -> bool:
-        """False where the whole interval misses the goal."""
-        return self.here.high >= self.goal.at_least
+    def verdict(self) -> str:
+        """``"met"``: the median reaches the goal; ``"missed"``: the whole interval is below; else ``"not clear"``."""
+        if self.here.middle >= self.goal.at_least:
+            return "met"
+        return "not clear" if self.here.high >= self.goal.at_least else "missed"
 
 
 def goals() -> list[Goal]:

@@ -20,7 +20,7 @@ def _run(options: argparse.Namespace) -> int:
     path, out = Path(options.file), options.out and Path(options.out)
     if out is not None and not out.parent.is_dir():
         return _fail(f"--out {out}: there is no folder {out.parent}")
-    if out is not None and out.exists() and not options.force:
+    if out is not None and out.exists() and not out.is_dir() and not options.force:
         return _fail(f"--out {out}: the file exists; --force replaces it")
 
     from apex_npu.export.contents import parts_of
@@ -52,7 +52,7 @@ CONVERT = Command(
     "show what is in a checkpoint, or convert it between apex and torch",
     _run,
     (
-        Argument("file", "a file of torch.save, or .safetensors", metavar="FILE"),
+        Argument("file", "a file of torch.save, .safetensors, or an index of shards", metavar="FILE"),
         Argument("--to", "apex (which apex_npu loads, too) or torch", metavar="apex|torch"),
         Argument("--out", "the file to write", metavar="NEW"),
         Argument(

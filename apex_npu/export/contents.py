@@ -22,7 +22,7 @@ _RULES = {
 }
 # The key, after the module's name, of what its ``get_extra_state`` returns, which may be anything.
 _EXTRA_STATE = "_extra_state"
-_PREFIXES = ("module.", "_orig_mod.")
+PREFIXES = ("module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def common_prefix(names: Iterable[str]) -> str:
     """
     names = list(names)
     prefix = ""
-    while names and (longer := [prefix + p for p in _PREFIXES if all(n.startswith(prefix + p) for n in names)]):
+    while names and (longer := [prefix + p for p in PREFIXES if all(n.startswith(prefix + p) for n in names)]):
         prefix = longer[0]
     return prefix
 

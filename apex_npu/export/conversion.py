@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_npu.export.contents import Part, common_prefix, parts_of
+from apex_npu.export.contents import PREFIXES, Part, common_prefix, parts_of
 
 TARGETS = ("apex", "torch")
 # What a GradScaler has beside its scale, as torch's own begins.
@@ -51,6 +51,8 @@ def convert(checkpoint: Any, to: str, *, strip_module: bool = False) -> tuple[An
     if all(part.kind == "other" for part in parts):
         raise ValueError(f"there is no state of a model, an optimizer or a loss scaler in this {_type(checkpoint)}")
     changes: list[str] = []
+    if strip_module and all(part.kind != "model" for part in parts):
+        changes.append("no prefix taken off: there are no weights of a model")
     for part in parts:
         new, said = _converted(part, to, strip_module)
         if said:
@@ -74,7 +76,10 @@ def _converted(part: Part, to: str, strip_module: bool) -> tuple[Any, list[str]]
 def _to_grad_scaler(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     smallest = min(state.values(), key=lambda entry: float(entry["loss_scale"]))
     scale = float(smallest["loss_scale"])
-    said = [f"loss scale {scale:g} as torch.amp.GradScaler's"]
+    said = [
+        f"loss scale {scale:g} as torch.amp.GradScaler's, which moves it, with growth_interval "
+        f"{_GRAD_SCALER['growth_interval']}: amp's state does not say if the scale was static"
+    ]
     if len(state) > 1:
         said.append(f"the smallest of {len(state)} loss scales, since a GradScaler has one")
     return {"scale": scale, **_GRAD_SCALER, "_growth_tracker": int(smallest["unskipped"])}, said
@@ -83,13 +88,22 @@ def _to_grad_scaler(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
 def _to_amp(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     scale = float(state["scale"])
     entry = {"loss_scale": scale, "unskipped": int(state["_growth_tracker"])}
-    return {"loss_scaler0": entry}, [f"loss scale {scale:g} as amp's, of one loss"]
+    said = [f"loss scale {scale:g} as amp's, of one loss"]
+    own = ", ".join(
+        f"{name}={state[name]:g}" for name, usual in _GRAD_SCALER.items() if state.get(name, usual) != usual
+    )
+    if own:
+        said.append(
+            f"{own} left out, which amp's state has no place for: amp.initialize takes them as scale_growth_factor, "
+            "scale_backoff_factor and scale_window"
+        )
+    return {"loss_scaler0": entry}, said
 
 
 def _stripped(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     prefix = common_prefix(state)
     if not prefix:
-        return state, []
+        return state, [f"no prefix taken off: not all names begin with {' or '.join(PREFIXES)}"]
     return {name.removeprefix(prefix): value for name, value in state.items()}, [f"{prefix} taken off the names"]
 
 

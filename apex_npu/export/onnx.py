@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from apex_npu import amp
 from apex_npu.backends._torch_private import tree_leaves, tree_map
 from apex_npu.backends.requirements import require
+from apex_npu.export.files import first_line
+from apex_npu.export.weights import first, overflows
 
 # The largest difference from the float32 model, relative to the largest magnitude of an output. Single elements have no
 # relative error of their own, since sums cancel. In float32 only the order of sums differs, about 1e-6 in deep
@@ -28,7 +30,6 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2}
 # From the oldest releases that the tests have run with.
 _PACKAGES = {"torch": "2.13", "onnx": "1.20", "onnxscript": "0.6"}
 _RUNTIME = {"onnxruntime": "1.23.2"}
-_SHOWN = 5
 
 _logger = logging.getLogger("apex_npu.export")
 
@@ -65,7 +66,8 @@ def to_onnx(
         model: Trained at any level, or without amp.
         args: Example inputs: what ``model`` is called with. Floating tensors are converted to ``dtype``.
         path: The file to write. It has the old contents or the new ones at any time. Above 2 GB the weights are in a
-            second file beside it, ``path`` with ``.data`` appended.
+            second file beside it, ``path`` with ``.data`` appended; one of an earlier export is removed. Where ``path``
+            is a link, it stays, and the files are those that it points at.
         kwargs: Example inputs that are passed by name.
         dtype: ``torch.float32`` or ``torch.float16``.
         opset: The version of ONNX's operators; what the exporter recommends without it.
@@ -99,8 +101,9 @@ def to_onnx(
     _check_arguments(model, args, path, dtype)
     for distribution, oldest in {**_PACKAGES, **(_RUNTIME if check else {})}.items():
         require("to_onnx" if distribution in _PACKAGES else "check=True", "export", distribution, oldest)
+    target = Path(os.path.realpath(path))
     try:
-        folder = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.")
+        folder = tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.")
     except OSError as error:
         raise ExportError(f"{path}: {error.strerror}; name a file in a folder that can be written to") from error
     with folder, torch.no_grad(), amp.disable_casts():
@@ -118,10 +121,19 @@ def to_onnx(
         )
         _check_opset(program, opset)
         difference = _difference(program, clean, inputs, dtype) if check else None
-        program.save(Path(folder.name, path.name))
-        for written in sorted(Path(folder.name).iterdir(), key=lambda file: file.name == path.name):
-            os.replace(written, path.with_name(written.name))  # the weights first, which the model refers to
+        program.save(Path(folder.name, target.name))
+        _replace(target, Path(folder.name))
     return difference
+
+
+def _replace(target: Path, folder: Path) -> None:
+    """Put the files in ``folder`` beside each other in the place of ``target`` and what belonged to it."""
+    weights = target.with_name(f"{target.name}.data")
+    is_left = target.exists() and not (folder / weights.name).exists()
+    for written in sorted(folder.iterdir(), key=lambda file: file.name == target.name):
+        os.replace(written, target.with_name(written.name))  # the weights first, which the model refers to
+    if is_left:
+        weights.unlink(missing_ok=True)
 
 
 def _check_arguments(model: nn.Module, args: tuple[Any, ...], path: Path, dtype: torch.dtype) -> None:
@@ -150,7 +162,7 @@ def _folded(model: nn.Module) -> nn.Module:
         return fuse(model)
     except Exception as error:  # the model's own code runs, with proxies
         raise ExportError(
-            f"fold_batch_norm=True: torch.fx cannot trace {type(model).__name__} ({_first_line(error)}); leave it out: "
+            f"fold_batch_norm=True: torch.fx cannot trace {type(model).__name__} ({first_line(error)}); leave it out: "
             "torch's exporter folds what it can, in the dtype of the file"
         ) from error
 
@@ -160,14 +172,11 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype, *, keep: bool) -> nn.Module:
     if dtype == torch.float32:
         return model
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    names = [
-        name for name, t in tensors if t.is_floating_point() and bool((t.isfinite() & ~t.to(dtype).isfinite()).any())
-    ]
+    names = [name for name, tensor in tensors if overflows(tensor, dtype)]
     if names:
-        shown = ", ".join(names[:_SHOWN]) + (f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         raise ExportError(
-            f"{len(names)} weights have values that are infinite in float16 ({shown}): export float32, or, where these "
-            "are running variances, pass fold_batch_norm=True"
+            f"{len(names)} weights have values that are infinite in float16 ({first(names)}): export float32, or, "
+            "where these are running variances, pass fold_batch_norm=True"
         )
     return (copy.deepcopy(model) if keep else model).to(dtype)
 
@@ -176,7 +185,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], **options: Any) -> Any:
     try:
         return torch.onnx.export(model, args, dynamo=True, verbose=False, **options)
     except Exception as error:  # the model's own code runs
-        raise ExportError(f"torch.onnx cannot export this {type(model).__name__} ({_first_line(error)})") from error
+        raise ExportError(f"torch.onnx cannot export this {type(model).__name__} ({first_line(error)})") from error
 
 
 def _check_opset(program: Any, opset: int | None) -> None:
@@ -193,7 +202,7 @@ def _difference(program: Any, model: nn.Module, inputs: tuple[Any, Any], dtype: 
         actual = program(*args, **kwargs)
     except Exception as error:  # of onnxruntime, whose errors have no common type
         raise ExportError(
-            f"onnxruntime cannot run the file ({_first_line(error)}): it is not written. Choose an older opset, or "
+            f"onnxruntime cannot run the file ({first_line(error)}): it is not written. Choose an older opset, or "
             "check=False"
         ) from error
     if len(actual) != len(expected):
@@ -221,7 +230,3 @@ def _relative(actual: Tensor, expected: Tensor) -> float:
     return float(
         (difference / expected[expected.isfinite()].abs().max()).nan_to_num(nan=float("inf"), posinf=float("inf"))
     )
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from apex_npu.export.contents import Part, common_prefix, parts_of
@@ -21,11 +22,16 @@ _SHOWN = 5
 def load_weights(model: Model, path: str | os.PathLike[str], *, key: str | None = None) -> Model:
     """Load the weights in ``path`` into ``model``; what else is in the file does not matter.
 
-    The file is one of ``torch.save`` (``.pth``, ``.pt``, ``.pth.tar``), read with ``weights_only=True``, or a
-    ``.safetensors`` file. The weights may be all of it or an entry (``checkpoint["state_dict"]``) beside optimizer,
-    loss scale and epoch. Prefixes that DistributedDataParallel (``module.``) and torch.compile (``_orig_mod.``) put
-    before all names do not count, in the file as in the model. Weights of any dtype are converted to the model's; under
-    amp the fp32 masters get them as they are in the file.
+    The file is one of ``torch.save`` (``.pth``, ``.pt``, ``.pth.tar``), read with ``weights_only=True``, a
+    ``.safetensors`` file, or the index of several (``.index.json``). The weights may be all of it or an entry
+    (``checkpoint["state_dict"]``) beside optimizer, loss scale and epoch. Prefixes that DistributedDataParallel
+    (``module.``) and torch.compile (``_orig_mod.``) put before all names do not count, in the file as in the model; nor
+    does any other (``model.``, from Lightning) before all names of the file, where the names without it are the
+    model's. Weights of any dtype are converted to the model's; under amp the fp32 masters get them as they are in the
+    file.
+
+    One name is enough for a tensor that has several in the model (tied weights). ``num_batches_tracked`` of batch norms
+    may be missing, and stays as it is.
 
     Args:
         model: Has the names and shapes of the file. Passed to ``amp.initialize`` or not.
@@ -38,7 +44,7 @@ def load_weights(model: Model, path: str | os.PathLike[str], *, key: str | None 
     Raises:
         TypeError: ``model`` is no module.
         CheckpointError: The file is missing, no checkpoint, without weights or with several; or names are missing,
-            unexpected, or of other shapes. Nothing is loaded.
+            unexpected, or of other shapes, or values are infinite in the model's dtype. Nothing is loaded.
         ImportError: The package safetensors is missing.
 
     Example::
@@ -51,32 +57,73 @@ def load_weights(model: Model, path: str | os.PathLike[str], *, key: str | None 
     path = Path(path)
     part = _weights_in(path, read(path), key)
     own = _by_plain_name(model.state_dict())
-    given = _by_plain_name(part.value)
-    misfits = _misfits({name: value for name, (_, value) in own.items()}, {n: value for n, (_, value) in given.items()})
+    given = _given(part.value, own)
+    held = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    names = {id(held.get(own[name][0])): name for name in given if name in own}
+    for name, (full, _) in own.items():
+        if name not in given and full in held and id(held[full]) in names:  # of a tensor that is given
+            given[name] = given[names[id(held[full])]]
+    norms = [name for name, module in model.named_modules() if hasattr(module, "track_running_stats")]
+    counts = {f"{name}.num_batches_tracked".lstrip(".") for name in norms}  # which old files lack
+    expected = {name: value for name, (full, value) in own.items() if name in given or full not in counts}
+    misfits = _misfits(expected, given)
     if misfits:
         raise CheckpointError(
             f"{path}: {part.name} does not fit {type(model).__name__}, and nothing is loaded: {'; '.join(misfits)}"
         )
-    model.load_state_dict({own[name][0]: value for name, (_, value) in given.items()})
+    state = {own[name][0]: value for name, value in given.items()}
+    if lost := [name for name, value in state.items() if name in held and overflows(value, held[name].dtype)]:
+        raise CheckpointError(
+            f"{path}: {len(lost)} weights have values that are infinite in {held[lost[0]].dtype}, the model's dtype "
+            f"({first(lost)}), and nothing is loaded: load them into a model in float32, or at a level in bfloat16"
+        )
+    model.load_state_dict(state)
     return model
 
 
+def overflows(value: Any, dtype: torch.dtype) -> bool:
+    """Whether finite values are infinite in ``dtype``."""
+    if not (isinstance(value, Tensor) and value.is_floating_point() and dtype.is_floating_point):
+        return False
+    wider = torch.finfo(value.dtype).max > torch.finfo(dtype).max
+    return wider and bool((value.isfinite() & ~value.to(dtype).isfinite()).any())
+
+
 def _weights_in(path: Path, checkpoint: Any, key: str | None) -> Part:
-    found = {".".join(map(str, part.path)): part for part in parts_of(checkpoint) if part.kind == "model"}
-    names = _first(list(map(repr, found)))
+    found = [(".".join(map(str, part.path)), part) for part in parts_of(checkpoint) if part.kind == "model"]
+    names = first([repr(name) for name, _ in found])
     if not found:
         raise CheckpointError(f"{path}: there are no weights of a model in this {type(checkpoint).__name__}")
     if key is None and len(found) > 1:
         raise CheckpointError(f"{path} has weights of {len(found)} models ({names}): pass key= to choose")
-    if key is not None and key not in found:
+    chosen = [part for name, part in found if key in (None, name)]
+    if not chosen:
         raise CheckpointError(f"{path}: there are no weights at key={key!r}, but at {names}")
-    return found[key] if key is not None else next(iter(found.values()))
+    if len(chosen) > 1:
+        shown = first([part.name for part in chosen])
+        raise CheckpointError(f"{path}: key={key!r} is the name of {len(chosen)} models ({shown}): save one alone")
+    return chosen[0]
 
 
 def _by_plain_name(state: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """Name without prefix → name and value."""
     prefix = common_prefix(state)
     return {name.removeprefix(prefix): (name, value) for name, value in state.items()}
+
+
+def _given(weights: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """``weights`` without the shortest prefix of all their names that leaves names in ``own``, or else of a wrapper."""
+    plain = {name: value for name, (_, value) in _by_plain_name(weights).items()}
+    for prefix in _beginnings(next(iter(plain))):
+        if all(name.startswith(prefix) and name[len(prefix) :] in own for name in plain):
+            return {name[len(prefix) :]: value for name, value in plain.items()}
+    return plain
+
+
+def _beginnings(name: str) -> Iterator[str]:
+    """Of ``"a.b.c"``: "", "a." and "a.b."."""
+    parts = name.split(".")
+    yield from ("".join(f"{part}." for part in parts[:count]) for count in range(len(parts)))
 
 
 def _misfits(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
@@ -86,7 +133,7 @@ def _misfits(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     shapes = {name: (_shape(given[name]), _shape(own[name])) for name in own if name in given}
     other = [f"{name} is {new}, not {old}" for name, (new, old) in shapes.items() if new != old]
     return [
-        f"{len(names)} {what} ({_first(names)})"
+        f"{len(names)} {what} ({first(names)})"
         for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", other))
         if names
     ]
@@ -96,6 +143,7 @@ def _shape(value: Any) -> str:
     return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
-def _first(names: Sequence[str]) -> str:
+def first(names: Sequence[str]) -> str:
+    """Some of ``names``, and how many there are beside."""
     more = [f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
     return ", ".join([*names[:_SHOWN], *more])

@@ -62,13 +62,26 @@ def test_a_goal_is_missed_where_the_whole_interval_misses_it(measured, capsys):
     threads = torch.get_num_threads()
     assert main(["bench", "--only", "AdamW, small"]) == 0
     out = capsys.readouterr().out
-    assert "met     step of AdamW, small2000: apex_npu / torch fused  goal >= 4.00   10.00 (10.00 .. 10.00), " in out
+    assert "met        step of AdamW, small2000: apex_npu / torch fused  goal >= 4.00   10.00 (10.00 .. 10.00), " in out
     assert "published 4.65 (4.16 .. 5.83)\n" in out
-    assert "1 goals met, 0 missed. Published: commit b6f5e99, torch 2.13.0+cpu" in out
+    assert "1 goals met, 0 missed (the whole interval is below the goal), 0 not clear (the median alone is). " in out
+    assert "Published: commit b6f5e99, torch 2.13.0+cpu" in out
     measured.ratios = [3.0, 3.5, 3.9, 3.9]
     assert main(["bench", "--only", "AdamW, small"]) == 1
-    assert "missed  step of AdamW, small2000" in capsys.readouterr().out
+    assert "missed     step of AdamW, small2000" in capsys.readouterr().out
     assert torch.get_num_threads() == threads
+
+
+def test_a_goal_that_the_median_alone_misses_is_not_clear(measured, capsys):
+    measured.ratios = [3.0, 3.5, 3.9, 4.5]
+    assert main(["bench", "--only", "AdamW, small"]) == 0
+    out = capsys.readouterr().out
+    assert "not clear  step of AdamW, small2000" in out
+    assert "0 goals met, 0 missed" in out
+    assert ", 1 not clear" in out
+    measured.ratios = [3.0, 4.0, 4.0, 4.5]
+    main(["bench", "--only", "AdamW, small"])
+    assert "met        step of AdamW, small2000" in capsys.readouterr().out
 
 
 def test_without_the_extension_it_says_so(measured, monkeypatch, capsys):

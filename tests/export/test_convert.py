@@ -6,6 +6,7 @@ import argparse
 import copy
 import os
 import stat
+from fractions import Fraction
 
 import pytest
 import torch
@@ -113,6 +114,33 @@ def test_prefix_of_data_parallel_models():
     assert convert({"state_dict": state}, "torch")[0]["state_dict"] is state
 
 
+def test_a_prefix_that_is_not_there_is_said():
+    state = torch.nn.Linear(2, 3).state_dict()
+    some = {"module.weight": state["weight"], "bias": state["bias"]}
+    for weights in (state, some):
+        converted, changes = convert({"model": weights}, "torch", strip_module=True)
+        assert converted == {"model": weights}
+        assert changes == ["checkpoint['model']: no prefix taken off: not all names begin with module. or _orig_mod."]
+    scaler = torch.amp.GradScaler("cpu").state_dict()
+    _, changes = convert({"scaler": scaler}, "apex", strip_module=True)
+    assert changes[0] == "no prefix taken off: there are no weights of a model"
+
+
+def test_what_a_loss_scale_does_not_keep_is_said():
+    amp_state = {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 7}}
+    _, changes = convert({"amp": amp_state}, "torch")
+    assert changes == [
+        "checkpoint['amp']: loss scale 128 as torch.amp.GradScaler's, which moves it, with growth_interval 2000: amp's "
+        "state does not say if the scale was static"
+    ]
+    usual = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 1}
+    assert convert({"scaler": usual}, "apex")[1] == ["checkpoint['scaler']: loss scale 8 as amp's, of one loss"]
+    other = usual | {"growth_factor": 1.5, "growth_interval": 100}
+    _, changes = convert({"scaler": other}, "apex")
+    assert changes[1].startswith("checkpoint['scaler']: growth_factor=1.5, growth_interval=100 left out, ")
+    assert len(changes) == 2
+
+
 def test_nothing_to_convert():
     with pytest.raises(ValueError, match="there is no state of a model, an optimizer or a loss scaler in this dict"):
         convert({"epoch": 3}, "torch")
@@ -193,17 +221,20 @@ class Spy:
     ("write", "words"),
     [
         (lambda path: None, "there is no such file"),
-        (lambda path: path.mkdir(), "there is no such file"),
+        (lambda path: path.mkdir(), "is a folder; name a file in it"),
         (lambda path: path.write_bytes(b""), "not a whole checkpoint"),
         (lambda path: path.write_text("no checkpoint"), "not a whole checkpoint"),
         (lambda path: path.write_bytes(b"PK\x03\x04 a zip that ends"), "not a whole checkpoint"),
         (lambda path: torch.save({"optimizer": Spy()}, path), "mkdir"),
-        (lambda path: torch.save({"args": argparse.Namespace(lr=1)}, path), "argparse.Namespace"),
+        (
+            lambda path: torch.save({"args": argparse.Namespace(lr=1), "top": Fraction(1, 3)}, path),
+            "(fractions.Fraction)",
+        ),
         (lambda path: torch.save({"epoch": 3}, path), "there is no state of a model"),
         (lambda path: torch.save([1, 2], path), "in this list"),
         (lambda path: torch.save(torch.ones(3), path), "in this Tensor"),
     ],
-    ids=["missing", "folder", "empty", "text", "truncated", "code", "namespace", "numbers", "list", "tensor"],
+    ids=["missing", "folder", "empty", "text", "truncated", "code", "object", "numbers", "list", "tensor"],
 )
 def test_bad_files_are_refused_and_nothing_is_written(tmp_path, capsys, monkeypatch, write, words):
     monkeypatch.chdir(tmp_path)
@@ -225,6 +256,12 @@ def test_bad_files_are_refused_and_nothing_is_written(tmp_path, capsys, monkeypa
         (["--strip-module"], "--strip-module belongs to"),
         (["--to", "torch", "--out", "no/such/folder/new.pt"], "there is no folder no/such/folder"),
         (["--to", "onnx", "--out", "new.pt"], "to='onnx'"),
+        (
+            ["--to", "torch", "--out", "new.safetensors"],
+            "new.safetensors: this is a file of torch.save; name it new.pt",
+        ),
+        (["--to", "torch", "--out", ".", "--force"], ". is a folder; name a file in it"),
+        (["--to", "torch", "--out", "."], ". is a folder; name a file in it"),
     ],
     ids=" ".join,
 )
@@ -232,6 +269,57 @@ def test_bad_options(checkpoint, tmp_path, monkeypatch, capsys, options, words):
     monkeypatch.chdir(tmp_path)
     assert main(["convert", str(checkpoint), *options]) == 2
     assert words in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == [checkpoint.name]
+
+
+def test_a_link_stays(tmp_path):
+    (tmp_path / "new.pt").symlink_to("store.pt")
+    files.write({"epoch": 2}, tmp_path / "new.pt")
+    assert (tmp_path / "new.pt").is_symlink()
+    assert torch.load(tmp_path / "store.pt") == {"epoch": 2}
+
+
+def read_of(value, tmp_path, **options):
+    torch.save(value, tmp_path / "run.pt", **options)
+    return files.read(tmp_path / "run.pt")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_training_scripts_save_beside_tensors(tmp_path, zipped):
+    numpy = pytest.importorskip("numpy")
+    codes = ["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", ">f8", ">i2"]
+    best = {code: numpy.dtype(code).type(1.25) for code in codes}
+    checkpoint = {"args": argparse.Namespace(lr=0.1, layers=[2, 3]), "best": best}
+    before = torch.serialization.get_safe_globals()
+    found = read_of(checkpoint, tmp_path, _use_new_zipfile_serialization=zipped)
+    assert found["args"] == checkpoint["args"]
+    assert found["best"] == {code: value.item() for code, value in best.items()}
+    assert {type(value) for value in found["best"].values()} == {bool, int, float}
+    assert set(torch.serialization.get_safe_globals()) == set(before)
+
+
+@pytest.mark.parametrize("value", [complex(1), "text", b"bytes"], ids=repr)
+def test_other_scalars_of_numpy_are_refused(tmp_path, value):
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(files.CheckpointError, match=r"holds objects .*multiarray\.scalar"):
+        read_of(numpy.array(value)[()], tmp_path)
+
+
+def test_a_namespace_calls_nothing_of_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(files.CheckpointError, match="mkdir"):
+        read_of(argparse.Namespace(__setstate__=Spy()), tmp_path)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_what_the_caller_allows_is_read(tmp_path):
+    value = {"args": argparse.Namespace(rate=Fraction(1, 3))}
+    with pytest.raises(files.CheckpointError, match=r"read it from Python under torch\.serialization\.safe_globals"):
+        read_of(value, tmp_path)
+    allowed = [Fraction, argparse.Namespace]
+    with torch.serialization.safe_globals(allowed):
+        assert read_of(value, tmp_path) == value
+        assert set(allowed) <= set(torch.serialization.get_safe_globals())
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

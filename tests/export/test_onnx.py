@@ -382,6 +382,75 @@ def test_a_model_that_cannot_be_exported(tmp_path, installed, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_reason_is_that_of_the_first_error(tmp_path, installed, monkeypatch):
+    def fail(*args, **options):
+        try:
+            try:
+                raise ValueError("\x1b[96mCould not guard\x1b[0m on an expression\nmore")
+            except ValueError as error:
+                raise KeyError("x") from error
+        except KeyError as error:
+            raise RuntimeError("Failed to export. \x1b[96mThis is step 1/3\x1b[0m") from error
+
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    with pytest.raises(export.ExportError, match=r"this Sequential \(ValueError: Could not guard on an expression\)$"):
+        export.to_onnx(make(), (images(),), tmp_path / "net.onnx")
+
+
+@pytest.mark.slow
+def test_a_branch_on_values_is_named(tmp_path):
+    needs_onnx()
+
+    class Branching(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(
+        export.ExportError, match=r"cannot export this Branching \(GuardOnDataDependentSymNode: "
+    ) as caught:
+        export.to_onnx(Branching(), (images(),), tmp_path / "net.onnx")
+    assert "\x1b" not in str(caught.value)
+
+
+def writes_text(monkeypatch, *suffixes):
+    """In place of torch's exporter: files with the text "new", ``path`` and those with ``suffixes``."""
+
+    class Program:
+        def save(self, path):
+            for suffix in ("", *suffixes):
+                path.with_name(path.name + suffix).write_text("new")
+
+    monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: Program())
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_stays(tmp_path, installed, monkeypatch, exists):
+    writes_text(monkeypatch, ".data")
+    (tmp_path / "store").mkdir()
+    if exists:
+        (tmp_path / "store" / "v2.onnx").write_text("old")
+    link = tmp_path / "net.onnx"
+    link.symlink_to("store/v2.onnx")
+    export.to_onnx(make(), (images(),), link, check=False)
+    assert link.is_symlink()
+    assert {entry.name: entry.read_text() for entry in (tmp_path / "store").iterdir()} == {
+        "v2.onnx": "new",
+        "v2.onnx.data": "new",
+    }
+    assert {entry.name for entry in tmp_path.iterdir()} == {"net.onnx", "store"}
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_weights_of_an_earlier_export_are_removed(tmp_path, installed, monkeypatch, exists):
+    writes_text(monkeypatch)
+    (tmp_path / "net.onnx.data").write_text("weights")
+    if exists:
+        (tmp_path / "net.onnx").write_text("refers to net.onnx.data")
+    export.to_onnx(make(), (images(),), tmp_path / "net.onnx", check=False)
+    # A file of that name without a model beside it is not one of an export.
+    assert {entry.name for entry in tmp_path.iterdir()} == {"net.onnx"} | (set() if exists else {"net.onnx.data"})
+
+
 def test_an_opset_that_the_exporter_does_not_reach(tmp_path, installed, monkeypatch):
     class Program:
         model = types.SimpleNamespace(opset_imports={"": 18})

@@ -3,7 +3,9 @@
 """``load_weights``: every form in which a checkpoint has a model's weights, and those that do not fit."""
 
 import argparse
+import fractions
 import importlib.metadata
+import json
 
 import pytest
 import torch
@@ -40,6 +42,8 @@ SHAPES = {
     "nested": lambda state: {"run": {"model": state}, "optimizer": {"state": {}, "param_groups": []}},
     "data parallel": lambda state: {"model": prefixed(state, "module.")},
     "compiled": lambda state: prefixed(state, "module._orig_mod."),
+    "Lightning": lambda state: {"epoch": 3, "state_dict": prefixed(state, "model.")},
+    "compiled in Lightning": lambda state: {"state_dict": prefixed(state, "model._orig_mod.")},
 }
 
 
@@ -61,6 +65,45 @@ def test_safetensors(tmp_path):
     save_file = pytest.importorskip("safetensors.torch", reason="safetensors is not installed").save_file
     save_file(prefixed(other_weights(), "module."), tmp_path / "net.safetensors")
     assert_loaded(export.load_weights(make(), str(tmp_path / "net.safetensors")), other_weights())
+
+
+def test_arguments_and_metrics_beside_the_weights(tmp_path):
+    torch.save({"state_dict": other_weights(), "args": argparse.Namespace(lr=0.1)}, tmp_path / "run.pth")
+    assert_loaded(export.load_weights(make(), tmp_path / "run.pth"), other_weights())
+
+
+def in_shards(tmp_path, **changed):
+    """Two files, and the index that names them."""
+    weights = other_weights()
+    places = {name: f"net-{i % 2}.bin" for i, name in enumerate(weights)}
+    for file in set(places.values()):
+        torch.save({name: value for name, value in weights.items() if places[name] == file}, tmp_path / file)
+    index = tmp_path / "net.bin.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places | changed}))
+    return index
+
+
+def test_an_index_of_shards(tmp_path):
+    assert_loaded(export.load_weights(make(), in_shards(tmp_path)), other_weights())
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"x": "net-2.bin"}, r"net-2\.bin: there is no such file"),
+        ({"x": "../net.bin"}, r"net\.bin\.index\.json: no index of shards, .*\(ValueError: Invalid name"),
+        ({"x": "net.bin.index.json"}, r"net\.bin\.index\.json: no index of shards"),
+        ({"x": 3}, r"net\.bin\.index\.json: no index of shards"),
+    ],
+    ids=["missing", "outside", "itself", "number"],
+)
+def test_a_broken_index_of_shards(tmp_path, changed, words):
+    model = make()
+    with pytest.raises(export.CheckpointError, match=words):
+        export.load_weights(model, in_shards(tmp_path, **changed))
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(export.CheckpointError, match=r'config\.json: no index of shards, .* in "weight_map"'):
+        export.load_weights(model, tmp_path / "config.json")
 
 
 def test_a_model_inside_of_a_wrapper(tmp_path):
@@ -105,14 +148,15 @@ def without(name):
 BROKEN = {
     "missing file": (lambda path: None, r"broken\.pth: there is no such file"),
     "empty": (lambda path: path.write_bytes(b""), r"broken\.pth: not a whole checkpoint that torch\.load reads"),
+    "folder": (lambda path: path.mkdir(), r"broken\.pth is a folder; name a file in it"),
     "text": (lambda path: path.write_text("weights"), r"not a whole checkpoint that torch\.load reads"),
     "cut off": (
         lambda path: (torch.save(other_weights(), path), path.write_bytes(path.read_bytes()[:900])),
         r"not a whole checkpoint that torch\.load reads \(\w+: ",
     ),
     "objects": (
-        lambda path: torch.save({"args": argparse.Namespace(lr=1), "model": other_weights()}, path),
-        r"holds objects beside tensors and numbers \(argparse\.Namespace\)",
+        lambda path: torch.save({"args": fractions.Fraction(1, 3), "model": other_weights()}, path),
+        r"holds objects beside tensors and numbers \(fractions\.Fraction\)",
     ),
     "a whole module": (lambda path: torch.save(make(), path), r"holds objects beside .*torch\.nn\.modules\.\w+"),
     "no weights": (lambda path: torch.save({"epoch": 3, "lr": 0.1}, path), r"no weights of a model in this dict"),
@@ -139,12 +183,24 @@ BROKEN = {
     ),
     "another model": (
         lambda path: torch.save(nn.Conv2d(1, 2, 3).state_dict(), path),
-        r"9 missing \(0\.weight, 0\.bias, 1\.weight, 1\.bias, 1\.running_mean, and 4 more\); "
+        r"8 missing \(0\.weight, 0\.bias, 1\.weight, 1\.bias, 1\.running_mean, and 3 more\); "
         r"2 unexpected \(weight, bias\)$",
+    ),
+    "a prefix before most names": (
+        lambda path: torch.save(prefixed(other_weights(), "model.") | {"loss.weight": torch.ones(2)}, path),
+        r"8 missing .*; 10 unexpected \(model\.0\.weight, ",
+    ),
+    "a part of the names after a prefix": (
+        lambda path: torch.save(prefixed(without("2.bias"), "model."), path),
+        r"nothing is loaded: 1 missing \(2\.bias\)$",
+    ),
+    "two models of one key": (
+        lambda path: torch.save({"a.b": other_weights(), "a": {"b": other_weights()}}, path),
+        r"has weights of 2 models \('a\.b', 'a\.b'\): pass key= to choose",
     ),
     "some names with a prefix": (
         lambda path: torch.save(prefixed(without("2.bias"), "module.") | {"2.bias": torch.ones(2)}, path),
-        r"8 missing .*; 8 unexpected \(module\.0\.weight, ",
+        r"7 missing .*; 8 unexpected \(module\.0\.weight, ",
     ),
 }
 
@@ -167,6 +223,87 @@ def test_a_key_that_is_not_there(tmp_path):
     torch.save({"model": other_weights()}, tmp_path / "run.pth")
     with pytest.raises(export.CheckpointError, match=r"no weights at key='ema', but at 'model'"):
         export.load_weights(make(), tmp_path / "run.pth", key="ema")
+
+
+def test_a_key_of_two_models(tmp_path):
+    torch.save({"a.b": other_weights(), "a": {"b": other_weights()}, "c": other_weights()}, tmp_path / "run.pth")
+    message = r"key='a\.b' is the name of 2 models \(checkpoint\['a\.b'\], checkpoint\['a'\]\['b'\]\): save one alone"
+    with pytest.raises(export.CheckpointError, match=message):
+        export.load_weights(make(), tmp_path / "run.pth", key="a.b")
+    assert_loaded(export.load_weights(make(), tmp_path / "run.pth", key="c"), other_weights())
+
+
+def tied() -> nn.ModuleDict:
+    """An embedding that is the output layer, too, as in language models."""
+    model = nn.ModuleDict({"tokens": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+    model["head"].weight = model["tokens"].weight
+    return model
+
+
+@pytest.mark.parametrize("level", [None, "O0", "O2", "O5"])
+@pytest.mark.parametrize("name", ["tokens.weight", "head.weight"])
+def test_one_name_of_a_tensor_that_has_two(tmp_path, name, level):
+    value = torch.arange(15.0).view(5, 3) / 7
+    torch.save({name: value}, tmp_path / "run.pth")
+    model = tied().to(DEVICE)
+    if level is not None:
+        optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    export.load_weights(model, tmp_path / "run.pth")
+    assert model["head"].weight is model["tokens"].weight
+    assert_loaded(model, {"tokens.weight": value, "head.weight": value})
+
+
+def test_files_of_safetensors_with_tied_weights(tmp_path):
+    save_model = pytest.importorskip("safetensors.torch", reason="safetensors is not installed").save_model
+    saved = tied()
+    expected = {name: value.clone() for name, value in saved.state_dict().items()}
+    save_model(saved, str(tmp_path / "net.safetensors"))
+    assert_loaded(export.load_weights(tied(), tmp_path / "net.safetensors"), expected)
+
+
+@pytest.mark.parametrize("model", [make, lambda: nn.BatchNorm1d(4)], ids=["inside", "alone"])
+def test_files_without_the_count_of_batches(tmp_path, model):
+    """As torch loads them."""
+    state = {name: value + 1 for name, value in model().state_dict().items() if "num_batches" not in name}
+    torch.save(state, tmp_path / "run.pth")
+    expected = model()
+    expected.load_state_dict(state)
+    assert_loaded(export.load_weights(model(), tmp_path / "run.pth"), expected.state_dict())
+
+
+def test_a_buffer_of_that_name_that_is_no_batch_norms(tmp_path):
+    model = nn.Linear(2, 2)
+    model.register_buffer("num_batches_tracked", torch.tensor(3))
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "run.pth")
+    with pytest.raises(export.CheckpointError, match=r"1 missing \(num_batches_tracked\)"):
+        export.load_weights(model, tmp_path / "run.pth")
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_values_that_float16_does_not_have(tmp_path, level):
+    weights = other_weights()
+    weights["0.weight"][1, 2] = 70000.0
+    weights["1.running_var"][0] = 70000.0  # of a batch norm, which O2 leaves in float32
+    torch.save(weights, tmp_path / "run.pth")
+    model = make().to(DEVICE)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = {name: value.clone().cpu() for name, value in model.state_dict().items()}
+    names = "0.weight" if level == "O2" else "0.weight, 1.running_var"
+    message = (
+        f"{names.count('.')} weights have values that are infinite in torch.float16, .* \\({names}\\), and nothing"
+    )
+    with pytest.raises(export.CheckpointError, match=message):
+        export.load_weights(model, tmp_path / "run.pth")
+    assert_loaded(model, before)
+
+
+def test_values_that_are_infinite_in_the_file(tmp_path):
+    weights = other_weights()
+    weights["0.weight"][1, 2] = float("inf")
+    torch.save(weights, tmp_path / "run.pth")
+    assert export.load_weights(make().half(), tmp_path / "run.pth")[0].weight[1, 2] == float("inf")
 
 
 def test_a_broken_file_of_safetensors(tmp_path):
