@@ -21,7 +21,7 @@ from transformers import BertConfig, BertForMaskedLM
 from apex_npu import amp, optimizers
 
 IGNORED = -100  # a target that does not count
-# What a checkpoint decides, in its weights, words, schedule and groups of parameters: a resumed run has to have the same.
+# What a checkpoint decides, in its weights, words, schedule and groups of parameters: a resumed run has the same.
 MODEL = ("layers", "heads", "width", "sequence_length", "vocab_size")
 RECIPE = ("optimizer", "steps", "lr", "warmup", "weight_decay")
 
