@@ -6,6 +6,7 @@ import json
 import os
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,9 @@ def make_tokenizer(args: Namespace, state: dict[str, Any] | None) -> BertWordPie
         raise SystemExit(f"--vocab {args.vocab}: other words than those of {args.checkpoint}; leave it out")
     if missing := {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"} - set(words):
         raise SystemExit(f"--vocab {args.vocab}: it lacks {', '.join(sorted(missing))}")
+    word, count = Counter(words).most_common(1)[0]
+    if count > 1:
+        raise SystemExit(f"--vocab {args.vocab}: it has {word} {count} times; a word has one number")
     return BertWordPieceTokenizer({word: number for number, word in enumerate(words)}, lowercase=not is_cased(words))
 
 

@@ -280,6 +280,12 @@ def test_a_vocabulary_without_masks_is_refused(run, tmp_path):
         run(vocab=("--vocab", str(tmp_path / "words.txt")))
 
 
+def test_a_vocabulary_with_a_word_twice_is_refused(run, folder, tmp_path):
+    (tmp_path / "words.txt").write_text((folder / "vocab.txt").read_text() + "\nbee", encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"words.txt: it has bee 2 times"):
+        run(vocab=("--vocab", str(tmp_path / "words.txt")))
+
+
 def test_without_transformers_it_says_so(main, folder, monkeypatch, capsys):
     monkeypatch.setattr(main.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
