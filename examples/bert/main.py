@@ -17,7 +17,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Pre-train a BERT on a text file in mixed precision.")
     add = parser.add_argument
     add("text", type=Path, help="a text file in UTF-8")
-    add("--vocab", type=Path, metavar="FILE", help="WordPiece vocabulary, a word a line; default: made from the text")
+    add("--vocab", type=Path, metavar="FILE", help="WordPiece vocabulary; default: of the text in lower case")
     add("--vocab-size", type=int, default=8000, metavar="N", help="of one that is made (default %(default)s)")
     add("--steps", type=int, default=10_000, metavar="N", help="updates in all (default %(default)s)")
     add("-b", "--batch-size", type=int, default=256, metavar="N", help="sequences an update (default %(default)s)")
@@ -27,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--device", choices=["auto", "cpu", "cuda", "npu"], default="auto", help="default: the one that there is")
     add("--checkpoint", type=Path, metavar="FILE", help="write it every --save-freq steps, and at the end")
     add("--save-freq", type=int, default=500, metavar="N", help="default %(default)s")
-    add("--resume", action="store_true", help="continue from the file of --checkpoint, bit for bit")
+    add("--resume", action="store_true", help="continue from the file of --checkpoint, bit for bit: give its options")
     add("--output", type=Path, metavar="FOLDER", help="write model and vocabulary for transformers at the end")
 
     model = parser.add_argument_group("model; the default is BERT-base")
@@ -54,12 +54,18 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    for option in ("steps", "batch_size", "accumulate", "print_freq", "save_freq", "layers", "heads"):
-        if getattr(args, option) < 1:
-            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: a number from 1 on is expected")
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse before the training what would fail in it, or after it."""
+    lowest = dict.fromkeys(
+        ("vocab_size", "steps", "batch_size", "accumulate", "print_freq", "save_freq", "layers", "heads", "width"), 1
+    )
+    lowest |= {"sequence_length": 3, "weight_decay": 0} | ({} if args.lr is None else {"lr": 0})
+    for name, number in lowest.items():
+        if not getattr(args, name) >= number:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: a number from {number} on is expected")
+    for name in ("warmup", "dropout"):
+        if not 0 <= getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: a share from 0 to less than 1 is expected")
     for path in (args.text, *([args.vocab] if args.vocab else [])):
         if not path.is_file():
             parser.error(f"{path}: there is no such file")
@@ -67,15 +73,24 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--accumulate {args.accumulate}: --batch-size {args.batch_size} is no multiple of it")
     if args.width % args.heads:
         parser.error(f"--width {args.width}: no multiple of --heads {args.heads}")
-    if not 0 <= args.warmup < 1:
-        parser.error(f"--warmup {args.warmup}: a share from 0 to less than 1 is expected")
     if args.resume and not (args.checkpoint and args.checkpoint.is_file()):
         parser.error("--resume reads the file of --checkpoint: name one that exists")
+    if args.checkpoint and args.checkpoint.is_dir():
+        parser.error(f"--checkpoint {args.checkpoint}: a folder; name a file in it")
     if args.checkpoint and not args.checkpoint.parent.is_dir():
         parser.error(f"--checkpoint {args.checkpoint}: {args.checkpoint.parent} is no folder; create it first")
+    if args.output and args.output.exists() and not args.output.is_dir():
+        parser.error(f"--output {args.output}: a file; name a folder")
     if importlib.util.find_spec("transformers") is None:
         parser.error("transformers is missing: pip install transformers")
-    args.lr = args.lr or {"lamb": 2e-3}.get(args.optimizer, 1e-4)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    check(parser, args)
+    if args.lr is None:
+        args.lr = 2e-3 if args.optimizer == "lamb" else 1e-4
 
     from train import run  # torch and transformers take seconds to import: --help and wrong options do not wait
 

@@ -2,9 +2,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The data, and the training that main.py's options ask for. Start reading at ``run``."""
 
+import json
 import os
 import time
 from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,9 @@ from transformers import BertConfig, BertForMaskedLM
 from apex_npu import amp, optimizers
 
 IGNORED = -100  # a target that does not count
+# What a checkpoint decides, in its weights, words, schedule and groups of parameters: a resumed run has the same.
+MODEL = ("layers", "heads", "width", "sequence_length", "vocab_size")
+RECIPE = ("optimizer", "steps", "lr", "warmup", "weight_decay")
 
 
 def run(args: Namespace) -> None:
@@ -67,6 +73,8 @@ def run(args: Namespace) -> None:
         args.output.mkdir(parents=True, exist_ok=True)
         amp.float32_copy(model).save_pretrained(args.output)
         tokenizer.save_model(str(args.output))
+        lower = not is_cased(tokenizer.get_vocab())
+        (args.output / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lower}), encoding="utf-8")
         print(f"{args.output}: written")
 
 
@@ -138,10 +146,20 @@ def make_tokenizer(args: Namespace, state: dict[str, Any] | None) -> BertWordPie
         tokenizer = BertWordPieceTokenizer()
         tokenizer.train([str(args.text)], vocab_size=args.vocab_size, show_progress=False)
         return tokenizer
-    words = state["words"] if state is not None else args.vocab.read_text(encoding="utf-8").split()
+    words = args.vocab.read_text(encoding="utf-8").split() if args.vocab else state["words"]
+    if state is not None and words != state["words"]:
+        raise SystemExit(f"--vocab {args.vocab}: other words than those of {args.checkpoint}; leave it out")
     if missing := {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"} - set(words):
         raise SystemExit(f"--vocab {args.vocab}: it lacks {', '.join(sorted(missing))}")
-    return BertWordPieceTokenizer({word: number for number, word in enumerate(words)})
+    word, count = Counter(words).most_common(1)[0]
+    if count > 1:
+        raise SystemExit(f"--vocab {args.vocab}: it has {word} {count} times; a word has one number")
+    return BertWordPieceTokenizer({word: number for number, word in enumerate(words)}, lowercase=not is_cased(words))
+
+
+def is_cased(words: Iterable[str]) -> bool:
+    """Whether a vocabulary has capitals, except in [MASK] and the like: the text then keeps its own."""
+    return any(word != word.lower() for word in words if not word.startswith("["))
 
 
 def read_sequences(args: Namespace, tokenizer: BertWordPieceTokenizer) -> Tensor:
@@ -182,7 +200,7 @@ def save(
     """Write a checkpoint, which is complete at any time."""
     state = {
         "step": step,
-        "options": {name: getattr(args, name) for name in ("layers", "heads", "width", "sequence_length", "optimizer")},
+        "options": {name: getattr(args, name) for name in MODEL + RECIPE},
         "words": sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get),
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -195,7 +213,7 @@ def save(
 
 
 def read_checkpoint(path: Path, args: Namespace) -> dict[str, Any]:
-    """The contents of a checkpoint, if it is whole and of such a model."""
+    """The contents of a checkpoint, if it is whole and of a run with such options."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what torch.load raises for other files has no common type
@@ -204,8 +222,11 @@ def read_checkpoint(path: Path, args: Namespace) -> dict[str, Any]:
         raise SystemExit(f"{path}: not a checkpoint of this example")
     for name, saved in state["options"].items():
         if getattr(args, name) != saved:
-            option = f"--{name.replace('_', '-')}"
-            raise SystemExit(f"{path}: it was saved with {option} {saved}, this run has {getattr(args, name)}")
+            option = f"--{name.replace('_', '-')} {saved}"
+            raise SystemExit(
+                f"{path}: it was saved with {option}, this run has {getattr(args, name)}; "
+                f"add {option}, or leave out --resume to start from step 0"
+            )
     return state
 
 

@@ -9,6 +9,7 @@ This file has the options; train.py has the networks and the training.
 """
 
 import argparse
+import io
 from pathlib import Path
 
 
@@ -35,17 +36,37 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    for option in ("epochs", "batch_size", "width"):
-        if getattr(args, option) < 1:
-            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: a number from 1 on is expected")
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse before the training what would fail in it, or after it."""
+    for name, number in (("epochs", 1), ("batch_size", 1), ("width", 1), ("lr", 0)):
+        if not getattr(args, name) >= number:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: a number from {number} on is expected")
     if args.resume and not args.resume.is_file():
         parser.error(f"--resume {args.resume}: there is no such file")
     for option, path in (("--save", args.save), ("--image", args.image)):
+        if path and path.is_dir():
+            parser.error(f"{option} {path}: a folder; name a file in it")
         if path and not path.parent.is_dir():
             parser.error(f"{option} {path}: {path.parent} is no folder; create it first")
+    if args.image:
+        check_image(parser, args.image)
+
+
+def check_image(parser: argparse.ArgumentParser, path: Path) -> None:
+    try:
+        from PIL import Image
+    except ImportError:
+        parser.error("--image needs pillow: pip install pillow")
+    try:
+        Image.new("L", (1, 1)).save(io.BytesIO(), Image.registered_extensions()[path.suffix.lower()])
+    except (KeyError, OSError, ValueError):  # an ending without a format, or a format that is not for gray images
+        parser.error(f"--image {path}: pillow writes no gray image with the ending {path.suffix!r}; use .png")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    check(parser, args)
 
     from train import run  # torch takes seconds to import: --help and wrong options do not wait for it
 

@@ -63,11 +63,12 @@ def run(args: Namespace) -> None:
         print(f"epoch {epoch}  discriminator {on_real:.4f} + {on_fake:.4f}  generator {of_generator:.4f}", flush=True)
         if args.save:
             state = {name: part.state_dict() for name, part in trained.items()}
-            state |= {"epoch": epoch + 1, "options": {"width": args.width}}
+            state |= {"epoch": epoch + 1, "options": {"width": args.width, "lr": args.lr}}
             new = args.save.with_name(f"{args.save.name}.new")
             torch.save(state, new)
             os.replace(new, args.save)
     if args.image:
+        torch.manual_seed(args.seed)
         save_image(args.image, generator, device)
 
 
@@ -167,8 +168,8 @@ def read_checkpoint(path: Path, args: Namespace) -> dict[str, Any]:
         raise SystemExit(f"{path}: not a checkpoint of this example")
     for name, saved in state["options"].items():
         if getattr(args, name) != saved:
-            option = f"--{name.replace('_', '-')}"
-            raise SystemExit(f"{path}: it was saved with {option} {saved}, this run has {getattr(args, name)}")
+            option = f"--{name} {saved}"
+            raise SystemExit(f"{path}: it was saved with {option}, this run has {getattr(args, name)}; add {option}")
     return state
 
 

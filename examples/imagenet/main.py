@@ -72,21 +72,33 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    for option in ("epochs", "batch_size", "print_freq", "image_size"):
-        if getattr(args, option) < 1:
-            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: a number from 1 on is expected")
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse before the training what would fail in it, or after it."""
+    lowest = dict.fromkeys(("epochs", "batch_size", "print_freq", "image_size"), 1)
+    lowest |= {} if args.dummy is None else {"dummy": 1}
+    lowest |= dict.fromkeys(("workers", "start_epoch", "lr", "momentum", "weight_decay", "warmup_epochs"), 0)
+    for name, number in lowest.items():
+        if not getattr(args, name) >= number:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: a number from {number} on is expected")
+    if not 0 <= args.label_smoothing <= 1:
+        parser.error(f"--label-smoothing {args.label_smoothing}: a share from 0 to 1 is expected")
     if args.combine_ddp and not args.combine_grad:
         parser.error("--combine-ddp averages the flat buffer of gradients: add --combine-grad")
-    if not args.dummy and not (args.data / "val").is_dir():
+    if args.dummy is None and not (args.data / "val").is_dir():
         parser.error(f"{args.data}: no folder with train/ and val/ in it; --dummy trains on random images")
     if args.resume and not args.resume.is_file():
         parser.error(f"--resume {args.resume}: there is no such file")
     for option, folder in (("--output", args.output), ("--export", (args.export or Path()).parent)):
         if not folder.is_dir():
             parser.error(f"{option}: {folder} is no folder; create it first")
+    if args.export and args.export.is_dir():
+        parser.error(f"--export {args.export}: a folder; name a file in it")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    check(parser, args)
 
     from train import run  # torch takes seconds to import: --help and wrong options do not wait for it
 

@@ -54,7 +54,7 @@ def run(args: Namespace) -> None:
         combine_ddp=(args.combine_ddp and dist.is_initialized()) or None,
         fuse_unscale=args.fuse_unscale or None,
     )
-    best = load_checkpoint(args, model, optimizer) if args.resume else 0.0
+    best = load_checkpoint(args, model, optimizer, num_classes) if args.resume else 0.0
     # Buffers are averaged before each validation, see average_buffers.
     averaged_by_ddp = dist.is_initialized() and not args.combine_ddp and not args.evaluate
     parallel = DistributedDataParallel(model, broadcast_buffers=False) if averaged_by_ddp else model
@@ -98,15 +98,25 @@ def is_first_process() -> bool:
 
 
 def make_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
-    """The optimizer by its name, with those of the options that it has."""
+    """The optimizer by its name, with --momentum where it has one."""
     kind = getattr(optimizers, args.optimizer, None) or getattr(torch.optim, args.optimizer, None)
-    if not isinstance(kind, type) or not issubclass(kind, Optimizer):
-        names = ", ".join(name for name in optimizers.__all__ if "Fused" in name)
-        raise SystemExit(f"--optimizer {args.optimizer}: neither in torch.optim nor one of {names}")
+    if not takes_options(kind):
+        names = ", ".join(name for name in optimizers.__all__ if takes_options(getattr(optimizers, name)))
+        raise SystemExit(
+            f"--optimizer {args.optimizer}: no optimizer with lr and weight_decay, of torch.optim or one of {names}"
+        )
     options = {"lr": args.lr, "weight_decay": args.weight_decay}
     if "momentum" in inspect.signature(kind).parameters:
         options["momentum"] = args.momentum
-    return kind(model.parameters(), **options)
+    try:
+        return kind(model.parameters(), **options)
+    except ValueError as error:  # as Muon's, which is for matrices alone
+        raise SystemExit(f"--optimizer {args.optimizer}: {error}") from error
+
+
+def takes_options(kind: Any) -> bool:
+    is_optimizer = isinstance(kind, type) and issubclass(kind, Optimizer)
+    return is_optimizer and {"lr", "weight_decay"} <= inspect.signature(kind).parameters.keys()
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -126,7 +136,7 @@ def train_epoch(
     loader.sampler.set_epoch(epoch)
     model.train()
     memory_format = torch.channels_last if args.channels_last else torch.preserve_format
-    sums, images_seen = torch.zeros(3, device=device), 0
+    sums, images_seen = torch.zeros(4, device=device), 0
     bar, last_line = progress_bar(loader, f"epoch {epoch}"), (0, time.perf_counter())
     for step, (images, targets) in enumerate(bar):
         lr = learning_rate(epoch * len(loader) + step, len(loader), args)
@@ -145,7 +155,7 @@ def train_epoch(
         images_seen += len(targets)
         sums += measure(loss.detach(), outputs.detach(), targets)
         if (step + 1) % args.print_freq == 0 or step + 1 == len(loader):
-            loss_mean, top1, top5 = (sums / images_seen).tolist()  # here the host waits for the device
+            loss_mean, top1, top5 = means(sums)  # here the host waits for the device
             speed = world * (images_seen - last_line[0]) / (time.perf_counter() - last_line[1])
             last_line = images_seen, time.perf_counter()
             text = f"loss {loss_mean:.4f}  top-1 {top1:.2%}  top-5 {top5:.2%}  lr {lr:.4g}  {speed:.0f} images/s"
@@ -169,24 +179,30 @@ def learning_rate(step: int, steps_per_epoch: int, args: Namespace) -> float:
 def validate(model: nn.Module, loader: DataLoader[Any], device: torch.device) -> float:
     """The top-1 accuracy over all images, of which each process sees a part."""
     model.eval()
-    sums = torch.zeros(4, device=device)  # loss, top-1, top-5, images
+    sums = torch.zeros(4, device=device)
     for images, targets in progress_bar(loader, "validation"):
         targets = targets.to(device, non_blocking=True)
         outputs = model(images.to(device, non_blocking=True)).float()
-        sums[:3] += measure(F.cross_entropy(outputs, targets), outputs, targets)
-        sums[3] += len(targets)
-    if dist.is_initialized():
-        dist.all_reduce(sums)
-    loss, top1, top5 = (sums[:3] / sums[3]).tolist()
+        sums += measure(F.cross_entropy(outputs, targets), outputs, targets)
+    loss, top1, top5 = means(sums)
     if is_first_process():
         print(f"validation  loss {loss:.4f}  top-1 {top1:.2%}  top-5 {top5:.2%}", flush=True)
     return top1
 
 
 def measure(loss: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Sums over the batch: the loss, and how many images are right at first, and among the first five."""
+    """Sums over the batch: the loss, how many images are right at first, and among the first five, and all images."""
     right = outputs.topk(min(5, outputs.size(1))).indices == targets[:, None]
-    return torch.stack([loss.float() * len(targets), right[:, 0].sum(), right.sum()])
+    images = torch.full((), len(targets), device=loss.device)
+    return torch.stack([loss.float() * len(targets), right[:, 0].sum(), right.sum(), images])
+
+
+def means(sums: Tensor) -> list[float]:
+    """Loss, top-1 and top-5 from the sums that ``measure`` makes, over the images of all processes."""
+    if dist.is_initialized():
+        sums = sums.clone()
+        dist.all_reduce(sums)
+    return (sums[:3] / sums[3]).tolist()
 
 
 def average_buffers(model: nn.Module) -> None:
@@ -211,6 +227,9 @@ def progress_bar(loader: DataLoader[Any], label: str) -> Iterable[Any]:
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
+# What a checkpoint's groups of parameters decide: a resumed run has the same.
+KEPT = ("optimizer", "momentum", "weight_decay")
+
 
 def save_checkpoint(
     args: Namespace, model: nn.Module, optimizer: Optimizer, epoch: int, best: float, is_best: bool
@@ -218,6 +237,7 @@ def save_checkpoint(
     """What --resume needs, in a file that is complete at any time; a copy of it if it is the best so far."""
     state = {
         "arch": args.arch,
+        "options": {name: getattr(args, name) for name in KEPT},
         "epoch": epoch,
         "best_acc1": best,
         "state_dict": model.state_dict(),
@@ -232,25 +252,37 @@ def save_checkpoint(
         shutil.copyfile(path, args.output / "model_best.pth.tar")
 
 
-def load_checkpoint(args: Namespace, model: nn.Module, optimizer: Optimizer) -> float:
+def load_checkpoint(args: Namespace, model: nn.Module, optimizer: Optimizer, num_classes: int) -> float:
     """Load what save_checkpoint has written; the best accuracy until then."""
     try:
         state = torch.load(args.resume, map_location="cpu", weights_only=True)
     except Exception as error:  # what torch.load raises for other files has no common type
         raise SystemExit(f"--resume {args.resume}: not a whole checkpoint ({type(error).__name__})") from error
-    if not isinstance(state, dict) or not {"arch", "epoch", "best_acc1", "state_dict", "optimizer", "amp"} <= set(
-        state
-    ):
+    names = {"arch", "options", "epoch", "best_acc1", "state_dict", "optimizer", "amp"}
+    if not isinstance(state, dict) or not names <= state.keys():
         raise SystemExit(f"--resume {args.resume}: not a checkpoint of this example")
     if state["arch"] != args.arch:
         raise SystemExit(f"--resume {args.resume}: a checkpoint of --arch {state['arch']}, this is {args.arch}")
-    model.load_state_dict(state["state_dict"])
+    for name, saved in {} if args.evaluate else state["options"].items():
+        if getattr(args, name) != saved:
+            option = f"--{name.replace('_', '-')} {saved}"
+            raise SystemExit(
+                f"--resume {args.resume}: it was saved with {option}, this run has {getattr(args, name)}; add {option}"
+            )
+    try:
+        model.load_state_dict(state["state_dict"])
+    except RuntimeError as error:
+        first = str(error).splitlines()[1].strip()
+        raise SystemExit(
+            f"--resume {args.resume}: its weights are not those of {args.arch} for {num_classes} classes: {first}"
+        ) from error
     if not args.evaluate:
         optimizer.load_state_dict(state["optimizer"])
         amp.load_state_dict(state["amp"])
     args.start_epoch = state["epoch"]
     if is_first_process():
-        print(f"{args.resume}: continuing after epoch {state['epoch']}, best top-1 {state['best_acc1']:.2%}")
+        what = "the weights" if args.evaluate else "continuing"
+        print(f"{args.resume}: {what} after epoch {state['epoch']}, best top-1 {state['best_acc1']:.2%}")
     return float(state["best_acc1"])
 
 

@@ -60,12 +60,15 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    for option in ("steps", "batch_size", "accumulate", "interval", "layers", "heads", "context"):
-        if getattr(args, option) < 1:
-            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: a number from 1 on is expected")
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse before the training what would fail in it, or after it."""
+    lowest = dict.fromkeys(("steps", "batch_size", "accumulate", "interval", "layers", "heads", "width", "context"), 1)
+    lowest |= dict.fromkeys(("lr", "warmup", "weight_decay", "clip", "sample"), 0)
+    for name, number in lowest.items():
+        if not getattr(args, name) >= number:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: a number from {number} on is expected")
+    if not 0 <= args.dropout < 1:
+        parser.error(f"--dropout {args.dropout}: a share from 0 to less than 1 is expected")
     if not args.text.is_file():
         parser.error(f"{args.text}: there is no such file")
     if args.batch_size % args.accumulate:
@@ -74,12 +77,20 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--width {args.width}: no multiple of --heads {args.heads}")
     if not args.prompt:
         parser.error("--prompt: a character at least is expected")
-    if args.temperature <= 0:
+    if not args.temperature > 0:
         parser.error(f"--temperature {args.temperature}: a number above 0 is expected")
     if (args.resume or args.sample_only) and not (args.checkpoint and args.checkpoint.is_file()):
         parser.error("--resume and --sample-only read the file of --checkpoint: name one that exists")
+    if args.checkpoint and args.checkpoint.is_dir():
+        parser.error(f"--checkpoint {args.checkpoint}: a folder; name a file in it")
     if args.checkpoint and not args.checkpoint.parent.is_dir():
         parser.error(f"--checkpoint {args.checkpoint}: {args.checkpoint.parent} is no folder; create it first")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    check(parser, args)
 
     from train import run  # torch takes seconds to import: --help and wrong options do not wait for it
 

@@ -68,7 +68,7 @@ def train(
 ) -> None:
     """From step ``first`` to the last one."""
     compiled = torch.compile(model) if args.compile else model
-    since = time.perf_counter()
+    since, last = time.perf_counter(), first
     for step in range(first, args.steps):
         # The batch and the dropout of a step follow from its number: a resumed run draws what this one does.
         torch.manual_seed(args.seed + 1 + step)
@@ -89,15 +89,16 @@ def train(
         optimizer.step()
 
         if (step + 1) % args.interval == 0 or step + 1 == args.steps:
-            tokens = args.interval * args.batch_size * args.context
+            loss_mean = mean.item()  # here the host waits for the device
+            speed = (step + 1 - last) * args.batch_size * args.context / (time.perf_counter() - since)
+            validation = validate(model, text, args, device)
             print(
-                f"step {step + 1}  loss {mean.item():.4f}  validation {validate(model, text, args, device):.4f}  "
-                f"{tokens / (time.perf_counter() - since):.0f} characters/s",
+                f"step {step + 1}  loss {loss_mean:.4f}  validation {validation:.4f}  {speed:.0f} characters/s",
                 flush=True,
             )
             if args.checkpoint:
                 save(model, optimizer, text, step + 1, args)
-            since = time.perf_counter()
+            since, last = time.perf_counter(), step + 1
 
 
 def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
@@ -125,13 +126,14 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def validate(model: LanguageModel, text: "Text", args: Namespace, device: torch.device) -> float:
-    """The mean loss of some batches, which are the same each time."""
+    """The mean loss of some batches, which are the same each time, in parts as those of the training."""
     model.eval()
     torch.manual_seed(args.seed)
     losses = []
     for _ in range(10):
-        inputs, targets = text.batch("validation", args.batch_size // args.accumulate, device)
-        losses.append(next_token_loss(model(inputs), targets))
+        inputs, targets = text.batch("validation", args.batch_size, device)
+        for part, part_targets in zip(inputs.chunk(args.accumulate), targets.chunk(args.accumulate), strict=True):
+            losses.append(next_token_loss(model(part), part_targets))
     return torch.stack(losses).mean().item()
 
 
@@ -139,7 +141,7 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, text: "Text", step:
     """Write a checkpoint, which is complete at any time."""
     state = {
         "step": step,
-        "options": {name: getattr(args, name) for name in ("layers", "heads", "width", "context")},
+        "options": {name: getattr(args, name) for name in ("layers", "heads", "width", "context", "weight_decay")},
         "characters": text.characters,
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -159,9 +161,11 @@ def read_checkpoint(path: Path, args: Namespace) -> dict[str, Any]:
     if not isinstance(state, dict) or "options" not in state:
         raise SystemExit(f"{path}: not a checkpoint of this example")
     for name, saved in state["options"].items():
+        if name == "weight_decay" and args.sample_only:
+            continue  # of the optimizer, which is not there
         if getattr(args, name) != saved:
-            option = f"--{name.replace('_', '-')}"
-            raise SystemExit(f"{path}: it was saved with {option} {saved}, this run has {getattr(args, name)}")
+            option = f"--{name.replace('_', '-')} {saved}"
+            raise SystemExit(f"{path}: it was saved with {option}, this run has {getattr(args, name)}; add {option}")
     return state
 
 

@@ -195,6 +195,13 @@ def test_transformers_reads_what_it_writes(run, tmp_path):
         (["--warmup", "1"], "--warmup 1.0: a share from 0 to less than 1 is expected"),
         (["--resume"], "name one that exists"),
         (["--steps", "0"], "--steps 0: a number from 1 on is expected"),
+        (["--sequence-length", "2"], "--sequence-length 2: a number from 3 on is expected"),
+        (["--vocab-size", "0"], "--vocab-size 0: a number from 1 on is expected"),
+        (["--width", "0"], "--width 0: a number from 1 on is expected"),
+        (["--lr", "-1"], "--lr -1.0: a number from 0 on is expected"),
+        (["--wd", "nan"], "--weight-decay nan: a number from 0 on is expected"),
+        (["--dropout", "2"], "--dropout 2.0: a share from 0 to less than 1 is expected"),
+        (["--output", __file__], "a file; name a folder"),
         (["--device", "cuda" if DEVICE.type != "cuda" else "npu"], "sees no such device; use cpu or auto"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -206,15 +213,76 @@ def test_a_wrong_option_is_named(run, losses, capsys, options, words):
     assert losses == []
 
 
-def test_a_checkpoint_of_another_model_is_refused(run):
-    run("--steps", "1", "--opt-level", "O0")
-    with pytest.raises(SystemExit, match="it was saved with --optimizer lamb, this run has adamw"):
-        run("--optimizer", "adamw", "--resume")
+def test_a_folder_is_no_checkpoint(run, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(checkpoint=tmp_path)
+    assert f"--checkpoint {tmp_path}: a folder; name a file in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("optimizer", ["bertadam", "lamb", "adamw"])
+def test_a_resumed_run_with_other_options_is_refused(run, losses, optimizer):
+    # What the checkpoint's groups of parameters and its schedule would override, or its weights do not fit.
+    saved = {"steps": 2, "lr": 0.01, "warmup": 0.5, "weight_decay": 0.1, "width": 16}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in saved.items()]
+    same = ["--opt-level", "O0", "--optimizer", optimizer, *options]
+    run(*same)
+    losses.clear()
+    other = "adamw" if optimizer == "lamb" else "lamb"
+    for option, value, new in (
+        ("--optimizer", optimizer, other),
+        ("--steps", 2, 4),
+        ("--lr", 0.01, 0.02),
+        ("--warmup", 0.5, 0.25),
+        ("--weight-decay", 0.1, 0.2),
+        ("--width", 16, 32),
+        ("--vocab-size", 8000, 60),
+    ):
+        words = f"saved with {option} {value}, this run has {new}; add {option} {value}, or leave out --resume"
+        with pytest.raises(SystemExit, match=words):
+            run(*same, f"{option}={new}", "--resume")
+    run(*same, "--resume")
+    assert losses == []
+
+
+def test_a_learning_rate_of_zero_is_taken(run):
+    states = [run("--steps", steps, "--lr", "0", "--opt-level", "O0", "--wd", "0") for steps in ("1", "3")]
+    for name, value in states[0]["model"].items():
+        assert torch.equal(states[1]["model"][name], value), name
+
+
+def test_a_resumed_run_has_the_vocabulary_of_its_checkpoint(run, folder, tmp_path):
+    words = run("--steps", "1", "--opt-level", "O0")["words"]
+    assert run("--steps", "1", "--opt-level", "O0", "--resume", vocab=())["words"] == words
+    (tmp_path / "words.txt").write_text("\n".join([*words, "gnu"]), encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"words.txt: other words than those of .*bert.pt; leave it out"):
+        run("--steps", "1", "--opt-level", "O0", "--resume", vocab=("--vocab", str(tmp_path / "words.txt")))
+
+
+@pytest.mark.parametrize(("words", "numbers"), [(["ant", "cat", "Cat"], [5, 6, 7]), (["ant", "cat"], [5, 6, 6])])
+def test_a_cased_vocabulary_keeps_the_capitals_of_the_text(run, main, tmp_path, words, numbers):
+    import train
+    import transformers
+
+    text, vocab, output = (tmp_path / name for name in ("cased.txt", "words.txt", "bert"))
+    text.write_text("ant cat Cat " * 20, encoding="utf-8")
+    vocab.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]), encoding="utf-8")
+    args = [*TINY, "--steps", "1", "--device", DEVICE.type, "--vocab", str(vocab), "--output", str(output), str(text)]
+    main.main(args)
+    args = main.make_parser().parse_args(args)
+    assert train.read_sequences(args, train.make_tokenizer(args, None))[0, 1:4].tolist() == numbers
+    tokenizer = transformers.BertTokenizer.from_pretrained(output)
+    assert tokenizer("ant cat Cat", add_special_tokens=False).input_ids == numbers
 
 
 def test_a_vocabulary_without_masks_is_refused(run, tmp_path):
     (tmp_path / "words.txt").write_text("\n".join(WORDS), encoding="utf-8")
     with pytest.raises(SystemExit, match=r"it lacks \[CLS\], \[MASK\], \[PAD\], \[SEP\], \[UNK\]"):
+        run(vocab=("--vocab", str(tmp_path / "words.txt")))
+
+
+def test_a_vocabulary_with_a_word_twice_is_refused(run, folder, tmp_path):
+    (tmp_path / "words.txt").write_text((folder / "vocab.txt").read_text() + "\nbee", encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"words.txt: it has bee 2 times"):
         run(vocab=("--vocab", str(tmp_path / "words.txt")))
 
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from devices import DEVICE
@@ -119,8 +121,10 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(run, losses, tmp_p
 def test_other_files_and_models_are_not_resumed(run, tmp_path):
     path = tmp_path / "gan.pt"
     run("--epochs", "1", "--opt-level", "O0")
-    with pytest.raises(SystemExit, match="it was saved with --width 8, this run has 4"):
-        run("--width", "4", "--resume", str(path))
+    for option, saved, new in (("--width", 8, 4), ("--lr", 0.002, 0.001)):  # the optimizers' states have the lr
+        words = f"it was saved with {option} {saved}, this run has {new}; add {option} {saved}"
+        with pytest.raises(SystemExit, match=words):
+            run(option, str(new), "--resume", str(path))
     torch.save({"weight": torch.zeros(3)}, path)
     with pytest.raises(SystemExit, match="not a checkpoint of this example"):
         run("--resume", str(path))
@@ -137,10 +141,51 @@ def test_digits_and_a_picture(run, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_finished_checkpoint_shows_the_image_of_its_run(run, tmp_path):
+    pytest.importorskip("PIL", reason="pillow is not installed")
+    paths = [tmp_path / name for name in ("run.png", "resumed.png", "other.png")]
+    common = ["--epochs", "1", "--opt-level", "O0"]
+    run(*common, "--image", str(paths[0]))
+    resumed = [*common, "--resume", str(tmp_path / "gan.pt")]
+    torch.manual_seed(1234)  # a new process has another state of random numbers
+    run(*resumed, "--image", str(paths[1]))
+    run(*resumed, "--image", str(paths[2]), "--seed", "1")
+    images = [path.read_bytes() for path in paths]
+    assert images[1] == images[0]
+    assert images[2] != images[0]
+
+
+@pytest.mark.parametrize("name", ["x.jpgg", "x", "x.psd", "x.xbm", "x.qoi"])
+def test_an_image_that_pillow_cannot_write_is_refused_before_the_training(run, losses, capsys, tmp_path, name):
+    pytest.importorskip("PIL", reason="pillow is not installed")
+    path = tmp_path / name
+    with pytest.raises(SystemExit):
+        run("--image", str(path))
+    assert f"--image {path}: pillow writes no gray image with the ending {path.suffix!r}" in capsys.readouterr().err
+    assert losses == []
+
+
+def test_an_image_without_pillow_is_refused_before_the_training(run, losses, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(SystemExit):
+        run("--image", "x.png")
+    assert "--image needs pillow: pip install pillow" in capsys.readouterr().err
+    assert losses == []
+
+
+@pytest.mark.parametrize("option", ["--image", "--save"])
+def test_a_folder_is_no_file(run, losses, capsys, tmp_path, option):
+    with pytest.raises(SystemExit):
+        run(option, str(tmp_path))
+    assert f"{option} {tmp_path}: a folder; name a file in it" in capsys.readouterr().err
+    assert losses == []
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--batch-size", "300"], "--batch-size 300: there are only 128 images"),
+        (["--lr", "-1"], "--lr -1.0: a number from 0 on is expected"),
         (["--epochs", "0"], "--epochs 0: a number from 1 on is expected"),
         (["--resume", "no-such-file"], "--resume no-such-file: there is no such file"),
         (["--image", "no/such/folder.png"], "--image no/such/folder.png: no/such is no folder"),

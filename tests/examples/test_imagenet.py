@@ -22,6 +22,8 @@ np = pytest.importorskip("numpy")
 NETWORKS = Path(__file__).parent / "networks"
 TINY = ["-a", "tiny", "-j", "0", "-b", "8", "--image-size", "16", "-p", "100", "--lr", "0.2", "--warmup-epochs", "1"]
 
+NOT_TAKEN = ["Nadamax", "lr_scheduler", "FusedEMA", "FusedOptimizer", "Optimizer", "LBFGS", "SparseAdam"]
+
 CHANNELS_LAST = [] if DEVICE.type == "npu" else ["--channels-last"]
 
 
@@ -192,8 +194,9 @@ def test_evaluate_prints_what_the_last_epoch_did(run, capsys, tmp_path):
     run("--epochs", "1", "--opt-level", "O2")
     trained = [line for line in capsys.readouterr().out.splitlines() if line.startswith("validation")]
     run("--evaluate", "--opt-level", "O2", "--resume", str(tmp_path / "checkpoint.pth.tar"))
-    evaluated = [line for line in capsys.readouterr().out.splitlines() if line.startswith("validation")]
-    assert evaluated == trained[-1:]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("validation")] == trained[-1:]
+    assert f"{tmp_path / 'checkpoint.pth.tar'}: the weights after epoch 1, best top-1" in "\n".join(lines)
 
 
 def test_random_images_and_pretrained_weights(main, tmp_path, losses):
@@ -247,7 +250,15 @@ def test_export_without_its_packages_is_refused_before_the_training(run, main, l
         (["-a", "resnet50", "--pretrained"], "--pretrained: weights of resnet50 for 3 classes need timm"),
         (["-b", "25"], "--batch-size 25: there are only 24 images"),
         (["-b", "0"], "--batch-size 0"),
-        (["--optimizer", "Nadamax"], "--optimizer Nadamax: neither in torch.optim nor one of"),
+        (["-j", "-1"], "--workers -1: a number from 0 on is expected"),
+        (["--dummy", "0"], "--dummy 0: a number from 1 on is expected"),
+        (["--dummy", "-5"], "--dummy -5: a number from 1 on is expected"),
+        (["--start-epoch", "-1"], "--start-epoch -1: a number from 0 on is expected"),
+        (["--lr", "nan"], "--lr nan: a number from 0 on is expected"),
+        (["--label-smoothing", "2"], "--label-smoothing 2.0: a share from 0 to 1 is expected"),
+        (["--export", "."], "--export .: a folder; name a file in it"),
+        *((["--optimizer", name], f"--optimizer {name}: no optimizer with lr and weight_decay") for name in NOT_TAKEN),
+        (["--optimizer", "Muon"], "--optimizer Muon: "),
         (["--combine-ddp"], "add --combine-grad"),
         (["--resume", "no-such-file"], "--resume no-such-file: there is no such file"),
         (["--output", "no/such/folder"], "--output: no/such/folder is no folder"),
@@ -259,6 +270,18 @@ def test_a_wrong_option_is_named(run, capsys, options, words):
     with pytest.raises(SystemExit) as refusal:
         run(*options)
     assert words in f"{refusal.value}{capsys.readouterr().err}"
+
+
+def test_the_optimizers_that_the_refusal_lists_are_taken(main):
+    import train
+
+    args = main.make_parser().parse_args(["--optimizer", "FusedEMA"])
+    with pytest.raises(SystemExit) as refusal:
+        train.make_optimizer(torch.nn.Linear(2, 2), args)
+    names = str(refusal.value).split(" one of ")[1].split(", ")
+    assert {"NpuFusedSGD", "NpuFusedAdamW", "FusedLAMB", "Lamb"} <= set(names)
+    for args.optimizer in names:
+        assert type(train.make_optimizer(torch.nn.Linear(2, 2), args)).__name__ == args.optimizer
 
 
 @pytest.mark.skipif(DEVICE.type != "npu", reason="of torch_npu alone")
@@ -289,6 +312,44 @@ def test_a_checkpoint_of_another_network_is_refused(run, tmp_path):
     (tmp_path / "other").write_bytes(b"no checkpoint")
     with pytest.raises(SystemExit, match="not a whole checkpoint"):
         run("--resume", str(tmp_path / "other"))
+
+
+def test_a_resumed_run_with_another_optimizer_or_options_of_it_is_refused(run, losses, tmp_path):
+    common = ["--epochs", "1", "--opt-level", "O0", "--optimizer", "SGD", "--momentum", "0.5"]
+    run(*common)
+    losses.clear()
+    resume = [*common, "--resume", str(tmp_path / "checkpoint.pth.tar")]
+    for option, saved, new in (
+        ("--optimizer", "SGD", "NpuFusedAdam"),
+        ("--momentum", 0.5, 0.9),
+        ("--weight-decay", 0.0001, 0.2),
+    ):
+        with pytest.raises(SystemExit, match=f"saved with {option} {saved}, this run has {new}; add {option} {saved}"):
+            run(*resume, option, str(new))
+    run(*resume)
+    run("--evaluate", *resume[-2:])  # which has no use for them
+    assert losses == []
+
+
+def test_a_checkpoint_of_other_classes_is_refused(main, run, tmp_path):
+    run("--epochs", "1", "--opt-level", "O0")
+    resume = ["--resume", str(tmp_path / "checkpoint.pth.tar"), "--output", str(tmp_path), "--device", DEVICE.type]
+    with pytest.raises(SystemExit, match=r"its weights are not those of tiny for 1000 classes: .*\[3\b.*\[1000\b"):
+        main.main([*TINY, "--dummy", "8", "--evaluate", *resume])
+
+
+def test_means_are_those_of_all_processes(main, monkeypatch):
+    import train
+
+    # The sums of this process: loss, right at first, among the first five, images.
+    outputs = torch.arange(8.0, 0, -1).expand(4, 8)
+    sums = train.measure(torch.tensor(0.5), outputs, torch.tensor([0, 0, 3, 7]))
+    assert sums.tolist() == [2, 2, 3, 4]
+    assert train.means(sums) == [0.5, 0.5, 0.75]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.add_(torch.tensor([6.0, 0, 6, 12])))
+    assert train.means(sums) == [0.5, 0.125, 0.5625]
+    assert sums.tolist() == [2, 2, 3, 4]
 
 
 def test_schedules(main):
@@ -388,7 +449,7 @@ def test_two_processes_resume_bit_for_bit_with_either_kind_of_averaging(start_ex
 def test_two_processes_with_synchronized_batch_norms_compute_what_one_does(start_example, tmp_path):
     # Of random images, which are not augmented.
     options = [*TINY, "-a", "tiny_without_dropout", "--dummy", "24", "--epochs", "2", "--opt-level", "O0", "--sync-bn"]
-    states = []
+    states, lines = [], []
     for processes in (1, 2):
         output = tmp_path / str(processes)
         output.mkdir()
@@ -397,6 +458,11 @@ def test_two_processes_with_synchronized_batch_norms_compute_what_one_does(start
         done = start_example("imagenet/main.py", *arguments, processes=processes)
         assert done.returncode == 0, done.stdout + done.stderr
         states.append(torch.load(output / "checkpoint.pth.tar", weights_only=True)["state_dict"])
+        lines.append([line.split()[3:9] for line in done.stdout.splitlines() if line.startswith("epoch ")])
+    assert len(lines[0]) == 2
+    for one, two in zip(*lines, strict=True):  # loss, top-1 and top-5 of the images of both processes
+        assert float(two[1]) == pytest.approx(float(one[1]), abs=2e-4)
+        assert two[2:] == one[2:]
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
     done = start_example("imagenet/main.py", *options, "--device", "cpu", processes=2)

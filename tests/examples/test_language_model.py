@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+from argparse import Namespace
 
 import pytest
 import torch
@@ -177,6 +178,10 @@ def test_a_trained_model_writes_without_training(run, main, losses, capsys):
         (["--width", "15"], "--width 15: no multiple of --heads 2"),
         (["--accumulate", "3"], "--accumulate 3: --batch-size 8 is no multiple of it"),
         (["--temperature", "0"], "--temperature 0.0: a number above 0 is expected"),
+        (["--dropout", "2"], "--dropout 2.0: a share from 0 to less than 1 is expected"),
+        (["--lr", "-1"], "--lr -1.0: a number from 0 on is expected"),
+        (["--wd", "nan"], "--weight-decay nan: a number from 0 on is expected"),
+        (["--width", "0"], "--width 0: a number from 1 on is expected"),
         (["--resume"], "name one that exists"),
         (["--steps", "0"], "--steps 0: a number from 1 on is expected"),
         (["--device", "cuda" if DEVICE.type != "cuda" else "npu"], "sees no such device; use cpu or auto"),
@@ -200,8 +205,57 @@ def test_a_checkpoint_of_another_text_is_refused(run, main, text, tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(run):
     run("--steps", "1", "--sample", "0")
-    with pytest.raises(SystemExit, match="it was saved with --layers 1, this run has 2"):
+    with pytest.raises(SystemExit, match="it was saved with --layers 1, this run has 2; add --layers 1"):
         run("--layers", "2", "--resume")
+
+
+def test_a_resumed_run_with_another_weight_decay_is_refused(run, capsys):
+    # The checkpoint's groups of parameters would override it; --sample-only has no use for it.
+    run("--steps", "1", "--sample", "0", "--wd", "0.2")
+    with pytest.raises(SystemExit, match=r"it was saved with --weight-decay 0\.2, this run has 0\.1; add"):
+        run("--resume")
+    run("--sample-only", "--sample", "3", "--prompt", "bread")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("bread")
+
+
+def test_a_folder_is_no_checkpoint(run, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(checkpoint=tmp_path)
+    assert f"--checkpoint {tmp_path}: a folder; name a file in it" in capsys.readouterr().err
+
+
+def test_characters_per_second_are_those_of_the_training(run, main, capsys, monkeypatch):
+    import train
+
+    now, loss_of = 0.0, train.next_token_loss
+
+    def take_time(logits, targets):
+        nonlocal now
+        now += 0.5 if torch.is_grad_enabled() else 1000.0  # a batch of validation
+        return loss_of(logits, targets)
+
+    monkeypatch.setattr(train, "next_token_loss", take_time)
+    monkeypatch.setattr(train, "time", Namespace(perf_counter=lambda: now))
+    options = ["--interval", "3", "--accumulate", "2", "--sample", "0"]  # two parts of half a second
+    run(*options, "--steps", "5")
+    run(*options, "--steps", "7", "--resume")
+    steps = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line[1] for line in steps] == ["3", "5", "6", "7"]
+    assert [line[-2:] for line in steps] == [["64", "characters/s"]] * 4  # 8 sequences of 8 characters a second
+
+
+def test_validation_does_not_depend_on_how_batches_are_cut(main, text):
+    import train
+
+    common = [*TINY, "-b", "32", str(text)]
+    args = main.make_parser().parse_args(common)
+    torch.manual_seed(0)
+    model = train.LanguageModel(17, layers=1, heads=2, width=16, context=8, dropout=0.2)
+    content, cpu = train.Text.read(args), torch.device("cpu")
+    whole = train.validate(model, content, args, cpu)
+    for parts in ("2", "32"):
+        args = main.make_parser().parse_args([*common, "--accumulate", parts])
+        assert train.validate(model, content, args, cpu) == pytest.approx(whole, rel=1e-5)
 
 
 def test_help_does_not_import_torch(start_example):
