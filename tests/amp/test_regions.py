@@ -301,7 +301,8 @@ def test_a_model_checkpointed_inside_of_another_ones_forward(level, use_reentran
     out = outer(x)
     seen, inner.seen = inner.seen, None
     out.float().sum().backward()
-    assert len(set(seen)) == 1 and set(inner.seen) == set(seen)
+    assert len(set(seen)) == 1
+    assert set(inner.seen) == set(seen)
     assert inner(batch()).dtype == LOW[level]
 
 
@@ -393,6 +394,28 @@ def test_compiled_models_cast_by_their_level(level):
     with region(OTHER[level]):
         assert without(batch()).dtype == FLOAT
         assert model.seen == (FLOAT, FLOAT)
+
+
+@pytest.mark.parametrize("around", [name for name in AROUND if name != "nothing"])
+@levels
+def test_amp_cannot_be_shut_down_or_replaced_inside_of_a_region(level, around):
+    before = torch.is_autocast_enabled(DEVICE.type), torch.is_autocast_cache_enabled()
+    model, *_ = make(level)
+    with AROUND[around](level), pytest.raises(RuntimeError, match=r"amp\.shutdown was called inside.*after the"):
+        amp.shutdown()
+    with (
+        AROUND[around](level),
+        pytest.raises(RuntimeError, match=r"amp\.initialize was called inside.*after the"),
+    ):
+        make("O2")
+    model(batch())  # all is as it was
+    assert model.seen == (LOW[level], LOW[level])
+    with amp.disable_casts():
+        amp.shutdown()
+    assert (torch.is_autocast_enabled(DEVICE.type), torch.is_autocast_cache_enabled()) == before
+    with AROUND[around](level):
+        amp.shutdown()
+    make(level)
 
 
 # --------------------------------------------------------------------------------------------------------- other levels
