@@ -199,6 +199,8 @@ def check_devices(device_types: list[str]) -> None:
             "meta device; call model.to_empty(device=...) and initialise the weights first"
         )
     former = current()
+    if former is not None:
+        former.check_regions("amp.initialize")
     ours = former is not None and former.policy.patch_torch_functions
     for device_type in device_types:
         if torch.is_autocast_enabled(device_type) and not ours:

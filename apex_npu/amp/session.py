@@ -306,6 +306,20 @@ class Session:
             model.shield(self.ambient, self.device_types)
         self.ambient.active = True
 
+    def check_regions(self, caller: str) -> None:
+        """Raise where ``caller`` would undo this session inside of a region of autocast, whose end puts its casts back.
+
+        Raises:
+            RuntimeError: This is inside of one.
+        """
+        nesting = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
+        if nesting and self.casts is not None and self.casts.active and self.ambient.is_here():
+            raise RuntimeError(
+                f"{caller} was called inside torch.autocast, or inside the forward of a model, whose end would switch "
+                f"the casts of {self.policy.title} on again; call it after the block"
+            )
+
     def undo(self) -> None:
         """Undo ``enable``; after an interrupt the next call completes it."""
         self._undo.close()
@@ -443,7 +457,8 @@ def shutdown() -> None:
     and no longer step the models. Without a session nothing happens.
 
     Raises:
-        RuntimeError: Another thread, which still runs, has called ``initialize``.
+        RuntimeError: Another thread, which still runs, has called ``initialize``; or this is inside of a region of
+            autocast, as a model's forward is, at O1 or O4.
 
     Example::
 
@@ -457,6 +472,7 @@ def shutdown() -> None:
     with _lock:
         former = _current
         if former is not None:
+            former.check_regions("amp.shutdown")
             former.undo()
             for parallel in former.data_parallels:
                 parallel.close()

@@ -10,6 +10,7 @@ safe, all of them kept here and in ``forward_cast.py``:
 * The ambient part does not count as an autocast block, so that the end of a user's own block still clears the cache.
 * Backward runs with autocast off: each operator's derivative runs in the dtype of its forward.
 * The backward of a Python ``autograd.Function`` is a user's formula, and runs with autocast as it was in its forward.
+  A model that it calls, or that checkpointing computes again, is inside of what it was inside of then.
 
 Autocast is a property of a thread. A bare module called in another thread is not cast; a converted model is.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -32,7 +34,7 @@ from apex_npu.autocast.forward_cast import Ambient, ModelCast, convert_model
 from apex_npu.autocast.monkey_patches import Patch, install_attribute_overlay, patch_attribute
 from apex_npu.autocast.submodule_cast import TRACED
 from apex_npu.autocast.undo import Undo
-from apex_npu.backends._torch_private import data_worker
+from apex_npu.backends._torch_private import checkpoint_frame, data_worker
 
 __all__ = ["CastHandle", "ModelCast", "convert_model", "enable_casts"]
 
@@ -122,7 +124,7 @@ class CastHandle:
         ending = chain(leaving, self._restoring())
         try:
             inside.append(thread_id)  # within: an interrupt comes after it, and has it taken back
-            torch.set_autocast_cache_enabled(True)  # what checkpointing restores, see Ambient.is_inside
+            torch.set_autocast_cache_enabled(True)  # for a region inside, as without O1
             self._switch_off()
             yield
         finally:
@@ -172,12 +174,16 @@ class CastHandle:
             if hasattr(BackwardCFunction, name):  # apply_boxed: newer torch
                 patch_attribute(undo, BackwardCFunction, name, self._with_remembered_autocast)
 
+        patch_attribute(undo, checkpoint_frame(), "__init__", self._remembering_place)
+
     def _without_autocast(self, run_backward: Callable[..., Any]) -> Callable[..., Any]:
         def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
             restoring = self._restoring()
             try:
                 self._switch_off()
-                return run_backward(*args, **kwargs)
+                if not self.ambient.inside:
+                    return run_backward(*args, **kwargs)
+                return self.ambient.call_as_if(False, run_backward, *args, **kwargs)
             finally:
                 if self.active:
                     list(restoring)
@@ -187,6 +193,7 @@ class CastHandle:
     def _remembering_autocast(self, init: Callable[..., Any]) -> Callable[..., Any]:
         def init_remembering(function: Any, *args: Any, **kwargs: Any) -> None:
             init(function, *args, **kwargs)
+            function._apex_npu_inside = self.ambient.is_inside()
             if _is_users_formula(type(function)._forward_cls):
                 function._apex_npu_autocast = [
                     (device_type, torch.get_autocast_dtype(device_type))
@@ -198,6 +205,11 @@ class CastHandle:
 
     def _with_remembered_autocast(self, apply: Callable[..., Any]) -> Callable[..., Any]:
         def apply_with_autocast(function: Any, *args: Any) -> Any:
+            if not (self.active and getattr(function, "_apex_npu_inside", False)):
+                return apply_casting(function, *args)
+            return self.ambient.call_as_if(True, apply_casting, function, *args)
+
+        def apply_casting(function: Any, *args: Any) -> Any:
             remembered = getattr(function, "_apex_npu_autocast", None)
             if not self.active or not remembered:
                 return apply(function, *args)
@@ -212,6 +224,13 @@ class CastHandle:
                 restore.close()
 
         return apply_with_autocast
+
+    def _remembering_place(self, init: Callable[..., Any]) -> Callable[..., Any]:
+        def init_remembering(frame: Any, recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            recompute = partial(self.ambient.call_as_if, self.ambient.is_inside(), recompute)
+            init(frame, recompute, *args, **kwargs)
+
+        return init_remembering
 
 
 def _set_autocast(undo: Undo, device_type: str, dtype: torch.dtype) -> None:

@@ -24,7 +24,6 @@ from apex_npu.autocast.cast_policy import CastPolicy
 from apex_npu.autocast.containers import cast_floating
 from apex_npu.autocast.submodule_cast import TRACED, ModelRef, unwatch_submodules, watch_submodules
 from apex_npu.backends import for_device
-from apex_npu.backends._torch_private import is_in_backward
 from apex_npu.backends.script_warnings import warn
 from apex_npu.ops import LOW_PRECISION, joins_lists
 
@@ -52,14 +51,23 @@ class Ambient:
     def is_inside(self) -> bool:
         """True where the autocast state of the moment counts, since nothing but O1 and what is inside of it has set it.
 
-        Elsewhere it may be that of a region around the forward. Within backward, where checkpointing calls a forward
-        again, the state of the first call has been restored: O1 keeps copies of weights where this is True alone.
+        Elsewhere it may be that of a region around the forward.
         """
         if torch.compiler.is_compiling():
-            return bool(self.inside)
-        if is_in_backward() and self.is_here():
-            return torch.is_autocast_cache_enabled()
+            return bool(self.inside)  # of any thread: get_ident cannot be traced
         return threading.get_ident() in self.inside
+
+    def call_as_if(self, inside: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``function`` where ``is_inside()`` is ``inside``, in this thread, whatever it is here."""
+        thread_id = threading.get_ident()
+        here, there = [thread_id] * self.inside.count(thread_id), [thread_id] * inside
+        entering = chain(map(self.inside.remove, here), map(self.inside.append, there))
+        leaving = chain(map(self.inside.remove, there), map(self.inside.append, here))
+        try:
+            list(entering)  # within: an interrupt comes after it, and has it taken back
+            return function(*args, **kwargs)
+        finally:
+            list(leaving)
 
 
 def convert_model(

@@ -58,6 +58,7 @@ NAMES: dict[str, str] = {
     "torch.autograd.function.BackwardCFunction()._sequence_nr": "likewise",
     "torch.autograd._engine_run_backward": "patched, so that backward runs without ambient autocast",
     "torch.autograd.function.BackwardCFunction()._forward_cls": "whose backward runs: a user's or torch's",
+    "torch.utils.checkpoint._CheckpointFrame": "patched, so that models are computed again with the casts they had",
     "torch.nn.utils.clip_grad._no_grad": "wraps the clipping functions; what the wrapper calls is patched",
     "torch.autograd.profiler._is_profiler_enabled": "whether a profiler is on that ranges are to be opened for",
     # Checkpoints
@@ -193,6 +194,14 @@ def data_worker() -> ModuleType:
     from torch.utils.data._utils import worker
 
     return worker
+
+
+def checkpoint_frame() -> type:
+    """What remembers how to compute the tensors of a checkpoint again (``use_reentrant=False``)."""
+    from torch.utils.checkpoint import _CheckpointFrame
+
+    frame: type = _CheckpointFrame
+    return frame
 
 
 def tree_leaves(value: Any) -> list[Any]:

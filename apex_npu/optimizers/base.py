@@ -33,7 +33,7 @@ from apex_npu.optimizers.capture import check_capture, check_captured_gradients,
 from apex_npu.optimizers.checks import check_bool, check_params, naming
 from apex_npu.optimizers.combined_accessors import CombinedAccessors
 from apex_npu.optimizers.failed_steps import end_failed_step
-from apex_npu.optimizers.fused_param_group import FusedParamGroup
+from apex_npu.optimizers.fused_param_group import FusedParamGroup, check_elements
 from apex_npu.optimizers.group_steps import check_group_step, follow_group_step
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
 from apex_npu.optimizers.shown_state import ShownState, StateSlot
@@ -469,7 +469,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                 return False
             if for_step and self.state_names(group) != record.state_names:
                 return False
-            if (record.owners or record.unfused) and record.is_rarely_outdated():
+            if (record.owners or record.unfused) and record.is_rarely_outdated(self.param_groups):
                 return False
             for fused in record.groups:
                 if fused.kept:
@@ -483,12 +483,16 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self._fused.extend(FusedParamGroup(capturable=self.capturable) for _ in self.param_groups[len(self._fused) :])
         # An interrupt leaves what follows to the next call: by then there are new buffers, which have no state yet.
         changed, self._all_fused = not self._all_fused, False
+        params = [p for group in self.param_groups for p in group["params"]]
         with naming(type(self).__name__):
+            check_elements(params)
             # Again until nothing changes: fusing one group moves storages, and with them what other groups share.
             for _ in range(len(self.param_groups) + 1):
                 if not any([self._follow(i, record) for i, record in enumerate(self._fused)]):
                     break
                 changed = True
+        for record in self._fused:
+            record.note_places(params)
         self._end_fusing(with_state=changed or for_step)
 
     def _end_fusing(self, *, with_state: bool = True) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ class FusedParamGroup:
         self.state_names: tuple[str, ...] = ()
         self._params: list[Tensor] = []
         self._moving: set[int] = set()
+        self._places: list[tuple[object, ...]] = []
 
     def owner_of(self, param: Tensor) -> Tensor:
         """What the user has where ``groups`` have ``param``: that itself, or the parameter that it is a part of."""
@@ -109,7 +111,6 @@ class FusedParamGroup:
 
         Raises:
             TypeError: A trainable parameter has a dtype that cannot be fused.
-            ValueError: Elements of one share memory with each other, or those of one with gaps with another's.
         """
         known = {id(p) for group in self.groups for p in group.params}
         moved = [group.broken() for group in self.groups]
@@ -186,20 +187,25 @@ class FusedParamGroup:
         self.groups.append(group)
         self.unfused = [p for p in self.unfused if id(p) not in held]
 
-    def is_rarely_outdated(self) -> bool:
-        """True where a sharded parameter has another part now, or one that was frozen takes part.
+    def note_places(self, params: list[Tensor]) -> None:
+        """Remember where those are that ``check_elements`` has looked at, of ``params`` of all parameter groups."""
+        self._places = _places(params) if self.copies() else []
+
+    def is_rarely_outdated(self, param_groups: list[dict[str, Any]]) -> bool:
+        """True where a sharded parameter has another part now, one that was frozen takes part, or one with gaps moved.
 
         Called only where there are such.
         """
         parts = self.owners and self._parts_of(self.listed)
-        return bool(parts and not are_same(parts, self._params)) or bool(_ready(self.unfused, self.owners))
+        if (parts and not are_same(parts, self._params)) or _ready(self.unfused, self.owners):
+            return True
+        return bool(self._places) and self._places != _places([p for group in param_groups for p in group["params"]])
 
     def _parts_of(self, params: list[Tensor]) -> list[Tensor]:
         """What stands for each of ``params`` in a step: usually itself."""
         copied = [p for p in params if not is_sharded(p) and not is_dense(p.size(), p.stride())]
         if not copied:
             return list(map(local_part, params))
-        _check_elements(copied, params)
         found = dict(zip(map(id, self.listed), self._params, strict=True))
         for p in copied:
             copy = found.get(id(p), p)
@@ -230,29 +236,63 @@ class FusedParamGroup:
         return groups
 
 
-def _check_elements(with_gaps: list[Tensor], params: list[Tensor]) -> None:
-    """Require that no element of ``with_gaps`` is in the same memory as another, of ``params``.
+def check_elements(params: list[Tensor]) -> None:
+    """Require that no element of a parameter with gaps is in the same memory as another, of any that takes part.
+
+    Args:
+        params: Those of all parameter groups: what stands for such a parameter would not see what another one's step
+            writes.
 
     Raises:
         ValueError: One is.
     """
-    for p in with_gaps:
-        if overlaps_itself(p.size(), p.stride()):
-            raise _has_gaps(p, "elements of it share their memory, so that a step cannot write them", ValueError)
-    by_storage: dict[int, list[Tensor]] = {p.untyped_storage()._cdata: [] for p in with_gaps}
-    for p in params:
-        if not is_sharded(p) and (key := p.untyped_storage()._cdata) in by_storage:
-            by_storage[key].append(p)
-    for sharing in by_storage.values():
-        places = [
-            torch.arange(int(p.storage_offset()) + extent_numel(p.size(), p.stride())).as_strided(
-                p.size(), p.stride(), p.storage_offset()
-            )
-            for p in sharing
-        ]
-        taken = torch.cat([place.reshape(-1) for place in places])
-        if len(sharing) > 1 and taken.unique().numel() < taken.numel():
-            raise _has_gaps(sharing[0], "another parameter shares elements with it", ValueError)
+    for sharing in _sharing(params):
+        with_gaps = [p for p in sharing if not is_dense(p.size(), p.stride())]
+        for p in with_gaps:
+            if overlaps_itself(p.size(), p.stride()):
+                raise _has_gaps(p, "elements of it share their memory, so that a step cannot write them", ValueError)
+        if len(sharing) == 1:
+            continue
+        unit = min(p.element_size() for p in sharing)
+        layouts = [_layout(p, unit) for p in sharing]
+        begin = min(offset for _, _, offset in layouts)
+        end = max(offset + extent_numel(size, stride) for size, stride, offset in layouts)
+        users = torch.zeros(end - begin, dtype=torch.int16, device="cpu")
+        places = {
+            id(p): users.as_strided(size, stride, offset - begin)
+            for p, (size, stride, offset) in zip(sharing, layouts, strict=True)
+        }
+        for place in places.values():
+            place += 1
+        for p in with_gaps:
+            if p.numel() and places[id(p)].max() > 1:
+                raise _has_gaps(p, "another parameter shares elements with it", ValueError)
+
+
+def _sharing(params: list[Tensor]) -> list[list[Tensor]]:
+    """Of those that take part in a step each one with gaps, together with all in the same storage."""
+    stepped = [p for p in params if _takes_part(p) and not is_sharded(p) and can_be_stepped(p)]
+    by_storage: dict[int, list[Tensor]] = {
+        p.untyped_storage()._cdata: [] for p in stepped if not is_dense(p.size(), p.stride())
+    }
+    for p in stepped if by_storage else ():
+        by_storage.get(p.untyped_storage()._cdata, []).append(p)
+    return list(by_storage.values())
+
+
+def _places(params: list[Tensor]) -> list[tuple[object, ...]]:
+    """What ``check_elements`` depends on."""
+    return [
+        (id(p), p.untyped_storage()._cdata, p.storage_offset(), p.size(), p.stride(), p.dtype)
+        for sharing in _sharing(params)
+        for p in sharing
+    ]
+
+
+def _layout(param: Tensor, unit: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Size, stride and offset in units of so many bytes, several to an element where that is larger."""
+    units = param.element_size() // unit
+    return (*param.size(), units), (*(s * units for s in param.stride()), 1), int(param.storage_offset()) * units
 
 
 def _has_gaps(param: Tensor, because: str, error: type[Exception] = RuntimeError) -> Exception:

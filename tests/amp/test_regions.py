@@ -240,33 +240,103 @@ def test_training_goes_on_after_inference_in_one_region(level, around, context):
         assert torch.equal(p.grad, q.grad)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("around", [name for name in AROUND if "old form" not in name])
+checkpoints = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["backward within", "backward outside"])
+@checkpoints
+@around
 @levels
-def test_a_checkpointed_model_is_computed_again_by_the_same_casts(level, around, use_reentrant):
+def test_a_checkpointed_model_is_computed_again_by_the_same_casts(level, around, use_reentrant, within):
     model, _, twin, _ = make(level)
     x, y = batch().requires_grad_(), batch().requires_grad_()
     with AROUND[around](level):
         out = checkpoint(model, x, use_reentrant=use_reentrant)
         seen = model.seen
         model.seen = None
-        out.float().square().sum().backward()
+        if within:
+            out.float().square().sum().backward()
+    if not within:
+        with amp.disable_casts():
+            out.float().square().sum().backward()
     assert seen == (LOW[level], LOW[level])
     assert set(model.seen) == {LOW[level]}  # which may end before the second product
     plainly(level, lambda: twin(y).float().square().sum()).backward()
     assert torch.equal(x.grad, y.grad)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="backward computes again in a thread of the device")
+@pytest.mark.parametrize("inside", ["nothing", "another dtype", "no cache", "off, old form"])
+@checkpoints
 @levels
-def test_a_model_checkpointed_without_casts_is_computed_again_without(level, use_reentrant):
+def test_a_model_checkpointed_without_casts_is_computed_again_without(level, use_reentrant, inside):
     model, *_ = make(level)
-    with amp.disable_casts():
+    with amp.disable_casts(), AROUND[inside](level):
         out = checkpoint(model, batch().requires_grad_(), use_reentrant=use_reentrant)
-    model.seen = None
+    seen, model.seen = model.seen, None
+    assert set(seen) == {OTHER[level] if inside in ("another dtype", "no cache") else FLOAT}
     out.sum().backward()
-    assert set(model.seen) == {FLOAT}
+    assert set(model.seen) == set(seen)
+
+
+class Around(nn.Module):
+    """Checkpoints another model, which is given to amp by itself, in a region within its own forward."""
+
+    def __init__(self, inner, region, **options):
+        super().__init__()
+        self.inner, self.region, self.options = inner, region, options
+
+    def forward(self, x):
+        with self.region:
+            return checkpoint(self.inner, x, **self.options)
+
+
+@around
+@checkpoints
+@levels
+def test_a_model_checkpointed_inside_of_another_ones_forward(level, use_reentrant, around):
+    inner = Net().to(DEVICE)
+    outer = Around(inner, AROUND[around](level), use_reentrant=use_reentrant)
+    amp.initialize([outer, inner], opt_level=level, verbosity=0)
+    x = batch().requires_grad_()
+    out = outer(x)
+    seen, inner.seen = inner.seen, None
+    out.float().sum().backward()
+    assert len(set(seen)) == 1
+    assert set(inner.seen) == set(seen)
+    assert inner(batch()).dtype == LOW[level]
+
+
+class Again(torch.autograd.Function):
+    """Calls a model in forward, and in backward again, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx, x, model):
+        ctx.save_for_backward(x)
+        ctx.model = model
+        with torch.no_grad():
+            return model(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.model(x)
+        out.backward(grad)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("disabled", [True, False])
+@around
+@levels
+def test_a_model_that_a_python_function_calls_again_in_backward(level, around, disabled):
+    model, *_ = make(level)
+    with amp.disable_casts() if disabled else contextlib.nullcontext():
+        out = Again.apply(batch().requires_grad_(), model)
+    seen, model.seen = model.seen, None
+    assert seen == ((FLOAT, FLOAT) if disabled else (LOW[level], LOW[level]))
+    with AROUND[around](level):
+        out.float().sum().backward()
+    assert model.seen == seen
 
 
 class Doubled(torch.autograd.Function):
@@ -324,6 +394,28 @@ def test_compiled_models_cast_by_their_level(level):
     with region(OTHER[level]):
         assert without(batch()).dtype == FLOAT
         assert model.seen == (FLOAT, FLOAT)
+
+
+@pytest.mark.parametrize("around", [name for name in AROUND if name != "nothing"])
+@levels
+def test_amp_cannot_be_shut_down_or_replaced_inside_of_a_region(level, around):
+    before = torch.is_autocast_enabled(DEVICE.type), torch.is_autocast_cache_enabled()
+    model, *_ = make(level)
+    with AROUND[around](level), pytest.raises(RuntimeError, match=r"amp\.shutdown was called inside.*after the"):
+        amp.shutdown()
+    with (
+        AROUND[around](level),
+        pytest.raises(RuntimeError, match=r"amp\.initialize was called inside.*after the"),
+    ):
+        make("O2")
+    model(batch())  # all is as it was
+    assert model.seen == (LOW[level], LOW[level])
+    with amp.disable_casts():
+        amp.shutdown()
+    assert (torch.is_autocast_enabled(DEVICE.type), torch.is_autocast_cache_enabled()) == before
+    with AROUND[around](level):
+        amp.shutdown()
+    make(level)
 
 
 # --------------------------------------------------------------------------------------------------------- other levels

@@ -12,6 +12,7 @@ import torch
 from devices import DEVICE
 from optimizer_specs import CASE_IDS, CASES
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex_npu import amp
 from apex_npu.optimizers import NpuFusedAdam, NpuFusedAdamW, NpuFusedLamb, NpuFusedSGD
@@ -260,6 +261,107 @@ def test_parts_of_one_tensor_between_each_other_are_stepped():
     reference.step()
     assert_near(params, others)
     assert torch.equal(larger, torch.cat(params, dim=1))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("order", [1, -1])
+def test_one_that_overlaps_another_parameter_is_refused_across_groups(groups, order):
+    larger = torch.zeros(4, 4, device=DEVICE)
+    params = [nn.Parameter(larger), nn.Parameter(larger[:, 0])][::order]
+    listed = [params] if groups == 1 else [[p] for p in params]
+    optimizer = NpuFusedSGD([{"params": its} for its in listed], lr=0.1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=r"size \(4,\) and stride \(4,\).*another parameter shares elements"):
+        optimizer.step()
+    assert not larger.any()
+
+
+def test_one_that_overlaps_a_view_of_another_dtype_is_refused():
+    larger = torch.zeros(4, 4, device=DEVICE)
+    refused([nn.Parameter(larger[:, 2:]), nn.Parameter(larger.view(torch.float16)[:, 4])], "another parameter shares")
+    params = [nn.Parameter(larger[:, 2:]), nn.Parameter(larger.view(torch.float16)[:, 2])]
+    optimizer = NpuFusedSGD(params, lr=1.0)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert all(torch.equal(p, -torch.ones_like(p)) for p in params)
+
+
+def frozen_cases():
+    larger = torch.ones(4, 4, device=DEVICE)
+    yield [torch.ones(1, device=DEVICE).expand(4), torch.ones(3, device=DEVICE)]
+    yield [larger, larger[:, 0]]
+    yield [larger[:, 0], larger]
+    yield [larger[:, :2], larger[:, 1:]]
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_frozen_ones_may_overlap(case):
+    frozen, trained = list(frozen_cases())[case]
+    params = [nn.Parameter(frozen, requires_grad=False), nn.Parameter(trained)]
+    optimizer = NpuFusedAdam(params, lr=0.1)
+    (other,) = dense_copies(params[1:])
+    reference = torch.optim.Adam([other], lr=0.1)
+    for step in (0, 2):
+        set_grads(step, params[1:], [other])
+        optimizer.step()
+        reference.step()
+    assert_near(params[1:], [other])
+
+
+def test_one_is_checked_again_when_it_is_moved_or_unfrozen():
+    larger = torch.ones(4, 4, device=DEVICE)
+    column, other, frozen = (nn.Parameter(larger[:, i]) for i in range(3))
+    frozen.requires_grad_(False)
+    optimizer = NpuFusedSGD([{"params": [column, frozen]}, {"params": [other]}], lr=0.5)
+
+    def step(*, refused):
+        before = larger.clone()
+        for p in (column, other, frozen):
+            p.grad = torch.ones_like(p) if p.requires_grad else None
+        if refused:
+            with pytest.raises(ValueError, match="another parameter shares elements"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        assert torch.equal(before, larger) == refused
+
+    step(refused=False)
+    other.data = larger[:, 0]
+    step(refused=True)
+    other.data = larger[:, 2]
+    step(refused=False)
+    frozen.requires_grad_(True)
+    step(refused=True)
+    other.data = larger[:, 3]
+    step(refused=False)
+    assert larger[0].tolist() == [-0.5, 0.5, 0.0, 0.5]
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that an operator returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if torch.is_tensor(t))])
+        return out
+
+
+def test_a_check_needs_memory_for_what_is_shared_and_not_in_each_step():
+    alone, shared = torch.zeros(2, 10_000, device=DEVICE).unbind()
+    params = [nn.Parameter(t) for t in (alone[-8::2], shared[-800::40], shared[-799::40])]
+    params[0].data = alone.clone()[-8::2]
+    optimizer = NpuFusedSGD(params, lr=0.1)
+    for limit in (1_000, 400):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        with Largest() as largest:
+            optimizer.step()
+        assert largest.numel <= limit
+    assert shared.count_nonzero() == 40
 
 
 def test_combined_buffers_are_refused():
