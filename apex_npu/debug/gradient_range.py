@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, overload
 
 import numpy as np
@@ -15,13 +15,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_state import AmpOptimizerState, adopted_inside, inner_optimizer, state_of
+from apex_npu.amp.optimizer_state import AmpOptimizerState, adopted_inside, inner_optimizer
 from apex_npu.amp.policy import Policy
-from apex_npu.amp.session import Observer, Session, current, require
+from apex_npu.amp.session import Session, current, require
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import for_device
+from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.census import BIAS, FIRST, NONFINITE, ZERO, Counts, exponent_census
+from apex_npu.debug.find_overflow import session_models
+from apex_npu.debug.gradients import adopted_state
+from apex_npu.debug.observers import leave, observe
 from apex_npu.debug.operators import is_measurable
+from apex_npu.debug.watch import Watch
 from apex_npu.distributed import local_part
 from apex_npu.ops import LOW_PRECISION
 
@@ -177,7 +182,7 @@ class GradientRange:
         return advice_of(self)
 
     def shares(self) -> dict[str, float]:
-        """For ``scalars``: which part of all elements is zero, lossy, not finite, and lost where that is known of all."""
+        """For ``scalars``: which part is zero, lossy, not finite, and, where that is known of all, lost."""
         total = self.total
         elements = max(total.elements, 1)
         found = {"zero": total.zeros, "lossy": total.lossy, "lost": total.lost, "not_finite": total.nonfinite}
@@ -374,51 +379,56 @@ def _named(names: Sequence[str]) -> str:
 class _Probe:
     """An observer of amp that measures the gradients of one block at its scale and at a larger one.
 
-    They are computed besides: nothing accumulates them, and the block finds everything as it was.
+    They are computed besides: nothing accumulates them, and the block finds everything as it was. Where autograd cannot
+    compute them besides, those that the block leaves are measured.
     """
 
-    def __init__(self, found: GradientRange, optimizer: Optimizer, factor: float, inner: Observer | None) -> None:
-        self._found, self._optimizer, self._factor, self._inner = found, optimizer, factor, inner
+    def __init__(self, found: GradientRange, optimizer: Optimizer, state: AmpOptimizerState, factor: float) -> None:
+        self._found, self._optimizer, self._state, self._factor = found, optimizer, state, factor
+        self._measures_end = False
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
         listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         ours = any(inner_optimizer(adopted_inside(one)) is self._optimizer for one in listed)
+        self._measures_end = False
         if ours and loss.requires_grad and not self._found.parameters:
-            self._measure(loss, scale)
-        if self._inner is not None:
-            self._inner.block_begins(loss, optimizers, loss_id, scale, dynamic)
+            with _as_before(loss.device):
+                self._measure(loss, scale)
 
     def backward_ended(self) -> None:
-        if self._inner is not None:
-            self._inner.backward_ended()
+        """Gradients are still to be unscaled."""
 
     def block_ended(self) -> None:
-        if self._inner is not None:
-            self._inner.block_ended()
+        if self._measures_end:
+            with suppress(RuntimeError):  # an exception has ended the block, before there were gradients
+                _measure_present(self._found, self._optimizer, self._state)
 
     def step_skipped(self, report: StepReport) -> None:
-        if self._inner is not None:
-            self._inner.step_skipped(report)
+        """What is measured is that of a block."""
 
     def _measure(self, loss: Tensor, scale: float) -> None:
-        state = state_of(self._optimizer)
-        assert state is not None
-        sources = [s for group in state.grad_groups(self._optimizer) for s in group.sources if s.requires_grad]
+        sources = [s for group in self._state.grad_groups(self._optimizer) for s in group.sources if s.requires_grad]
         if not sources:
             return
+        session = current()
         wide = loss.float() if loss.dtype in LOW_PRECISION else loss
         try:
             grads = _gradients(wide * scale, sources)
             measured = [(s, g) for s, g in zip(sources, grads, strict=True) if g is not None and is_measurable(g)]
             if not measured:
                 raise RuntimeError("autograd.grad reaches no parameter, as within a checkpoint that is reentrant")
-            _fill(self._found, current(), measured, scale, 2.0 ** -_exponent_of(scale))
-            zeros = {id(s): g == 0 for s, g in measured}
-            del grads, measured
             larger = _gradients(wide * (scale * self._factor), sources)
         except RuntimeError as error:  # such as a checkpoint that only backward() may enter
-            self._found.notes.append(f"what is lost could not be measured: {str(error).splitlines()[0]}")
+            self._note(f"what is lost could not be measured: {str(error).splitlines()[0]}")
+            self._measures_end = True
             return
+        _fill(self._found, session, measured, scale, 2.0 ** -_exponent_of(scale))
+        missed = [s for s, g in zip(sources, grads, strict=True) if g is None]
+        if missed:
+            names = {} if session is None else session.parameter_names()
+            named = _named([names.get(s) or f"a parameter of shape {tuple(s.shape)}" for s in missed])
+            self._note(f"not measured: {named}, which this loss does not use, or only within reentrant checkpoints")
+        zeros = {id(s): g == 0 for s, g in measured}
         parameters = iter(self._found.parameters.values())
         factor = 2.0 ** -_exponent_of(scale) / self._factor
         for source, grad in zip(sources, larger, strict=True):
@@ -431,6 +441,32 @@ class _Probe:
                     counts = exponent_census([lost], factor)[0]
                     counts[ZERO] = 0
                     one.set_lost(counts)
+
+    def _note(self, text: str) -> None:
+        if text not in self._found.notes:
+            self._found.notes.append(text)
+
+
+@contextmanager
+def _as_before(device: torch.device) -> Iterator[None]:
+    """Checkpoints call forwards once more: buffers and random numbers are as before, and nothing watches these."""
+    session = current()
+    modules = {m for model in ([] if session is None else session_models(session)) for m in model.modules()}
+    held = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None and not b.is_meta]
+    copies = [buffer.detach().clone() for _, _, buffer in held]
+    watches = [mode for mode in dispatch_modes() if isinstance(mode, Watch) and not mode.suspended]
+    for watch in watches:
+        watch.suspended = True
+    on_host = device.type == "cpu"
+    try:
+        with torch.random.fork_rng([] if on_host else [device], device_type="cuda" if on_host else device.type):
+            yield
+    finally:
+        for (module, name, buffer), copy in zip(held, copies, strict=True):
+            buffer.data.copy_(copy)  # the graph of the block may have saved it: its version stays
+            module._buffers[name] = buffer
+        for watch in watches:
+            watch.suspended = False
 
 
 def _gradients(loss: Tensor, sources: Sequence[Tensor]) -> list[Tensor | None]:
@@ -496,9 +532,7 @@ def gradient_range(optimizer: Optimizer, probe: float | None = None) -> Any:
         0
     """
     inner = inner_optimizer(adopted_inside(optimizer))
-    state = state_of(inner)
-    if state is None:
-        raise RuntimeError(f"{type(optimizer).__name__} was not passed to amp.initialize, which gradient_range needs")
+    state = adopted_state(inner, "gradient_range")
     if probe is not None:
         if isinstance(probe, bool) or not isinstance(probe, (int, float)) or not 1 < probe < math.inf:
             raise ValueError(f"probe must be larger than 1, how many times the loss scale to try, got {probe!r}")
@@ -537,9 +571,9 @@ def _measure_present(found: GradientRange, optimizer: Optimizer, state: AmpOptim
 def _probing(optimizer: Optimizer, state: AmpOptimizerState, factor: float) -> Iterator[GradientRange]:
     session = require("gradient_range")
     found = GradientRange(type(optimizer).__name__, state.policy.opt_level, factor, _dtype_of(state.policy))
-    former = session.observer
-    session.observer = _Probe(found, optimizer, factor, former)
+    probe = _Probe(found, optimizer, state, factor)
+    observe(session, probe)
     try:
         yield found
     finally:
-        session.observer = former
+        leave(session, probe)

@@ -5,6 +5,7 @@
 import math
 import re
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex_npu import amp, optimizers
-from apex_npu.amp.session import current
+from apex_npu.amp.session import current, settings
 from apex_npu.debug import census
 from apex_npu.debug.census import exponent_census
 from apex_npu.debug.gradient_range import GradientRange, ParameterRange, advice_of
@@ -167,8 +168,60 @@ def test_what_cannot_be_computed_twice_is_said():
     with amp.debug.gradient_range(optimizer, probe=2.0**8) as r:
         grads = gradients(model, optimizer)
     assert grads[0].count_nonzero() == 6
-    assert "what is lost could not be measured" in str(r)
-    assert amp.debug.gradient_range(optimizer)["fc.weight"].lossy == 0
+    assert str(r).count("what is lost could not be measured") == 1
+    present = amp.debug.gradient_range(optimizer)
+    assert present["fc.weight"].lossy == 0
+    assert (r["fc.weight"].counts == present["fc.weight"].counts).all()  # of the block
+    assert r.total.lost is None
+    with amp.debug.gradient_range(optimizer, probe=2.0**8) as r:
+        for _ in range(3):
+            with pytest.raises(KeyError), amp.scale_loss(model.loss(), optimizer):
+                optimizer.zero_grad()
+                raise KeyError
+    assert str(r).count("what is lost could not be measured") == 1
+
+
+class Checkpointed(nn.Module):
+    """A BatchNorm and a Dropout whose forwards backward repeats, in a checkpoint."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.norm, self.drop, self.last = nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4)
+        self.options = {"use_reentrant": False, "preserve_rng_state": False, **options}
+
+    def loss(self):
+        x = torch.linspace(-1, 1, 64, device=DEVICE).view(8, 8).requires_grad_()
+        hidden = checkpoint(lambda x: self.drop(self.norm(x)), x, **self.options)
+        return self.last(hidden).float().square().mean()
+
+
+def test_buffers_and_random_numbers_are_as_without_it():
+    left = []
+    for context in (nullcontext, lambda: amp.debug.gradient_range(optimizer, probe=4.0)):
+        model, optimizer = set_up(Checkpointed, "O1", torch.optim.SGD, dynamic_init_scale=4.0)
+        torch.manual_seed(3)
+        with context():
+            gradients(model, optimizer)
+        left.append([*model.buffers(), torch.rand(4, device=DEVICE), torch.rand(4), model.last.weight.grad])
+        amp.shutdown()
+    assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
+    assert int(left[1][2]) == 2  # num_batches_tracked: forward, and once more in backward
+
+
+def test_what_the_probe_does_not_reach_is_named():
+    model, optimizer = set_up(lambda: Checkpointed(use_reentrant=True), "O1", torch.optim.SGD, dynamic_init_scale=4.0)
+    with amp.debug.gradient_range(optimizer, probe=4.0) as r:
+        gradients(model, optimizer)
+    assert set(r.parameters) == {"last.weight", "last.bias"}
+    assert "not measured: norm.weight, norm.bias, which this loss does not use, or only within reentrant" in str(r)
+
+
+def test_inf_and_nan_have_a_column():
+    assert "inf, nan" not in str(range_of(a={-5: 10}))
+    lines = str(range_of(a={"inf": 1, -5: 9}, b={-5: 10})).splitlines()
+    (head,) = [i for i, line in enumerate(lines) if line.startswith("those that lose most")]
+    assert lines[head].endswith("inf, nan")
+    assert lines[head + 1].split() == ["a", "10", "0", "%", "0", "%", "10", "%"]
 
 
 def counts_of(counted):
@@ -335,13 +388,42 @@ def test_bad_input():
         r["fc.weight"]
 
 
-def test_within_find_overflow_both_see_the_block():
+@pytest.mark.parametrize("order", [0, 1])
+def test_within_find_overflow_both_see_the_block(order):
     model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=4.0)
-    with amp.debug.find_overflow(model) as found, amp.debug.gradient_range(optimizer, probe=4.0) as r:
+    with amp.debug.find_overflow(model) as alone:
         iterate(model, optimizer)
+    contexts = [amp.debug.find_overflow(model), amp.debug.gradient_range(optimizer, probe=4.0)]
+    with contexts[order] as first, contexts[1 - order] as second:
+        iterate(model, optimizer)
+    found, r = (first, second)[order], (second, first)[order]
     assert len(found.reports) == 1
+    assert found.reports[0].operators == alone.reports[0].operators  # none of those of the probe
     assert not found.causes
     assert r.total.nonzero > 0
+    assert current().observer is None
+
+
+def test_what_begins_inside_stays_when_it_ends():
+    model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=4.0)
+    try:
+        with amp.debug.gradient_range(optimizer, probe=4.0) as r:
+            amp.debug.explain_overflows(after=2)
+            iterate(model, optimizer)
+        assert r.total.nonzero > 0
+        assert current().observer is settings.observer is not None
+        with amp.debug.gradient_range(optimizer, probe=4.0):
+            amp.debug.explain_overflows(None)
+        assert current().observer is settings.observer is None
+    finally:
+        amp.debug.explain_overflows(None)
+
+
+def test_without_amp():
+    _, optimizer = set_up(healthy.LSTM, "O2", enabled=False)
+    for ask in (amp.debug.gradient_range, amp.debug.bad_gradients):
+        with pytest.raises(RuntimeError, match=r"needs amp, which amp\.initialize was called without: enabled=False"):
+            ask(optimizer)
 
 
 def test_scalars():
