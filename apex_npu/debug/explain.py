@@ -109,6 +109,7 @@ class Explainer:
     def _begin(self, session: Session, module: nn.Module, args: Any) -> None:
         self._error = sys.exc_info()[1]
         finder = self._finder = Finder(session_models(session))
+        finder.watch.make_way = self.end
         finder.watch.attach()
         finder.watch.enter_module(module, args)
 

@@ -16,7 +16,6 @@ from apex_npu.amp.optimizer_state import adopted_inside, inner_optimizer, state_
 from apex_npu.amp.session import Session, current
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import for_device, is_capturing
-from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.calls import Leaf
 from apex_npu.debug.causes import Finding, Scale, find_causes, name_of
 from apex_npu.debug.observers import leave, observe
@@ -245,7 +244,7 @@ class find_overflow:
                 "find_overflow was entered while a CUDA graph is captured: the host cannot look at what its operators "
                 "compute. Run one iteration without a graph"
             )
-        if any(isinstance(mode, Watch) for mode in dispatch_modes()):
+        if Watch.is_open():
             raise ValueError("find_overflow is open already: it covers all that runs inside of it; leave this one out")
         session = current()
         models = list(self._models) or ([] if session is None else session_models(session))
