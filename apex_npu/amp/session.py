@@ -469,6 +469,8 @@ def shutdown() -> None:
     """
     global _current
     check_thread("amp.shutdown")
+    if settings.labels is not None:
+        settings.labels.close_unless_used()
     with _lock:
         former = _current
         if former is not None:

@@ -8,7 +8,7 @@ import math
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from apex_npu.amp.session import current
 from apex_npu.backends import for_device, is_capturing
-from apex_npu.backends._torch_private import autocast_disabler, dispatch_modes
+from apex_npu.backends._torch_private import autocast_disabler
 from apex_npu.debug.calls import Call
 from apex_npu.debug.causes import name_of
 from apex_npu.debug.find_overflow import session_models
@@ -31,6 +31,13 @@ from apex_npu.debug.watch import Arguments, Watch
 # In units of the coarsest dtype's eps: beyond the first the CPU's own kernel is asked, beyond so many times what that
 # or the dtype explains an operator is blamed.
 _USUAL, _TIMES = 4.0, 8.0
+# Results of these are sums of products of their inputs, or are linear in such sums; as are those that torch knows the
+# number of operations of.
+_SUMS = {
+    *("sum", "nansum", "mean", "cumsum", "trace", "dot", "vdot", "inner", "mv", "addmv", "addr", "linear"),
+    *("index_add", "index_add_", "scatter_add", "scatter_add_", "embedding_dense_backward"),
+    *("native_batch_norm_backward", "native_layer_norm_backward", "native_group_norm_backward"),
+}
 # float64 operations of a host in a second, before one has been timed.
 _RATE = 1e9
 _SHOWN = 20
@@ -49,7 +56,8 @@ class OperatorError:
         source: Its text.
         dtype: Of the result that differs most.
         shape: Likewise.
-        error: The norm of the difference over the norm of the result, in units of ``eps``.
+        error: The norm of the difference over the norm of the result, in units of ``eps``. Where terms of a sum cancel,
+            over what rounding them to float32 leaves of the norm of the sum of their magnitudes, if that is more.
         eps: Of the coarsest dtype among inputs and results.
         host_error: The same of the CPU's own kernel in the same dtypes; None: it was not asked.
     """
@@ -150,7 +158,10 @@ class Check(Watch):
         results = results_of(operator, returned, *given)
         followed = [(i, local) for i, t in enumerate(results) if (local := self._followed(t)) is not None]
         call = self._new_call(operator, place)
-        if not followed or operator.makes_tensor:
+        if operator.makes_tensor:
+            return
+        if not followed:
+            self.found.left_out[_kind_of(results)] += 1
             return
         flops = _flops(func, given, returned)
         why = self._why_not(operator, before, flops)
@@ -197,8 +208,13 @@ class Check(Watch):
         error, i = max(errors)
         host_error = None
         if error > _USUAL:
-            host = _call_on_host(func, operator, *before)
-            host_error = max(_error(exact[k], host[k]) / eps for k, _ in followed)
+            terms = _magnitudes(func, operator, *before)
+            finest = torch.finfo(torch.float32).eps
+            # What it is relative to, at the least: kernels sum half numbers in float32.
+            floors = {k: float(terms[k].norm()) * min(finest / eps, 1.0) if terms else 0.0 for k, _ in followed}
+            error, i = max((_error(exact[k], result, floors[k]) / eps, k) for k, result in followed)
+            hosts = [_call_on_host(func, operator, *before, dense=dense) for dense in (False, True)]
+            host_error = max(_error(exact[k], host[k], floors[k]) / eps for k, _ in followed for host in hosts)
         result = dict(followed)[i]
         where = call.place
         self.found.errors.append(
@@ -235,12 +251,42 @@ def _flops(func: Any, given: Arguments, returned: Any) -> float:
     return float(formula(*args, **kwargs, out_val=returned))
 
 
-def _call_on_host(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Call ``func`` on copies of its arguments on the host, in their dtypes."""
+def _kind_of(results: Sequence[Tensor]) -> str:
+    """Why ``results`` are not compared."""
+    if any(t.dtype.is_floating_point or t.dtype.is_complex for t in results if t.numel()):
+        return "sparse, nested, or of another class of tensors"
+    return "integers or truth values" if any(t.numel() for t in results) else "without a result"
+
+
+def _magnitudes(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The results of a sum, or of products, of the magnitudes of its inputs, in float64; empty: it is neither."""
+    if operator.plain not in _SUMS and func.overloadpacket not in flop_registry:
+        return []
+
+    def magnitude(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            real = value.dtype.is_floating_point or value.dtype.is_complex
+            return value.detach().cpu().to(_wide(value.dtype)).abs().to(_wide(value.dtype)) if real else value
+        return type(value)(map(magnitude, value)) if isinstance(value, (list, tuple)) else value
+
+    named = {k: abs(v) if k in ("alpha", "beta") else magnitude(v) for k, v in kwargs.items()}
+    return [t.abs() for t in call_wide(func, operator, magnitude(args), named)]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _call_on_host(
+    func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], *, dense: bool
+) -> list[Tensor]:
+    """Call ``func`` on its arguments on the host, in their dtypes, and as they are in memory or contiguous."""
 
     def placed(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.detach().cpu().clone()
+            host = value.detach().cpu()
+            host = host.contiguous() if dense else host
+            return host.clone() if operator.written else host
         if isinstance(value, torch.device):
             return torch.device("cpu")
         return type(value)(map(placed, value)) if isinstance(value, (list, tuple)) else value
@@ -250,9 +296,9 @@ def _call_on_host(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: 
         return results_of(operator, func(*args, **kwargs), args, kwargs)
 
 
-def _error(exact: Tensor, result: Tensor) -> float:
-    """The norm of the difference over the norm of ``exact``, less what subnormal numbers of the dtype explain."""
-    wide = torch.complex128 if exact.dtype.is_complex else torch.float64
+def _error(exact: Tensor, result: Tensor, floor: float = 0.0) -> float:
+    """The norm of the difference, less what subnormal numbers explain, over that of ``exact``, or a ``floor``."""
+    wide = _wide(exact.dtype)
     got, true = result.detach().cpu().to(wide), exact.detach().to(wide)
     info = torch.finfo(result.dtype)
     # What is larger than the dtype holds is no fault of the operator's, and what is inf or nan in both is none.
@@ -263,7 +309,7 @@ def _error(exact: Tensor, result: Tensor) -> float:
     got, true = torch.where(held, got, zero), torch.where(held, true, zero)
     spacing = info.smallest_normal * info.eps
     difference = float((got - true).abs().norm()) - spacing * math.sqrt(true.numel())
-    norm = float(true.abs().norm())
+    norm = max(float(true.abs().norm()), floor)
     if difference <= 0.0:
         return 0.0
     return difference / norm if norm > 0.0 else math.inf
@@ -316,7 +362,7 @@ class check_operators:
                 "check_operators was entered while a CUDA graph is captured: the host cannot look at what its "
                 "operators compute. Run one iteration without a graph"
             )
-        if any(isinstance(mode, Watch) for mode in dispatch_modes()):
+        if Watch.is_open():
             raise ValueError("check_operators, or find_overflow, is open already: leave that before")
         session = current()
         models = list(self._models) or ([] if session is None else session_models(session))
@@ -331,6 +377,11 @@ class check_operators:
         check = self._check = Check(Names(models), self._seconds)
         check.attach()
         return check.found
+
+    def make_way(self, call: Callable[[], object]) -> None:
+        """Have ``call`` leave this context, where the script opens one that watches."""
+        if self._check is not None:
+            self._check.make_way = call
 
     def enter_module(self, module: nn.Module, args: Any) -> None:
         """The context was entered within the forward of ``module``, before its operators."""

@@ -18,6 +18,7 @@ from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.find_overflow import Finder, session_models
+from apex_npu.debug.observers import leave, observe, observers_of
 
 logger = logging.getLogger("apex_npu.debug")
 
@@ -88,8 +89,8 @@ class Explainer:
             self._start.remove()
             self._start = None
         session = current()
-        if self._once and session is not None and session.observer is self:
-            session.observer = settings.observer
+        if self._once and session is not None:
+            leave(session, self)
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
         if self._finder is not None:
@@ -100,7 +101,7 @@ class Explainer:
         # Within another mode, which might be left first, operators are not watched; nor in the capture of a graph.
         if session is None or not torch.is_grad_enabled() or dispatch_modes() or is_capturing():
             return
-        if session.observer is self:
+        if self in observers_of(session):
             self._guarded(self._begin, session, module, args)
         else:  # a later session, whose blocks and steps it does not hear of
             self.end()
@@ -108,6 +109,7 @@ class Explainer:
     def _begin(self, session: Session, module: nn.Module, args: Any) -> None:
         self._error = sys.exc_info()[1]
         finder = self._finder = Finder(session_models(session))
+        finder.watch.make_way = self.end
         finder.watch.attach()
         finder.watch.enter_module(module, args)
 
@@ -144,12 +146,15 @@ def explain_overflows(after: int | None = 2, times: int = 20) -> None:
         if not valid and not (name == "after" and value is None):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
     session = current()
-    for known in {id(o): o for o in (settings.observer, None if session is None else session.observer)}.values():
+    listed = [] if session is None else observers_of(session)
+    for known in {id(o): o for o in (settings.observer, *listed)}.values():
         if isinstance(known, Explainer):
             known.end()
+            if session is not None:
+                leave(session, known)
     settings.observer = None if after is None else Explainer(after, times)
-    if session is not None:
-        session.observer = settings.observer
+    if session is not None and settings.observer is not None:
+        observe(session, settings.observer)
 
 
 def watch_next_iteration() -> None:

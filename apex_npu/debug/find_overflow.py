@@ -16,9 +16,9 @@ from apex_npu.amp.optimizer_state import adopted_inside, inner_optimizer, state_
 from apex_npu.amp.session import Session, current
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import for_device, is_capturing
-from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.calls import Leaf
 from apex_npu.debug.causes import Finding, Scale, find_causes, name_of
+from apex_npu.debug.observers import leave, observe
 from apex_npu.debug.operators import is_measurable
 from apex_npu.debug.places import Names
 from apex_npu.debug.report import OverflowReport, Overflows, note_of_dropped
@@ -237,7 +237,6 @@ class find_overflow:
         self._models = models
         self._finder: Finder | None = None
         self._session: Session | None = None
-        self._former: Any = None
 
     def __enter__(self) -> Overflows:
         if is_capturing():
@@ -245,7 +244,7 @@ class find_overflow:
                 "find_overflow was entered while a CUDA graph is captured: the host cannot look at what its operators "
                 "compute. Run one iteration without a graph"
             )
-        if any(isinstance(mode, Watch) for mode in dispatch_modes()):
+        if Watch.is_open():
             raise ValueError("find_overflow is open already: it covers all that runs inside of it; leave this one out")
         session = current()
         models = list(self._models) or ([] if session is None else session_models(session))
@@ -254,7 +253,7 @@ class find_overflow:
         finder = self._finder = Finder(models)
         self._session = session
         if session is not None:
-            self._former, session.observer = session.observer, finder
+            observe(session, finder)
         finder.watch.attach()
         return finder.found
 
@@ -266,9 +265,9 @@ class find_overflow:
             return
         finder.watch.detach()
         if session is not None:
-            session.observer = self._former
+            leave(session, finder)
         if not finder.found.reports:
             finder.examine_without_block()
         if kind is not None and not finder.found.causes:
             finder.examine_interrupted(OverflowReport())
-        self._finder = self._session = self._former = None
+        self._finder = self._session = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, overload
 
 import numpy as np
@@ -15,17 +15,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_state import AmpOptimizerState, adopted_inside, inner_optimizer, state_of
-from apex_npu.amp.session import Observer, Session, current, require
+from apex_npu.amp.optimizer_state import AmpOptimizerState, adopted_inside, inner_optimizer
+from apex_npu.amp.policy import Policy
+from apex_npu.amp.session import Session, current, require
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import for_device
+from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.census import BIAS, FIRST, NONFINITE, ZERO, Counts, exponent_census
+from apex_npu.debug.find_overflow import session_models
+from apex_npu.debug.gradients import adopted_state
+from apex_npu.debug.observers import leave, observe
 from apex_npu.debug.operators import is_measurable
+from apex_npu.debug.watch import Watch
 from apex_npu.distributed import local_part
 from apex_npu.ops import LOW_PRECISION
 
-# float16: exponents of its normal numbers.
-_SMALLEST, _LARGEST = -14, 15
 # How many of the elements that are not zero may lose bits.
 _ACCEPTED = 0.01
 # Above the smallest scale: gradients of other batches are smaller.
@@ -43,11 +47,25 @@ class ParameterRange:
         scale_exponent: The present loss scale is two to the power of this.
         lost: How many elements are zero at this scale, and not at a larger one; None: that was not tried, or the larger
             scale has overflowed.
+        lost_counts: Of those that are known to be lost, ``counts`` as measured at the larger scale.
+        dtype: What gradients are computed in.
     """
 
-    def __init__(self, name: str, counts: Counts, scale_exponent: int, lost: int | None = None) -> None:
-        """See the attributes."""
-        self.name, self.counts, self.scale_exponent, self.lost = name, counts, scale_exponent, lost
+    def __init__(self, name: str, counts: Counts, scale_exponent: int, dtype: torch.dtype = torch.float16) -> None:
+        """Nothing is known to be lost; see the attributes."""
+        self.name, self.counts, self.scale_exponent, self.dtype = name, counts, scale_exponent, dtype
+        self.lost: int | None = None
+        self.lost_counts: Counts = np.zeros_like(counts)
+
+    def set_lost(self, counts: Counts) -> None:
+        """Of elements that are zero at this scale, and have these exponents at a larger one."""
+        info = torch.finfo(self.dtype)
+        # The sum of many that were rounded to zero can be larger than each of them.
+        limit = _column(_exponent_of(info.smallest_normal) + _exponent_of(info.eps) - 1 - self.scale_exponent)
+        self.lost_counts = counts.copy()
+        self.lost_counts[limit:] = 0
+        self.lost_counts[limit] += counts[limit:].sum()
+        self.lost = int(counts.sum())
 
     @property
     def elements(self) -> int:
@@ -70,19 +88,26 @@ class ParameterRange:
         return int(self.counts[FIRST:NONFINITE].sum())
 
     @property
+    def true_nonzero(self) -> int:
+        """``nonzero``, and those that are known to be lost."""
+        return self.nonzero + int(self.lost_counts.sum())
+
+    @property
     def lossy(self) -> int:
-        """How many are not zero, and so small at the present loss scale that float16 has fewer bits for them."""
-        return self.lossy_at(self.scale_exponent)
+        """How many are not zero, and so small at the present loss scale that ``dtype`` has fewer bits for them."""
+        return int(self.counts[FIRST : self._limit(self.scale_exponent)].sum())
 
     @property
     def normal(self) -> int:
-        """How many float16 holds with all its bits."""
+        """How many ``dtype`` holds with all its bits."""
         return self.nonzero - self.lossy
 
     def lossy_at(self, exponent: int) -> int:
-        """``lossy`` at a loss scale of two to the power of ``exponent``."""
-        limit = min(max(_SMALLEST - exponent + BIAS, FIRST), NONFINITE)
-        return int(self.counts[FIRST:limit].sum())
+        """How many would be lossy, or lost, at a loss scale of two to the power of ``exponent``."""
+        return int((self.counts + self.lost_counts)[FIRST : self._limit(exponent)].sum())
+
+    def _limit(self, exponent: int) -> int:
+        return _column(_smallest(self.dtype) - exponent)
 
     @property
     def largest(self) -> int | None:
@@ -92,17 +117,17 @@ class ParameterRange:
 
     @property
     def smallest_scale(self) -> int | None:
-        """The exponent of the smallest loss scale at which no more than 1 % of ``nonzero`` are lossy."""
-        below = np.cumsum(self.counts[FIRST:NONFINITE])
-        if not self.nonzero:
+        """The exponent of the smallest loss scale at which no more than 1 % of ``true_nonzero`` are lossy, or lost."""
+        below = np.cumsum((self.counts + self.lost_counts)[FIRST:NONFINITE])
+        if not self.true_nonzero:
             return None
-        first = int(np.searchsorted(below, _ACCEPTED * self.nonzero, side="right"))
-        return _SMALLEST - (first + FIRST - BIAS)
+        first = int(np.searchsorted(below, _ACCEPTED * self.true_nonzero, side="right"))
+        return _smallest(self.dtype) - (first + FIRST - BIAS)
 
     @property
     def largest_scale(self) -> int | None:
-        """The exponent of the largest loss scale at which all are below the largest float16."""
-        return None if self.largest is None else _LARGEST - self.largest
+        """The exponent of the largest loss scale at which all are below the largest number of ``dtype``."""
+        return None if self.largest is None else _largest(self.dtype) - self.largest
 
 
 class GradientRange:
@@ -111,15 +136,18 @@ class GradientRange:
     Attributes:
         optimizer: The name of its class.
         level: Its ``opt_level``.
+        dtype: What its gradients are computed in.
         scale: The loss scale.
         parameters: Name → ``ParameterRange``.
         probe: How many times larger a scale was tried; None: none.
         notes: What else is to be known.
     """
 
-    def __init__(self, optimizer: str, level: str, probe: float | None = None) -> None:
+    def __init__(
+        self, optimizer: str, level: str, probe: float | None = None, dtype: torch.dtype = torch.float16
+    ) -> None:
         """Without parameters."""
-        self.optimizer, self.level, self.probe = optimizer, level, probe
+        self.optimizer, self.level, self.probe, self.dtype = optimizer, level, probe, dtype
         self.scale = 1.0
         self.parameters: dict[str, ParameterRange] = {}
         self.notes: list[str] = []
@@ -127,16 +155,26 @@ class GradientRange:
     def __getitem__(self, name: str) -> ParameterRange:
         if name not in self.parameters:
             known = ", ".join(list(self.parameters)[:_NAMED])
-            raise KeyError(f"{name!r} is no parameter with a gradient; there are {known}, …")
+            there = f"there are {known}, …" if known else "none was measured yet"
+            raise KeyError(f"{name!r} is no parameter with a gradient; {there}")
         return self.parameters[name]
 
     @property
     def total(self) -> ParameterRange:
         """All of them together."""
         every = list(self.parameters.values())
-        counts = np.sum([one.counts for one in every], axis=0, dtype=np.int64) if every else np.zeros(256, np.int64)
-        known = [one.lost for one in every if one.lost is not None]
-        return ParameterRange("all", counts, _exponent_of(self.scale), sum(known) if known else None)
+        total = ParameterRange("all", np.zeros(256, np.int64), _exponent_of(self.scale), self.dtype)
+        for one in every:
+            total.counts += one.counts
+            total.lost_counts += one.lost_counts
+        if every and not self.unknown:
+            total.lost = int(total.lost_counts.sum())
+        return total
+
+    @property
+    def unknown(self) -> list[str]:
+        """The names of parameters of which it is not known what is lost."""
+        return [one.name for one in self.parameters.values() if one.lost is None]
 
     @property
     def advice(self) -> str:
@@ -144,7 +182,7 @@ class GradientRange:
         return advice_of(self)
 
     def shares(self) -> dict[str, float]:
-        """For ``scalars``: which part of all elements is zero, lossy, lost and not finite."""
+        """For ``scalars``: which part is zero, lossy, not finite, and, where that is known of all, lost."""
         total = self.total
         elements = max(total.elements, 1)
         found = {"zero": total.zeros, "lossy": total.lossy, "lost": total.lost, "not_finite": total.nonfinite}
@@ -171,15 +209,35 @@ class GradientRange:
         begin, end = (used[0], used[-1] + 1) if used.size else (0, 1)
         shares = 100.0 * total.counts[FIRST:NONFINITE] / max(total.elements, 1)
         axes.bar(exponents[begin:end], shares[begin:end], width=0.9)
-        axes.axvspan(_SMALLEST - shift - 0.5, _LARGEST - shift + 0.5, alpha=0.15, color="green")
+        low, high = _smallest(self.dtype) - shift - 0.5, _largest(self.dtype) - shift + 0.5
+        axes.axvspan(max(low, exponents[0]), min(high, exponents[-1]), alpha=0.15, color="green")
         axes.set_xlabel("binary exponent of the unscaled gradient")
         axes.set_ylabel("elements, %")
-        axes.set_title(f"{self.optimizer} at loss scale {self.scale:g}; shaded: float16 with all its bits")
+        axes.set_title(f"{self.optimizer} at loss scale {self.scale:g}; shaded: {_name(self.dtype)} with all its bits")
         figure.savefig(os.fspath(path))
 
 
 def _exponent_of(scale: float) -> int:
     return math.floor(math.log2(scale))
+
+
+def _column(exponent: int) -> int:
+    """Where a census counts ``exponent``."""
+    return min(max(exponent + BIAS, FIRST), NONFINITE)
+
+
+def _smallest(dtype: torch.dtype) -> int:
+    """The exponent of its smallest normal number."""
+    return _exponent_of(torch.finfo(dtype).smallest_normal)
+
+
+def _largest(dtype: torch.dtype) -> int:
+    """The exponent of its largest number."""
+    return math.frexp(torch.finfo(dtype).max)[1] - 1
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _percent(part: float, total: float) -> str:
@@ -194,20 +252,25 @@ def _lines_of(found: GradientRange) -> Iterator[str]:
         f"gradients of {found.optimizer} at loss scale {found.scale:g}: {elements} elements, "
         f"{_percent(total.zeros, elements)} zero, {_percent(total.nonfinite, elements)} inf or nan"
     )
-    yield "lossy: so small at this loss scale that float16 has fewer bits for them (below 2^-14 when scaled)"
+    name = _name(found.dtype)
+    yield (
+        f"lossy: so small at this loss scale that {name} has fewer bits for them (below 2^{_smallest(found.dtype)} "
+        "when scaled)"
+    )
     if found.probe is not None:
         yield f"lost: zero at this loss scale, and not at {found.probe:g} times this scale"
     if total.largest is not None:
         yield (
             f"largest: from 2^{total.largest} on, unscaled; a loss scale of 2^{total.largest_scale} takes it to the "
-            "largest float16"
+            f"largest {name}"
         )
         yield ""
         yield from _histogram(total)
     yield ""
     yield from _parameters(found)
     yield ""
-    yield from _scales(total)
+    if found.dtype is torch.float16:
+        yield from _scales(total)
     yield from found.notes
     yield f"advice: {found.advice}"
 
@@ -217,7 +280,7 @@ def _histogram(total: ParameterRange) -> Iterator[str]:
     used: Any = np.flatnonzero(total.counts[FIRST:NONFINITE]) + FIRST - BIAS
     low, high = int(used[0]), int(used[-1])
     width = -(-(high - low + 1) // _ROWS)
-    limit = _SMALLEST - total.scale_exponent
+    limit = _smallest(total.dtype) - total.scale_exponent
     top = limit + -(-(high + 1 - limit) // width) * width  # rows end at the limit
     rows = []
     while top > low:
@@ -240,20 +303,23 @@ def _parameters(found: GradientRange) -> Iterator[str]:
 
     shown = sorted(found.parameters.values(), key=lossiness, reverse=True)[:_NAMED]
     width = max(len(one.name) for one in shown)
-    probed = found.probe is not None
-    yield f"{'those that lose most':{width}}  {'elements':>10} {'zero':>9} {'lossy':>9}" + (
-        f" {'lost':>9}" if probed else ""
-    )
+    probed, overflowed = found.probe is not None, found.total.nonfinite > 0
+    heads = ["zero", "lossy"] + ["lost"] * probed + ["inf, nan"] * overflowed
+    yield f"{'those that lose most':{width}}  {'elements':>10} " + " ".join(f"{head:>9}" for head in heads)
     for one in shown:
-        shares = [one.zeros, one.lossy] + ([one.lost] if probed else [])
+        shares = [one.zeros, one.lossy] + [one.lost] * probed + [one.nonfinite] * overflowed
         cells = ["unknown" if n is None else _percent(n, one.elements).replace("less than ", "<") for n in shares]
         yield f"{one.name:{width}}  {one.elements:>10} " + " ".join(f"{cell:>9}" for cell in cells)
 
 
 def _scales(total: ParameterRange) -> Iterator[str]:
     exponents = sorted({0, 4, 8, 12, 16, total.scale_exponent})
-    cells = [f"2^{k}: {_percent(total.lossy_at(k), total.nonzero)}" for k in exponents]
-    yield f"lossy at a loss scale of {' · '.join(cells)} (of those that are not zero)"
+    cells = [f"2^{k}: {_percent(total.lossy_at(k), total.true_nonzero)}" for k in exponents]
+    lost = total.true_nonzero > total.nonzero
+    yield (
+        f"lossy{' or lost' * lost} at a loss scale of {' · '.join(cells)} (of those that are not zero"
+        f"{', or lost' * lost})"
+    )
 
 
 def advice_of(found: GradientRange) -> str:
@@ -262,19 +328,27 @@ def advice_of(found: GradientRange) -> str:
     bad = [one.name for one in found.parameters.values() if one.nonfinite]
     if bad:
         return f"{_named(bad)} have inf or nan, so that this step is skipped: amp.debug.find_overflow tells why"
+    known = total.true_nonzero - total.nonzero
     lost = ""
-    if total.lost:
-        lost = f"; {_percent(total.lost, total.elements)} of all elements are zero for lack of range, and lost"
+    if known:
+        lost = f"; {_percent(known, total.elements)} of all elements are zero for lack of range, and lost"
     elif total.lost == 0 and total.zeros:
         lost = "; the zeros are true ones: they stay at a larger scale"
-    if found.level in ("O4", "O5"):
+    if found.probe is not None and found.unknown:
+        lost += f"; what is lost of {_named(found.unknown)} is unknown"
+    if found.dtype is torch.bfloat16:
         return f"{found.level} needs no loss scale: bfloat16 has the range of float32"
+    if found.dtype is not torch.float16:
+        return f"{found.level} needs no loss scale: its gradients are {_name(found.dtype)}"
     smallest, largest = total.smallest_scale, total.largest_scale
-    if smallest is None or largest is None:
-        return f"all gradients are zero{lost}" + (": a larger loss scale" if total.lost else "")
+    if largest is None:
+        return f"all gradients are zero{lost}" + (
+            "" if smallest is None else f": a static loss scale of 2^{smallest + _MARGIN} would do, or a dynamic one"
+        )
+    assert smallest is not None
     if smallest > largest:
-        needed = _LARGEST - _SMALLEST + 1 + smallest - largest
-        names = [one.name for one in found.parameters.values() if one.lossy_at(largest) > _ACCEPTED * one.nonzero]
+        needed = _largest(found.dtype) - _smallest(found.dtype) + 1 + smallest - largest
+        names = [o.name for o in found.parameters.values() if o.lossy_at(largest) > _ACCEPTED * o.true_nonzero]
         return (
             f"no loss scale fits: the gradients need {needed} binades, and float16 has 30. Use O4 or O5, whose "
             f"bfloat16 has the range of float32, or keep {_named(names)} in float32{lost}"
@@ -288,7 +362,7 @@ def advice_of(found: GradientRange) -> str:
         text = f"the loss scale is too large: a static one of 2^{static} would do, or a dynamic one"
     if static > present:
         text += "; above the present one, gradients inside of the model may overflow before those of parameters do"
-    small = [one for one in found.parameters.values() if one.lossy_at(static) > _ACCEPTED * one.nonzero]
+    small = [one for one in found.parameters.values() if one.lossy_at(static) > _ACCEPTED * one.true_nonzero]
     if small:
         scales = [one.smallest_scale for one in small if one.smallest_scale is not None]
         verb = "needs" if len(small) == 1 else "need"
@@ -305,57 +379,94 @@ def _named(names: Sequence[str]) -> str:
 class _Probe:
     """An observer of amp that measures the gradients of one block at its scale and at a larger one.
 
-    They are computed besides: nothing accumulates them, and the block finds everything as it was.
+    They are computed besides: nothing accumulates them, and the block finds everything as it was. Where autograd cannot
+    compute them besides, those that the block leaves are measured.
     """
 
-    def __init__(self, found: GradientRange, optimizer: Optimizer, factor: float, inner: Observer | None) -> None:
-        self._found, self._optimizer, self._factor, self._inner = found, optimizer, factor, inner
+    def __init__(self, found: GradientRange, optimizer: Optimizer, state: AmpOptimizerState, factor: float) -> None:
+        self._found, self._optimizer, self._state, self._factor = found, optimizer, state, factor
+        self._measures_end = False
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
         listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         ours = any(inner_optimizer(adopted_inside(one)) is self._optimizer for one in listed)
+        self._measures_end = False
         if ours and loss.requires_grad and not self._found.parameters:
-            self._measure(loss, scale)
-        if self._inner is not None:
-            self._inner.block_begins(loss, optimizers, loss_id, scale, dynamic)
+            with _as_before(loss.device):
+                self._measure(loss, scale)
 
     def backward_ended(self) -> None:
-        if self._inner is not None:
-            self._inner.backward_ended()
+        """Gradients are still to be unscaled."""
 
     def block_ended(self) -> None:
-        if self._inner is not None:
-            self._inner.block_ended()
+        if self._measures_end:
+            with suppress(RuntimeError):  # an exception has ended the block, before there were gradients
+                _measure_present(self._found, self._optimizer, self._state)
 
     def step_skipped(self, report: StepReport) -> None:
-        if self._inner is not None:
-            self._inner.step_skipped(report)
+        """What is measured is that of a block."""
 
     def _measure(self, loss: Tensor, scale: float) -> None:
-        state = state_of(self._optimizer)
-        assert state is not None
-        sources = [s for group in state.grad_groups(self._optimizer) for s in group.sources if s.requires_grad]
+        sources = [s for group in self._state.grad_groups(self._optimizer) for s in group.sources if s.requires_grad]
         if not sources:
             return
+        session = current()
         wide = loss.float() if loss.dtype in LOW_PRECISION else loss
         try:
             grads = _gradients(wide * scale, sources)
             measured = [(s, g) for s, g in zip(sources, grads, strict=True) if g is not None and is_measurable(g)]
             if not measured:
                 raise RuntimeError("autograd.grad reaches no parameter, as within a checkpoint that is reentrant")
-            _fill(self._found, current(), measured, scale, 2.0 ** -_exponent_of(scale))
-            zeros = {id(s): g == 0 for s, g in measured}
-            del grads, measured
             larger = _gradients(wide * (scale * self._factor), sources)
         except RuntimeError as error:  # such as a checkpoint that only backward() may enter
-            self._found.notes.append(f"what is lost could not be measured: {str(error).splitlines()[0]}")
+            self._note(f"what is lost could not be measured: {str(error).splitlines()[0]}")
+            self._measures_end = True
             return
+        _fill(self._found, session, measured, scale, 2.0 ** -_exponent_of(scale))
+        missed = [s for s, g in zip(sources, grads, strict=True) if g is None]
+        if missed:
+            names = {} if session is None else session.parameter_names()
+            named = _named([names.get(s) or f"a parameter of shape {tuple(s.shape)}" for s in missed])
+            self._note(f"not measured: {named}, which this loss does not use, or only within reentrant checkpoints")
+        zeros = {id(s): g == 0 for s, g in measured}
         parameters = iter(self._found.parameters.values())
+        factor = 2.0 ** -_exponent_of(scale) / self._factor
         for source, grad in zip(sources, larger, strict=True):
             if id(source) in zeros:
                 one = next(parameters)
-                if grad is not None and not _overflowed(grad):
-                    one.lost = int((zeros[id(source)] & (grad != 0)).sum())
+                if not one.zeros:  # whether or not it overflows
+                    one.set_lost(np.zeros_like(one.counts))
+                elif grad is not None and not _overflowed(grad):
+                    lost = torch.where(zeros[id(source)], grad, torch.zeros_like(grad))
+                    counts = exponent_census([lost], factor)[0]
+                    counts[ZERO] = 0
+                    one.set_lost(counts)
+
+    def _note(self, text: str) -> None:
+        if text not in self._found.notes:
+            self._found.notes.append(text)
+
+
+@contextmanager
+def _as_before(device: torch.device) -> Iterator[None]:
+    """Checkpoints call forwards once more: buffers and random numbers are as before, and nothing watches these."""
+    session = current()
+    modules = {m for model in ([] if session is None else session_models(session)) for m in model.modules()}
+    held = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None and not b.is_meta]
+    copies = [buffer.detach().clone() for _, _, buffer in held]
+    watches = [mode for mode in dispatch_modes() if isinstance(mode, Watch) and not mode.suspended]
+    for watch in watches:
+        watch.suspended = True
+    on_host = device.type == "cpu"
+    try:
+        with torch.random.fork_rng([] if on_host else [device], device_type="cuda" if on_host else device.type):
+            yield
+    finally:
+        for (module, name, buffer), copy in zip(held, copies, strict=True):
+            buffer.data.copy_(copy)  # the graph of the block may have saved it: its version stays
+            module._buffers[name] = buffer
+        for watch in watches:
+            watch.suspended = False
 
 
 def _gradients(loss: Tensor, sources: Sequence[Tensor]) -> list[Tensor | None]:
@@ -380,7 +491,7 @@ def _fill(
         name = names.get(source) or f"a parameter of shape {tuple(grad.shape)}"
         if name in found.parameters:
             name = f"{name} ({len(found.parameters)})"
-        found.parameters[name] = ParameterRange(name, row, _exponent_of(scale))
+        found.parameters[name] = ParameterRange(name, row, _exponent_of(scale), found.dtype)
 
 
 @overload
@@ -421,16 +532,19 @@ def gradient_range(optimizer: Optimizer, probe: float | None = None) -> Any:
         0
     """
     inner = inner_optimizer(adopted_inside(optimizer))
-    state = state_of(inner)
-    if state is None:
-        raise RuntimeError(f"{type(optimizer).__name__} was not passed to amp.initialize, which gradient_range needs")
+    state = adopted_state(inner, "gradient_range")
     if probe is not None:
         if isinstance(probe, bool) or not isinstance(probe, (int, float)) or not 1 < probe < math.inf:
             raise ValueError(f"probe must be larger than 1, how many times the loss scale to try, got {probe!r}")
         return _probing(inner, state, float(probe))
-    found = GradientRange(type(inner).__name__, state.policy.opt_level)
+    found = GradientRange(type(inner).__name__, state.policy.opt_level, dtype=_dtype_of(state.policy))
     _measure_present(found, inner, state)
     return found
+
+
+def _dtype_of(policy: Policy) -> torch.dtype:
+    """What models of ``policy`` compute gradients in, for most of them."""
+    return policy.autocast_dtype if policy.patch_torch_functions else policy.cast_model_type or torch.float32
 
 
 @torch.no_grad()
@@ -456,10 +570,10 @@ def _measure_present(found: GradientRange, optimizer: Optimizer, state: AmpOptim
 @contextmanager
 def _probing(optimizer: Optimizer, state: AmpOptimizerState, factor: float) -> Iterator[GradientRange]:
     session = require("gradient_range")
-    found = GradientRange(type(optimizer).__name__, state.policy.opt_level, factor)
-    former = session.observer
-    session.observer = _Probe(found, optimizer, factor, former)
+    found = GradientRange(type(optimizer).__name__, state.policy.opt_level, factor, _dtype_of(state.policy))
+    probe = _Probe(found, optimizer, state, factor)
+    observe(session, probe)
     try:
         yield found
     finally:
-        session.observer = former
+        leave(session, probe)

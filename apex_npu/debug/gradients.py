@@ -9,8 +9,23 @@ import warnings
 from torch.optim import Optimizer
 
 from apex_npu.amp.bad_gradients import find_bad_gradients
-from apex_npu.amp.optimizer_state import adopted_inside, inner_optimizer, state_of
+from apex_npu.amp.optimizer_state import AmpOptimizerState, adopted_inside, inner_optimizer, state_of
 from apex_npu.amp.session import current
+
+
+def adopted_state(optimizer: Optimizer, caller: str) -> AmpOptimizerState:
+    """Amp's state of ``optimizer``.
+
+    Raises:
+        RuntimeError: It was not passed to ``amp.initialize``, or with ``enabled=False``; the message names ``caller``.
+    """
+    state = state_of(optimizer)
+    if state is None:
+        session, name = current(), type(optimizer).__name__
+        if session is not None and not session.policy.enabled:
+            raise RuntimeError(f"{caller} needs amp, which amp.initialize was called without: enabled=False")
+        raise RuntimeError(f"{name} was not passed to amp.initialize, which {caller} needs")
+    return state
 
 
 def bad_gradients(optimizer: Optimizer) -> dict[str, tuple[int, int]]:
@@ -36,9 +51,7 @@ def bad_gradients(optimizer: Optimizer) -> dict[str, tuple[int, int]]:
         ['bias', 'weight']
     """
     optimizer = inner_optimizer(adopted_inside(optimizer))
-    state = state_of(optimizer)
-    if state is None:
-        raise RuntimeError(f"{type(optimizer).__name__} was not passed to amp.initialize, which bad_gradients needs")
+    state = adopted_state(optimizer, "bad_gradients")
     bad = find_bad_gradients(current(), optimizer, state)
     if not bad.total:
         warnings.warn(

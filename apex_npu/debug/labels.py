@@ -44,6 +44,8 @@ _LABELLED = (
     ("optimizers.base:FusedOptimizer", "_fuse_again", "amp.fuse"),
     ("debug.watch:Watch", "_look", "amp.watch"),
 )
+# Of those who make and close the one ``Labels``, as blocks of several threads do.
+_lock = threading.Lock()
 
 
 def _labelled(label: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,21 +126,30 @@ class Labels:
         patch_attribute(self._undo, _owner("distributed.grad_reducer:GradReducer"), "_send", _sending)
         patch_attribute(self._undo, _owner("amp.scale_loss"), "_open_block", _opening)
         for hook in (
-            torch_module.register_module_forward_pre_hook(self._enter),
+            torch_module.register_module_forward_pre_hook(self.enter_module),
             torch_module.register_module_forward_hook(self._leave, always_call=True),
         ):
             self._undo.callback(hook.remove)
 
-    def close(self) -> None:
-        """Open no more of them."""
-        self._undo.close()
+    def close_unless_used(self) -> None:
+        """Open no more of them, unless a profiler is on, or ``profiler_ranges`` is open."""
+        with _lock:
+            if settings.labels is self and not self.kept and not torch_profiler._is_profiler_enabled:
+                settings.labels = None
+                self._undo.close()
 
     # ---- forward ---------------------------------------------------------------------------------------------------
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not _is_of_amp(module):
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """The forward of ``module`` begins."""
+        if torch.compiler.is_compiling():
             return
         open_ones = vars(self._forward).setdefault("open", [])
+        if not open_ones and not self.kept and not torch_profiler._is_profiler_enabled:
+            self.close_unless_used()  # a profiler has ended, and no block has followed
+            return
+        if not _is_of_amp(module):
+            return
         label = None if open_ones else record_function("amp.forward")  # a model may be part of another
         if label is not None:
             label.__enter__()
@@ -165,12 +176,12 @@ def _is_of_amp(module: nn.Module) -> bool:
 
 def follow_profiler() -> None:
     """Open ranges where a profiler is on, and no longer where none is; ``scale_loss`` calls this where that differs."""
-    labels = settings.labels
-    if labels is None:
-        settings.labels = Labels()
-    elif not labels.kept and not torch_profiler._is_profiler_enabled:
-        settings.labels = None
-        labels.close()
+    with _lock:
+        labels = settings.labels
+        if labels is None and torch_profiler._is_profiler_enabled:
+            settings.labels = Labels()
+    if labels is not None:
+        labels.close_unless_used()
 
 
 @contextmanager
@@ -185,10 +196,12 @@ def profiler_ranges() -> Iterator[None]:
         >>> with amp.debug.profiler_ranges():
         ...     output = model(input)
     """
-    labels = settings.labels = settings.labels or Labels()
-    labels.kept += 1
+    with _lock:
+        labels = settings.labels = settings.labels or Labels()
+        labels.kept += 1
     try:
         yield
     finally:
-        labels.kept -= 1
-        follow_profiler()
+        with _lock:
+            labels.kept -= 1
+        labels.close_unless_used()

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STEP = "ProfilerStep#"
-_LABELS = ("amp.", "Optimizer.step#", "Optimizer.zero_grad#")
+_CLEARING = "Optimizer.zero_grad#"
+_LABELS = ("amp.", "Optimizer.step#", _CLEARING)
 BEFORE_FORWARD, ELSEWHERE = "before forward", "elsewhere"
 # The host waits where it reads a number of the device, or a shape that depends on its data.
 _READING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"}
@@ -63,7 +64,8 @@ class Phase:
     """A part of a step, on average.
 
     Attributes:
-        name: That of the range in traces, or ``"before forward"`` (data loading, mostly), or ``"elsewhere"``.
+        name: That of the range in traces, or ``"before forward"`` (before each of them; data loading, mostly), or
+            ``"elsewhere"``.
         ms: Time on the host.
         share: Of the step, in percent.
         operators: Calls of operators, without those that these call themselves.
@@ -239,14 +241,18 @@ def _segments(step: Event, events: Iterable[Event]) -> Iterator[tuple[float, flo
         if e.name.startswith(_LABELS) and e.thread == step.thread and step.begin <= e.begin and e.end <= step.end
     ]
     labels.sort(key=lambda e: (e.begin, -e.end))
-    forward = next((e.begin for e in labels if e.name == "amp.forward"), step.begin)
+    # Data is loaded between forwards, before and after gradients are cleared.
+    marks = [e for e in labels if not e.name.startswith(_CLEARING)]
+    begins = [e.begin for e in marks]
     open_ones: list[Event] = []
     now = step.begin
 
     def until(time: float) -> Iterator[tuple[float, float, str]]:
         nonlocal now
         if time > now:
-            name = _named(open_ones[-1].name) if open_ones else BEFORE_FORWARD if now < forward else ELSEWHERE
+            following = marks[i] if (i := bisect.bisect_left(begins, time)) < len(marks) else None
+            before = following is not None and following.name == "amp.forward"
+            name = _named(open_ones[-1].name) if open_ones else BEFORE_FORWARD if before else ELSEWHERE
             yield now, time, name
             now = time
 

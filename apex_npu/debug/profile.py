@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity
 
 from apex_npu.backends._torch_private import torch_profiler
 from apex_npu.debug.labels import profiler_ranges
-from apex_npu.debug.phases import BEFORE_FORWARD, OperatorTime, Phase, Steps, events_of, summarize
+from apex_npu.debug.phases import BEFORE_FORWARD, ELSEWHERE, OperatorTime, Phase, Steps, events_of, summarize
 
 _SHOWN = 10
 # Less than this share of a step, in percent, is not worth an advice.
@@ -213,13 +213,19 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 def advice_of(found: Steps) -> str:
     """What to do first: the one that can save the largest share of a step."""
     step, before = found.phase("Optimizer.step#"), found.phase(BEFORE_FORWARD)
+    rest = found.phase(ELSEWHERE)
     elsewhere = [p for p in found.phases if p.name != "amp.wait" and p.waits]
     waits_ms = sum(p.waits_ms for p in elsewhere)
     per_step = 100.0 / found.ms if found.ms else 0.0
     options = [(before.share, (
-        f"{before.share:.0f} % of a step is over before forward begins, mostly data loading: more num_workers, "
+        f"{before.share:.0f} % of a step is spent before forwards begin, mostly on data loading: more num_workers, "
         "pin_memory and non_blocking copies, or a smaller transform"
     ))]  # fmt: skip
+    options.append((rest.share, (
+        f"{rest.share:.0f} % of a step is elsewhere, in no phase of amp: the loss function, metrics, logging, saving, "
+        "a scheduler, data that is loaded after the last forward, or a model that amp does not know. Ranges of "
+        "torch.profiler.record_function around these show in the trace which it is"
+    )))  # fmt: skip
     if step.operators > 30:  # a fused step is one operator, and a few for each further buffer
         options.append((step.share, (
             f"{step.operators:.0f} operators in Optimizer.step: a fused optimizer of apex_npu.optimizers calls one for "

@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 
 from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
-from apex_npu.amp.session import current, is_first_rank
+from apex_npu.amp.session import current, is_first_rank, settings
 from apex_npu.autocast.monkey_patches import patch_attribute
 from apex_npu.autocast.undo import Undo
 from apex_npu.debug.check_operators import check_operators
@@ -34,13 +34,16 @@ class Part:
         first: The first of the steps, counted from 0.
         last: The one after the last.
         begun: Step ``first`` has begun.
+        failed: Why it could not begin; empty: it has.
+        note: Why less is looked at than was asked for; empty: there is nothing to say.
     """
 
     option = ""
+    note = ""
 
     def __init__(self, first: int, last: int) -> None:
         """See the attributes."""
-        self.first, self.last, self.begun = first, last, False
+        self.first, self.last, self.begun, self.failed = first, last, False, ""
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
         """Step ``first`` begins: in the forward of ``module``, or None: after the step before."""
@@ -69,6 +72,8 @@ class ProfilePart(Part):
     def begin(self, module: nn.Module | None, args: Any) -> None:
         """See ``Part``."""
         self._profile.__enter__()
+        if module is not None and settings.labels is not None:
+            settings.labels.enter_module(module, args)
 
     def step_ended(self) -> None:
         """See ``Part``."""
@@ -84,12 +89,17 @@ class GradientRangePart(Part):
     """The range of the gradients of a step."""
 
     option = "--gradient-range"
-    _found: object = "no optimizer has stepped"
+    _found: object = "--gradient-range: no optimizer of amp has stepped"
 
     def before_step(self, optimizer: Optimizer) -> None:
         """See ``Part``."""
+        session = current()
+        others = 0 if session is None else len(session.adopted) - 1
         try:
-            self._found = gradient_range(optimizer)
+            found = gradient_range(optimizer)
+            if others > 0:
+                found.notes.append(f"of the optimizer that steps first; {others} more are not measured")
+            self._found = found
         except RuntimeError as error:
             self._found = error
 
@@ -107,8 +117,13 @@ class CheckOperatorsPart(Part):
         """See ``Part``."""
         self._context = check_operators()
         self._found = self._context.__enter__()
+        self._context.make_way(self._make_way)
         if module is not None:
             self._context.enter_module(module, args)
+
+    def _make_way(self) -> None:
+        self._context.__exit__(None, None, None)
+        self.note = f"{self.option} has ended where the script opens find_overflow, or check_operators, itself"
 
     def end(self) -> object:
         """See ``Part``."""
@@ -138,7 +153,7 @@ class ScriptSteps:
             self._leader = id(optimizer)
             self._begin(None, None)
             for part in self._parts:
-                if part.begun:
+                if part.begun and not part.failed:
                     part.before_step(optimizer)
             result = original(optimizer, *args, **kwargs)
             self._step_ended()
@@ -154,12 +169,15 @@ class ScriptSteps:
         for part in self._parts:
             if not part.begun and self._count >= part.first:
                 part.begun = True
-                part.begin(module, args)
+                try:
+                    part.begin(module, args)
+                except (RuntimeError, ValueError) as error:  # as where the script itself has a profiler on
+                    part.failed = f"{part.option}: {error}"
 
     def _step_ended(self) -> None:
         self._count += 1
         for part in self._parts:
-            if part.begun:
+            if part.begun and not part.failed:
                 part.step_ended()
         for part in [part for part in self._parts if part.last <= self._count]:
             self._finish(part)
@@ -169,9 +187,17 @@ class ScriptSteps:
 
     def _finish(self, part: Part) -> None:
         self._parts.remove(part)
-        said = part.end() if part.begun else f"{part.option}: the script has ended after step {self._count}"
+        if not part.begun:
+            steps = (
+                f"after {self._count} step{'s' * (self._count > 1)}"
+                if self._count
+                else "and no optimizer of amp has stepped"
+            )
+            said: object = f"{part.option}: the script has ended {steps}"
+        else:
+            said = part.failed or part.end()
         if is_first_rank():
-            print(said, flush=True)
+            print(said, *([part.note] if part.note else []), sep="\n", flush=True)
 
     def end(self) -> None:
         """Count no more; where the script has ended before the last step, print what is known."""

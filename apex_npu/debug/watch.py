@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -51,6 +51,7 @@ class Watch(TorchDispatchMode):
             not counted as saturated.
         dropped_bad: Further calls like ``bad``, of which too many were.
         module_ranges: The largest magnitude of what each module has returned last.
+        make_way: Ends the watching that no context of the script has begun, for one that the script opens; else None.
     """
 
     def __init__(self, names: Names, saturating: Sequence[torch.device] = ()) -> None:
@@ -68,6 +69,7 @@ class Watch(TorchDispatchMode):
         self.flag = OverflowFlag(saturating)
         self.ranges = Ranges(self.flag)
         self.constants: list[Call] = []
+        self.make_way: Callable[[], object] | None = None
         self._bad_given: set[int] = set()
         self._backward_seen = False
         self._optimizer_seen = False
@@ -129,6 +131,17 @@ class Watch(TorchDispatchMode):
         local = self._followed(gradient)
         if local is not None:
             self._gradients.write(local, name)
+
+    @classmethod
+    def is_open(cls) -> bool:
+        """Whether a context of the script watches; what else does makes way for one."""
+        for mode in dispatch_modes():
+            if isinstance(mode, cls) and mode.make_way is not None:
+                mode.make_way()
+                mode.make_way = None
+            elif isinstance(mode, cls) and not mode.suspended:
+                return True
+        return False
 
     # ---- modules ---------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@
 
 import math
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,8 @@ def test_none_is_blamed_where_none_is_wrong(make, level):
     assert checked.checked > 15
     assert "no operator differs by more than rounding explains" in str(checked)
     # Fused ones of recurrent layers have no kernel for float64, or for the host.
-    assert all(why == "random" or "rnn" in why or "lstm" in why for why in checked.left_out), checked.left_out
+    known = ("random", "integers or truth values")
+    assert all(why in known or "rnn" in why or "lstm" in why for why in checked.left_out), checked.left_out
 
 
 def spoilt_one_by_one(make, level, names):
@@ -147,6 +149,69 @@ def test_the_error_against_numbers_known():
     tiny = torch.tensor([2.0**-25, 0.0], dtype=torch.float64)
     assert _error(tiny, tiny.half()) == 0.0  # becomes 0, as the spacing of subnormal numbers is 2^-24
     assert _error(torch.zeros(2).double(), torch.ones(2)) == math.inf
+
+
+def test_the_error_where_terms_cancel():
+    true, got = torch.tensor([1e-9], dtype=torch.float64), torch.tensor([3e-9])
+    assert _error(true, got) == pytest.approx(2.0)
+    assert _error(true, got, floor=1e-3) == pytest.approx(2e-6)
+    assert _error(torch.zeros(1).double(), got, floor=1e-3) == pytest.approx(3e-6)
+
+
+class Cancelling(torch.nn.Module):
+    """Sums whose results are far below their terms, over views that are not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(64, 2)
+
+    def forward(self, x):
+        x = x - x.mean()
+        ones = torch.ones_like(x)
+        sums = [x[:, ::2].sum(), x[:, 1:].sum(), x.t().sum(0).sum(), (x[:, :8].t() @ ones[:, :8]).sum(), x[:, 1].mean()]
+        return self.fc(x).square().mean() + sum(sums)
+
+
+class Miscounting(TorchDispatchMode):
+    """Sums as a kernel does that adds numbers in another order; with ``wrong`` one that leaves out a row."""
+
+    def __init__(self, wrong=False):
+        super().__init__()
+        self.wrong = wrong
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.sum.default and not is_own():
+            x = args[0].reshape(-1)
+            return (x[1:] if self.wrong else x).cumsum(0)[-1]  # each step rounds to float32
+        return func(*args, **(kwargs or {}))
+
+
+def blamed_for(mode, seed):
+    torch.manual_seed(seed)
+    model, x = Cancelling().to(DEVICE), torch.randn(512, 64).to(DEVICE)
+    with mode or nullcontext(), amp.debug.check_operators(model) as checked:
+        model(x)
+    return [one.operator for one in checked.blamed]
+
+
+@needs("float64")
+def test_sums_that_cancel_are_not_blamed():
+    seeds = range(12)
+    assert [blamed_for(None, seed) for seed in seeds] == [[]] * len(seeds)
+    assert [blamed_for(Miscounting(), seed) for seed in seeds] == [[]] * len(seeds)
+    assert set(blamed_for(Miscounting(wrong=True), 0)) == {"aten::sum"}
+
+
+def test_what_is_not_compared_is_counted():
+    x, y = torch.arange(6.0, device=DEVICE).view(2, 3), torch.tensor([1, 3, 3], device=DEVICE)
+    with amp.debug.check_operators(Marked().to(DEVICE)) as checked:
+        x > 0  # noqa: B015
+        x.argmax(-1)
+        y + y
+        torch.where(y > 2, y, y * 2)
+    assert checked.checked == 0
+    assert dict(checked.left_out) == {"integers or truth values": 6}
+    assert "0 operators were compared with float64 on the host; 6 not: integers or truth values" in str(checked)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -61,6 +61,7 @@ def test_steps_to_look_at(environment, capsys, tmp_path, monkeypatch):
         (["--profile", "3:3"], "--profile 3:3: give A:B"),
         (["--profile", "a:b"], "--profile a:b: give A:B"),
         (["--trace", "traces"], "--trace goes with --profile"),
+        (["--profile", "1:3", "--trace", __file__], "test_command.py: this is a file; give a folder"),
         (["--gradient-range", "1:2"], "--gradient-range 1:2: give a step, counted from 0"),
         (["--check-operators", "x"], "--check-operators x: give a step, counted from 0"),
         (["--explain-overflows=0"], "--explain-overflows=0: N is a positive integer"),

@@ -5,6 +5,7 @@
 import math
 import re
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex_npu import amp, optimizers
-from apex_npu.amp.session import current
+from apex_npu.amp.session import current, settings
 from apex_npu.debug import census
 from apex_npu.debug.census import exponent_census
 from apex_npu.debug.gradient_range import GradientRange, ParameterRange, advice_of
@@ -150,6 +151,9 @@ def test_where_the_probe_overflows_it_is_unknown():
         grads = gradients(model, optimizer)
         optimizer.step()
     assert r["fc.weight"].lost is None
+    assert r.total.lost is None
+    assert "true ones" not in r.advice
+    assert "amp/gradients_lost" not in amp.debug.scalars(r)
     assert amp.last_step(optimizer).applied
     assert all(g is None or g.isfinite().all() for g in grads)
     assert "unknown" in str(r)
@@ -164,19 +168,76 @@ def test_what_cannot_be_computed_twice_is_said():
     with amp.debug.gradient_range(optimizer, probe=2.0**8) as r:
         grads = gradients(model, optimizer)
     assert grads[0].count_nonzero() == 6
-    assert "what is lost could not be measured" in str(r)
-    assert amp.debug.gradient_range(optimizer)["fc.weight"].lossy == 0
+    assert str(r).count("what is lost could not be measured") == 1
+    present = amp.debug.gradient_range(optimizer)
+    assert present["fc.weight"].lossy == 0
+    assert (r["fc.weight"].counts == present["fc.weight"].counts).all()  # of the block
+    assert r.total.lost is None
+    with amp.debug.gradient_range(optimizer, probe=2.0**8) as r:
+        for _ in range(3):
+            gradients(model, optimizer)
+            r.parameters.clear()  # as where a block leaves no gradient
+    assert str(r).count("what is lost could not be measured") == 1
 
 
-def range_of(scale=1.0, lost=None, probe=None, level="O1", **exponents):
-    """Of parameters by their names: how many elements have each exponent; ``zero``: are zero."""
-    found = GradientRange("SGD", level, probe)
+class Checkpointed(nn.Module):
+    """A BatchNorm and a Dropout whose forwards backward repeats, in a checkpoint."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.norm, self.drop, self.last = nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4)
+        self.options = {"use_reentrant": False, "preserve_rng_state": False, **options}
+
+    def loss(self):
+        x = torch.linspace(-1, 1, 64, device=DEVICE).view(8, 8).requires_grad_()
+        hidden = checkpoint(lambda x: self.drop(self.norm(x)), x, **self.options)
+        return self.last(hidden).float().square().mean()
+
+
+def test_buffers_and_random_numbers_are_as_without_it():
+    left = []
+    for probes in (False, True):
+        model, optimizer = set_up(Checkpointed, "O1", torch.optim.SGD, dynamic_init_scale=4.0)
+        torch.manual_seed(3)
+        with amp.debug.gradient_range(optimizer, probe=4.0) if probes else nullcontext():
+            gradients(model, optimizer)
+        left.append([*model.buffers(), torch.rand(4, device=DEVICE), torch.rand(4), model.last.weight.grad])
+        amp.shutdown()
+    assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
+    assert int(left[1][2]) == 2  # num_batches_tracked: forward, and once more in backward
+
+
+def test_what_the_probe_does_not_reach_is_named():
+    model, optimizer = set_up(lambda: Checkpointed(use_reentrant=True), "O1", torch.optim.SGD, dynamic_init_scale=4.0)
+    with amp.debug.gradient_range(optimizer, probe=4.0) as r:
+        gradients(model, optimizer)
+    assert set(r.parameters) == {"last.weight", "last.bias"}
+    assert "not measured: norm.weight, norm.bias, which this loss does not use, or only within reentrant" in str(r)
+
+
+def test_inf_and_nan_have_a_column():
+    assert "inf, nan" not in str(range_of(a={-5: 10}))
+    lines = str(range_of(a={"inf": 1, -5: 9}, b={-5: 10})).splitlines()
+    (head,) = [i for i, line in enumerate(lines) if line.startswith("those that lose most")]
+    assert lines[head].endswith("inf, nan")
+    assert lines[head + 1].split() == ["a", "10", "0", "%", "0", "%", "10", "%"]
+
+
+def counts_of(counted):
+    counts = np.zeros(256, np.int64)
+    for exponent, count in counted.items():
+        counts[{"zero": 0, "inf": 255}.get(exponent, 127 + exponent if isinstance(exponent, int) else 0)] = count
+    return counts
+
+
+def range_of(scale=1.0, lost=None, probe=None, level="O1", dtype=torch.float16, **exponents):
+    """Of parameters by their names: how many elements have each exponent; ``zero``: are zero; ``lost``: likewise."""
+    found = GradientRange("SGD", level, probe, dtype)
     found.scale = scale
     for name, counted in exponents.items():
-        counts = np.zeros(256, np.int64)
-        for exponent, count in counted.items():
-            counts[{"zero": 0, "inf": 255}.get(exponent, 127 + exponent if isinstance(exponent, int) else 0)] = count
-        found.parameters[name] = ParameterRange(name, counts, math.floor(math.log2(scale)), lost)
+        one = found.parameters[name] = ParameterRange(name, counts_of(counted), math.floor(math.log2(scale)), dtype)
+        if lost is not None and name in lost:
+            one.set_lost(counts_of(lost[name]))
     return found
 
 
@@ -184,8 +245,8 @@ WIDE = {e: 10 for e in range(-40, 1)}
 CASES = {
     "all too small": (range_of(a={-20: 50, -19: 50}), "too small: a static one of 2^8 would do"),
     "all too small, lost": (
-        range_of(a={"zero": 60, -22: 40}, lost=60, probe=256.0),
-        "too small: a static one of 2^10 would do.*; 60 % of all elements are zero for lack of range, and lost",
+        range_of(a={"zero": 60, -22: 40}, lost={"a": {-28: 60}}, probe=256.0),
+        "too small: a static one of 2^16 would do.*; 60 % of all elements are zero for lack of range, and lost",
     ),
     "it fits": (range_of(scale=2.0**10, a={-10: 60, -19: 40}), "the loss scale fits; a static one of 2^7 would do"),
     "too large": (range_of(scale=2.0**10, a={6: 50, 0: 50}), "too large: a static one of 2^2 would do"),
@@ -198,13 +259,40 @@ CASES = {
         "head alone needs 2^16, at which others overflow: keep it in float32",
     ),
     "true zeros": (
-        range_of(scale=2.0**4, a={"zero": 90, -5: 10}, lost=0, probe=256.0),
+        range_of(scale=2.0**4, a={"zero": 90, -5: 10}, lost={"a": {}}, probe=256.0),
         "fits; .*; the zeros are true ones",
     ),
-    "only zeros": (range_of(a={"zero": 90}, lost=0, probe=256.0), "all gradients are zero; the zeros are true ones"),
+    "half lost, the others fit": (
+        range_of(scale=4.0, a={"zero": 50}, b={-5: 50}, lost={"a": {-30: 50}, "b": {}}, probe=2.0**10),
+        "too small: a static one of 2^18 would do.*; 50 % of all elements are zero for lack of range, and lost$",
+    ),
+    "one percent lost is none": (
+        range_of(scale=4.0, a={"zero": 1}, b={-5: 999}, lost={"a": {-30: 1}, "b": {}}, probe=2.0**10),
+        "fits; .*; a alone needs 2^16; 0.10 % of all elements are zero for lack of range, and lost$",
+    ),
+    "the sum of many that are lost is no larger than they allow": (
+        range_of(a={"zero": 60, -5: 40}, lost={"a": {-12: 60}}, probe=256.0),
+        "too small: a static one of 2^13 would do",
+    ),
+    "unknown of one": (
+        range_of(scale=2.0**4, a={"zero": 90, -5: 10}, b={"zero": 9}, lost={"b": {}}, probe=256.0),
+        "fits; .*; what is lost of a is unknown$",
+    ),
+    "only zeros": (
+        range_of(a={"zero": 90}, lost={"a": {}}, probe=256.0),
+        "all gradients are zero; the zeros are true ones",
+    ),
+    "all lost": (
+        range_of(a={"zero": 90}, lost={"a": {-28: 90}}, probe=256.0),
+        "all gradients are zero; 100 % .* lost: a static loss scale of 2^16 would do",
+    ),
+    "float32": (range_of(level="O0", dtype=torch.float32, a={-30: 10}), "O0 needs no loss scale: its gradients are f"),
     "too wide": (range_of(a=WIDE, b={-3: 10}), "need 41 binades, and float16 has 30. Use O4 or O5.* keep a in float32"),
     "overflow": (range_of(a={"inf": 1, -5: 10}), "a have inf or nan.*find_overflow"),
-    "bfloat16": (range_of(level="O5", a={-30: 10}), "O5 needs no loss scale: bfloat16 has the range of float32"),
+    "bfloat16": (
+        range_of(level="O5", dtype=torch.bfloat16, a={-30: 10}),
+        "O5 needs no loss scale: bfloat16 has the range of float32",
+    ),
 }
 
 
@@ -212,6 +300,42 @@ CASES = {
 def test_advice(case):
     found, said = CASES[case]
     assert re.search(said.replace("2^", r"2\^"), advice_of(found)), advice_of(found)
+
+
+class Branches(nn.Module):
+    """The gradients of ``faint`` are zero in float16 at a loss scale of 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.faint, self.plain = nn.Linear(8, 100), nn.Linear(8, 100)
+
+    def forward(self, x):
+        return self.plain(x) + self.faint(x) * 1e-7
+
+    def loss(self):
+        return self(torch.linspace(-1, 1, 256, device=DEVICE).view(32, 8)).float().square().mean() * 100
+
+
+def test_what_is_lost_asks_for_a_larger_scale():
+    model, optimizer = set_up(Branches, "O2", torch.optim.SGD)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}})
+    with amp.debug.gradient_range(optimizer, probe=2.0**10) as r:
+        gradients(model, optimizer)
+    assert r["faint.weight"].lost == r["faint.weight"].elements == 800
+    assert r.total.smallest_scale >= 11  # what is below 2^-25 becomes normal at 2^11 at the soonest
+    assert re.search(r"the loss scale is too small: a static one of 2\^1\d would do", r.advice)
+    assert amp.debug.scalars(r)["amp/gradients_lost"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_where_no_float16_is():
+    for level, options in (("O0", {}), ("O2", {"cast_model_type": torch.bfloat16}), ("O4", {}), ("O5", {})):
+        model, optimizer = set_up_rows([-3, -30], level, **options)
+        gradients(model, optimizer)
+        r = amp.debug.gradient_range(optimizer)
+        assert r.advice.startswith(f"{level} needs no loss scale: ")
+        assert r.total.lossy == 0
+        assert "float16" not in str(r).replace("bfloat16", "")
+        amp.shutdown()
 
 
 def test_the_advised_scale_loses_at_most_one_percent():
@@ -256,15 +380,49 @@ def test_bad_input():
     gradients(model, optimizer)
     with pytest.raises(KeyError, match=r"'fc' is no parameter with a gradient; there are fc\.weight, fc\.bias"):
         amp.debug.gradient_range(optimizer)["fc"]
+    with (
+        amp.debug.gradient_range(optimizer, probe=2.0) as r,
+        pytest.raises(KeyError, match="no parameter with a gradient; none was measured yet"),
+    ):
+        r["fc.weight"]
 
 
-def test_within_find_overflow_both_see_the_block():
+@pytest.mark.parametrize("order", [0, 1])
+def test_within_find_overflow_both_see_the_block(order):
     model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=4.0)
-    with amp.debug.find_overflow(model) as found, amp.debug.gradient_range(optimizer, probe=4.0) as r:
+    with amp.debug.find_overflow(model) as alone:
         iterate(model, optimizer)
+    contexts = [amp.debug.find_overflow(model), amp.debug.gradient_range(optimizer, probe=4.0)]
+    with contexts[order] as first, contexts[1 - order] as second:
+        iterate(model, optimizer)
+    found, r = (first, second)[order], (second, first)[order]
     assert len(found.reports) == 1
+    assert found.reports[0].operators == alone.reports[0].operators  # none of those of the probe
     assert not found.causes
     assert r.total.nonzero > 0
+    assert current().observer is None
+
+
+def test_what_begins_inside_stays_when_it_ends():
+    model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=4.0)
+    try:
+        with amp.debug.gradient_range(optimizer, probe=4.0) as r:
+            amp.debug.explain_overflows(after=2)
+            iterate(model, optimizer)
+        assert r.total.nonzero > 0
+        assert current().observer is settings.observer is not None
+        with amp.debug.gradient_range(optimizer, probe=4.0):
+            amp.debug.explain_overflows(None)
+        assert current().observer is settings.observer is None
+    finally:
+        amp.debug.explain_overflows(None)
+
+
+def test_without_amp():
+    _, optimizer = set_up(healthy.LSTM, "O2", enabled=False)
+    for ask in (amp.debug.gradient_range, amp.debug.bad_gradients):
+        with pytest.raises(RuntimeError, match=r"needs amp, which amp\.initialize was called without: enabled=False"):
+            ask(optimizer)
 
 
 def test_scalars():

@@ -3,7 +3,9 @@
 """The ranges that profilers see, and the table of where the time of a step goes."""
 
 import json
+import threading
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from devices import DEVICE, SIMULATOR, needs_counts
 from apex_npu import amp, optimizers
 from apex_npu.amp import amp_optimizer, block
 from apex_npu.amp.session import settings
-from apex_npu.debug import phases
+from apex_npu.debug import labels, phases
 from apex_npu.debug.phases import Event, Kernel, Steps, summarize
 from apex_npu.debug.profile import advice_of
 
@@ -131,6 +133,45 @@ def test_another_profiler_sees_the_ranges_from_its_first_block_on():
     iterate(model, optimizer)  # whose block finds no profiler
     assert settings.labels is None
     assert block.any_raised.__module__ == "apex_npu.amp.grad_groups"
+
+
+@pytest.mark.parametrize("end", ["shutdown", "forward"])
+def test_nothing_stays_where_no_block_follows_another_profiler(end):
+    before = hooks_of_torch(), block.any_raised
+    model, optimizer = set_up_gpt(steps=1)
+    with torch.profiler.profile(activities=CPU_ONLY):
+        iterate(model, optimizer)
+    assert settings.labels is not None
+    if end == "shutdown":
+        amp.shutdown()
+    else:
+        with torch.no_grad():
+            model.loss()
+    assert settings.labels is None
+    assert (hooks_of_torch(), block.any_raised) == before
+
+
+def test_threads_that_find_a_profiler_at_once_make_one_set_of_ranges(monkeypatch):
+    made, both = [], threading.Barrier(2)
+
+    class Slow(labels.Labels):
+        def __init__(self):
+            made.append(self)
+            with suppress(threading.BrokenBarrierError):
+                both.wait(timeout=0.1)  # both are here at once, unless one waits for the other
+            super().__init__()
+
+    monkeypatch.setattr(labels, "Labels", Slow)
+    before = hooks_of_torch(), block.any_raised
+    with torch.profiler.profile(activities=CPU_ONLY):
+        threads = [threading.Thread(target=labels.follow_profiler) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    labels.follow_profiler()
+    assert len(made) == 1
+    assert (hooks_of_torch(), block.any_raised) == before
 
 
 def labels_of(run):
@@ -261,6 +302,24 @@ def test_how_the_time_is_shared_out():
     assert found.idle is None
 
 
+def test_what_comes_before_each_forward():
+    events = step_of(
+        Event("amp.forward", 100, 150),  # of a validation, or of another loss
+        Event("Optimizer.zero_grad#A", 350, 360),
+        Event("amp.forward", 400, 450),
+        Event("amp.backward", 460, 500),
+        Event("amp.all_reduce[0]", 470, 480),
+        Event("amp.forward", 700, 750),  # accumulation
+        Event("amp.backward", 760, 800),
+        Event("Optimizer.step#A", 810, 900),
+    )
+    found = summarize(events)
+    shares = {p.name: p.share for p in found.phases}
+    assert shares[phases.BEFORE_FORWARD] == pytest.approx(10 + 20 + 4 + 20)
+    assert shares[phases.ELSEWHERE] == pytest.approx(1 + 1 + 1 + 10)
+    assert sum(shares.values()) == pytest.approx(100)
+
+
 def test_several_steps_are_averaged_and_kernels_count_where_they_are_launched():
     events = step_of(Event("amp.forward", 0, 400)) + step_of(
         Event("amp.forward", 1000, 1200), name="ProfilerStep#1", begin=1000.0, end=3000.0
@@ -284,6 +343,7 @@ def test_several_steps_are_averaged_and_kernels_count_where_they_are_launched():
     ("phase", "idle", "said"),
     [
         ({"name": phases.BEFORE_FORWARD, "share": 40.0}, None, "num_workers"),
+        ({"name": phases.ELSEWHERE, "share": 40.0}, None, "40 % of a step is elsewhere, in no phase of amp: the loss"),
         ({"name": "Optimizer.step#Adam.step", "share": 30.0, "operators": 810.0}, None, "810 operators in"),
         ({"name": "amp.forward", "share": 50.0, "waits": 3.0, "waits_ms": 2.0}, None, "3 waits for the device"),
         ({"name": "amp.forward", "share": 50.0, "waits": 3.0, "waits_ms": 0.2}, 60.0, "computes nothing for 60 %"),

@@ -3,11 +3,14 @@
 """What ``python -m apex_npu run`` prints of the steps of a script."""
 
 import pytest
+import torch
 from debug import healthy
 from debug.test_check_operators import Spoil
 from debug.test_profile import iterate, set_up_gpt
 from debug.test_watching import hooks_of_torch, set_up
+from devices import DEVICE
 
+from apex_npu import amp
 from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
 from apex_npu.amp.session import settings
 from apex_npu.debug.script import (
@@ -37,7 +40,7 @@ def test_a_profile(capsys, tmp_path):
     assert len(list(tmp_path.glob("*.pt.trace.json"))) == 1
 
 
-@pytest.mark.parametrize(("first", "last", "said"), [(0, 9, "1 step of "), (5, 6, "has ended after step 1")])
+@pytest.mark.parametrize(("first", "last", "said"), [(0, 9, "1 step of "), (5, 6, "has ended after 1 step\n")])
 def test_a_script_that_ends_before(first, last, said, capsys):
     model, optimizer = set_up_gpt(steps=0)
     steps = ScriptSteps([ProfilePart(first, last, None)])
@@ -54,6 +57,78 @@ def test_the_range_of_gradients(step, capsys):
         iterate(model, optimizer)
     # The scale doubles after each step.
     assert capsys.readouterr().out.startswith(f"gradients of NpuFusedAdam at loss scale {16 * 2**step}: ")
+
+
+def test_the_first_forward_is_in_its_phase(capsys):
+    model, optimizer = set_up_gpt(steps=0)
+    ScriptSteps([part := ProfilePart(0, 1, None)])
+    iterate(model, optimizer)
+    phases = {phase.name: phase for phase in part._profile.phases}
+    assert phases["amp.forward"].operators > 10
+    assert "amp.forward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [ProfilePart, GradientRangePart, CheckOperatorsPart])
+def test_a_script_without_amp_is_told_so(kind, capsys):
+    steps = ScriptSteps([kind(1, 2)])
+    steps.end()
+    assert capsys.readouterr().out == f"{kind.option}: the script has ended and no optimizer of amp has stepped\n"
+
+
+def test_other_optimizers_are_not_measured_and_that_is_said(capsys):
+    models = [torch.nn.Linear(8, 1).to(DEVICE) for _ in range(2)]
+    made = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    _, made = amp.initialize(models, made, opt_level="O1", loss_scale=2.0, verbosity=0)
+    ScriptSteps([GradientRangePart(0, 1)])
+    for model, optimizer in zip(models, made, strict=True):
+        with amp.scale_loss(model(torch.ones(2, 8, device=DEVICE)).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert "of the optimizer that steps first; 1 more are not measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("context", [amp.debug.find_overflow, amp.debug.check_operators])
+def test_what_the_script_itself_opens_comes_first(context, capsys):
+    model, optimizer = set_up(healthy.ResNet, "O2", dynamic_init_scale=16.0)
+    ScriptSteps([CheckOperatorsPart(1, 2)])
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model.loss()
+        with context(model), amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    said = capsys.readouterr().out
+    assert "operators were compared with float64" in said
+    assert "--check-operators has ended where the script opens find_overflow, or check_operators, itself" in said
+
+
+def test_what_watches_already_is_not_disturbed(capsys):
+    model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=16.0)
+    ScriptSteps([CheckOperatorsPart(1, 2), ProfilePart(1, 2)])
+    with amp.debug.find_overflow(model) as found, torch.profiler.profile():
+        for _ in range(3):
+            iterate(model, optimizer)
+    assert len(found.reports) == 3
+    said = capsys.readouterr().out
+    assert "--check-operators: check_operators, or find_overflow, is open already" in said
+    assert "--profile: amp.debug.profile was entered while a profiler is on" in said
+    iterate(model, optimizer)  # whose block finds no profiler
+
+
+def test_explain_overflows_makes_way():
+    model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=16.0)
+    amp.debug.explain_overflows(after=1)
+    try:
+        with amp.scale_loss(model.loss() * float("inf"), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        loss = model.loss()  # watched
+        with amp.debug.find_overflow(model) as found, amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert len(found.reports) == 1
+        optimizer.step()
+    finally:
+        amp.debug.explain_overflows(None)
 
 
 @pytest.mark.parametrize("step", [0, 1])
