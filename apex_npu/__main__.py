@@ -65,8 +65,11 @@ def _run(options: argparse.Namespace) -> int:
         first, _, last = options.profile.partition(":")
         if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
             return _fail(f"--profile {options.profile}: give A:B, from step A, counted from 0, to before step B")
-        if options.trace and os.path.exists(options.trace) and not os.path.isdir(options.trace):
-            return _fail(f"--trace {options.trace}: this is a file; give a folder")
+        if options.trace:
+            try:
+                os.makedirs(options.trace, exist_ok=True)
+            except OSError as error:
+                return _fail(f"--trace {options.trace}: no folder can be made there ({error.strerror})")
         os.environ["APEX_NPU_PROFILE"] = options.profile
         os.environ["APEX_NPU_PROFILE_TRACE"] = os.path.abspath(options.trace) if options.trace else ""
     elif options.trace:

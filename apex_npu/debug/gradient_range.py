@@ -434,9 +434,7 @@ class _Probe:
         for source, grad in zip(sources, larger, strict=True):
             if id(source) in zeros:
                 one = next(parameters)
-                if not one.zeros:  # whether or not it overflows
-                    one.set_lost(np.zeros_like(one.counts))
-                elif grad is not None and not _overflowed(grad):
+                if one.lost is None and grad is not None and not _overflowed(grad):
                     lost = torch.where(zeros[id(source)], grad, torch.zeros_like(grad))
                     counts = exponent_census([lost], factor)[0]
                     counts[ZERO] = 0
@@ -491,7 +489,9 @@ def _fill(
         name = names.get(source) or f"a parameter of shape {tuple(grad.shape)}"
         if name in found.parameters:
             name = f"{name} ({len(found.parameters)})"
-        found.parameters[name] = ParameterRange(name, row, _exponent_of(scale), found.dtype)
+        one = found.parameters[name] = ParameterRange(name, row, _exponent_of(scale), found.dtype)
+        if found.probe is not None and not one.zeros:  # whatever a larger scale does
+            one.set_lost(np.zeros_like(row))
 
 
 @overload

@@ -172,6 +172,7 @@ def test_what_cannot_be_computed_twice_is_said():
     present = amp.debug.gradient_range(optimizer)
     assert present["fc.weight"].lossy == 0
     assert (r["fc.weight"].counts == present["fc.weight"].counts).all()  # of the block
+    assert (r["fc.weight"].lost, r["fc.bias"].lost) == (None, 0)  # the bias has no zeros
     assert r.total.lost is None
     with amp.debug.gradient_range(optimizer, probe=2.0**8) as r:
         for _ in range(3):
