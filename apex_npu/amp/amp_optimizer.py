@@ -9,9 +9,7 @@ ordinary methods, deepcopy and pickle carry the state along, and nothing on the 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -21,7 +19,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from apex_npu.amp.accessors import OptimizerAccessors
-from apex_npu.amp.bad_gradients import describe_skip, find_bad_gradients
+from apex_npu.amp.bad_gradients import explain_skip
 from apex_npu.amp.capture import check_step
 from apex_npu.amp.checkpoint_guard import CHECKPOINTS
 from apex_npu.amp.data_parallel import GradSync
@@ -40,12 +38,9 @@ from apex_npu.amp.deferred_step import (
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, fused_groups, state_of
 from apex_npu.amp.session import COPIED_WRITTEN, Session, current, warn_once
-from apex_npu.amp.step_decision import StepReport, explain_skips
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.fusion import FlatGrads, FusedGroup, HasFusedGroups, check_combinable, clip_grad_norm_, drop_grads, joined
-
-logger = logging.getLogger(__name__)
 
 
 class AmpOptimizerMixin(OptimizerAccessors):
@@ -476,7 +471,7 @@ def _skip_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
     say_skipped(report)
     session = current()
     if session is not None:
-        _explain_skip(session, optimizer, state, report)
+        explain_skip(session, optimizer, state, report)
     if state.masters.masters:
         _drop_master_grads(state)
     if holds(state):
@@ -487,19 +482,6 @@ def _drop_master_grads(state: AmpOptimizerState) -> None:
     drop_grads(state.masters.masters)
     for group in state.grads.groups:
         group.end_step()
-
-
-def _explain_skip(session: Session, optimizer: Optimizer, state: AmpOptimizerState, report: StepReport) -> None:
-    """Name the gradients once in a row of skips, and again where the row is long."""
-    alarms = report.skips_in_a_row == session.skip_alarm
-    if not alarms and (report.skips_in_a_row > 1 or session.verbosity < 1):
-        return
-    bad = find_bad_gradients(session, optimizer, state)
-    if report.skips_in_a_row == 1 and session.verbosity > 0:
-        logger.warning("%s", describe_skip(report, optimizer, bad))
-    if alarms:
-        logger.error("%s: %s", type(optimizer).__name__, explain_skips(report, list(bad.counts), bad.total))
-        importlib.import_module("apex_npu.debug.explain").watch_next_iteration()  # a package above this one
 
 
 def _require_no_masters(state: AmpOptimizerState, name: str, instead: str) -> None:

@@ -1,9 +1,11 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which gradients are inf or NaN: few launches and one wait, for what is said of a skipped step."""
+"""What a skipped step says: which gradients are inf or NaN, found with few launches and one wait."""
 
 from __future__ import annotations
 
+import importlib
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,11 +17,13 @@ from torch.optim import Optimizer
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.optimizer_state import AmpOptimizerState
 from apex_npu.amp.session import Session
-from apex_npu.amp.step_decision import StepReport
+from apex_npu.amp.step_decision import StepReport, explain_skips
 from apex_npu.distributed import local_part
 from apex_npu.fusion import FlatGrads
 from apex_npu.fusion.grad_slots import IN_BUFFER
 from apex_npu.ops import Segments, segment_dot
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -96,10 +100,23 @@ def _counts_in_buffer(flat: FlatGrads, slots: Sequence[int]) -> list[tuple[int, 
     return [(int(nan), int(inf)) for nan, inf in zip(nans, infs, strict=True)]
 
 
-def describe_skip(report: StepReport, optimizer: Optimizer, bad: BadGradients) -> str:
+def _describe(report: StepReport, optimizer: Optimizer, bad: BadGradients) -> str:
     """What the first skip of a row was for."""
     which = f"{len(bad.counts)} of {bad.total} gradients ({bad.shown}) were" if bad.counts else "gradients were"
     return (
         f"{type(optimizer).__name__}.step() was skipped: {which} not finite at loss scale {report.scale_before:g}; "
         "normal while the scale settles"
     )
+
+
+def explain_skip(session: Session, optimizer: Optimizer, state: AmpOptimizerState, report: StepReport) -> None:
+    """Name the gradients once in a row of skips, and again where the row is long."""
+    alarms = report.skips_in_a_row == session.skip_alarm
+    if not alarms and (report.skips_in_a_row > 1 or session.verbosity < 1):
+        return
+    bad = find_bad_gradients(session, optimizer, state)
+    if report.skips_in_a_row == 1 and session.verbosity > 0:
+        logger.warning("%s", _describe(report, optimizer, bad))
+    if alarms:
+        logger.error("%s: %s", type(optimizer).__name__, explain_skips(report, list(bad.counts), bad.total))
+        importlib.import_module("apex_npu.debug.explain").watch_next_iteration()  # a package above this one

@@ -6,10 +6,11 @@ from apex_npu.debug.causes import Finding
 from apex_npu.debug.check_operators import CheckedOperators, OperatorError, check_operators
 from apex_npu.debug.explain import explain_overflows
 from apex_npu.debug.find_overflow import find_overflow
-from apex_npu.debug.gradient_range import GradientRange, gradient_range
+from apex_npu.debug.gradient_range import gradient_range
 from apex_npu.debug.gradients import bad_gradients
 from apex_npu.debug.labels import profiler_ranges
 from apex_npu.debug.profile import profile
+from apex_npu.debug.range_report import GradientRange
 from apex_npu.debug.report import OverflowReport, Overflows
 from apex_npu.debug.scalars import scalars
 

@@ -20,7 +20,7 @@ from apex_npu import amp, optimizers
 from apex_npu.amp.session import current, settings
 from apex_npu.debug import census
 from apex_npu.debug.census import exponent_census
-from apex_npu.debug.gradient_range import GradientRange, ParameterRange, advice_of
+from apex_npu.debug.range_report import GradientRange, ParameterRange, advice_of
 
 
 def reference(tensor):
