@@ -47,7 +47,7 @@ from apex_npu.amp.step_decision import APPLIED, StepReport
 from apex_npu.amp.user_casts import registered_patches
 from apex_npu.autocast.forward_cast import convert_model, put_wrapper_back, wrapper_of
 from apex_npu.autocast.undo import Undo
-from apex_npu.distributed import ReduceOptions
+from apex_npu.distributed import GroupReference, ReduceOptions
 from apex_npu.distributed.consistency import Description, broadcast_values, describe, failing_together
 from apex_npu.distributed.torch_ddp import ddps_of, find_ddps, rebuild_reducer
 from apex_npu.ops import LOW_PRECISION
@@ -194,7 +194,8 @@ def initialize(
     check_thread("amp.initialize")
     process_group, overflow_group = check_groups(policy, process_group, overflow_group, enabled=enabled)
     if enabled:
-        session.overflow_group = overflow_group
+        if overflow_group is not None:
+            session.overflow_group = GroupReference(overflow_group, "overflow_group")
         with _together(policy, process_group) as descriptions:
             session.device_types = _device_types(model_list, optimizer_list)
             session.patches = registered_patches(policy)
@@ -214,7 +215,11 @@ def initialize(
                 settings_of_all = [("amp.initialize's options", f"{policy}, {options}, {num_losses} losses")]
                 descriptions.append(describe(model_list, optimizer_list, settings_of_all))
                 session.data_parallel = DataParallel(
-                    ReduceOptions(process_group, policy.ddp_replica_count, policy.ddp_reduce_dtype)
+                    ReduceOptions(
+                        GroupReference(process_group, "process_group"),
+                        policy.ddp_replica_count,
+                        policy.ddp_reduce_dtype,
+                    )
                 )
                 session.data_parallels.append(session.data_parallel)
         _print_options(session)

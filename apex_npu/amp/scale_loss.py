@@ -212,7 +212,7 @@ def _special_block(args: BlockArgs, given: Any, delay: Delay | None) -> AnyBlock
     unsynced = SaturatingBlock(inner, _open_states(session)) if saturating else inner
     block: AnyBlock = unsynced
     if synced:
-        block = SyncedBlock(unsynced, inner, [] if session.overflow_group is None else [session.overflow_group])
+        block = SyncedBlock(unsynced, inner, [] if session.overflow_group is None else [session.overflow_group()])
     if ddps:
         assert isinstance(inner, DelayingBlock)
         block = NoSyncBlock(block, inner, ddps)

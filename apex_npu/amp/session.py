@@ -35,6 +35,7 @@ from apex_npu.autocast.forward_cast import Ambient
 from apex_npu.autocast.monkey_patches import Patch, patch_attribute
 from apex_npu.autocast.undo import Undo
 from apex_npu.backends.script_warnings import warn
+from apex_npu.distributed.group_reference import GroupReference
 from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, dtypes_of, follow_dtypes
 from apex_npu.fusion import are_same
 
@@ -179,7 +180,7 @@ class Session:
     skip_alarm: int | None = 50
     ambient: Ambient = field(default_factory=Ambient)
     thread: threading.Thread = field(default_factory=threading.current_thread)
-    overflow_group: Any = None
+    overflow_group: GroupReference | None = None
     data_parallel: DataParallel | None = None
     data_parallels: list[DataParallel] = field(default_factory=list)
     no_sync_depth: int = 0

@@ -6,11 +6,13 @@ Above ``fusion``, whose flat buffers travel, and below ``amp`` and ``optimizers`
 """
 
 from apex_npu.distributed.grad_reducer import GradReducer, ReduceOptions
+from apex_npu.distributed.group_reference import GroupReference
 from apex_npu.distributed.rank_progress import RankProgress
 from apex_npu.distributed.shards import is_partial, is_sharded, local_grad, local_part, local_part_as, sharded_like
 
 __all__ = [
     "GradReducer",
+    "GroupReference",
     "RankProgress",
     "ReduceOptions",
     "is_partial",

@@ -31,6 +31,7 @@ from apex_npu.distributed.buckets import (
     waits_little,
 )
 from apex_npu.distributed.grad_arrivals import grad_arrivals
+from apex_npu.distributed.group_reference import GroupReference
 from apex_npu.distributed.rank_progress import RankProgress
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.grad_slots import NONE
@@ -45,18 +46,23 @@ class ReduceOptions:
     """How gradients are averaged.
 
     Attributes:
-        group: Over which processes.
+        processes: Over which processes.
         bucket_count: The requested number of buckets; the sizes below take precedence.
         low_precision_dtype: What float16 and bfloat16 gradients are reduced in; None: as they are.
         min_bucket_nbytes: No bucket but the last is smaller.
         max_bucket_nbytes: A bucket that has this size is closed.
     """
 
-    group: Any
+    processes: GroupReference
     bucket_count: int
     low_precision_dtype: torch.dtype | None = None
     min_bucket_nbytes: int = MIN_BUCKET_NBYTES
     max_bucket_nbytes: int = MAX_BUCKET_NBYTES
+
+    @property
+    def group(self) -> Any:
+        """The process group; a RuntimeError where it has been destroyed."""
+        return self.processes()
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What gradients of ``dtype`` are reduced in."""

@@ -28,7 +28,7 @@ from apex_npu.parallel import convert_syncbn_model
 
 
 def run(args: Namespace) -> None:
-    """Train, validate, save; or with --evaluate validate alone."""
+    """What main.py's options ask for, on this process's device."""
     device = set_up_device(args)
     if args.channels_last and device.type == "npu":
         raise SystemExit("--channels-last: torch_npu has contiguous formats alone; leave it out")
@@ -36,6 +36,15 @@ def run(args: Namespace) -> None:
         raise SystemExit("--sync-bn: DistributedDataParallel has it on cards alone; add --combine-grad --combine-ddp")
     if args.export:
         check_exporter()
+    train(args, device)
+    if dist.is_initialized():
+        # After train has freed DistributedDataParallel, which otherwise ends gloo's threads itself, and can wait for
+        # them while they wait for it: it holds Python's lock then.
+        dist.destroy_process_group()
+
+
+def train(args: Namespace, device: torch.device) -> None:
+    """Train, validate, save; or with --evaluate validate alone."""
     train_loader, val_loader, num_classes = make_loaders(args)
     torch.backends.cudnn.deterministic = args.deterministic
     torch.backends.cudnn.benchmark = not args.deterministic
@@ -71,8 +80,6 @@ def run(args: Namespace) -> None:
                 save_checkpoint(args, model, optimizer, epoch + 1, best, is_best)
     if args.export and is_first_process():
         export(model, args, device)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 # --- set-up ----------------------------------------------------------------------------------------------------------
