@@ -18,7 +18,7 @@ import torch
 
 _BUILT_FOR = Path(__file__).with_name("_C.torch_version")
 # Of the functions in csrc/bindings.cpp, and of what the library registers with torch.
-_API = 11
+_API = 12
 _WAY_OUT = "using the pure-PyTorch fallback (slower); rebuild with `pip install --no-build-isolation apex_npu`"
 
 

@@ -11,6 +11,7 @@
 #include "combine_tensors/python_objects.h"
 #include "combine_tensors/slot_table.h"
 #include "data_parallel/grad_arrivals.h"
+#include "debug/exponents.h"
 #include "fused_optim/gather_cpu.h"
 #include "fused_optim/grad_slots.h"
 #include "fused_optim/kernels_cpu.h"
@@ -42,7 +43,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 11;
+  m.attr("API") = 12;
 
   m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"),
         py::arg("keep_previous"));
@@ -121,6 +122,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def(
       "grads_of", [](const py::sequence& tensors) { return apex_npu::grads_of(borrow(tensors)); }, py::arg("tensors"));
+  m.def("count_exponents_cpu", &apex_npu::count_exponents_cpu, py::arg("x"), py::arg("factor"));
   m.def("versions_of", &apex_npu::versions_of, py::arg("tensors"));
   m.def(
       "low_precision_of", [](const py::sequence& tensors) { return apex_npu::low_precision_of(borrow(tensors)); },

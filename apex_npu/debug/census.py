@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from apex_npu._extension import extension
+
 Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 # The columns of a census: those between ``FIRST`` and ``NONFINITE`` are the exponents from -126 on.
@@ -35,27 +37,36 @@ def exponent_census(tensors: Sequence[Tensor], factor: float = 1.0) -> Counts:
         int64, (len(tensors), 256).
     """
     counts: Counts = np.zeros((len(tensors), 256), dtype=np.int64)
-    for i, part in _parts_on_host(tensors, factor):
-        for begin in range(0, part.size, _ELEMENTS_COUNTED):
-            some = part[begin : begin + _ELEMENTS_COUNTED]
-            found = np.bincount((some.view(np.uint32) >> 23).astype(np.uint8), minlength=256)
-            zeros = some.size - np.count_nonzero(some)
-            found[FIRST] += found[ZERO] - zeros
-            found[ZERO] = zeros
-            counts[i] += found
+    for i, part in _parts_on_host(tensors):
+        if extension is None:
+            counts[i] += _counted(part, factor)
+        else:
+            counts[i] += extension.count_exponents_cpu(part, factor).numpy()
     return counts
 
 
-def _parts_on_host(tensors: Sequence[Tensor], factor: float) -> Iterator[tuple[int, Any]]:
-    """Parts of ``tensors``, scaled, as float32 arrays, each with the tensor's index."""
+def _counted(part: Tensor, factor: float) -> Counts:
+    counts: Counts = np.zeros(256, dtype=np.int64)
+    for some in (part if factor == 1.0 else part * factor).split(_ELEMENTS_COUNTED):
+        array = some.numpy()
+        found = np.bincount((array.view(np.uint32) >> 23).astype(np.uint8), minlength=256)
+        zeros = array.size - np.count_nonzero(array)
+        found[FIRST] += found[ZERO] - zeros
+        found[ZERO] = zeros
+        counts += found
+    return counts
+
+
+def _parts_on_host(tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Parts of ``tensors`` in float32, each with the tensor's index."""
     waiting: list[tuple[int, Tensor]] = []
     for i, tensor in enumerate(tensors):
         for part in tensor.detach().reshape(-1).split(_ELEMENTS_COPIED):
             if waiting and _must_go(waiting, part):
-                yield from _copied(waiting, factor)
+                yield from _copied(waiting)
                 waiting = []
             waiting.append((i, part))
-    yield from _copied(waiting, factor)
+    yield from _copied(waiting)
 
 
 def _must_go(waiting: Sequence[tuple[int, Tensor]], part: Tensor) -> bool:
@@ -64,14 +75,12 @@ def _must_go(waiting: Sequence[tuple[int, Tensor]], part: Tensor) -> bool:
     return device.type == "cpu" or device != part.device or total > _ELEMENTS_COPIED
 
 
-def _copied(waiting: Sequence[tuple[int, Tensor]], factor: float) -> Iterator[tuple[int, Any]]:
+def _copied(waiting: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
     """One copy for parts of a device."""
     if not waiting:
         return
     floats = [part.float() for _, part in waiting]
-    if factor != 1.0:
-        floats = list(torch._foreach_mul(floats, factor))
-    host = (floats[0] if len(floats) == 1 else torch.cat(floats)).cpu().numpy()
+    host = (floats[0] if len(floats) == 1 else torch.cat(floats)).cpu().contiguous()
     begin = 0
     for i, part in waiting:
         yield i, host[begin : begin + part.numel()]
