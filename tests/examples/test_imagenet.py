@@ -256,6 +256,8 @@ def test_export_without_its_packages_is_refused_before_the_training(run, main, l
         (["--start-epoch", "-1"], "--start-epoch -1: a number from 0 on is expected"),
         (["--lr", "nan"], "--lr nan: a number from 0 on is expected"),
         (["--label-smoothing", "2"], "--label-smoothing 2.0: a share from 0 to 1 is expected"),
+        (["--loss-scale", "abc"], "--loss-scale/--loss_scale: 'dynamic' or a positive number is expected, not 'abc'"),
+        (["--loss-scale", "-1"], "--loss-scale/--loss_scale: 'dynamic' or a positive number is expected, not '-1'"),
         (["--export", "."], "--export .: a folder; name a file in it"),
         *((["--optimizer", name], f"--optimizer {name}: no optimizer with lr and weight_decay") for name in NOT_TAKEN),
         (["--optimizer", "Muon"], "--optimizer Muon: "),
