@@ -371,6 +371,7 @@ def test_run_refuses_beside_a_real_apex_unless_forced(tmp_path):
     assert python("-m", "apex_npu", "run", "--force", "train.py", cwd=tmp_path).stdout == "True\n"
 
 
+@pytest.mark.slow
 def test_spawned_processes_have_the_names_too(tmp_path):
     (tmp_path / "train.py").write_text(
         "import multiprocessing\n"
@@ -430,6 +431,7 @@ def test_the_launcher_starts_its_processes_as_it_was_started(tmp_path):
         assert printed == f"apex_npu.amp.frontend ['--rank', '{rank}', '--world-size', '2']\n"
 
 
+@pytest.mark.slow
 def test_the_launcher_fails_where_a_process_fails(tmp_path):
     (tmp_path / "train.py").write_text("import sys\nsys.exit(3 * int(sys.argv[-1]))")
     assert python(*MULTIPROC, "train.py", "--world-size", "2", cwd=tmp_path).returncode == 3
