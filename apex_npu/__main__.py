@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what ``arguments`` say; without any, those of the command line, as the program ``apex-npu`` does.
 
     Returns:
-        The exit status, where the script did not end with one itself: 0, or 2 if there is nothing to run.
+        The exit status, where the script, or help, did not end with one itself: 0, or 2 if there is nothing to run.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     name, rest = (arguments[0] if arguments else None), arguments[1:]
