@@ -82,7 +82,7 @@ def parser_of(commands: Sequence[Command], program: str | None, description: str
             help=command.help,
             description=f"{command.help[0].upper()}{command.help[1:]}.",
             usage="\n       ".join(calls) if command.passes_rest else None,
-            epilog="Options come in this order, before what is run; what follows that is its own." if command.passes_rest else None,
+            epilog="Options come in this order, before what is run." if command.passes_rest else None,
         )
         for argument in command.arguments:
             argument.add_to(one)
