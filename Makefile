@@ -42,7 +42,7 @@ help: ## this list
 	@echo 'make demo-ddp   the same network on two processes, averaged by amp and by torch (SIMULATED_NPU=1: on hccl)'
 	@echo 'make test       lint, types, import contracts and the quick tests (under 10 minutes on 2 cores)'
 	@echo 'make test-all   the same, then those of test-rest'
-	@echo 'make test-rest  the site, the slow tests, test-hosts-quick (three frameworks), and test-torch-npu-quick'
+	@echo 'make test-rest  the site, the slow tests, those of the simulated NPU, test-hosts-quick (three frameworks), and test-torch-npu-quick'
 	@echo 'make test-hosts  the integrations inside the training frameworks themselves, in .venv-hosts (HOSTS="timm ignite": these alone)'
 	@echo "make test-torch-npu  all npu tests on the vendor's torch_npu, without an NPU (over an hour)"
 	@echo 'make test-torch-npu-quick  the quick ones of amp, optimizers and data parallel training, once'
@@ -161,13 +161,13 @@ PYTEST = $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 pytest-quick: setup-dev
 	@echo '==> quick tests'
 	@$(PYTEST) -m 'not slow' --ignore tests/simulator --ignore tests/vendor
-	@if $(HAS_SIMULATOR); then echo '==> tests of the simulated NPU'; $(PYTEST) --disable-warnings tests/simulator; fi
 	@if $(HAS_SIMULATOR); then echo '==> quick tests on the simulated NPU'; \
 	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m 'not slow' $(ON_NPU); fi
 
 pytest-slow: setup-dev
 	@echo '==> slow tests'
 	@$(PYTEST) -m slow --ignore tests/simulator --ignore tests/vendor
+	@if $(HAS_SIMULATOR); then echo '==> tests of the simulated NPU'; $(PYTEST) --disable-warnings tests/simulator; fi
 	@if $(HAS_SIMULATOR); then echo '==> slow tests on the simulated NPU'; \
 	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m slow $(ON_NPU) && APEX_NPU_TEST_DEVICE=npu $(PYTEST) tests/known_faults; fi
 

@@ -25,26 +25,10 @@ from apex_npu.migrate.command import MIGRATE
 PROGRAM = "python -m apex_npu"
 # The training frameworks whose integration has something to register.
 HOSTS = ("deepspeed", "mmengine", "timm", "transformers")
-ABOUT = """\
-Runs a script in which the name apex, with apex.amp and apex.optimizers, is apex_npu.
-  --force        even where another package called apex is installed
-  --host timm    its registry has the fused optimizers; also deepspeed, mmengine, transformers (repeatable)
-  --explain-overflows[=N]
-                 after N skipped steps in a row (2) the next iteration is watched, and what overflowed is logged
-  --profile A:B  where the time of the steps from A to before B goes is printed; --trace DIR also writes a trace
-  --gradient-range STEP, --check-operators STEP
-                 what float16 loses of the gradients of that step; how far its operators are from float64
-  --device npu   what is written for CUDA is rewritten for npu, in memory, as it is imported; OPTIONS, in this order:
-    --also PACKAGE   a package outside the script's folder is rewritten, too (repeatable)
-    --changes FILE   all findings are written at the end; the name ends with .csv, .json or .sarif
-    --force-files    also files that speak of npu already
-    --no-unsure      what is unsure is left
-Or rewrites scripts for CUDA and apex for npu; migrate --help lists its options.
-Or patches a checkout of NVIDIA's Apex, so that it answers with apex_npu; --reverse takes the patch out.
-Or shows what is in a checkpoint, and converts it between apex and torch.
-Or examines this machine: versions, devices, kernels, and what is in the way.
-Or times the optimizers beside torch's on this CPU, and shows the published figures.
-With several processes: torchrun --nproc-per-node 8 -m apex_npu run script.py"""
+ABOUT = (
+    "Mixed precision and fused optimizers for PyTorch on npu, cuda and cpu. COMMAND --help lists the options of a "
+    "command. With several processes: torchrun --nproc-per-node 8 -m apex_npu run script.py"
+)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -121,16 +105,34 @@ RUN = Command(
     _run,
     (
         Argument("--force", "even where another package called apex is installed", flag=True),
-        Argument("--host", "register the fused optimizers there", metavar="NAME", many=True),
         Argument(
-            "--explain-overflows", "log what overflowed after so many skipped steps in a row", metavar="N", bare="2"
+            "--host",
+            f"register the fused optimizers with a training framework: {', '.join(HOSTS)} (repeatable)",
+            metavar="NAME",
+            many=True,
         ),
-        Argument("--profile", "print where the time of these steps goes", metavar="A:B"),
-        Argument("--trace", "with --profile: a folder for a trace", metavar="DIR"),
-        Argument("--gradient-range", "print what float16 loses of a step's gradients", metavar="STEP"),
-        Argument("--check-operators", "print how far a step's operators are from float64", metavar="STEP"),
-        Argument("--device", "npu: modules for CUDA are rewritten as they are imported", metavar="npu"),
-        Argument("--also", "with --device: rewrite this package, too (repeatable)", metavar="PACKAGE", many=True),
+        Argument(
+            "--explain-overflows",
+            "after N skipped steps in a row (2, or as in --explain-overflows=5) watch the next iteration, and log what "
+            "overflowed",
+            metavar="N",
+            bare="2",
+        ),
+        Argument(
+            "--profile",
+            "print where the time goes of the steps from A, counted from 0, to before B",
+            metavar="A:B",
+        ),
+        Argument("--trace", "with --profile: also write a trace into this folder", metavar="DIR"),
+        Argument("--gradient-range", "print what float16 loses of the gradients of this step", metavar="STEP"),
+        Argument("--check-operators", "print how far operators of this step are from float64", metavar="STEP"),
+        Argument("--device", "rewrite what is written for CUDA for npu, in memory, as it is imported", metavar="npu"),
+        Argument(
+            "--also",
+            "with --device: rewrite this package, too, outside the script's folder (repeatable)",
+            metavar="PACKAGE",
+            many=True,
+        ),
         Argument("--changes", "with --device: write all findings; .csv, .json or .sarif", metavar="FILE"),
         Argument("--force-files", "with --device: also rewrite files that speak of npu already", flag=True),
         Argument("--no-unsure", "with --device: leave what is unsure", flag=True),
@@ -150,19 +152,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what ``arguments`` say; without any, those of the command line, as the program ``apex-npu`` does.
 
     Returns:
-        The exit status, where the script did not end with one itself: 0, or 2 if there is nothing to run.
+        The exit status, where the script, or help, did not end with one itself: 0, or 2 if there is nothing to run.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     name, rest = (arguments[0] if arguments else None), arguments[1:]
     command = next((command for command in COMMANDS if command.name == name), None)
     asks_for_help = list(rest) in (["-h"], ["--help"])
-    if name in ("-h", "--help") or (command is not None and command.passes_rest and asks_for_help):
-        print(_usage())
-        return 0
+    if name in ("-h", "--help") or (command is not None and (asks_for_help or not command.passes_rest)):
+        options = parser_of(COMMANDS, PROGRAM, ABOUT).parse_args(arguments)
+        status: int = options.run(options)
+        return status
     if command is None:
-        return _fail("a command is missing" if name is None else f"unknown command {name!r}")
-    if not command.passes_rest:
-        return command.run(parser_of(COMMANDS, PROGRAM, ABOUT).parse_args(arguments))
+        return _fail("a command is missing" if name is None else f"unknown command {name!r}", COMMANDS)
     try:
         options = split_rest(command, rest)
     except ValueError as error:
@@ -170,13 +171,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return command.run(options)
 
 
-def _usage() -> str:
-    calls = [f"{PROGRAM} {command.name} {usage}" for command in COMMANDS for usage in command.usage]
-    return "usage: " + "\n       ".join(calls) + f"\n\n{ABOUT}"
-
-
-def _fail(reason: str) -> int:
-    print(f"apex_npu: {reason}\n{_usage()}", file=sys.stderr)
+def _fail(reason: str, commands: Sequence[Command] | None = None) -> int:
+    """Print ``reason``, and how ``commands`` are called, or ``run``."""
+    commands = commands or (RUN,)
+    calls = [f"{PROGRAM} {command.name} {usage}" for command in commands for usage in command.usage]
+    name = "COMMAND" if len(commands) > 1 else commands[0].name
+    usage = "usage: " + "\n       ".join(calls)
+    print(f"apex_npu: {reason}\n{usage}\n{PROGRAM} {name} --help lists the options", file=sys.stderr)
     return 2
 
 

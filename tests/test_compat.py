@@ -43,6 +43,7 @@ def package(folder: Path, name: str, *submodules: str, source: str = "") -> Path
 # ------------------------------------------------------------------------------------------------------------- names
 
 
+@pytest.mark.slow
 def test_every_old_name_imports_and_shows_ours():
     program = """
 import importlib, sys
@@ -61,6 +62,7 @@ print(len(MODULES))
     assert int(output(program)) == len(compat.MODULES)
 
 
+@pytest.mark.slow
 def test_imports_as_scripts_write_them():
     program = """
 import apex_npu
@@ -126,6 +128,7 @@ for old, new in MOVED.items():
 """
 
 
+@pytest.mark.slow
 def test_modules_that_have_moved_are_the_same_under_both_names():
     program = """
 import apex_npu.parallel as parallel, apex_npu.parallel.larc
@@ -152,6 +155,7 @@ def test_a_module_that_has_moved_runs_as_a_program():
     assert "a git checkout of NVIDIA's Apex" in result.stdout
 
 
+@pytest.mark.slow
 def test_uninstall_removes_every_module():
     program = """
 import sys
@@ -174,6 +178,7 @@ except ModuleNotFoundError:
     assert output(program) == "gone\n"
 
 
+@pytest.mark.slow
 def test_pickles_with_old_names_load():
     program = """
 import pickle
@@ -254,6 +259,7 @@ def test_pypis_apex_is_named_for_what_it_is(tmp_path):
     assert "PyPI's apex, a toolkit for logins in web applications made with Pyramid" in output(REFUSED, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_mere_folder_is_no_obstacle(tmp_path):
     (tmp_path / "apex" / "apex").mkdir(parents=True)  # a checkout of Apex beside the script
     program = "import apex_npu; apex_npu.install_as_apex(); from apex import amp; print(amp.initialize.__module__)"
@@ -267,6 +273,7 @@ __apex_npu__ = True
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["", "import apex"])
 def test_a_patched_apex_is_left_in_place(tmp_path, first):
     package(tmp_path, "apex", "amp", "transformer", source=PATCHED)
@@ -285,6 +292,7 @@ print(sys.modules["apex"] is apex, apex.amp.initialize.__module__)
     assert output(program, tmp_path) == "True apex_npu.amp.frontend\n"
 
 
+@pytest.mark.slow
 def test_a_patched_apex_that_fails_to_import_removes_its_finder(tmp_path):
     package(tmp_path, "apex", source=PATCHED)
     program = """
@@ -321,6 +329,7 @@ def test_run_gives_a_script_what_python_would(tmp_path):
     assert f"['{script}', '--force', '-x', '1'] 5 apex_npu.amp.frontend" in result.stdout
 
 
+@pytest.mark.slow
 def test_run_passes_on_errors_and_modules(tmp_path):
     (tmp_path / "tool.py").write_text("import sys, apex.amp\nprint(sys.argv[1:])\nraise KeyError('mine')")
     result = python("-m", "apex_npu", "run", "-m", "tool", "a", path=tmp_path)
@@ -353,14 +362,23 @@ def test_run_says_how_it_is_used(arguments, said, capsys):
     assert "usage: python -m apex_npu run" in errors
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["run", "--help"]])
-def test_help_is_no_error(arguments, capsys):
-    from apex_npu.__main__ import main
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_is_no_error(option, capsys):
+    from apex_npu.__main__ import COMMANDS, RUN, main
 
-    assert main(arguments) == 0
-    assert "--force" in capsys.readouterr().out
+    for arguments, said in (
+        ([option], [f"    {command.name} " for command in COMMANDS]),
+        (["run", option], ["run [--force] [--host NAME]", *(f"  {argument.name} " for argument in RUN.arguments)]),
+        (["convert", option], ["Show what is in a checkpoint", "--to apex|torch"]),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        printed = capsys.readouterr().out
+        assert [words for words in said if words not in printed] == []
 
 
+@pytest.mark.slow
 def test_run_refuses_beside_a_real_apex_unless_forced(tmp_path):
     package(tmp_path, "apex", "amp")
     (tmp_path / "train.py").write_text("from apex import amp\nprint(hasattr(amp, 'initialize'))")
@@ -371,6 +389,7 @@ def test_run_refuses_beside_a_real_apex_unless_forced(tmp_path):
     assert python("-m", "apex_npu", "run", "--force", "train.py", cwd=tmp_path).stdout == "True\n"
 
 
+@pytest.mark.slow
 def test_spawned_processes_have_the_names_too(tmp_path):
     (tmp_path / "train.py").write_text(
         "import multiprocessing\n"
@@ -394,6 +413,7 @@ def test_spawned_processes_have_the_names_too(tmp_path):
     assert result.stdout.split() == ["0", *modules]
 
 
+@pytest.mark.slow
 def test_the_name_has_the_metadata_of_a_distribution(tmp_path):
     """transformers takes a package without metadata for one that is not installed."""
     code = (
@@ -419,6 +439,7 @@ def test_the_name_has_the_metadata_of_a_distribution(tmp_path):
 MULTIPROC = ("-m", "apex_npu", "run", "-m", "apex.parallel.multiproc")
 
 
+@pytest.mark.slow
 def test_the_launcher_starts_its_processes_as_it_was_started(tmp_path):
     (tmp_path / "train.py").write_text(
         "import sys\nfrom apex import amp\nprint(amp.initialize.__module__, sys.argv[1:])"
@@ -430,6 +451,7 @@ def test_the_launcher_starts_its_processes_as_it_was_started(tmp_path):
         assert printed == f"apex_npu.amp.frontend ['--rank', '{rank}', '--world-size', '2']\n"
 
 
+@pytest.mark.slow
 def test_the_launcher_fails_where_a_process_fails(tmp_path):
     (tmp_path / "train.py").write_text("import sys\nsys.exit(3 * int(sys.argv[-1]))")
     assert python(*MULTIPROC, "train.py", "--world-size", "2", cwd=tmp_path).returncode == 3

@@ -75,11 +75,15 @@ def _fail(reason: str) -> int:
 
 BENCH = Command(
     "bench",
-    "steps of the optimizers beside torch's on this CPU, and the published figures; status 1 where a goal is missed",
+    "time the optimizers beside torch's on this CPU, with the published figures (exit status 1: a goal is missed)",
     _run,
     (
-        Argument("--seconds", "for all rounds together (60)", type=float, metavar="N", default=60.0),
-        Argument("--only", "goals whose names have this in them, for instance Adam", metavar="TEXT", default=""),
+        Argument(
+            "--seconds", "how long to measure, all rounds together (default 60)", type=float, metavar="N", default=60.0
+        ),
+        Argument(
+            "--only", "measure only the goals whose names contain TEXT, for instance Adam", metavar="TEXT", default=""
+        ),
     ),
     usage=("[--seconds N] [--only TEXT]",),
 )

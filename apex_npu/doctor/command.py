@@ -60,8 +60,8 @@ def _show(sections: Sequence[Section]) -> None:
 
 DOCTOR = Command(
     "doctor",
-    "versions, devices, kernels and what is in the way; status 1 where something is broken",
+    "examine this machine: versions, devices, kernels, and what is in the way (exit status 1: something is broken)",
     _run,
-    (Argument("--json", "for programs", flag=True),),
+    (Argument("--json", "print the same as JSON, for programs", flag=True),),
     usage=("[--json]",),
 )

@@ -49,11 +49,11 @@ def _fail(reason: str) -> int:
 
 CONVERT = Command(
     "convert",
-    "show what is in a checkpoint, or convert it between apex and torch",
+    "show what is in a checkpoint, or with --to and --out convert it between apex and torch",
     _run,
     (
         Argument("file", "a file of torch.save, .safetensors, or an index of shards", metavar="FILE"),
-        Argument("--to", "apex (which apex_npu loads, too) or torch", metavar="apex|torch"),
+        Argument("--to", "whose form NEW gets: apex's, which apex_npu loads as well, or torch's", metavar="apex|torch"),
         Argument("--out", "the file to write", metavar="NEW"),
         Argument(
             "--strip-module", "take the prefixes of DistributedDataParallel and torch.compile off the names", flag=True

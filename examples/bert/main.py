@@ -10,7 +10,19 @@ This file has the options; train.py has the data and the training. Needs transfo
 
 import argparse
 import importlib.util
+import math
 from pathlib import Path
+
+
+def loss_scale(text: str) -> str:
+    """The argument of --loss-scale, as amp takes it."""
+    try:
+        is_scale = text == "dynamic" or 0 < float(text) < math.inf
+    except ValueError:
+        is_scale = False
+    if not is_scale:
+        raise argparse.ArgumentTypeError(f"'dynamic' or a positive number is expected, not '{text}'")
+    return text
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -49,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = mixed.add_argument
     levels = ["O0", "O1", "O2", "O3", "O4", "O5"]
     add("--opt-level", choices=levels, default="O2", help="default %(default)s; O4, O5: bfloat16")
-    add("--loss-scale", metavar="SCALE", help="'dynamic' or a number; default: the level's")
+    add("--loss-scale", type=loss_scale, metavar="SCALE", help="'dynamic' or a number; default: the level's")
     add("--combine-grad", action="store_true", help="gradients in one flat buffer")
     return parser
 

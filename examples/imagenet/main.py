@@ -9,7 +9,19 @@ This file has the options; train.py has the training, data.py the images, models
 """
 
 import argparse
+import math
 from pathlib import Path
+
+
+def loss_scale(text: str) -> str:
+    """The argument of --loss-scale, as amp takes it."""
+    try:
+        is_scale = text == "dynamic" or 0 < float(text) < math.inf
+    except ValueError:
+        is_scale = False
+    if not is_scale:
+        raise argparse.ArgumentTypeError(f"'dynamic' or a positive number is expected, not '{text}'")
+    return text
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -64,7 +76,13 @@ def make_parser() -> argparse.ArgumentParser:
     add = mixed.add_argument
     levels = ["O0", "O1", "O2", "O3", "O4", "O5"]
     add("--opt-level", "--opt_level", choices=levels, default="O1", help="default %(default)s; O4, O5: bfloat16")
-    add("--loss-scale", "--loss_scale", metavar="SCALE", help="'dynamic' or a number; default: the level's")
+    add(
+        "--loss-scale",
+        "--loss_scale",
+        type=loss_scale,
+        metavar="SCALE",
+        help="'dynamic' or a number; default: the level's",
+    )
     add("--keep-batchnorm-fp32", "--keep_batchnorm_fp32", choices=["True", "False"], help="default: the level's")
     add("--combine-grad", "--combine_grad", action="store_true", help="gradients in one flat buffer")
     add("--combine-ddp", "--combine_ddp", action="store_true", help="average them without DistributedDataParallel")

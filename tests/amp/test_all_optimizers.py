@@ -238,7 +238,7 @@ RANDOM = settings(derandomize=True, deadline=None, database=None, suppress_healt
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-@settings(RANDOM, max_examples=5)
+@settings(RANDOM, max_examples=2)
 @given(program=st.lists(ACTIONS, min_size=3, max_size=15))
 def test_random_programs(spec, level, program):
     check(spec, spec.variants[-1], level, program)

@@ -4,6 +4,7 @@
 
 import copy
 import gc
+import itertools
 import math
 import warnings
 import weakref
@@ -260,9 +261,13 @@ def test_lazy_modules():
         amp.initialize(nn.LazyLinear(3), opt_level="O2", verbosity=0)
 
 
-@pytest.mark.parametrize("combine_grad", [None, True])
-@pytest.mark.parametrize("maker", [torch.optim.Adam, optimizers.NpuFusedAdam])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize(
+    ("level", "maker", "combine_grad"),
+    [
+        pytest.param(*case, marks=[] if case == ("O2", optimizers.NpuFusedAdam, True) else pytest.mark.slow)
+        for case in itertools.product(("O0", "O1", "O2"), (torch.optim.Adam, optimizers.NpuFusedAdam), (None, True))
+    ],
+)
 def test_a_compiled_training_step(level, maker, combine_grad):
     """torch.compile around everything: what touches flat buffers runs as it is."""
     courses = []

@@ -19,13 +19,12 @@ def run(worker, *checks, **options):
     processes.run(Path(__file__).with_name(f"{worker}_worker.py"), *checks, **options)
 
 
-def test_parameters_are_those_of_one_process_that_sees_the_whole_batch():
-    run("training", "values_of_rank_0", "levels", "unused_parameters")
-
-
-def test_gradients_are_averages_whatever_backward_does():
-    run(
-        "backward",
+# Starting the processes takes longer than a group of checks does: all of these have one start.
+TOGETHER = {
+    # Parameters are those of one process that sees the whole batch.
+    "training": ("values_of_rank_0", "levels", "unused_parameters"),
+    # Gradients are averages, whatever backward does.
+    "backward": (
         "gradients_are_averages",
         "sent_during_backward",
         "recorded_order",
@@ -36,12 +35,9 @@ def test_gradients_are_averages_whatever_backward_does():
         "changing_parameters_within_an_accumulation",
         "precision_of_averages",
         "held_scale",
-    )
-
-
-def test_processes_agree_or_fail_together():
-    run(
-        "agreement",
+    ),
+    # Processes agree, or fail together.
+    "agreement": (
         "refusals",
         "failure_of_a_second_initialize",
         "smaller_group",
@@ -49,11 +45,14 @@ def test_processes_agree_or_fail_together():
         "copies",
         "overflow_in_a_micro_batch",
         "overflow_group",
-    )
+    ),
+    # What goes wrong on one process ends the block on all.
+    "failures": ("exceptions", "late_gradients"),
+}
 
 
-def test_what_goes_wrong_on_one_process_ends_the_block_on_all():
-    run("failures", "exceptions", "late_gradients")
+def test_two_processes():
+    run("together", *(f"{worker}.{check}" for worker, checks in TOGETHER.items() for check in checks))
 
 
 @pytest.mark.slow

@@ -286,6 +286,14 @@ def test_a_vocabulary_with_a_word_twice_is_refused(run, folder, tmp_path):
         run(vocab=("--vocab", str(tmp_path / "words.txt")))
 
 
+def test_a_wrong_loss_scale_is_named(main, folder, capsys):
+    # Without transformers too.
+    with pytest.raises(SystemExit) as refusal:
+        main.main(["--loss-scale", "abc", str(folder / "text.txt")])
+    assert refusal.value.code == 2
+    assert "--loss-scale: 'dynamic' or a positive number is expected, not 'abc'" in capsys.readouterr().err
+
+
 def test_without_transformers_it_says_so(main, folder, monkeypatch, capsys):
     monkeypatch.setattr(main.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):

@@ -22,9 +22,10 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "ddp_digits.py")
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("LOCAL_RANK", None)
+    environment.update(variables)
     return subprocess.run(
         [sys.executable, "-W", "ignore", *command],
         env=environment,
@@ -61,7 +62,7 @@ def test_a_training_goes_on_from_its_checkpoint_as_if_it_had_not_been_interrupte
     assert whole["amp"] == parts["amp"]
     for name, value in whole["model"].items():
         assert torch.equal(parts["model"][name], value), name
-    result = run(*torchrun, SCRIPT, "--checkpoint", str(tmp_path / "whole"))
+    result = run(SCRIPT, "--checkpoint", str(tmp_path / "whole"), LOCAL_RANK="0")
     assert "name it, as in --engine combine_ddp" in result.stderr
 
 

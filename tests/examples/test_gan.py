@@ -186,6 +186,8 @@ def test_a_folder_is_no_file(run, losses, capsys, tmp_path, option):
     [
         (["--batch-size", "300"], "--batch-size 300: there are only 128 images"),
         (["--lr", "-1"], "--lr -1.0: a number from 0 on is expected"),
+        (["--loss-scale", "abc"], "--loss-scale: 'dynamic' or a positive number is expected, not 'abc'"),
+        (["--loss-scale", "inf"], "--loss-scale: 'dynamic' or a positive number is expected, not 'inf'"),
         (["--epochs", "0"], "--epochs 0: a number from 1 on is expected"),
         (["--resume", "no-such-file"], "--resume no-such-file: there is no such file"),
         (["--image", "no/such/folder.png"], "--image no/such/folder.png: no/such is no folder"),

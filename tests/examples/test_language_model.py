@@ -182,6 +182,8 @@ def test_a_trained_model_writes_without_training(run, main, losses, capsys):
         (["--lr", "-1"], "--lr -1.0: a number from 0 on is expected"),
         (["--wd", "nan"], "--weight-decay nan: a number from 0 on is expected"),
         (["--width", "0"], "--width 0: a number from 1 on is expected"),
+        (["--loss-scale", "abc"], "--loss-scale: 'dynamic' or a positive number is expected, not 'abc'"),
+        (["--loss-scale", "0"], "--loss-scale: 'dynamic' or a positive number is expected, not '0'"),
         (["--resume"], "name one that exists"),
         (["--steps", "0"], "--steps 0: a number from 1 on is expected"),
         (["--device", "cuda" if DEVICE.type != "cuda" else "npu"], "sees no such device; use cpu or auto"),

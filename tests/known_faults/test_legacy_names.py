@@ -97,6 +97,7 @@ def test_adding_to_a_stashed_gradient_with_a_look_for_overflow(bad):
     assert stashed.tolist() == ([1.0, 1.0, 1.0] if bad else [3.0, 4.0, 2.5])
 
 
+@pytest.mark.slow
 def test_a_launcher_of_several_processes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(f"import sys\nopen({str(tmp_path)!r} + '/' + '-'.join(sys.argv[1:]), 'w')\n")

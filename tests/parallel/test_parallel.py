@@ -24,16 +24,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @needs_gloo
-@pytest.mark.parametrize(
-    "checks",
-    [
-        ("gradients", "unused", "accumulation", "amp_levels"),
-        pytest.param(("reductions", "flat_calls", "groups"), marks=pytest.mark.slow),
-        pytest.param(("sync_batchnorm",), marks=pytest.mark.slow),
-    ],
-    ids=" ".join,
-)
-def test_in_two_processes(checks):
+@pytest.mark.slow
+def test_in_two_processes():
+    averages = ["gradients", "unused", "accumulation", "amp_levels"]
+    checks = [*averages, "reductions", "flat_calls", "groups", "sync_batchnorm"]
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(

@@ -78,6 +78,7 @@ def patched(tree) -> Path:
     return tree
 
 
+@pytest.mark.slow
 def test_no_module_of_upstreams_amp_answers(patched, era):
     hidden = int(output(patched, "-c", EVERY_MODULE).split()[1])
     # _initialize, _process_optimizer, __version__ and sync_batchnorm_kernel.
@@ -114,11 +115,13 @@ for number, program in enumerate(sys.argv[1:]):
 """
 
 
+@pytest.mark.slow
 def test_any_module_may_be_imported_first(patched_2025):
     done = python(patched_2025, "-c", FORK, *FIRST_IMPORTS)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+@pytest.mark.slow
 def test_other_processes_of_a_script_have_the_names(patched_2025, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

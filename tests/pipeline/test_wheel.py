@@ -21,7 +21,8 @@ def can_compile() -> bool:
     return run(sys.executable, "-c", program, cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize("era", ["2025", *(pytest.param(era, marks=pytest.mark.slow) for era in ("2020", "master"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("era", ["2025", "2020", "master"])
 def test_a_wheel_without_the_extension(tmp_path, era):
     tree = synthetic.write(tmp_path / "upstream", synthetic.files(era))
     wheel = live_through(tree, tmp_path, APEX_NPU_NO_EXT="1")

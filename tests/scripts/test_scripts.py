@@ -56,10 +56,6 @@ def losses_through_run(name: str) -> list[float]:
     return losses(run(*command, cwd=HERE, PYTHONPATH=str(ROOT)))
 
 
-def test_through_run() -> None:
-    agree("textcnn", losses_through_run("textcnn"), reference("textcnn"))
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Environment:
     """An environment with a wheel: of the Apex at APEX_UPSTREAM, or of a stand-in for it."""

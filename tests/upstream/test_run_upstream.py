@@ -41,6 +41,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_outcomes_are_told_apart(tmp_path):
     folder = tmp_path / "tests" / "L0" / "run_amp"
     folder.mkdir(parents=True)

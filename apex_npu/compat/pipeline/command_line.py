@@ -76,7 +76,14 @@ def parser_of(commands: Sequence[Command], program: str | None, description: str
     parser = argparse.ArgumentParser(prog=program, description=description)
     chosen = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in commands:
-        one = chosen.add_parser(command.name, help=command.help)
+        calls = [f"{program} {command.name} {usage}" for usage in command.usage]
+        one = chosen.add_parser(
+            command.name,
+            help=command.help,
+            description=f"{command.help[0].upper()}{command.help[1:]}.",
+            usage="\n       ".join(calls) if command.passes_rest else None,
+            epilog="Options come in this order, before what is run." if command.passes_rest else None,
+        )
         for argument in command.arguments:
             argument.add_to(one)
         one.set_defaults(run=command.run)

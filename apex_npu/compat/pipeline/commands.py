@@ -76,7 +76,7 @@ def _check(options: argparse.Namespace) -> str:
 
 PATCH = Command(
     "patch",
-    "patch a checkout in place, or take the patch out",
+    "patch a checkout of NVIDIA's Apex, so that it answers with apex_npu, or take the patch out",
     _told(_patch),
     (
         Argument("folder", "a git checkout of NVIDIA's Apex", type=Path, metavar="DIR"),
