@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import threading
 import types
@@ -203,6 +204,7 @@ class ForwardSettings:
         autocast_dtype: The region's dtype.
         ambient: Knows where a forward is no region of its own: inside of another one, or of ``disable_casts``.
         title: What a warning calls all this.
+        caches_weights: Whether a weight is cast once in a forward, or in each use.
     """
 
     input_dtype: torch.dtype | None
@@ -211,6 +213,7 @@ class ForwardSettings:
     autocast_dtype: torch.dtype
     ambient: Ambient | None
     title: str = ""
+    caches_weights: bool = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardSettings:
         """Itself: it cannot change."""
@@ -230,7 +233,23 @@ def _forward_settings(policy: CastPolicy, device_types: Sequence[str], ambient: 
     regions = tuple(dict.fromkeys(device_types)) if policy.patch_torch_functions else ()
     if input_dtype is None and output_dtype is None and not regions:
         return None
-    return ForwardSettings(input_dtype, output_dtype, regions, policy.autocast_dtype, ambient, policy.title)
+    caches_weights = not regions or _cached_weights_have_gradients()
+    return ForwardSettings(
+        input_dtype, output_dtype, regions, policy.autocast_dtype, ambient, policy.title, caches_weights
+    )
+
+
+@functools.cache
+def _cached_weights_have_gradients() -> bool:
+    """Whether a weight that is first used under ``no_grad``, in a region of autocast, has a gradient from its next use.
+
+    It has none in older releases of torch (https://github.com/pytorch/pytorch/issues/158232).
+    """
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+        weight = torch.ones(1, 1, requires_grad=True)
+        with torch.no_grad():
+            nn.functional.linear(weight, weight)
+        return nn.functional.linear(weight, weight).requires_grad
 
 
 @dataclasses.dataclass(eq=False)
@@ -303,12 +322,21 @@ class CastForward:
     def _call_marked(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if settings.input_dtype is None:
             return self._call_shielded(settings, args, kwargs)
-        thread_id = TRACED if torch.compiler.is_compiling() else threading.get_ident()
+        if torch.compiler.is_compiling():
+            return self._call_traced(settings, args, kwargs)
+        thread_id = threading.get_ident()
         try:
             self.running.append(thread_id)  # within: an interrupt comes after it, and has it taken back
             return self._call_shielded(settings, args, kwargs)
         finally:
             self.running.remove(thread_id)
+
+    def _call_traced(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            self.running.append(TRACED)
+            return self._call_shielded(settings, args, kwargs)
+        finally:
+            self.running.pop()  # dynamo of torch 2.6 cannot trace list.remove
 
     def _call_shielded(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.shield is None or not self.shield[0].is_here():
@@ -338,7 +366,7 @@ class CastForward:
     ) -> Any:
         if not device_types:
             return self._call_inner(args, kwargs)
-        with torch.autocast(device_types[0], dtype=settings.autocast_dtype, cache_enabled=True):
+        with torch.autocast(device_types[0], dtype=settings.autocast_dtype, cache_enabled=settings.caches_weights):
             return self._call_in_regions(settings, device_types[1:], args, kwargs)
 
     @property
