@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu``: ``run``, ``migrate``, ``patch``, ``convert``, ``doctor`` and ``bench``.
+"""``python -m apex_npu``: ``run``, ``compare``, ``migrate``, ``patch``, ``convert``, ``doctor``, ``bench``.
 
 ``COMMANDS`` is the table of all commands. A package that adds one defines its ``Command``.
 """
@@ -19,6 +19,7 @@ from apex_npu.compat.pipeline.command_line import Argument, Command, parser_of, 
 from apex_npu.compat.pipeline.commands import PATCH
 from apex_npu.doctor.bench_command import BENCH
 from apex_npu.doctor.command import DOCTOR
+from apex_npu.doctor.compare_command import COMPARE
 from apex_npu.export.command import CONVERT
 from apex_npu.migrate.command import MIGRATE
 
@@ -34,11 +35,14 @@ Runs a script in which the name apex, with apex.amp and apex.optimizers, is apex
   --profile A:B  where the time of the steps from A to before B goes is printed; --trace DIR also writes a trace
   --gradient-range STEP, --check-operators STEP
                  what float16 loses of the gradients of that step; how far its operators are from float64
+  --record STEP:FILE
+                 what the operators, modules and gradients of that step are goes to FILE, for compare
   --device npu   what is written for CUDA is rewritten for npu, in memory, as it is imported; OPTIONS, in this order:
     --also PACKAGE   a package outside the script's folder is rewritten, too (repeatable)
     --changes FILE   all findings are written at the end; the name ends with .csv, .json or .sarif
     --force-files    also files that speak of npu already
     --no-unsure      what is unsure is left
+Or compares two files of --record, and says where the runs part; status 1 where they do.
 Or rewrites scripts for CUDA and apex for npu; migrate --help lists its options.
 Or patches a checkout of NVIDIA's Apex, so that it answers with apex_npu; --reverse takes the patch out.
 Or shows what is in a checkpoint, and converts it between apex and torch.
@@ -79,6 +83,15 @@ def _run(options: argparse.Namespace) -> int:
             if not step.isdecimal():
                 return _fail(f"--{option} {step}: give a step, counted from 0")
             os.environ[f"APEX_NPU_{option.replace('-', '_').upper()}"] = step
+    if options.record is not None:
+        step, _, path = options.record.partition(":")
+        if not (step.isdecimal() and path):
+            return _fail(f"--record {options.record}: give STEP:FILE, a step, counted from 0, and a file")
+        if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+            return _fail(f"--record {options.record}: there is no folder {os.path.dirname(path)!r}")
+        if options.check_operators is not None and int(options.check_operators) == int(step):
+            return _fail(f"--record and --check-operators cannot look at the same step, {step}: run the script twice")
+        os.environ["APEX_NPU_RECORD"] = f"{step}:{os.path.abspath(path)}"
     if options.device:
         if options.device != "npu":
             return _fail(f"--device {options.device}: scripts for CUDA are rewritten for npu")
@@ -129,6 +142,7 @@ RUN = Command(
         Argument("--trace", "with --profile: a folder for a trace", metavar="DIR"),
         Argument("--gradient-range", "print what float16 loses of a step's gradients", metavar="STEP"),
         Argument("--check-operators", "print how far a step's operators are from float64", metavar="STEP"),
+        Argument("--record", "write what a step computes to a file, for compare", metavar="STEP:FILE"),
         Argument("--device", "npu: modules for CUDA are rewritten as they are imported", metavar="npu"),
         Argument("--also", "with --device: rewrite this package, too (repeatable)", metavar="PACKAGE", many=True),
         Argument("--changes", "with --device: write all findings; .csv, .json or .sarif", metavar="FILE"),
@@ -138,12 +152,12 @@ RUN = Command(
     ),
     usage=(
         "[--force] [--host NAME]... [--explain-overflows[=N]] [--profile A:B [--trace DIR]] [--gradient-range STEP] "
-        "[--check-operators STEP] [--device npu [OPTIONS]] script.py [arguments]",
+        "[--check-operators STEP] [--record STEP:FILE] [--device npu [OPTIONS]] script.py [arguments]",
         "[the same options] -m module [arguments]",
     ),
     passes_rest=True,
 )
-COMMANDS = (RUN, MIGRATE, PATCH, CONVERT, DOCTOR, BENCH)
+COMMANDS = (RUN, COMPARE, MIGRATE, PATCH, CONVERT, DOCTOR, BENCH)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
