@@ -249,6 +249,7 @@ def plot(comparison: Compared, path: str | os.PathLike[str]) -> None:
         text = f" {first.where}, {first.what} "
         axes.annotate(text, (at, level), xytext=(0, 8), textcoords="offset points", ha=side, color="crimson")
     axes.set_yscale("log")
+    axes.margins(y=0.15)
     axes.set_xlabel("rows in the order of execution")
     axes.set_ylabel("relative error")
     axes.set_title(f"{comparison.names[1]} beside {comparison.names[0]}")
