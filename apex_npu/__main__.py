@@ -78,20 +78,21 @@ def _run(options: argparse.Namespace) -> int:
         os.environ["APEX_NPU_PROFILE_TRACE"] = os.path.abspath(options.trace) if options.trace else ""
     elif options.trace:
         return _fail("--trace goes with --profile")
-    for option, step in (("gradient-range", options.gradient_range), ("check-operators", options.check_operators)):
-        if step is not None:
-            if not step.isdecimal():
-                return _fail(f"--{option} {step}: give a step, counted from 0")
-            os.environ[f"APEX_NPU_{option.replace('-', '_').upper()}"] = step
     if options.record is not None:
         step, _, path = options.record.partition(":")
         if not (step.isdecimal() and path):
             return _fail(f"--record {options.record}: give STEP:FILE, a step, counted from 0, and a file")
         if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
             return _fail(f"--record {options.record}: there is no folder {os.path.dirname(path)!r}")
-        if options.check_operators is not None and int(options.check_operators) == int(step):
+        checked = options.check_operators
+        if checked is not None and checked.isdecimal() and int(checked) == int(step):
             return _fail(f"--record and --check-operators cannot look at the same step, {step}: run the script twice")
         os.environ["APEX_NPU_RECORD"] = f"{step}:{os.path.abspath(path)}"
+    for option, step in (("gradient-range", options.gradient_range), ("check-operators", options.check_operators)):
+        if step is not None:
+            if not step.isdecimal():
+                return _fail(f"--{option} {step}: give a step, counted from 0")
+            os.environ[f"APEX_NPU_{option.replace('-', '_').upper()}"] = step
     if options.device:
         if options.device != "npu":
             return _fail(f"--device {options.device}: scripts for CUDA are rewritten for npu")

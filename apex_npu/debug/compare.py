@@ -141,9 +141,9 @@ def compare(
         if i in matched[0]:
             break
         extra.insert(0, _title(second.rows[i]))
-    rows = list(found.values())
     first_row = found[blamed[0]] if blamed else None
-    return Comparison(rows, first_row, differing, extra, unmatched, paths, [_about(record) for record in records])
+    about = [_about(record) for record in records]
+    return Comparison(list(found.values()), first_row, differing, extra, unmatched, paths, about)
 
 
 def _differences(reference: Recorded, other: Recorded, matched: Mapping[int, int]) -> dict[int, Difference]:

@@ -29,7 +29,7 @@ svg .axis { stroke: var(--line); } svg text { fill: var(--soft); font-size: 11px
 svg .row { fill: light-dark(#1a5fb4, #78aeed); } svg .beyond { fill: var(--bad); }
 svg .limit { fill: none; stroke: var(--soft); }
 """
-_WIDTH, _HEIGHT, _LEFT = 1000, 260, 50
+_WIDTH, _HEIGHT, _LEFT = 1000, 280, 50
 _LOWEST, _HIGHEST = -7.0, 1.0
 
 
@@ -82,7 +82,7 @@ def _rows(comparison: Compared) -> Iterator[str]:
 def _y(value: float) -> float:
     exponent = _LOWEST if value <= 0 else _HIGHEST if math.isinf(value) else math.log10(value)
     part = (min(max(exponent, _LOWEST), _HIGHEST) - _LOWEST) / (_HIGHEST - _LOWEST)
-    return round((_HEIGHT - 20) * (1 - part) + 5, 1)
+    return round((_HEIGHT - 40) * (1 - part) + 10, 1)
 
 
 def _picture(comparison: Compared) -> str:

@@ -117,7 +117,7 @@ class record:
 
 def _random_states(device: str) -> dict[str, str]:
     states = {"cpu": digest_of(torch.random.get_rng_state())}
-    module = None if device in ("cpu", "meta") else torch.get_device_module(device)
+    module: Any = None if device in ("cpu", "meta") else torch.get_device_module(device)
     if hasattr(module, "get_rng_state"):
         states[device] = digest_of(module.get_rng_state())
     return states

@@ -185,7 +185,11 @@ def test_each_process_has_a_file(monkeypatch):
         (lambda path: amp.debug.record(path, samples=0), ValueError, "samples must be a positive integer, .* got 0"),
         (lambda path: amp.debug.record(path, samples=True), ValueError, "samples must be .* got True"),
         (lambda path: amp.debug.record(path, samples=2.5), ValueError, "samples must be .* got 2.5"),
-        (lambda path: amp.debug.record(path).__enter__(), ValueError, "record needs a model: pass it, or call amp.init"),
+        (
+            lambda path: amp.debug.record(path).__enter__(),
+            ValueError,
+            "record needs a model: pass it, or call amp.init",
+        ),
         (lambda path: amp.debug.record(path / "no" / "a.pt"), FileNotFoundError, "there is no folder .*no'; make it"),
         (lambda path: amp.debug.record(path.parent), PermissionError, "give a file in a folder"),
     ],
