@@ -37,7 +37,7 @@ def iteration(path, scale=None, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     if scale:
         model, optimizer = amp.initialize(model, optimizer, opt_level="O0", loss_scale=scale, verbosity=0)
-    values = [p.detach().double().cpu() for p in model.parameters()]
+    values = [p.detach().cpu().double() for p in model.parameters()]
     with amp.debug.record(path, model, **options) as recorded:
         loss = model(x).sum()
         if scale:
@@ -46,7 +46,7 @@ def iteration(path, scale=None, **options):
         else:
             loss.backward()
         optimizer.step()
-    return recorded, x.double().cpu(), values
+    return recorded, x.cpu().double(), values
 
 
 @pytest.mark.parametrize("scale", [None, 64.0])
