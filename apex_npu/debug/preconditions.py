@@ -52,10 +52,14 @@ def what_differs(reference: Recorded, other: Recorded, matched: Mapping[int, int
     weights = [held.name for mine, held in zip(_sorted(reference), _sorted(other), strict=True) if _differ(mine, held)]
     if weights:
         found.append(f"the weights differ: {_listed(weights)}; load the same state_dict in both")
+    known = set(matched.values())
+    # A device may draw by another operator, or in another form: then there is nothing to compare.
+    alone = {row.module for k, row in enumerate(reference.rows) if row.kind == "random" and k not in known}
     drawn = [
         f"{row.operator} of {row.module or 'no module'}"
         for i, row in enumerate(other.rows)
-        if row.kind == "random" and i in matched and _drawn_otherwise(reference.rows[matched[i]], row)
+        if row.kind == "random"
+        and (_drawn_otherwise(reference.rows[matched[i]], row) if i in matched else row.module in alone)
     ]
     if drawn and not batch:
         states = reference.random_states, other.random_states

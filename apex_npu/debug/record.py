@@ -35,7 +35,7 @@ class record:
         samples: How many elements of a tensor are kept at most; None: all.
 
     Returns:
-        From ``with``: a ``Recorded``, which is complete behind the context.
+        From ``with``: a ``Recorded``, which is complete when the context has ended.
 
     Raises:
         TypeError: One of ``models`` is no module.

@@ -32,6 +32,8 @@ _LEFT_OUT = {
 }
 # These read a tensor for its shape, or for probabilities.
 _DRAWS = {"bernoulli", "rand_like", "randn_like", "randint_like", "multinomial", "poisson", "normal"}
+# What dropout returns besides: an element, or a bit, for each.
+_MASKS = (torch.bool, torch.uint8)
 
 
 class Recorder(Watch):
@@ -145,7 +147,7 @@ class Recorder(Watch):
             if held is None or operator.makes_tensor or operator.plain in _LEFT_OUT:
                 continue
             is_number = is_measurable(held)
-            drawn = operator.is_random and (is_draw or held.dtype == torch.bool)
+            drawn = operator.is_random and (is_draw or held.dtype in _MASKS)
             if is_number or drawn:
                 scale = self.scale if call.phase == "backward" and is_number else 1.0
                 kind: Kind = "random" if drawn else "operator"
@@ -202,8 +204,8 @@ class Recorder(Watch):
             if tensor.grad_fn is not None:
                 tensor.register_hook(functools.partial(self._note_gradient_of, name, kind, i))
 
-    def _note_gradient_of(self, module: str, kind: str, i: int, gradient: Tensor) -> None:
-        if not self.suspended:
+    def _note_gradient_of(self, module: str, kind: str, i: int, gradient: Tensor | None) -> None:
+        if gradient is not None and not self.suspended:  # torch_npu's LSTM leaves some out
             with torch.no_grad():
                 self._keep("module", "backward", module, kind, i, gradient, self.scale)
 
@@ -226,5 +228,8 @@ class Recorder(Watch):
             known = {"kind": kind, "phase": phase, "module": module, "operator": operator, "result": result}
             known |= {"call": self._calls[key], "place": "" if place is None else str(place)}
             known |= {"source": "" if place is None else place.source}
-            self.recorded.rows.append(row_of(held, self._samples, scale, known))
-            self._calls[key] += 1
+            try:
+                self.recorded.rows.append(row_of(held, self._samples, scale, known))
+                self._calls[key] += 1
+            except (RuntimeError, NotImplementedError, MemoryError) as error:  # as for float8, which has no norm
+                self.not_measured[f"{operator}: {str(error).splitlines()[0] if str(error) else error!r}"] += 1

