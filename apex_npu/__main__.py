@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu``: ``run``, ``migrate``, ``patch``, ``convert``, ``doctor`` and ``bench``.
+"""``python -m apex_npu``: ``run``, ``compare``, ``migrate``, ``patch``, ``convert``, ``doctor``, ``bench``.
 
 ``COMMANDS`` is the table of all commands. A package that adds one defines its ``Command``.
 """
@@ -19,6 +19,7 @@ from apex_npu.compat.pipeline.command_line import Argument, Command, parser_of, 
 from apex_npu.compat.pipeline.commands import PATCH
 from apex_npu.doctor.bench_command import BENCH
 from apex_npu.doctor.command import DOCTOR
+from apex_npu.doctor.compare_command import COMPARE
 from apex_npu.export.command import CONVERT
 from apex_npu.migrate.command import MIGRATE
 
@@ -58,6 +59,16 @@ def _run(options: argparse.Namespace) -> int:
         os.environ["APEX_NPU_PROFILE_TRACE"] = os.path.abspath(options.trace) if options.trace else ""
     elif options.trace:
         return _fail("--trace goes with --profile")
+    if options.record is not None:
+        step, _, path = options.record.partition(":")
+        if not (step.isdecimal() and path):
+            return _fail(f"--record {options.record}: give STEP:FILE, a step, counted from 0, and a file")
+        if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+            return _fail(f"--record {options.record}: there is no folder {os.path.dirname(path)!r}")
+        checked = options.check_operators
+        if checked is not None and checked.isdecimal() and int(checked) == int(step):
+            return _fail(f"--record and --check-operators cannot look at the same step, {step}: run the script twice")
+        os.environ["APEX_NPU_RECORD"] = f"{step}:{os.path.abspath(path)}"
     for option, step in (("gradient-range", options.gradient_range), ("check-operators", options.check_operators)):
         if step is not None:
             if not step.isdecimal():
@@ -126,6 +137,7 @@ RUN = Command(
         Argument("--trace", "with --profile: also write a trace into this folder", metavar="DIR"),
         Argument("--gradient-range", "print what float16 loses of the gradients of this step", metavar="STEP"),
         Argument("--check-operators", "print how far operators of this step are from float64", metavar="STEP"),
+        Argument("--record", "write what this step computes to a file, for compare", metavar="STEP:FILE"),
         Argument("--device", "rewrite what is written for CUDA for npu, in memory, as it is imported", metavar="npu"),
         Argument(
             "--also",
@@ -140,12 +152,12 @@ RUN = Command(
     ),
     usage=(
         "[--force] [--host NAME]... [--explain-overflows[=N]] [--profile A:B [--trace DIR]] [--gradient-range STEP] "
-        "[--check-operators STEP] [--device npu [OPTIONS]] script.py [arguments]",
+        "[--check-operators STEP] [--record STEP:FILE] [--device npu [OPTIONS]] script.py [arguments]",
         "[the same options] -m module [arguments]",
     ),
     passes_rest=True,
 )
-COMMANDS = (RUN, MIGRATE, PATCH, CONVERT, DOCTOR, BENCH)
+COMMANDS = (RUN, COMPARE, MIGRATE, PATCH, CONVERT, DOCTOR, BENCH)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

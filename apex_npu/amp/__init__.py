@@ -70,7 +70,7 @@ importlib.import_module("apex_npu.compat.amp")
 
 if os.environ.get("APEX_NPU_EXPLAIN_OVERFLOWS"):
     importlib.import_module("apex_npu.debug.explain").explain_as_environment_says()
-if any(map(os.environ.get, ("APEX_NPU_PROFILE", "APEX_NPU_GRADIENT_RANGE", "APEX_NPU_CHECK_OPERATORS"))):
+if any(os.environ.get(f"APEX_NPU_{name}") for name in ("PROFILE", "GRADIENT_RANGE", "CHECK_OPERATORS", "RECORD")):
     importlib.import_module("apex_npu.debug.script").look_as_environment_says()
 
 

@@ -1,9 +1,11 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``amp.debug``: why steps are skipped, which loss scale fits, where the time goes, which operator is wrong."""
+"""``amp.debug``: why steps are skipped, which loss scale fits, where time goes, what is wrong, where runs part."""
 
 from apex_npu.debug.causes import Finding
 from apex_npu.debug.check_operators import CheckedOperators, OperatorError, check_operators
+from apex_npu.debug.compare import Comparison, compare
+from apex_npu.debug.comparison_report import ComparedRow
 from apex_npu.debug.explain import explain_overflows
 from apex_npu.debug.find_overflow import find_overflow
 from apex_npu.debug.gradient_range import gradient_range
@@ -11,22 +13,29 @@ from apex_npu.debug.gradients import bad_gradients
 from apex_npu.debug.labels import profiler_ranges
 from apex_npu.debug.profile import profile
 from apex_npu.debug.range_report import GradientRange
+from apex_npu.debug.record import record
+from apex_npu.debug.recorded import Recorded
 from apex_npu.debug.report import OverflowReport, Overflows
 from apex_npu.debug.scalars import scalars
 
 __all__ = [
     "CheckedOperators",
+    "ComparedRow",
+    "Comparison",
     "Finding",
     "GradientRange",
     "OperatorError",
     "OverflowReport",
     "Overflows",
+    "Recorded",
     "bad_gradients",
     "check_operators",
+    "compare",
     "explain_overflows",
     "find_overflow",
     "gradient_range",
     "profile",
     "profiler_ranges",
+    "record",
     "scalars",
 ]

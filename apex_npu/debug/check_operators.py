@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from apex_npu.amp.session import current
-from apex_npu.backends import for_device, is_capturing
+from apex_npu.backends import for_device
 from apex_npu.backends._torch_private import autocast_disabler
 from apex_npu.debug.calls import Call
 from apex_npu.debug.causes import name_of
-from apex_npu.debug.find_overflow import session_models
+from apex_npu.debug.opening import check_models, models_to_watch
 from apex_npu.debug.operators import Operator, tensors_in
 from apex_npu.debug.places import Caller, Names, Place
 from apex_npu.debug.second_opinion import call_wide, results_of
@@ -348,26 +347,14 @@ class check_operators:
 
     def __init__(self, *models: nn.Module, seconds: float = 60.0) -> None:
         """Check the arguments."""
-        for model in models:
-            if not isinstance(model, nn.Module):
-                raise TypeError(f"check_operators takes models, torch.nn.Module, got {type(model).__name__}")
+        check_models("check_operators", models)
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
             raise ValueError(f"seconds must be positive, how long the host may compute, got {seconds!r}")
         self._models, self._seconds = models, float(seconds)
         self._check: Check | None = None
 
     def __enter__(self) -> CheckedOperators:
-        if is_capturing():
-            raise RuntimeError(
-                "check_operators was entered while a CUDA graph is captured: the host cannot look at what its "
-                "operators compute. Run one iteration without a graph"
-            )
-        if Watch.is_open():
-            raise ValueError("check_operators, or find_overflow, is open already: leave that before")
-        session = current()
-        models = list(self._models) or ([] if session is None else session_models(session))
-        if not models:
-            raise ValueError("check_operators needs a model: pass it, or call amp.initialize first")
+        models = models_to_watch("check_operators", self._models)
         devices = {p.device for model in models for p in model.parameters() if p.device.type != "meta"}
         if any(for_device(device).saturates() for device in devices):
             raise RuntimeError(

@@ -21,9 +21,11 @@ from apex_npu.autocast.undo import Undo
 from apex_npu.debug.check_operators import check_operators
 from apex_npu.debug.gradient_range import gradient_range
 from apex_npu.debug.profile import profile
+from apex_npu.debug.record import record
 
 PROFILE, TRACE = "APEX_NPU_PROFILE", "APEX_NPU_PROFILE_TRACE"
 GRADIENT_RANGE, CHECK_OPERATORS = "APEX_NPU_GRADIENT_RANGE", "APEX_NPU_CHECK_OPERATORS"
+RECORD = "APEX_NPU_RECORD"
 
 
 class Part:
@@ -131,6 +133,42 @@ class CheckOperatorsPart(Part):
         return self._found
 
 
+class RecordPart(Part):
+    """A file of a step."""
+
+    option = "--record"
+
+    def __init__(self, first: int, path: str) -> None:
+        """See ``record`` for ``path``."""
+        super().__init__(first, first + 1)
+        self._path, self._stepped, self._gave_way = path, False, False
+
+    def begin(self, module: nn.Module | None, args: Any) -> None:
+        """See ``Part``."""
+        self._context = record(self._path)
+        self._recorded = self._context.__enter__()
+        self._context.make_way(self._make_way)
+        if module is not None:
+            self._context.enter_module(module, args)
+
+    def _make_way(self) -> None:
+        self._context.discard()
+        self._gave_way = True
+
+    def step_ended(self) -> None:
+        """See ``Part``."""
+        self._stepped = True
+
+    def end(self) -> object:
+        """See ``Part``."""
+        if self._gave_way or not self._stepped:
+            self._context.discard()
+            why = "the script itself opens a context that watches" if self._gave_way else "the script has ended before"
+            return f"{self.option}: no file is written, as {why}"
+        self._context.__exit__(None, None, None)
+        return f"{self.option}: step {self.first} is in {self._context.path}, {len(self._recorded.rows)} tensors"
+
+
 class ScriptSteps:
     """Counts the calls of ``step`` of the first of amp's optimizers that steps, and has ``parts`` look at some."""
 
@@ -171,7 +209,7 @@ class ScriptSteps:
                 part.begun = True
                 try:
                     part.begin(module, args)
-                except (RuntimeError, ValueError) as error:  # as where the script itself has a profiler on
+                except (RuntimeError, ValueError, OSError) as error:  # as where the script itself has a profiler on
                     part.failed = f"{part.option}: {error}"
 
     def _step_ended(self) -> None:
@@ -211,7 +249,7 @@ def look_as_environment_says() -> None:
     """Look at the steps that the variables of the options of ``python -m apex_npu run`` name.
 
     Raises:
-        ValueError: One is not ``A:B`` with 0 ≤ A < B, or no step.
+        ValueError: One is not ``A:B`` with 0 ≤ A < B, or no step, or not ``STEP:FILE``.
     """
     parts: list[Part] = []
     if os.environ.get(PROFILE):
@@ -223,6 +261,11 @@ def look_as_environment_says() -> None:
     for variable, kind in kinds:
         if os.environ.get(variable):
             parts.append(kind(*_steps_of(variable)))
+    if os.environ.get(RECORD):
+        step, _, path = os.environ[RECORD].partition(":")
+        if not step.strip().isdecimal() or not path:
+            raise ValueError(f"{RECORD} is STEP:FILE, a step, counted from 0, and a file; got {os.environ[RECORD]!r}")
+        parts.append(RecordPart(int(step), path))
     if parts:
         ScriptSteps(parts)
 

@@ -202,7 +202,7 @@ class Watch(TorchDispatchMode):
         place = calling_line()
         if place is Caller.OPTIMIZER or place is Caller.AMP:
             returned = func(*args, **kwargs)
-            self._pass_over(operator, place, args, kwargs)
+            self._pass_over(operator, place, args, kwargs, returned)
             return returned
         if operator.passed_over and not operator.makes_tensor:
             with self._lock:
@@ -223,7 +223,9 @@ class Watch(TorchDispatchMode):
         """An optimizer has stepped, and no module's forward runs: another iteration begins."""
         return self._optimizer_seen and not self._modules.modules
 
-    def _pass_over(self, operator: Operator, place: Caller, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _pass_over(
+        self, operator: Operator, place: Caller, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any
+    ) -> None:
         self.flag.leave()
         self._optimizer_seen |= place is Caller.OPTIMIZER
         for name, value in operator.operands(args, kwargs):
@@ -304,6 +306,19 @@ class Watch(TorchDispatchMode):
                 return call
         return known[0] if known else None
 
+    def _own_results(self, operator: Operator, results: list[Tensor], given: Arguments) -> list[Tensor]:
+        """``results`` without views of what was read."""
+        operands = [(name, tensor) for name, value in operator.operands(*given) for tensor in tensors_in(value)]
+        written = {id(tensor) for name, tensor in operands if name in operator.written}
+        followed = (self._followed(tensor) for _, tensor in operands)
+        read = {local.untyped_storage()._cdata for local in followed if local is not None}
+
+        def is_view(tensor: Tensor) -> bool:
+            local = None if id(tensor) in written else self._followed(tensor)
+            return local is not None and local.untyped_storage()._cdata in read
+
+        return results if operator.makes_tensor else [tensor for tensor in results if not is_view(tensor)]
+
     def _look(
         self,
         func: Any,
@@ -316,23 +331,13 @@ class Watch(TorchDispatchMode):
         args, kwargs = given
         results = results_of(operator, returned, args, kwargs)
         call = self._new_call(operator, place)
-        written = {id(t) for n, v in operator.operands(args, kwargs) if n in operator.written for t in tensors_in(v)}
-        inputs = {
-            local.untyped_storage()._cdata
-            for _, value in operator.operands(args, kwargs)
-            for tensor in tensors_in(value)
-            if (local := self._followed(tensor)) is not None
-        }
         saturated = self.flag.read()
         measured: list[Tensor] = []
-        for tensor in results:
+        for tensor in self._own_results(operator, results, given):
             local = self._followed(tensor)
             if local is None:
                 if (tensor.dtype.is_floating_point or tensor.dtype.is_complex) and tensor.numel():
                     self.not_measured[f"{operator.name}: {tensor.layout}, {type(tensor).__name__}"] += 1
-                continue
-            is_view = id(tensor) not in written and local.untyped_storage()._cdata in inputs
-            if is_view and not operator.makes_tensor:
                 continue
             measured.append(local)
         if not measured:

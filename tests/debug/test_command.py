@@ -54,6 +54,15 @@ def test_steps_to_look_at(environment, capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().out == "7 0\n"
 
 
+def test_a_step_to_record(environment, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("APEX_NPU_RECORD", "")
+    script = tmp_path / "recorded.py"
+    script.write_text("import os; print(os.environ['APEX_NPU_RECORD'])")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--record", "7:a:b.pt", str(script)]) == 0
+    assert capsys.readouterr().out == f"7:{tmp_path / 'a:b.pt'}\n"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -65,6 +74,10 @@ def test_steps_to_look_at(environment, capsys, tmp_path, monkeypatch):
         (["--profile", "1:3", "--trace", __file__ + "/below"], "no folder can be made there (Not a directory)"),
         (["--gradient-range", "1:2"], "--gradient-range 1:2: give a step, counted from 0"),
         (["--check-operators", "x"], "--check-operators x: give a step, counted from 0"),
+        (["--record", "x:a.pt"], "--record x:a.pt: give STEP:FILE, a step, counted from 0, and a file"),
+        (["--record", "3"], "--record 3: give STEP:FILE"),
+        (["--record", "3:no/a.pt"], "--record 3:no/a.pt: there is no folder 'no'"),
+        (["--check-operators", "03", "--record", "3:a.pt"], "--record and --check-operators cannot look at the same"),
         (["--explain-overflows=0"], "--explain-overflows=0: N is a positive integer"),
         (["--explain-overflows=x"], "--explain-overflows=x: N is a positive integer"),
         (["--explain-overflow"], "unknown option '--explain-overflow'"),

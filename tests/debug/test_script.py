@@ -13,10 +13,12 @@ from devices import DEVICE
 from apex_npu import amp
 from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
 from apex_npu.amp.session import settings
+from apex_npu.debug.recorded import load
 from apex_npu.debug.script import (
     CheckOperatorsPart,
     GradientRangePart,
     ProfilePart,
+    RecordPart,
     ScriptSteps,
     look_as_environment_says,
 )
@@ -110,7 +112,7 @@ def test_what_watches_already_is_not_disturbed(capsys):
             iterate(model, optimizer)
     assert len(found.reports) == 3
     said = capsys.readouterr().out
-    assert "--check-operators: check_operators, or find_overflow, is open already" in said
+    assert "--check-operators: check_operators, find_overflow or record is open already" in said
     assert "--profile: amp.debug.profile was entered while a profiler is on" in said
     iterate(model, optimizer)  # whose block finds no profiler
 
@@ -143,6 +145,54 @@ def test_operators(step, capsys):
     said = capsys.readouterr().out
     assert "forward  stem  aten::convolution  float16" in said
     assert said.count("its error, relative to the norm, is") == 1
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_record(step, capsys, tmp_path):
+    path = tmp_path / "step.pt"
+    model, optimizer = set_up(healthy.ResNet, "O2", dynamic_init_scale=16.0, scale_window=1)
+    ScriptSteps([RecordPart(step, str(path))])
+    for i in range(4):
+        iterate(model, optimizer)
+        assert path.exists() is (i >= step)
+    recorded = load(path)
+    assert recorded.scale == 16 * 2**step  # it doubles after each step
+    assert {row.phase for row in recorded.rows} == {"forward", "backward", "after backward"}
+    assert "stem" in {row.module for row in recorded.rows if row.phase == "forward"}
+    assert capsys.readouterr().out == f"--record: step {step} is in {path}, {len(recorded.rows)} tensors\n"
+
+
+def test_a_record_that_is_not_complete_is_not_written(capsys, tmp_path):
+    path = tmp_path / "step.pt"
+    model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=16.0)
+    ScriptSteps([RecordPart(1, str(path))])
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model.loss()
+        with amp.debug.find_overflow(model), amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert "--record: no file is written, as the script itself opens a context" in capsys.readouterr().out
+    steps = ScriptSteps([RecordPart(1, str(path))])
+    iterate(model, optimizer)
+    model.loss()
+    steps.end()
+    assert "--record: no file is written, as the script has ended before" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_missing(capsys, tmp_path):
+    model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=16.0)
+    ScriptSteps([RecordPart(0, str(tmp_path / "no" / "step.pt"))])
+    iterate(model, optimizer)
+    assert "--record: record cannot write" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["x", "3", "3:", ":a.pt", "-1:a.pt"])
+def test_bad_records(value, monkeypatch):
+    monkeypatch.setenv("APEX_NPU_RECORD", value)
+    with pytest.raises(ValueError, match=f"APEX_NPU_RECORD is STEP:FILE, .* got '{value}'"):
+        look_as_environment_says()
 
 
 def test_all_of_them_in_one_step(capsys, monkeypatch):

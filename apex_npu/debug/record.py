@@ -1,0 +1,137 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``record``: an iteration in a file, which ``compare`` puts beside that of another run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from apex_npu.amp.session import Session, current
+from apex_npu.debug.observers import leave, observe
+from apex_npu.debug.opening import check_models, models_to_watch
+from apex_npu.debug.places import Names
+from apex_npu.debug.recorded import Recorded, digest_of
+from apex_npu.debug.recorder import Recorder
+
+
+class record:
+    """A context that records an iteration in a file.
+
+    The file has, for each operator and each module, in forward and backward, and for each gradient and buffer: norm,
+    range, number of zeros, and samples; gradients are divided by the loss scale. With it are hashes of the batch, the
+    weights and the states of random number generators. The samples are the same elements in each run, so that
+    ``compare`` can put two files beside each other. What the iteration computes does not change. It holds numbers, no
+    code: ``torch.load(path, weights_only=True)`` reads it. An iteration that ends in an exception leaves no file.
+
+    Args:
+        path: The file. With several processes each but the first appends ``.rank1``, ``.rank2``, …
+        models: Those whose modules and parameters are named; by default those that were passed to ``amp.initialize``.
+        samples: How many elements of a tensor are kept at most; None: all.
+
+    Returns:
+        From ``with``: a ``Recorded``, which is complete when the context has ended.
+
+    Raises:
+        TypeError: One of ``models`` is no module.
+        ValueError: ``samples`` is not positive; no model is given, and amp has none; or another context watches.
+        FileNotFoundError: The folder of ``path`` does not exist.
+        PermissionError: It cannot be written to.
+        RuntimeError: A CUDA graph is being captured.
+
+    Example::
+
+        >>> model = torch.nn.Linear(4, 1)
+        >>> with amp.debug.record("run.pt", model) as recorded:
+        ...     model(torch.ones(2, 4)).sum().backward()
+        >>> [row.operator for row in recorded.rows if row.kind == "operator" and row.phase == "forward"]
+        ['aten::addmm', 'aten::sum']
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *models: nn.Module, samples: int | None = 16384) -> None:
+        """Check the arguments."""
+        check_models("record", models)
+        if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
+            raise ValueError(f"samples must be a positive integer, or None to keep all elements, got {samples!r}")
+        self.path = path_of_rank(os.fspath(path))
+        folder = os.path.dirname(os.path.abspath(self.path))
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"record cannot write {self.path!r}: there is no folder {folder!r}; make it first")
+        if not os.access(self.path if os.path.exists(self.path) else folder, os.W_OK) or os.path.isdir(self.path):
+            raise PermissionError(f"record cannot write {self.path!r}: give a file in a folder that can be written to")
+        self._models, self._samples = models, samples
+        self._recorder: Recorder | None = None
+        self._session: Session | None = None
+
+    def __enter__(self) -> Recorded:
+        models = [inside_of(model) for model in models_to_watch("record", self._models)]
+        session = self._session = current()
+        recorder = self._recorder = Recorder(Names(models), self._samples)
+        recorded = recorder.recorded
+        if session is not None and session.policy.enabled:
+            recorded.level = session.policy.opt_level
+        devices = [parameter.device for model in models for parameter in model.parameters()]
+        recorded.device = devices[0].type if devices else "cpu"
+        recorded.versions = {"torch": str(torch.__version__)}
+        recorded.random_states = _random_states(recorded.device)
+        recorder.note_weights({} if session is None else session.masters)
+        if session is not None:
+            observe(session, recorder)
+        recorder.attach()
+        return recorded
+
+    def make_way(self, call: Callable[[], object]) -> None:
+        """Have ``call`` leave this context, where the script opens one that watches."""
+        if self._recorder is not None:
+            self._recorder.make_way = call
+
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """The context was entered within the forward of ``module``, before its operators."""
+        if self._recorder is not None:
+            self._recorder.enter_module(module, args)
+
+    def discard(self) -> None:
+        """End, and write no file."""
+        recorder, session = self._recorder, self._session
+        self._recorder = self._session = None
+        if recorder is not None:
+            recorder.detach()
+            if session is not None:
+                leave(session, recorder)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        recorder = self._recorder
+        self.discard()
+        if recorder is not None and kind is None:
+            with torch.no_grad():
+                recorder.note_end()
+            recorder.recorded.save(self.path)
+
+
+def _random_states(device: str) -> dict[str, str]:
+    states = {"cpu": digest_of(torch.random.get_rng_state())}
+    module: Any = None if device in ("cpu", "meta") else torch.get_device_module(device)
+    if hasattr(module, "get_rng_state"):
+        states[device] = digest_of(module.get_rng_state())
+    return states
+
+
+def path_of_rank(path: str) -> str:
+    """``path``; in the second process and those after it with its rank."""
+    rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    return f"{path}.rank{rank}" if rank else path
+
+
+def inside_of(model: nn.Module) -> nn.Module:
+    """The model that torch's data parallel wrappers hold: with and without them names are the same."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while isinstance(model, wrappers):
+        model = model.module
+    return model

@@ -1,0 +1,235 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``Recorder``: sees each operator as ``Watch`` does, and keeps samples of its results."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apex_npu.amp.optimizer_state import adopted_inside, inner_optimizer, state_of
+from apex_npu.amp.step_decision import StepReport
+from apex_npu.backends._torch_private import autograd_node, has_python_dispatch
+from apex_npu.debug.calls import Call
+from apex_npu.debug.lineage import Lineage
+from apex_npu.debug.operators import Operator, is_measurable, tensors_in
+from apex_npu.debug.places import Caller, Names, Place
+from apex_npu.debug.recorded import Held, Kind, Recorded, Samples, digest_of, name_of_dtype, row_of
+from apex_npu.debug.second_opinion import results_of
+from apex_npu.debug.watch import Arguments, Watch
+from apex_npu.distributed import local_part
+
+# Casts, copies and fills: levels differ in them, and what they write is seen where it is read.
+_LEFT_OUT = {
+    *("_to_copy", "to", "copy", "copy_", "_copy_from", "clone", "contiguous", "fill", "fill_", "zero_", "zeros"),
+    *("ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "arange", "eye"),
+    *("scalar_tensor", "npu_dtype_cast", "_npu_dtype_cast", "npu_format_cast", "_npu_format_cast", "npu_dtype_cast_"),
+}
+# These read a tensor for its shape, or for probabilities.
+_DRAWS = {"bernoulli", "rand_like", "randn_like", "randint_like", "multinomial", "poisson", "normal"}
+# What dropout returns besides: an element, or a bit, for each.
+_MASKS = (torch.bool, torch.uint8)
+
+
+class Recorder(Watch):
+    """Keeps samples of what operators and modules return, and of the gradients of parameters.
+
+    Attributes:
+        recorded: What it has kept.
+    """
+
+    def __init__(self, names: Names, samples: int | None) -> None:
+        """Of models with ``names``; at most ``samples`` elements of a tensor, or None: all."""
+        super().__init__(names)
+        self.recorded = Recorded(samples)
+        self._samples = Samples(samples)
+        self._tensors = list({id(tensor): tensor for tensor in names.tensors}.values())
+        self._calls: Counter[tuple[Any, ...]] = Counter()
+        self._made: Lineage[bool] = Lineage()
+        self._sources: list[Tensor] = []
+        self._block_seen = False
+        self._loss: Tensor | None = None
+        self._scaling: Call | None = None
+
+    # ---- before and after ------------------------------------------------------------------------------------------
+
+    def note_weights(self, masters: Any) -> None:
+        """Keep the parameters, or their ``masters``, and the buffers, as they are before the iteration."""
+        for tensor in self._tensors:
+            master = masters.get(tensor) if tensor.requires_grad else None
+            held = self._held(tensor if master is None else master)
+            if held is not None:
+                name = self.names.of_tensor(tensor) or ""
+                host = held.detach().cpu()
+                values = self._samples.of(host)
+                dtype = name_of_dtype(host.dtype)
+                self.recorded.weights.append(Held(name, tuple(host.shape), dtype, digest_of(host), values))
+
+    def note_end(self) -> None:
+        """Keep the buffers as the iteration has left them, and where it had no block the gradients."""
+        if not self._block_seen:
+            self._note_parameters(self._tensors, 1.0)
+        for tensor in self._tensors:
+            if not isinstance(tensor, nn.Parameter):
+                self._keep("buffer", "after backward", self.names.of_tensor(tensor), "buffer", 0, tensor)
+        self.recorded.left_out = dict(self.not_measured)
+
+    def _note_parameters(self, parameters: Sequence[Tensor], scale: float) -> None:
+        # Of several blocks the last counts, whose gradients are the sums.
+        names = {name for parameter in parameters if (name := self.names.of_tensor(parameter)) is not None}
+        self.recorded.rows = [row for row in self.recorded.rows if row.kind != "gradient" or row.module not in names]
+        own = {id(parameter) for parameter in parameters}
+        for tensor in self._tensors:
+            if id(tensor) in own and tensor.is_leaf and tensor.grad is not None:
+                name = self.names.of_tensor(tensor)
+                self._keep("gradient", "after backward", name, "gradient", 0, tensor.grad, scale)
+
+    # ---- what amp calls --------------------------------------------------------------------------------------------
+
+    def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
+        """See ``Observer``."""
+        listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        states = [(o, state_of(o)) for o in map(inner_optimizer, map(adopted_inside, listed))]
+        self._sources = [s for o, state in states if state is not None for g in state.grad_groups(o) for s in g.sources]
+        self.recorded.scale, self._loss = scale, loss
+        self.begin_block(scale, [])
+
+    def backward_ended(self) -> None:
+        """See ``Observer``."""
+        self._block_seen = True
+        with torch.no_grad():
+            self._note_parameters(self._sources, self.scale)
+
+    def block_ended(self) -> None:
+        """See ``Observer``."""
+        self._sources, self._loss = [], None
+        self.end_block([])
+
+    def step_skipped(self, report: StepReport) -> None:
+        """See ``Observer``."""
+
+    # ---- operators -------------------------------------------------------------------------------------------------
+
+    def _keep_written(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        return args, kwargs  # what an operator has read is not asked for
+
+    def _pass_over(
+        self, operator: Operator, place: Caller, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any
+    ) -> None:
+        super()._pass_over(operator, place, args, kwargs, returned)
+        for tensor in results_of(operator, returned, args, kwargs):
+            self._note_made(tensor)
+
+    def _look(
+        self,
+        func: Any,
+        operator: Operator,
+        place: Place | Caller | None,
+        given: Arguments,
+        before: Arguments | None,
+        returned: Any,
+    ) -> None:
+        call = self._new_call(operator, place)
+        if call.phase == "forward" and isinstance(place, Place):
+            self._note_batch(operator, given, place)
+        results = results_of(operator, returned, *given)
+        if self._is_scaling(call, operator, given):
+            return
+        is_draw = operator.is_random and (operator.plain in _DRAWS or not self._reads_numbers(operator, given))
+        for i, tensor in enumerate(self._own_results(operator, results, given)):
+            self._note_made(tensor)
+            held = self._held(tensor)
+            if held is None or operator.makes_tensor or operator.plain in _LEFT_OUT:
+                continue
+            is_number = is_measurable(held)
+            drawn = operator.is_random and (is_draw or held.dtype in _MASKS)
+            if is_number or drawn:
+                scale = self.scale if call.phase == "backward" and is_number else 1.0
+                kind: Kind = "random" if drawn else "operator"
+                self._keep(kind, call.phase, call.module, operator.name, i, held, scale, call.place)
+
+    def _is_scaling(self, call: Call, operator: Operator, given: Arguments) -> bool:
+        """Whether ``call`` multiplies the loss with its scale, or is the backward of that."""
+        if call.phase == "forward" and self._loss is not None and operator.plain == "mul":
+            is_loss = any(t is self._loss for _, value in operator.operands(*given) for t in tensors_in(value))
+            self._scaling, self._loss = (call, None) if is_loss else (self._scaling, self._loss)
+        return self._scaling is not None and self._scaling in (call, call.forward)
+
+    def _reads_numbers(self, operator: Operator, given: Arguments) -> bool:
+        read = (t for n, v in operator.operands(*given) if not operator.written.get(n) for t in tensors_in(v))
+        return any(tensor.dtype.is_floating_point for tensor in read)
+
+    def _held(self, tensor: Tensor) -> Tensor | None:
+        """``tensor``, or the part of it that is here, if its elements can be read."""
+        local = local_part(tensor)
+        readable = local.layout == torch.strided and local.device.type != "meta" and not local.is_nested
+        return local if readable and local.numel() and not has_python_dispatch(local) else None
+
+    def _note_made(self, tensor: Tensor) -> None:
+        held = self._held(tensor)
+        if held is not None:
+            self._made.write(held, True)
+
+    def _note_batch(self, operator: Operator, given: Arguments, place: Place) -> None:
+        """What no operator has made, and is none of the models', is from outside."""
+        for name, value in operator.operands(*given):
+            for tensor in () if operator.written.get(name) else tensors_in(value):
+                held = None if tensor.requires_grad or tensor.grad_fn is not None else self._held(tensor)
+                if held is None or self._made.writers(held) or self._gradients.writers(held):
+                    continue
+                if self.names.of_memory(held) is None:
+                    argument = self._arguments.get(held.untyped_storage()._cdata, f"what {place} reads")
+                    dtype = name_of_dtype(held.dtype)
+                    self.recorded.batch.append(Held(argument, tuple(held.shape), dtype, digest_of(held)))
+                self._made.write(held, True)
+
+    # ---- modules ---------------------------------------------------------------------------------------------------
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        super()._leave_module(module, args, output)
+        name = self.names.of_module(module)
+        if self.suspended or name is None:
+            return
+        phase, kind = "forward" if autograd_node() is None else "recompute", type(module).__name__
+        for i, tensor in enumerate(tensors_in(output)):
+            if self._followed(tensor) is None:
+                continue
+            with torch.no_grad():
+                self._keep("module", phase, name, kind, i, tensor)
+            if tensor.grad_fn is not None:
+                tensor.register_hook(functools.partial(self._note_gradient_of, name, kind, i))
+
+    def _note_gradient_of(self, module: str, kind: str, i: int, gradient: Tensor | None) -> None:
+        if gradient is not None and not self.suspended:  # torch_npu's LSTM leaves some out
+            with torch.no_grad():
+                self._keep("module", "backward", module, kind, i, gradient, self.scale)
+
+    def _keep(
+        self,
+        kind: Kind,
+        phase: str,
+        module: str | None,
+        operator: str,
+        result: int,
+        tensor: Tensor,
+        scale: float = 1.0,
+        place: Place | None = None,
+    ) -> None:
+        held = self._held(tensor)
+        if held is None or not (is_measurable(held) or kind == "random"):
+            return
+        with self._lock:
+            key = (kind, phase, module, operator, result)
+            known = {"kind": kind, "phase": phase, "module": module, "operator": operator, "result": result}
+            known |= {"call": self._calls[key], "place": "" if place is None else str(place)}
+            known |= {"source": "" if place is None else place.source}
+            try:
+                self.recorded.rows.append(row_of(held, self._samples, scale, known))
+                self._calls[key] += 1
+            except (RuntimeError, NotImplementedError, MemoryError) as error:  # as for float8, which has no norm
+                self.not_measured[f"{operator}: {str(error).splitlines()[0] if str(error) else error!r}"] += 1

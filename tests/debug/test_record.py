@@ -1,0 +1,207 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ``amp.debug.record`` keeps of an iteration, and that the iteration is the same with it."""
+
+import math
+
+import pytest
+import torch
+from debug import healthy
+from debug.test_watching import hooks_of_torch, set_up, train
+from devices import DEVICE
+
+from apex_npu import amp
+from apex_npu.debug.record import inside_of, path_of_rank
+from apex_npu.debug.recorded import Samples, load
+
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.out = torch.nn.Linear(6, 4), torch.nn.Linear(4, 2, bias=False)
+
+    def forward(self, x):
+        return self.out(self.fc(x).relu())
+
+
+def row_of(recorded, kind, phase, module):
+    (row,) = (r for r in recorded.rows if (r.kind, r.phase, r.module, r.result) == (kind, phase, module, 0))
+    return row
+
+
+def iteration(path, scale=None, **options):
+    """A step of ``Small``, whose loss is the sum of its outputs."""
+    torch.manual_seed(3)
+    model, x = Small(), torch.randn(5, 6).to(DEVICE)
+    model.to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if scale:
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O0", loss_scale=scale, verbosity=0)
+    values = [p.detach().cpu().double() for p in model.parameters()]
+    with amp.debug.record(path, model, **options) as recorded:
+        loss = model(x).sum()
+        if scale:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+    return recorded, x.cpu().double(), values
+
+
+@pytest.mark.parametrize("scale", [None, 64.0])
+def test_the_numbers_are_those_of_torch(scale, tmp_path):
+    recorded, x, (weight, bias, out) = iteration(tmp_path / "a.pt", scale)
+    hidden = x @ weight.T + bias
+    after = hidden.relu()
+    expected = {
+        ("module", "forward", "fc"): hidden,
+        ("operator", "forward", "out"): after @ out.T,
+        ("operator", "forward", ""): after,
+        ("module", "backward", "out"): torch.ones(5, 2),
+        ("module", "backward", "fc"): (torch.ones(5, 2).double() @ out) * (hidden > 0),
+        ("gradient", "after backward", "out.weight"): torch.ones(2, 5).double() @ after,
+    }
+    for key, value in expected.items():
+        row, value = row_of(recorded, *key), value.double()
+        assert row.shape == tuple(value.shape)
+        torch.testing.assert_close(row.exact, value.flatten(), rtol=1e-5, atol=1e-5)
+        for found, true in ((row.norm, value.norm()), (row.low, value.min()), (row.high, value.max())):
+            assert found == pytest.approx(float(true), rel=1e-5, abs=1e-6)
+        assert row.zeros == int((value == 0).sum())
+        in_backward = key[1] != "forward"
+        assert row.scale == ((scale or 1.0) if in_backward else 1.0)
+    assert [(h.name, h.shape) for h in recorded.batch] == [("argument 0 of Small", (5, 6))]
+    names = ["fc.weight", "fc.bias", "out.weight"]
+    assert [held.name for held in recorded.weights] == names
+    assert [row.module for row in recorded.rows if row.kind == "gradient"] == names
+    for held, value in zip(recorded.weights, (weight, bias, out), strict=True):
+        assert torch.equal(held.values.double(), value.flatten())  # before the step
+    assert (recorded.level, recorded.scale) == (("O0", scale) if scale else ("", 1.0))
+    assert recorded.device == DEVICE.type
+    assert "aten::mul" not in [row.operator for row in recorded.rows]  # by the loss scale
+    assert row_of(recorded, "operator", "forward", "").source == "return self.out(self.fc(x).relu())"
+
+
+def test_a_file_is_read_without_code(tmp_path):
+    path = tmp_path / "a.pt"
+    recorded, _, _ = iteration(path)
+    assert torch.load(path, weights_only=True)["kind"] == "apex_npu.debug.record"
+    found = load(path)
+    assert len(found.rows) == len(recorded.rows) > 10
+    assert all(torch.equal(a.values, b.values) for a, b in zip(found.rows, recorded.rows, strict=True))
+    assert (found.batch, found.versions) == (recorded.batch, recorded.versions)
+
+
+def test_samples_are_the_same_elements_of_each_tensor_of_a_size():
+    values = torch.arange(1000.0)
+    chosen = Samples(100).of(values)
+    assert chosen.shape == (100,)
+    assert torch.equal(Samples(100).of(2 * values.view(10, 100)), 2 * chosen)
+    assert torch.equal(Samples(100).of(values.view(10, 100).t().contiguous().t()), chosen)  # by indices, not by memory
+    assert not torch.equal(chosen % 100, chosen % 100 * 0 + chosen[0] % 100)  # not a column
+    assert torch.equal(Samples(1000).of(values), values)
+    assert torch.equal(Samples(None).of(values), values)
+
+
+def test_how_many_elements_are_kept(tmp_path):
+    few, _, _ = iteration(tmp_path / "a.pt", samples=3)
+    every, _, _ = iteration(tmp_path / "b.pt", samples=None)
+    assert {row.values.numel() for row in few.rows} <= {1, 3}
+    assert all(row.values.numel() == math.prod(row.shape) for row in every.rows)
+    assert [row.norm for row in few.rows] == [row.norm for row in every.rows]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make", [healthy.GPT, healthy.ResNet])
+@pytest.mark.parametrize("options", [{}, {"combine_grad": True, "fuse_unscale": True}])
+def test_nothing_changes(make, level, options, tmp_path, monkeypatch):
+    options = {**options, "dynamic_init_scale": 2.0**20}  # the first steps are skipped
+    before = hooks_of_torch()
+    alone, states, _ = train(*set_up(make, level, **options), 5, lambda step: False)
+    amp.shutdown()
+    monkeypatch.setattr(amp.debug, "find_overflow", lambda model: amp.debug.record(tmp_path / "a.pt", model))
+    recorded, states_recorded, _ = train(*set_up(make, level, **options), 5, lambda step: step in (0, 4))
+    assert len(alone) == len(recorded)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(alone, recorded, strict=True))
+    assert torch.equal(states[0], states_recorded[0])
+    assert states[1:] == states_recorded[1:]
+    assert hooks_of_torch() == before
+    found = load(tmp_path / "a.pt")
+    model = make()
+    assert {name for row in found.rows if row.kind == "gradient" for name in row.module.split("=")} == {
+        name for name, _ in model.named_parameters(remove_duplicate=False)
+    }
+    floating = {name for name, buffer in model.named_buffers() if buffer.dtype.is_floating_point}
+    assert {row.module for row in found.rows if row.kind == "buffer"} == floating
+    assert {row.phase for row in found.rows if row.kind == "module"} == {"forward", "backward"}
+
+
+def test_an_exception_leaves_no_file(tmp_path):
+    model, before = Small().to(DEVICE), hooks_of_torch()
+
+    def fail():
+        model(torch.ones(2, 6, device=DEVICE))
+        raise KeyError
+
+    with pytest.raises(KeyError), amp.debug.record(tmp_path / "a.pt", model):
+        fail()
+    assert hooks_of_torch() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gradients_that_come_later_are_not_kept(tmp_path):
+    model = Small().to(DEVICE)
+    with amp.debug.record(tmp_path / "a.pt", model) as recorded:
+        loss = model(torch.ones(2, 6, device=DEVICE)).sum()
+    count = len(recorded.rows)
+    loss.backward()  # hooks of its tensors are still there
+    assert len(recorded.rows) == count
+
+
+def test_recomputed_activations_have_a_phase_of_their_own(tmp_path):
+    model, x = Small().to(DEVICE), torch.ones(2, 6, device=DEVICE, requires_grad=True)
+    with amp.debug.record(tmp_path / "a.pt", model) as recorded:
+        torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert row_of(recorded, "module", "recompute", "fc").norm == row_of(recorded, "module", "forward", "fc").norm
+
+
+def test_names_are_those_without_a_wrapper():
+    model = Small()
+    assert inside_of(torch.nn.DataParallel(model)) is model
+
+
+def test_each_process_has_a_file(monkeypatch):
+    for rank, name in ((0, "a.pt"), (3, "a.pt.rank3")):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        assert path_of_rank("a.pt") == name
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda path: amp.debug.record(path, "model"), TypeError, "record takes models, torch.nn.Module, got str"),
+        (lambda path: amp.debug.record(path, samples=0), ValueError, "samples must be a positive integer, .* got 0"),
+        (lambda path: amp.debug.record(path, samples=True), ValueError, "samples must be .* got True"),
+        (lambda path: amp.debug.record(path, samples=2.5), ValueError, "samples must be .* got 2.5"),
+        (
+            lambda path: amp.debug.record(path).__enter__(),
+            ValueError,
+            "record needs a model: pass it, or call amp.init",
+        ),
+        (lambda path: amp.debug.record(path / "no" / "a.pt"), FileNotFoundError, "there is no folder .*no'; make it"),
+        (lambda path: amp.debug.record(path.parent), PermissionError, "give a file in a folder"),
+    ],
+)
+def test_bad_input(call, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        call(tmp_path / "a.pt" if "no" not in call.__code__.co_consts else tmp_path)
+    assert not (tmp_path / "a.pt").exists()
+
+
+def test_within_another(tmp_path):
+    model = Small().to(DEVICE)
+    with amp.debug.find_overflow(model):  # noqa: SIM117
+        with pytest.raises(ValueError, match="is open already"), amp.debug.record(tmp_path / "a.pt", model):
+            pass
