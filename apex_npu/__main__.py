@@ -34,6 +34,7 @@ Runs a script in which the name apex, with apex.amp and apex.optimizers, is apex
   --profile A:B  where the time of the steps from A to before B goes is printed; --trace DIR also writes a trace
   --gradient-range STEP, --check-operators STEP
                  what float16 loses of the gradients of that step; how far its operators are from float64
+  --model-report what each opt_level makes of the script's model, FLOPs, casts and memory, is printed at its first forward
   --device npu   what is written for CUDA is rewritten for npu, in memory, as it is imported; OPTIONS, in this order:
     --also PACKAGE   a package outside the script's folder is rewritten, too (repeatable)
     --changes FILE   all findings are written at the end; the name ends with .csv, .json or .sarif
@@ -79,6 +80,8 @@ def _run(options: argparse.Namespace) -> int:
             if not step.isdecimal():
                 return _fail(f"--{option} {step}: give a step, counted from 0")
             os.environ[f"APEX_NPU_{option.replace('-', '_').upper()}"] = step
+    if options.model_report:
+        os.environ["APEX_NPU_MODEL_REPORT"] = "1"
     if options.device:
         if options.device != "npu":
             return _fail(f"--device {options.device}: scripts for CUDA are rewritten for npu")
@@ -129,6 +132,7 @@ RUN = Command(
         Argument("--trace", "with --profile: a folder for a trace", metavar="DIR"),
         Argument("--gradient-range", "print what float16 loses of a step's gradients", metavar="STEP"),
         Argument("--check-operators", "print how far a step's operators are from float64", metavar="STEP"),
+        Argument("--model-report", "print what each opt_level makes of the script's model", flag=True),
         Argument("--device", "npu: modules for CUDA are rewritten as they are imported", metavar="npu"),
         Argument("--also", "with --device: rewrite this package, too (repeatable)", metavar="PACKAGE", many=True),
         Argument("--changes", "with --device: write all findings; .csv, .json or .sarif", metavar="FILE"),
@@ -138,7 +142,7 @@ RUN = Command(
     ),
     usage=(
         "[--force] [--host NAME]... [--explain-overflows[=N]] [--profile A:B [--trace DIR]] [--gradient-range STEP] "
-        "[--check-operators STEP] [--device npu [OPTIONS]] script.py [arguments]",
+        "[--check-operators STEP] [--model-report] [--device npu [OPTIONS]] script.py [arguments]",
         "[the same options] -m module [arguments]",
     ),
     passes_rest=True,

@@ -1,6 +1,7 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``amp.debug``: why steps are skipped, which loss scale fits, where the time goes, which operator is wrong."""
+"""``amp.debug``: why steps are skipped, which loss scale fits, where the time goes, which operator is wrong,
+and what each level makes of a model."""
 
 from apex_npu.debug.causes import Finding
 from apex_npu.debug.check_operators import CheckedOperators, OperatorError, check_operators
@@ -9,15 +10,18 @@ from apex_npu.debug.find_overflow import find_overflow
 from apex_npu.debug.gradient_range import gradient_range
 from apex_npu.debug.gradients import bad_gradients
 from apex_npu.debug.labels import profiler_ranges
+from apex_npu.debug.model_report import LevelReport, ModelReport, report
+from apex_npu.debug.overflow_report import OverflowReport, Overflows
 from apex_npu.debug.profile import profile
 from apex_npu.debug.range_report import GradientRange
-from apex_npu.debug.report import OverflowReport, Overflows
 from apex_npu.debug.scalars import scalars
 
 __all__ = [
     "CheckedOperators",
     "Finding",
     "GradientRange",
+    "LevelReport",
+    "ModelReport",
     "OperatorError",
     "OverflowReport",
     "Overflows",
@@ -28,5 +32,6 @@ __all__ = [
     "gradient_range",
     "profile",
     "profiler_ranges",
+    "report",
     "scalars",
 ]
