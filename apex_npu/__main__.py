@@ -34,7 +34,7 @@ Runs a script in which the name apex, with apex.amp and apex.optimizers, is apex
   --profile A:B  where the time of the steps from A to before B goes is printed; --trace DIR also writes a trace
   --gradient-range STEP, --check-operators STEP
                  what float16 loses of the gradients of that step; how far its operators are from float64
-  --model-report what each opt_level makes of the script's model, FLOPs, casts and memory, is printed at its first forward
+  --model-report what each opt_level makes of the script's model is printed at its first forward: FLOPs, casts, memory
   --device npu   what is written for CUDA is rewritten for npu, in memory, as it is imported; OPTIONS, in this order:
     --also PACKAGE   a package outside the script's folder is rewritten, too (repeatable)
     --changes FILE   all findings are written at the end; the name ends with .csv, .json or .sarif

@@ -1,7 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``amp.debug``: why steps are skipped, which loss scale fits, where the time goes, which operator is wrong,
-and what each level makes of a model."""
+"""``amp.debug``: why steps are skipped, which loss scale fits, where the time goes, what is wrong, what levels do."""
 
 from apex_npu.debug.causes import Finding
 from apex_npu.debug.check_operators import CheckedOperators, OperatorError, check_operators

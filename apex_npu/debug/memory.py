@@ -102,8 +102,18 @@ def usual_sizes(model: nn.Module) -> Sizes:
     return {title: dict.fromkeys((name for name, _ in model.named_parameters()), size) for title, size in USUAL.items()}
 
 
-def sizes_of(optimizer: Optimizer, model: nn.Module) -> Sizes:
-    """Those of ``optimizer``, which steps parameters of ``model``: its own where it has stepped, else tried on few numbers.
+def stepped_dtype(policy: Policy) -> torch.dtype:
+    """What an optimizer steps at a level: the dtype of masters where there are any."""
+    return torch.float32 if policy.master_weights else policy.model_dtype or torch.float32
+
+
+def sizes_of(optimizer: Optimizer, model: nn.Module, dtype: torch.dtype) -> Sizes:
+    """Those of ``optimizer``, which steps parameters of ``model``: counted where it has stepped, else tried.
+
+    Args:
+        optimizer: Stays as it is.
+        model: Whose parameters it steps.
+        dtype: That of the parameters that it is tried with.
 
     Raises:
         TypeError: It is no optimizer.
@@ -129,16 +139,16 @@ def sizes_of(optimizer: Optimizer, model: nn.Module) -> Sizes:
                 f"this {title} has been passed to amp.initialize, and has no state yet: call amp.debug.report before "
                 "initialize, or after the first step, or leave optimizer out"
             )
-        return {title: _tried(optimizer, stepped)}
+        return {title: _tried(optimizer, stepped, dtype)}
     return {title: {name: _size(p, state[p]) for name, p in stepped.items() if p in state}}
 
 
-def _tried(optimizer: Optimizer, params: dict[str, Any]) -> dict[str, StateSize]:
+def _tried(optimizer: Optimizer, params: dict[str, Any], dtype: torch.dtype) -> dict[str, StateSize]:
     """A copy of ``optimizer`` steps parameters of at most two elements in each dimension."""
     every = [p for group in optimizer.param_groups for p in group["params"]]
     memo = {}
     for p in every:
-        memo[id(p)] = tiny = nn.Parameter(torch.zeros([min(2, n) for n in p.shape], device=p.device))
+        memo[id(p)] = tiny = nn.Parameter(torch.zeros([min(2, n) for n in p.shape], dtype=dtype, device=p.device))
         tiny.grad = torch.zeros_like(tiny)
     small: Any = copy.deepcopy(optimizer, memo)
     try:

@@ -21,7 +21,7 @@ from apex_npu.amp.user_casts import registered_patches
 from apex_npu.autocast.forward_cast import convert_model
 from apex_npu.backends._torch_private import tree_leaves
 from apex_npu.debug.copies import fake_copy, real_copy, same_random_numbers
-from apex_npu.debug.memory import Memory, Sizes, measure, sizes_of, usual_sizes
+from apex_npu.debug.memory import Memory, Sizes, measure, sizes_of, stepped_dtype, usual_sizes
 from apex_npu.debug.tally import Tally
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
@@ -111,7 +111,7 @@ def report(
 
     Raises:
         TypeError: ``model`` is no module, ``loss`` is not callable, ``optimizer`` is no optimizer.
-        ValueError: ``levels`` is empty; the batch is on another device than the model; ``loss`` returns no scalar;
+        ValueError: ``levels`` is empty; the batch is on another device than the model, or both on meta; ``loss`` returns no scalar;
             ``optimizer`` steps no parameter of the model, or has been initialized and never stepped.
         RuntimeError: A level is unknown; parameters have no shape yet, or low precision that amp has not given them.
 
@@ -135,7 +135,10 @@ def report(
         for device_type in device_types:  # a region around the call
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.enable_grad())
-        sizes = usual_sizes(model) if optimizer is None else sizes_of(optimizer, model)
+        sizes = {
+            level: usual_sizes(model) if optimizer is None else sizes_of(optimizer, model, stepped_dtype(policy))
+            for level, policy in policies.items()
+        }
         sessions = [Session(policy, [], device_types=device_types) for policy in policies.values()]
         ran = ""
         try:
@@ -186,11 +189,14 @@ def _device_types(model: nn.Module, tensors: list[Tensor]) -> list[str]:
     if other is not None and len(devices) == 1:
         (own,) = devices
         raise ValueError(f"the batch has a tensor on {other}, and the model is on {own}: move one to the other")
-    return list(dict.fromkeys(device.type for device in devices)) or ["cpu"]
+    types = list(dict.fromkeys(device.type for device in devices)) or ["cpu"]
+    if "meta" in types:
+        raise ValueError("the model is on meta, where nothing can be cast by function: make it on a device, or the cpu")
+    return types
 
 
 def _try(
-    session: Session, copying: Copying, model: nn.Module, given: Any, loss: Callable[[Any], Tensor] | None, sizes: Sizes
+    session: Session, copying: Copying, model: nn.Module, given: Any, loss: Callable[[Any], Tensor] | None, sizes: dict[str, Sizes]
 ) -> tuple[LevelReport, bool]:
     """One forward and backward of a copy of ``model``, whose casts are those of ``session``."""
     session.patches = registered_patches(session.policy)
@@ -201,7 +207,7 @@ def _try(
         with tally.counting(made, inputs):
             outputs = made(*args, **kwargs)
             has_backward = _backward(outputs, loss)
-        memory = measure(made, session.policy, sizes)
+        memory = measure(made, session.policy, sizes[session.policy.opt_level])
     return LevelReport(session.policy.opt_level, tally, memory), has_backward
 
 
