@@ -196,7 +196,12 @@ def _device_types(model: nn.Module, tensors: list[Tensor]) -> list[str]:
 
 
 def _try(
-    session: Session, copying: Copying, model: nn.Module, given: Any, loss: Callable[[Any], Tensor] | None, sizes: dict[str, Sizes]
+    session: Session,
+    copying: Copying,
+    model: nn.Module,
+    given: Any,
+    loss: Callable[[Any], Tensor] | None,
+    sizes: dict[str, Sizes],
 ) -> tuple[LevelReport, bool]:
     """One forward and backward of a copy of ``model``, whose casts are those of ``session``."""
     session.patches = registered_patches(session.policy)

@@ -87,7 +87,7 @@ def parts_of(found: ModelReport) -> Iterator[Table | str]:
     yield ""
     yield _totals(list(found.levels.values()))
     yield "FLOPs: operations of matrix products, convolutions and attention, forward and backward"
-    yield "casts: conversions between floating dtypes; those of O0 are the model's own, the others are amp's, too"
+    yield "casts: conversions between floating dtypes; those of O0 are the model's own, the other levels add amp's"
     yield "moved: bytes that operators read and write; saved: what forward keeps in memory for backward"
     yield ""
     yield from _kept_in_float32(found)
