@@ -9,7 +9,8 @@ from apex_npu.debug.find_overflow import find_overflow
 from apex_npu.debug.gradient_range import gradient_range
 from apex_npu.debug.gradients import bad_gradients
 from apex_npu.debug.labels import profiler_ranges
-from apex_npu.debug.model_report import LevelReport, ModelReport, report
+from apex_npu.debug.model_report import report
+from apex_npu.debug.model_table import LevelReport, ModelReport
 from apex_npu.debug.overflow_report import OverflowReport, Overflows
 from apex_npu.debug.profile import profile
 from apex_npu.debug.range_report import GradientRange

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,59 +20,13 @@ from apex_npu.amp.user_casts import registered_patches
 from apex_npu.autocast.forward_cast import convert_model
 from apex_npu.backends._torch_private import tree_leaves
 from apex_npu.debug.copies import fake_copy, real_copy, same_random_numbers
-from apex_npu.debug.memory import Memory, Sizes, measure, sizes_of, stepped_dtype, usual_sizes
+from apex_npu.debug.memory import Sizes, measure, sizes_of, stepped_dtype, usual_sizes
+from apex_npu.debug.model_table import LevelReport, ModelReport
 from apex_npu.debug.tally import Tally
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 
 Copying = Callable[[nn.Module, Any], AbstractContextManager[tuple[nn.Module, Any]]]
-
-
-@dataclass
-class LevelReport:
-    """What a level makes of a model.
-
-    Attributes:
-        level: "O0" to "O5".
-        tally: FLOPs, casts, bytes and functions of one iteration.
-        memory: Bytes of parameters, gradients, masters and optimizer state.
-    """
-
-    level: str
-    tally: Tally
-    memory: Memory
-
-
-@dataclass
-class ModelReport:
-    """What ``report`` returns; ``print`` it.
-
-    Attributes:
-        model: The name of the model's class.
-        parameters: How many numbers its parameters are.
-        batch: Dtype and shape of each tensor that it was called with.
-        levels: For each level what it makes of the model.
-        ran: Why the model has run for real, on a copy; empty: nothing was computed.
-        notes: What else is to be known of the figures.
-    """
-
-    model: str
-    parameters: int
-    batch: list[str]
-    levels: dict[str, LevelReport]
-    ran: str = ""
-    notes: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        from apex_npu.debug.model_table import text_of
-
-        return text_of(self)
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """For ``rich.print``."""
-        from apex_npu.debug.model_table import render
-
-        return render(self)
 
 
 class _Refused(ValueError):
@@ -111,8 +64,8 @@ def report(
 
     Raises:
         TypeError: ``model`` is no module, ``loss`` is not callable, ``optimizer`` is no optimizer.
-        ValueError: ``levels`` is empty; the batch is on another device than the model, or both on meta; ``loss`` returns no scalar;
-            ``optimizer`` steps no parameter of the model, or has been initialized and never stepped.
+        ValueError: ``levels`` is empty; the batch is on another device than the model, or both are on meta; ``loss``
+            returns no scalar; ``optimizer`` steps no parameter of the model, or has been initialized and never stepped.
         RuntimeError: A level is unknown; parameters have no shape yet, or low precision that amp has not given them.
 
     Example::

@@ -1,19 +1,19 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``amp.debug.report`` prints: tables as plain text, and rich's where rich prints them."""
+"""``ModelReport``: what ``amp.debug.report`` finds, and prints, as plain text or by rich."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from apex_npu.debug.model_report import LevelReport, ModelReport
+from apex_npu.debug.memory import Memory
+from apex_npu.debug.tally import Tally
 
 _LOW = (torch.float16, torch.bfloat16)
 _ROWS = 40
@@ -26,6 +26,49 @@ _MEANING = {
     "O4": "as O1, with bfloat16",
     "O5": "as O2, with bfloat16",
 }
+
+
+@dataclass
+class LevelReport:
+    """What a level makes of a model.
+
+    Attributes:
+        level: "O0" to "O5".
+        tally: FLOPs, casts, bytes and functions of one iteration.
+        memory: Bytes of parameters, gradients, masters and optimizer state.
+    """
+
+    level: str
+    tally: Tally
+    memory: Memory
+
+
+@dataclass
+class ModelReport:
+    """What ``report`` returns; ``print`` it.
+
+    Attributes:
+        model: The name of the model's class.
+        parameters: How many numbers its parameters are.
+        batch: Dtype and shape of each tensor that it was called with.
+        levels: For each level what it makes of the model.
+        ran: Why the model has run for real, on a copy; empty: nothing was computed.
+        notes: What else is to be known of the figures.
+    """
+
+    model: str
+    parameters: int
+    batch: list[str]
+    levels: dict[str, LevelReport]
+    ran: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return text_of(self)
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """For ``rich.print``."""
+        return render(self)
 
 
 @dataclass
