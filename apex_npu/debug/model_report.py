@@ -120,13 +120,14 @@ def unwrapped(model: Any) -> nn.Module:
     """What is inside of DistributedDataParallel, DataParallel and torch.compile; TypeError for what is no module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"amp.debug.report takes a model, torch.nn.Module, got {type(model).__name__}")
+    inner: nn.Module = model
     while True:
-        if isinstance(model, (DistributedDataParallel, DataParallel)):
-            model = model.module
-        elif isinstance(vars(model).get("_modules", {}).get("_orig_mod"), nn.Module):  # torch.compile
-            model = model.get_submodule("_orig_mod")
+        if isinstance(inner, (DistributedDataParallel, DataParallel)):
+            inner = inner.module
+        elif isinstance(vars(inner).get("_modules", {}).get("_orig_mod"), nn.Module):  # torch.compile
+            inner = inner.get_submodule("_orig_mod")
         else:
-            return model
+            return inner
 
 
 def _listed(levels: str | Sequence[str]) -> list[str]:

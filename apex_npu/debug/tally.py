@@ -104,7 +104,7 @@ class Tally:
 
 class _Counting(TorchDispatchMode):
     def __init__(self, tally: Tally, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tally, self._model = tally, model
         self._names, self._stack = Names([model]), ModuleStack()
         self._of_node: dict[int, str | None] = {}
@@ -114,12 +114,12 @@ class _Counting(TorchDispatchMode):
         for module in self._model.modules():
             self._hooks.append(module.register_forward_pre_hook(lambda m, args: self._stack.push(m), prepend=True))
             self._hooks.append(module.register_forward_hook(lambda m, args, out: self._stack.pop(m), always_call=True))
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> Any:
         for hook in self._hooks:
             hook.remove()
-        return super().__exit__(*raised)
+        return super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def _module(self) -> str | None:
         return self._names.of_module(self._stack.modules[-1]) if self._stack.modules else None

@@ -54,6 +54,14 @@ def test_steps_to_look_at(environment, capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().out == "7 0\n"
 
 
+def test_a_report_on_the_model(environment, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("APEX_NPU_MODEL_REPORT", "")
+    script = tmp_path / "reported.py"
+    script.write_text("import os; print(os.environ['APEX_NPU_MODEL_REPORT'])")
+    assert main(["run", "--model-report", str(script)]) == 0
+    assert capsys.readouterr().out == "1\n"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

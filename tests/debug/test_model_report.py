@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from apex_npu import amp, optimizers
 from apex_npu.amp.session import current
+from apex_npu.backends._torch_private import dispatch_modes
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 LOW = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
@@ -314,6 +315,26 @@ def test_nothing_is_allocated_on_the_device():
     found = amp.debug.report(model, torch.zeros(1, 4, device=DEVICE).expand(rows, 4), levels=("O0", "O2"))
     assert found.ran == ""  # 16 TB of results
     assert found.levels["O2"].tally.flops_in(torch.float16) == 2 * (2 * rows * 4 * 4)
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_what_watches_is_not_set_off(ran):
+    model, batch, loss = made(Net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
+    amp.debug.explain_overflows(after=1)
+    try:
+        for _ in range(2):  # the second one is watched
+            before = amp.debug.scalars()
+            chosen, x = Chosen().to(DEVICE), torch.ones(2, 4, device=DEVICE)
+            amp.debug.report(*((chosen, x) if ran else (model, batch)), levels="O1")
+            assert (amp.debug.scalars(), dispatch_modes()) == (before, [])
+            with amp.scale_loss(loss(model(batch)) * float("inf"), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        assert amp.debug.scalars()["amp/skipped_steps"] == 2
+    finally:
+        amp.debug.explain_overflows(None)
 
 
 class Chosen(nn.Module):
