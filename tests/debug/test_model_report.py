@@ -168,16 +168,16 @@ def test_functions_casts_and_memory_are_those_of_a_run(kind, level):
     for function, n in one.tally.calls.items():
         if function.operator in COMPARED:
             calls[function.operator, function.dtype] += n
-    assert calls == seen.calls
-    assert (one.tally.casts, one.tally.cast_bytes, set(one.tally.cast_weights)) == (
-        seen.casts,
-        seen.bytes,
-        seen.weights,
-    )
-    elements = STATISTICS[DEVICE.type].get((kind, level), 0)
-    saved[torch.float32] += elements * 4
-    saved[LOW.get(level, torch.float16)] -= elements * 2
-    if not VENDOR:  # whose kernels may save other things
+    if not VENDOR:  # which chooses and splits operators by what it finds in memory
+        assert calls == seen.calls
+        assert (one.tally.casts, one.tally.cast_bytes, set(one.tally.cast_weights)) == (
+            seen.casts,
+            seen.bytes,
+            seen.weights,
+        )
+        elements = STATISTICS[DEVICE.type].get((kind, level), 0)
+        saved[torch.float32] += elements * 4
+        saved[LOW.get(level, torch.float16)] -= elements * 2
         assert one.tally.saved == +saved
     gradients = Counter()
     for param in model.parameters():
@@ -239,7 +239,11 @@ def test_flops_of_attention_by_hand():
 
     b, h, s, d = 2, 3, 16, 8
     qkv = [torch.randn(b, h, s, d, device=DEVICE, requires_grad=True) for _ in range(3)]
-    tally = amp.debug.report(Attention(), *qkv, levels="O4").levels["O4"].tally
+    report = amp.debug.report(Attention(), *qkv, levels="O4")
+    tally = report.levels["O4"].tally
+    if VENDOR:  # a kernel of its own
+        assert any("attention" in note and "not counted" in note for note in report.notes)
+        return
     product = 2 * b * h * s * s * d
     forward = sum(n for f, n in tally.flops.items() if f.phase == "forward")
     assert forward == 2 * product
