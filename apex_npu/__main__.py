@@ -74,6 +74,8 @@ def _run(options: argparse.Namespace) -> int:
             if not step.isdecimal():
                 return _fail(f"--{option} {step}: give a step, counted from 0")
             os.environ[f"APEX_NPU_{option.replace('-', '_').upper()}"] = step
+    if options.model_report:
+        os.environ["APEX_NPU_MODEL_REPORT"] = "1"
     if options.device:
         if options.device != "npu":
             return _fail(f"--device {options.device}: scripts for CUDA are rewritten for npu")
@@ -137,6 +139,7 @@ RUN = Command(
         Argument("--trace", "with --profile: also write a trace into this folder", metavar="DIR"),
         Argument("--gradient-range", "print what float16 loses of the gradients of this step", metavar="STEP"),
         Argument("--check-operators", "print how far operators of this step are from float64", metavar="STEP"),
+        Argument("--model-report", "print what each opt_level makes of the script's model", flag=True),
         Argument("--record", "write what this step computes to a file, for compare", metavar="STEP:FILE"),
         Argument("--device", "rewrite what is written for CUDA for npu, in memory, as it is imported", metavar="npu"),
         Argument(
@@ -152,7 +155,7 @@ RUN = Command(
     ),
     usage=(
         "[--force] [--host NAME]... [--explain-overflows[=N]] [--profile A:B [--trace DIR]] [--gradient-range STEP] "
-        "[--check-operators STEP] [--record STEP:FILE] [--device npu [OPTIONS]] script.py [arguments]",
+        "[--check-operators STEP] [--record STEP:FILE] [--model-report] [--device npu [OPTIONS]] script.py [arguments]",
         "[the same options] -m module [arguments]",
     ),
     passes_rest=True,

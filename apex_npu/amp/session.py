@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Protocol
@@ -407,6 +407,27 @@ def install(session: Session) -> None:
                 former.undo()
                 former.enable()
             raise
+
+
+@contextmanager
+def standing_in(session: Session) -> Iterator[None]:
+    """In the block ``session`` is the current one, and its casts are on; the one before is as it was afterwards.
+
+    For models that have been converted for ``session`` alone: those of the one before, and its optimizers, are not to
+    be used in the block.
+    """
+    global _current
+    former = _current
+    with disable_casts():
+        try:
+            _current = session
+            session.casts = enable_casts(
+                session.policy, session.device_types, session.patches, session._undo, session.ambient
+            )
+            yield
+        finally:
+            session.undo()
+            _current = former
 
 
 def check_thread(caller: str) -> None:

@@ -68,6 +68,9 @@ NAMES: dict[str, str] = {
     # Containers
     "torch.utils._pytree.tree_leaves": "torch.export puts the tensors of a model's results in this order",
     "torch.utils._pytree.tree_map": "reaches the tensors of all containers that torch.export takes",
+    # Fake tensors
+    "torch._subclasses.fake_tensor.FakeTensorMode": "sizes and dtypes of results, without computing or allocating them",
+    "torch._subclasses.fake_tensor.FakeCopyMode": "deepcopy of a model under FakeTensorMode, without its memory",
     # Modules
     "torch.nn.Module()._parameters": "a module's own parameters, with names, None included",
     "torch.nn.Module()._buffers": "a module's own buffers, with names, None included",
@@ -216,3 +219,11 @@ def tree_map(change: Callable[[Any], Any], value: Any) -> Any:
     from torch.utils._pytree import tree_map
 
     return tree_map(change, value)
+
+
+def fake_modes() -> tuple[Any, Any]:
+    """A mode in which tensors have sizes and dtypes alone, and one in which deepcopy makes such tensors."""
+    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return mode, FakeCopyMode(mode)

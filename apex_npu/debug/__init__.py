@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``amp.debug``: why steps are skipped, which loss scale fits, where time goes, what is wrong, where runs part."""
+"""``amp.debug``: why steps are skipped, which scale fits, where time goes, what is wrong, where runs part, what levels do."""
 
 from apex_npu.debug.causes import Finding
 from apex_npu.debug.check_operators import CheckedOperators, OperatorError, check_operators
@@ -11,11 +11,13 @@ from apex_npu.debug.find_overflow import find_overflow
 from apex_npu.debug.gradient_range import gradient_range
 from apex_npu.debug.gradients import bad_gradients
 from apex_npu.debug.labels import profiler_ranges
+from apex_npu.debug.model_report import report
+from apex_npu.debug.model_table import LevelReport, ModelReport
+from apex_npu.debug.overflow_report import OverflowReport, Overflows
 from apex_npu.debug.profile import profile
 from apex_npu.debug.range_report import GradientRange
 from apex_npu.debug.record import record
 from apex_npu.debug.recorded import Recorded
-from apex_npu.debug.report import OverflowReport, Overflows
 from apex_npu.debug.scalars import scalars
 
 __all__ = [
@@ -24,6 +26,8 @@ __all__ = [
     "Comparison",
     "Finding",
     "GradientRange",
+    "LevelReport",
+    "ModelReport",
     "OperatorError",
     "OverflowReport",
     "Overflows",
@@ -37,5 +41,6 @@ __all__ = [
     "profile",
     "profiler_ranges",
     "record",
+    "report",
     "scalars",
 ]

@@ -20,8 +20,8 @@ from apex_npu.debug.calls import Leaf
 from apex_npu.debug.causes import Finding, Scale, find_causes, name_of
 from apex_npu.debug.observers import leave, observe
 from apex_npu.debug.operators import is_measurable
+from apex_npu.debug.overflow_report import OverflowReport, Overflows, note_of_dropped
 from apex_npu.debug.places import Names
-from apex_npu.debug.report import OverflowReport, Overflows, note_of_dropped
 from apex_npu.debug.watch import Watch
 from apex_npu.distributed import local_part
 

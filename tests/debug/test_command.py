@@ -63,6 +63,14 @@ def test_a_step_to_record(environment, capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().out == f"7:{tmp_path / 'a:b.pt'}\n"
 
 
+def test_a_report_on_the_model(environment, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("APEX_NPU_MODEL_REPORT", "")
+    script = tmp_path / "reported.py"
+    script.write_text("import os; print(os.environ['APEX_NPU_MODEL_REPORT'])")
+    assert main(["run", "--model-report", str(script)]) == 0
+    assert capsys.readouterr().out == "1\n"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -1,0 +1,188 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``report``: what each level makes of a model, before it is trained: dtypes, FLOPs, casts, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from apex_npu.amp.policy import OPT_LEVELS, resolve
+from apex_npu.amp.preconditions import check_incoming
+from apex_npu.amp.session import Session, check_thread, standing_in
+from apex_npu.amp.user_casts import registered_patches
+from apex_npu.autocast.forward_cast import convert_model
+from apex_npu.backends._torch_private import tree_leaves
+from apex_npu.debug.copies import fake_copy, real_copy, same_random_numbers
+from apex_npu.debug.memory import Sizes, measure, sizes_of, stepped_dtype, usual_sizes
+from apex_npu.debug.model_table import LevelReport, ModelReport
+from apex_npu.debug.tally import Tally
+
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+
+Copying = Callable[[nn.Module, Any], AbstractContextManager[tuple[nn.Module, Any]]]
+
+
+class _Refused(ValueError):
+    """Raised for what a caller has given, rather than for what cannot be done without values."""
+
+
+def report(
+    model: nn.Module,
+    *batch: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    levels: str | Sequence[str] = LEVELS,
+    optimizer: Optimizer | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> ModelReport:
+    """Compare what levels make of ``model``, by one forward and backward of each without computing anything.
+
+    They run on copies that have sizes and dtypes alone (torch's fake tensors): nothing is computed or allocated. Where
+    that cannot be, as with shapes that depend on data, they run on deep copies, one after the other, and the report
+    says so. The model, its gradients, amp's session and all random generators stay as they are. Forward hooks of the
+    model are called, on the copies.
+
+    Args:
+        model: Passed to ``amp.initialize`` or not; every level begins with its float32 weights. The module inside of
+            DistributedDataParallel, DataParallel and torch.compile is taken.
+        *batch: What the model is called with.
+        loss: Gets what the model returns, and returns a scalar; targets are a closure's. None: all floating outputs
+            that require a gradient get one, and no loss function is counted.
+        levels: Some of "O0" to "O5".
+        optimizer: Whose state is counted: one that ``amp.initialize`` has not been given, or that has stepped. None:
+            SGD with momentum and Adam.
+        kwargs: What the model is called with by name.
+
+    Returns:
+        A ``ModelReport``, which prints as tables.
+
+    Raises:
+        TypeError: ``model`` is no module, ``loss`` is not callable, ``optimizer`` is no optimizer.
+        ValueError: ``levels`` is empty; the batch is on another device than the model, or both are on meta; ``loss``
+            returns no scalar; ``optimizer`` steps no parameter of the model, or has been initialized and never stepped.
+        RuntimeError: A level is unknown; parameters have no shape yet, or low precision that amp has not given them.
+
+    Example::
+
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Softmax(-1))
+        >>> r = amp.debug.report(model, torch.randn(2, 8), levels=("O1", "O2"))
+        >>> r.levels["O1"].tally.flops_in(torch.float16)
+        256
+    """
+    model = unwrapped(model)
+    policies = {level: resolve(level) for level in _listed(levels)}
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss must be a function of the model's output, or None, got {type(loss).__name__}")
+    check_thread("amp.debug.report")
+    check_incoming([model], [])
+    given = (batch, dict(kwargs or {}))
+    tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+    device_types = _device_types(model, tensors)
+    with same_random_numbers(device_types), ExitStack() as stack:
+        for device_type in device_types:  # a region around the call
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        stack.enter_context(torch.enable_grad())
+        sizes = {
+            level: usual_sizes(model) if optimizer is None else sizes_of(optimizer, model, stepped_dtype(policy))
+            for level, policy in policies.items()
+        }
+        sessions = [Session(policy, [], device_types=device_types) for policy in policies.values()]
+        ran = ""
+        try:
+            results = [_try(session, fake_copy, model, given, loss, sizes) for session in sessions]
+        except _Refused:
+            raise
+        except Exception as error:
+            ran = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+            sessions = [Session(policy, [], device_types=device_types) for policy in policies.values()]
+            results = [_try(session, real_copy, model, given, loss, sizes) for session in sessions]
+    found = ModelReport(
+        type(model).__name__,
+        sum(p.numel() for p in model.parameters()),
+        [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors],
+        {one.level: one for one, _ in results},
+        ran,
+    )
+    if loss is None:
+        found.notes.append("no loss function was given, and none is counted")
+    tallies = [one.tally for one, _ in results]
+    uncounted = {f.operator for t in tallies for f in t.calls if "attention" in f.operator and f not in t.flops}
+    if uncounted:
+        found.notes.append(f"FLOPs of {', '.join(sorted(uncounted))} are not counted: torch has no formula for them")
+    if not all(has_backward for _, has_backward in results):
+        found.notes.append("nothing that the model returns requires a gradient: forward alone is counted")
+    return found
+
+
+def unwrapped(model: Any) -> nn.Module:
+    """What is inside of DistributedDataParallel, DataParallel and torch.compile; TypeError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"amp.debug.report takes a model, torch.nn.Module, got {type(model).__name__}")
+    inner: nn.Module = model
+    while True:
+        if isinstance(inner, (DistributedDataParallel, DataParallel)):
+            inner = inner.module
+        elif isinstance(vars(inner).get("_modules", {}).get("_orig_mod"), nn.Module):  # torch.compile
+            inner = inner.get_submodule("_orig_mod")
+        else:
+            return inner
+
+
+def _listed(levels: str | Sequence[str]) -> list[str]:
+    listed = [levels] if isinstance(levels, str) else list(levels)
+    if not listed:
+        raise ValueError(f"levels is empty: give some of {', '.join(OPT_LEVELS)}")
+    return list(dict.fromkeys(listed))
+
+
+def _device_types(model: nn.Module, tensors: list[Tensor]) -> list[str]:
+    devices = dict.fromkeys(t.device for t in [*model.parameters(), *model.buffers()])
+    other = next((t.device for t in tensors if t.dim() and t.device not in devices), None)
+    if other is not None and len(devices) == 1:
+        (own,) = devices
+        raise ValueError(f"the batch has a tensor on {other}, and the model is on {own}: move one to the other")
+    types = list(dict.fromkeys(device.type for device in devices)) or ["cpu"]
+    if "meta" in types:
+        raise ValueError("the model is on meta, where nothing can be cast by function: make it on a device, or the cpu")
+    return types
+
+
+def _try(
+    session: Session,
+    copying: Copying,
+    model: nn.Module,
+    given: Any,
+    loss: Callable[[Any], Tensor] | None,
+    sizes: dict[str, Sizes],
+) -> tuple[LevelReport, bool]:
+    """One forward and backward of a copy of ``model``, whose casts are those of ``session``."""
+    session.patches = registered_patches(session.policy)
+    tally = Tally()
+    with copying(model, given) as (made, (args, kwargs)), standing_in(session):
+        convert_model(made, session.policy, session.device_types, session.ambient)
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        with tally.counting(made, inputs):
+            outputs = made(*args, **kwargs)
+            has_backward = _backward(outputs, loss)
+        memory = measure(made, session.policy, sizes[session.policy.opt_level])
+    return LevelReport(session.policy.opt_level, tally, memory), has_backward
+
+
+def _backward(outputs: Any, loss: Callable[[Any], Tensor] | None) -> bool:
+    if loss is None:
+        leaves = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+        torch.autograd.backward(leaves, [torch.ones_like(t) for t in leaves])
+        return bool(leaves)
+    value = loss(outputs)
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.dtype.is_floating_point:
+        got = f"a tensor of {value.dtype}, {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise _Refused(f"loss must return a scalar, a floating tensor of one element, got {got}")
+    if value.requires_grad:
+        torch.autograd.backward([value])
+    return value.requires_grad

@@ -1,0 +1,80 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ``python -m apex_npu run --model-report`` prints at the first forward of a script's model."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from apex_npu.amp.session import current, is_first_rank
+from apex_npu.autocast.monkey_patches import patch_attribute
+from apex_npu.autocast.undo import Undo
+from apex_npu.debug.model_report import LEVELS, report, unwrapped
+
+
+class FirstForward:
+    """Reports on the first model that ``amp.initialize`` has been given and that is called to be trained."""
+
+    def __init__(self) -> None:
+        """From now on, until then."""
+        self._undo = Undo()
+        # No hook: a global one does not get the arguments that are passed by name.
+        patch_attribute(self._undo, nn.Module, "__call__", self._reporting)
+        atexit.register(self._script_ended)
+
+    def _reporting(self, original: Any) -> Any:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled() and self._is_of_amp(module):
+                self.end()
+                if is_first_rank():
+                    self._report(module, args, kwargs)
+            return original(module, *args, **kwargs)
+
+        return call
+
+    def _is_of_amp(self, module: nn.Module) -> bool:
+        session = current()
+        if session is None or not session.policy.enabled:
+            return False
+        inner = unwrapped(module)
+        return any(known.model is not None and unwrapped(known.model) is inner for known in session.models)
+
+    def _report(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        session = current()
+        assert session is not None
+        level = session.policy.opt_level
+        try:
+            found = report(module, *args, levels=[*LEVELS, level], kwargs=kwargs)
+        except Exception as error:  # the script goes on, and may show why
+            print(f"--model-report: {type(error).__name__}: {error}", flush=True)
+            return
+        found.notes.append(f"the script trains at {level}")
+        _print(found)
+
+    def _script_ended(self) -> None:
+        self.end()
+        if is_first_rank():
+            print("--model-report: the script has ended, and no model of amp.initialize was called", flush=True)
+
+    def end(self) -> None:
+        """Look at calls no longer."""
+        atexit.unregister(self._script_ended)
+        self._undo.close()
+
+
+def _print(found: object) -> None:
+    """With rich's tables on a terminal, where rich is installed."""
+    if sys.stdout.isatty():
+        try:
+            from rich import print as rich_print
+        except ImportError:
+            pass
+        else:
+            rich_print(found)
+            return
+    print(found, flush=True)

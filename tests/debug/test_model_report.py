@@ -1,0 +1,529 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ``amp.debug.report`` says of a model, against runs of that model with values, and formulas."""
+
+import copy
+import io
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from debug import healthy
+from debug.test_watching import hooks_of_torch
+from devices import DEVICE, VENDOR
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from apex_npu import amp, optimizers
+from apex_npu.amp.session import current
+from apex_npu.backends._torch_private import dispatch_modes
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+LOW = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
+# Functions whose dtypes are compared with a run: products, what stays wide at O1, and what takes its inputs' dtype.
+COMPARED = {
+    *("addmm", "mm", "bmm", "convolution", "convolution_backward", "gelu", "gelu_backward", "_softmax", "embedding"),
+    *(
+        "_softmax_backward_data",
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "native_batch_norm",
+        "relu_",
+        "mean",
+    ),
+    *("_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "masked_fill", "threshold_backward"),
+}
+
+
+class Net(nn.Module):
+    """Convolution, batch norm, attention, a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.blocks = nn.ModuleList(healthy.Block(8) for _ in range(2))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = F.relu(self.bn(self.conv(x)), inplace=True).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+class Tokens(healthy.GPT):
+    """Shared weights: the embedding is the head."""
+
+
+# How many saved means and deviations of norms are float32 by torch's rules for sizes and dtypes, and are not in a run;
+# below 0 the reverse. Those of the CPU are wrong for mixed batch norms; the stand-in npu computes by the CPU's kernels.
+BATCH_NORM, LAYER_NORMS = 2 * 8, {Net: 2 * 2 * 2 * 16, Tokens: 2 * 2 * 2 * 6}
+STATISTICS = {
+    "cpu": {(Net, level): -BATCH_NORM for level in ("O1", "O2", "O4", "O5")},
+    "npu": {(kind, level): n for kind, n in LAYER_NORMS.items() for level in ("O2", "O3", "O5")}
+    | {(Net, "O3"): LAYER_NORMS[Net] + BATCH_NORM},
+    "cuda": {},
+}
+
+
+def made(kind):
+    torch.manual_seed(0)
+    model = kind().to(DEVICE)
+    batch = torch.randn(2, 3, 4, 4) if kind is Net else torch.randint(11, (2, 6))
+    targets = torch.tensor([1, 2]) if kind is Net else torch.randint(11, (12,))
+    targets = targets.to(DEVICE)
+    return model, batch.to(DEVICE), lambda y: F.cross_entropy(y.flatten(0, -2).float(), targets)
+
+
+class Seen(TorchDispatchMode):
+    """What a run with values calls."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.calls, self.casts, self.bytes, self.weights = Counter(), Counter(), Counter(), set()
+        self.names = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            self.names[id(param)] = "=".join(filter(None, [self.names.get(id(param)), name]))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        first = next(
+            (t for t in (result if isinstance(result, tuple) else [result]) if isinstance(t, torch.Tensor)), None
+        )
+        if name in COMPARED:
+            self.calls[name, first.dtype] += 1
+        source = {"_to_copy": args[0], "copy_": args[-1]}.get(name) if args else None
+        tensors = [] if source is None else [source, first]
+        if len({t.dtype for t in tensors if t.is_floating_point()}) == 2:
+            key = source.dtype, first.dtype
+            self.casts[key] += 1
+            self.bytes[key] += source.nbytes + first.nbytes
+            self.weights |= {self.names[id(source)]} if id(source) in self.names else set()
+        return result
+
+
+def run(kind, level):
+    """One iteration with values, and the bytes that it has saved for backward."""
+    model, batch, loss = made(kind)
+    optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), batch)}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            saved.setdefault(storage._cdata, (tensor, tensor.dtype, storage.nbytes()))
+        return tensor
+
+    with Seen(model) as seen, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        value = loss(model(batch))
+        value.backward()
+    totals = Counter()
+    for _, dtype, n in saved.values():
+        totals[dtype] += n
+    return model, optimizer, seen, totals
+
+
+def bits(tensor):
+    return tensor.detach().cpu().clone().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def state_of_everything(model):
+    session = current()
+    kinds = [DEVICE.type, "cpu"]
+    return [
+        [(name, id(t), t.data_ptr(), t.dtype) for name, t in (*model.named_parameters(), *model.named_buffers())],
+        [bits(t) for t in (*model.parameters(), *model.buffers())],
+        [None if p.grad is None else (id(p.grad), bits(p.grad)) for p in model.parameters()],
+        [sorted(vars(m)) for m in model.modules()],
+        [(list(m._forward_pre_hooks), list(m._forward_hooks)) for m in model.modules()],
+        torch.get_rng_state().numpy().tobytes(),
+        random.getstate(),
+        np.random.get_state()[1].tobytes(),
+        [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds],
+        torch.is_autocast_cache_enabled(),
+        hooks_of_torch(),
+        id(session),
+        None if session is None else (len(session.models), session.casts.active, session.scaler_states()),
+        [id(F.binary_cross_entropy), id(torch.autograd.backward), id(torch.Tensor.backward)],
+    ]
+
+
+# ---- the figures -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", [Net, Tokens])
+def test_functions_casts_and_memory_are_those_of_a_run(kind, level):
+    model, batch, loss = made(kind)
+    one = amp.debug.report(model, batch, loss=loss, levels=level).levels[level]
+    model, optimizer, seen, saved = run(kind, level)
+    calls = Counter()
+    for function, n in one.tally.calls.items():
+        if function.operator in COMPARED:
+            calls[function.operator, function.dtype] += n
+    if not VENDOR:  # which chooses and splits operators by what it finds in memory
+        assert calls == seen.calls
+        assert (one.tally.casts, one.tally.cast_bytes, set(one.tally.cast_weights)) == (
+            seen.casts,
+            seen.bytes,
+            seen.weights,
+        )
+        elements = STATISTICS[DEVICE.type].get((kind, level), 0)
+        saved[torch.float32] += elements * 4
+        saved[LOW.get(level, torch.float16)] -= elements * 2
+        assert one.tally.saved == +saved
+    gradients = Counter()
+    for param in model.parameters():
+        gradients[param.grad.dtype] += param.grad.nbytes
+    assert one.memory.gradients == gradients
+    masters = {id(p): p for p in amp.master_params(optimizer)}
+    own = {id(p) for p in model.parameters()}
+    assert one.memory.masters.total() == sum(p.nbytes for i, p in masters.items() if i not in own)
+    with amp.scale_loss(loss(model(batch)), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    gradients = [p.grad for p in amp.master_params(optimizer) if id(p) not in own]
+    assert one.memory.master_gradients.total() == sum(g.nbytes for g in gradients)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (torch.optim.Adam, {}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.RMSprop, {"centered": True}),
+        (optimizers.NpuFusedAdam, {}),
+        (optimizers.NpuFusedSGD, {"momentum": 0.9}),
+    ],
+)
+def test_the_state_is_that_of_the_optimizer(make, options, level):
+    model, batch, loss = made(Net)
+    optimizer = make(model.parameters(), lr=1e-3, **options)
+    before = copy.deepcopy(optimizer.state_dict())
+    found = amp.debug.report(model, batch, loss=loss, levels=level, optimizer=optimizer)
+    assert optimizer.state_dict() == before
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    with amp.scale_loss(loss(model(batch)), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    real = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+    assert found.levels[level].memory.states == {make.__name__: real}
+    # One that has stepped is not tried.
+    again = amp.debug.report(model, batch, loss=loss, levels=level, optimizer=optimizer)
+    assert again.levels[level].memory.states == {make.__name__: real}
+
+
+def test_flops_by_hand():
+    b, i, o = 4, 8, 3
+    model = nn.Sequential(nn.Linear(i, o, device=DEVICE), nn.ReLU(), nn.Linear(o, o, device=DEVICE))
+    tally = amp.debug.report(model, torch.randn(b, i, device=DEVICE), levels="O1").levels["O1"].tally
+    # Forward, gradient of the weight; the first input needs none.
+    assert tally.flops_in(torch.float16) == 2 * (2 * b * i * o) + 3 * (2 * b * o * o)
+
+    conv = nn.Conv2d(3, 8, 5, device=DEVICE)
+    tally = amp.debug.report(conv, torch.randn(2, 3, 9, 9, device=DEVICE), levels="O2").levels["O2"].tally
+    assert tally.flops_in(torch.float16) == 2 * (2 * 2 * (5 * 5) * 8 * 3 * (5 * 5))
+
+
+def test_flops_of_attention_by_hand():
+    class Attention(nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    b, h, s, d = 2, 3, 16, 8
+    qkv = [torch.randn(b, h, s, d, device=DEVICE, requires_grad=True) for _ in range(3)]
+    report = amp.debug.report(Attention(), *qkv, levels="O4")
+    tally = report.levels["O4"].tally
+    if VENDOR:  # a kernel of its own
+        assert any("attention" in note and "not counted" in note for note in report.notes)
+        return
+    product = 2 * b * h * s * s * d
+    forward = sum(n for f, n in tally.flops.items() if f.phase == "forward")
+    assert forward == 2 * product
+    # A kernel of attention computes the scores once more.
+    kernel = any("attention" in f.operator for f in tally.flops)
+    assert sum(tally.flops.values()) - forward == (5 if kernel else 4) * product
+
+
+@pytest.mark.parametrize("kind", [Net, Tokens])
+def test_flops_are_those_of_torchs_counter(kind):
+    model, batch, loss = made(kind)
+    tally = amp.debug.report(model, batch, loss=loss, levels="O0").levels["O0"].tally
+    with FlopCounterMode(display=False) as counter:
+        loss(model(batch)).backward()
+    assert sum(tally.flops.values()) == counter.get_total_flops() > 0
+
+
+def test_functions_have_the_names_of_their_modules():
+    model, batch, loss = made(Net)
+    found = amp.debug.report(model, batch, loss=loss, levels="O1")
+    of_o1 = {(f.module, f.operator, f.phase): f.dtype for f in found.levels["O1"].tally.calls}
+    assert of_o1["conv", "convolution", "forward"] == torch.float16
+    assert of_o1["conv", "convolution_backward", "backward"] == torch.float16
+    assert of_o1["blocks.1.norm", "native_layer_norm", "forward"] == torch.float32
+    assert of_o1["blocks.1.mlp.0", "mm", "backward"] == torch.float16
+    assert of_o1[None, "nll_loss_forward", "forward"] == torch.float32
+    assert not [f for f in found.levels["O1"].tally.flops if f.module is None]
+
+
+def test_registered_and_disabled_casts_count():
+    class Kept(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide, self.low = nn.Linear(4, 4, device=DEVICE), nn.Linear(4, 4, device=DEVICE)
+
+        def forward(self, x):
+            with amp.disable_casts():
+                x = self.wide(x)
+            return widened(self.low(x))
+
+    @amp.float_function
+    def widened(x):
+        return x * 2
+
+    report = amp.debug.report(Kept(), torch.randn(2, 4, device=DEVICE), levels="O1")
+    found = report.levels["O1"].tally
+    dtypes = {(f.module, f.operator): f.dtype for f in found.calls if f.phase == "forward"}
+    assert dtypes == {("wide", "addmm"): torch.float32, ("low", "addmm"): torch.float16, ("", "mul"): torch.float32}
+    assert "FLOPs that O1 keeps in float32, 40 %:" in str(report)
+
+
+# ---- nothing changes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [None, *LEVELS])
+def test_everything_is_as_it_was(level):
+    model, batch, loss = made(Net)
+    fresh = str(amp.debug.report(model, batch, loss=loss, levels=("O1", "O5")))
+    if level is not None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=2.0, verbosity=0)
+    loss(model(batch)).backward()
+    before = state_of_everything(model)
+    with torch.no_grad():
+        found = amp.debug.report(model, batch, loss=loss, levels=("O1", "O5"))
+    assert state_of_everything(model) == before
+    assert str(found) == fresh
+    assert (model(batch).dtype == torch.float32) is (level not in ("O1", "O4"))
+
+
+def test_nothing_is_allocated_on_the_device():
+    model, rows = nn.Linear(4, 4, device=DEVICE), 2**40
+    found = amp.debug.report(model, torch.zeros(1, 4, device=DEVICE).expand(rows, 4), levels=("O0", "O2"))
+    assert found.ran == ""  # 16 TB of results
+    assert found.levels["O2"].tally.flops_in(torch.float16) == 2 * (2 * rows * 4 * 4)
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_what_watches_is_not_set_off(ran):
+    model, batch, loss = made(Net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
+    amp.debug.explain_overflows(after=1)
+    try:
+        for _ in range(2):  # the second one is watched
+            before = amp.debug.scalars()
+            chosen, x = Chosen().to(DEVICE), torch.ones(2, 4, device=DEVICE)
+            amp.debug.report(*((chosen, x) if ran else (model, batch)), levels="O1")
+            assert (amp.debug.scalars(), dispatch_modes()) == (before, [])
+            with amp.scale_loss(loss(model(batch)) * float("inf"), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        assert amp.debug.scalars()["amp/skipped_steps"] == 2
+    finally:
+        amp.debug.explain_overflows(None)
+
+
+class Chosen(nn.Module):
+    """The size of a result depends on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        x = x[x[:, 0] > 0]
+        return self.drop(self.linear(x)) * random.random()
+
+
+@pytest.mark.parametrize("level", [None, "O1", "O2"])
+def test_shapes_that_depend_on_data(level):
+    model = Chosen().to(DEVICE)
+    if level is not None:
+        model = amp.initialize(model, opt_level=level, verbosity=0)
+    x = torch.tensor([[1.0] * 4, [-1.0] * 4, [2.0] * 4], device=DEVICE)
+    before = state_of_everything(model), x.clone()
+    found = amp.debug.report(model, x, levels=("O0", "O1"))
+    assert state_of_everything(model) == before[0]
+    assert torch.equal(x, before[1])
+    # Two of the rows.
+    assert found.levels["O1"].tally.flops_in(torch.float16) == 2 * (2 * 2 * 4 * 4)
+    assert "each level ran once for real, on a copy" in str(found)
+    assert "Exception: aten." in found.ran
+
+
+def test_what_a_run_cannot_do_either_is_raised():
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
+        amp.debug.report(nn.Linear(4, 4, device=DEVICE), torch.ones(2, 3, device=DEVICE))
+    assert current() is None
+    assert hooks_of_torch()[-1] == []
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+class Named(nn.Linear):
+    """Takes its input by name, and returns a dict."""
+
+    def forward(self, *, values):
+        return {"loss": super().forward(values).mean(), "count": 3}
+
+
+def test_arguments_by_name_and_results_in_containers():
+    model = Named(4, 2, device=DEVICE)
+    found = amp.debug.report(model, kwargs={"values": torch.ones(3, 4, device=DEVICE)}, levels="O2")
+    assert found.levels["O2"].tally.flops_in(torch.float16) == 2 * (2 * 3 * 4 * 2)
+    assert found.batch == ["float32 [3, 4]"]
+    assert found.notes == ["no loss function was given, and none is counted"]
+
+
+def test_frozen_parameters():
+    model = nn.Sequential(nn.Linear(4, 4, device=DEVICE), nn.Linear(4, 2, device=DEVICE))
+    model[0].requires_grad_(False)
+    x = torch.ones(3, 4, device=DEVICE)
+    memory = amp.debug.report(model, x, levels="O2").levels["O2"].memory
+    assert memory.masters == {torch.float32: 4 * 10}
+    assert memory.states == {"SGD with momentum": 4 * 10, "Adam": 8 * 10}
+    found = amp.debug.report(model.requires_grad_(False), x, levels="O2")
+    assert "forward alone is counted" in str(found)
+    assert found.levels["O2"].memory.gradients.total() == 0
+
+
+def test_wrappers_are_taken_off():
+    model = nn.Linear(4, 2, device=DEVICE)
+    x = torch.ones(3, 4, device=DEVICE)
+    plain = str(amp.debug.report(model, x, levels="O1"))
+    assert str(amp.debug.report(nn.DataParallel(model), x, levels="O1")) == plain
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_that_which_it_was_compiled_from():
+    model = nn.Linear(4, 2, device=DEVICE)
+    x = torch.ones(3, 4, device=DEVICE)
+    assert str(amp.debug.report(torch.compile(model), x)) == str(amp.debug.report(model, x))
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input():
+    model, x = nn.Linear(4, 2, device=DEVICE), torch.ones(3, 4, device=DEVICE)
+    with pytest.raises(TypeError, match=r"takes a model, torch\.nn\.Module, got function"):
+        amp.debug.report(lambda x: x, x)
+    with pytest.raises(RuntimeError, match="Unexpected optimization level 'O7'"):
+        amp.debug.report(model, x, levels=("O1", "O7"))
+    with pytest.raises(ValueError, match="levels is empty: give some of O0, O1"):
+        amp.debug.report(model, x, levels=())
+    with pytest.raises(TypeError, match="loss must be a function of the model's output, or None, got Tensor"):
+        amp.debug.report(model, x, loss=x)
+    for loss, got in ((lambda y: y, r"a tensor of torch.float32, \[3, 2\]"), (lambda y: 3.0, "float")):
+        with pytest.raises(ValueError, match=f"loss must return a scalar.* got {got}"):
+            amp.debug.report(model, x, loss=loss)
+    with pytest.raises(ValueError, match="the batch has a tensor on meta, and the model is on"):
+        amp.debug.report(model, x.to("meta"))
+    with pytest.raises(ValueError, match="the model is on meta"):
+        amp.debug.report(copy.deepcopy(model).to("meta"), x.to("meta"))
+    with pytest.raises(RuntimeError, match=r"you do not need to call \.half\(\)"):
+        amp.debug.report(copy.deepcopy(model).half(), x)
+    with pytest.raises(RuntimeError, match="parameter weight has no shape yet"):
+        amp.debug.report(nn.LazyLinear(3), x)
+
+
+def test_bad_optimizers():
+    model, x = nn.Linear(4, 2, device=DEVICE), torch.ones(3, 4, device=DEVICE)
+    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, got float"):
+        amp.debug.report(model, x, optimizer=0.1)
+    other = torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="this SGD steps no parameter of the model"):
+        amp.debug.report(model, x, optimizer=other)
+    with pytest.raises(ValueError, match=r"LBFGS cannot be tried on a few numbers \(TypeError"):
+        amp.debug.report(model, x, optimizer=torch.optim.LBFGS(model.parameters()))
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", loss_scale=1.0, verbosity=0
+    )
+    with pytest.raises(ValueError, match=r"has been passed to amp\.initialize, and has no state yet"):
+        amp.debug.report(model, x, optimizer=optimizer)
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+
+
+def test_the_layers_of_a_stack_have_one_row():
+    model, batch, loss = made(Tokens)
+    text = str(amp.debug.report(model, batch, loss=loss))
+    assert len([line for line in text.splitlines() if line.startswith("blocks.*.out  ")]) == 1
+    row = next(line for line in text.splitlines() if line.startswith("blocks.*.norm  native_layer_norm"))
+    assert row.split() == [
+        *("blocks.*.norm", "native_layer_norm", "2", "float32", "float32", "float16", "float32", "bfloat16", "to"),
+        "float16",
+    ]
+
+
+def test_rich_prints_the_same_cells():
+    console = pytest.importorskip("rich.console").Console(width=200, record=True, file=io.StringIO())
+    model, batch, loss = made(Net)
+    found = amp.debug.report(model, batch, loss=loss, levels=("O1", "O2"))
+    console.print(found)
+    assert "".join(console.export_text().split()).replace("─", "") == "".join(str(found).split())
+
+
+class TestScript:
+    @pytest.fixture
+    def watching(self):
+        from apex_npu.debug.script_model import FirstForward
+
+        before = nn.Module.__call__
+        watching = FirstForward()
+        yield watching
+        watching.end()
+        assert nn.Module.__call__ is before
+
+    def test_the_first_forward_of_the_model(self, watching, capsys):
+        model, batch, _ = made(Net)
+        model(batch)  # without amp
+        alone = nn.Linear(4, 4, device=DEVICE)
+        model = amp.initialize(model, opt_level="O3", verbosity=0)
+        alone(torch.ones(1, 4, device=DEVICE))
+        with torch.no_grad():
+            model(batch)
+        assert capsys.readouterr().out == ""
+        before = state_of_everything(model)[:8]
+        for _ in range(2):
+            model(batch)
+        said = capsys.readouterr().out
+        assert said.count("the script trains at O3") == 1
+        assert said.startswith("Net, ")
+        assert "O3: weights float16" in said
+        assert state_of_everything(model)[0] == before[0]
+
+    def test_a_model_that_cannot_be_reported_on(self, watching, capsys):
+        model = amp.initialize(nn.Linear(4, 4, device=DEVICE), opt_level="O0", verbosity=0)
+        with pytest.raises(RuntimeError, match="mat1"):
+            model(torch.ones(1, 3, device=DEVICE))
+        assert capsys.readouterr().out.startswith("--model-report: RuntimeError: ")
+
+    def test_a_script_without_a_model(self, watching, capsys):
+        watching._script_ended()
+        assert capsys.readouterr().out == (
+            "--model-report: the script has ended, and no model of amp.initialize was called\n"
+        )
