@@ -399,7 +399,7 @@ install_hosts() {
     for name in $$names; do
         section="$$(sed -n "/^# host $$name:/,/^$$/p" "$$HOSTS_FROM")"
         if [ -z "$$section" ]; then stop "there is no '# host $$name:' in $$HOSTS_FROM"; fi
-        if [ "$$HOSTS" = newest ]; then section="$$(printf '%s\n' "$$section" | sed '/^#/!s/==.*//')"; fi
+        if [ "$$HOSTS" = newest ]; then section="$$(printf '%s\n' "$$section" | sed '/^#/!s/==[^,]*,*//')"; fi
         wanted="torch $$torch: $$section"
         if [ "$$HOSTS" != newest ] && done_for "host-$$name" "$$wanted"; then continue; fi
         say "installing $$name"

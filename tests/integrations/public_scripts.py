@@ -57,7 +57,8 @@ class Script:
         losses: Reads them from that folder, or from what it has printed.
         ways: The framework's own first: full precision, half precision; then amp's levels.
         needs: Modules.
-        compared: How many losses are to be near those of full precision, where later ones follow skipped steps.
+        compared: How many losses are to be near those of full precision; later ones follow skipped steps, or differ by
+            rounding that has grown.
     """
 
     repository: str
@@ -187,6 +188,11 @@ def apex_plugin(level: str) -> str:
     return f"plugins=__import__('apex_npu.integrations.lightning').integrations.lightning.ApexAmpPrecision({level!r})"
 
 
+def of_runner(wrapper: str = "", device: str = "npu") -> Way:
+    begin = "optim_wrapper=dict("
+    return Way(edits=((begin + "optimizer", begin + wrapper + "optimizer"),) if wrapper else (), device=device)
+
+
 TIMM = (
     "--data-dir",
     "images",
@@ -252,6 +258,36 @@ SCRIPTS = {
         },
         prepare=write_words,
         needs=("lightning",),
+    ),
+    "MMEngine": Script(
+        "open-mmlab/mmengine",
+        "HEAD",
+        "examples/distributed_training.py",
+        printed(r"  loss: (\S+)"),
+        {
+            "fp32": of_runner(device="cpu"),
+            "bf16": of_runner("type='AmpOptimWrapper', dtype='bfloat16', "),
+            **{
+                level: of_runner(f"type='ApexOptimWrapper', opt_level={level!r}, loss_scale={scale}, ")
+                for level, scale in (("O1", 1024.0), ("O2", 1024.0), ("O4", 1.0), ("O5", 1.0))
+            },
+        },
+        data=(
+            ("torchvision.datasets.CIFAR10", "__import__('generated').Images"),
+            ("resnet50()", "resnet18()"),
+            ("batch_size=32", "batch_size=8"),
+            ("max_epochs=2", "max_epochs=1"),
+            ("    runner = Runner(", "    __import__('torch').manual_seed(0)\n    runner = Runner("),
+            (
+                "launcher=args.launcher,",
+                "launcher=args.launcher, randomness=dict(seed=0), log_processor=dict(window_size=1), "
+                "default_hooks=dict(logger=dict(type='LoggerHook', interval=1)),",
+            ),
+        ),
+        prepare=write_generated,
+        host="mmengine",
+        needs=("mmengine", "torchvision"),
+        compared=4,  # batch norm over 8 images enlarges what is rounded
     ),
     "ignite": Script(
         "pytorch/ignite",

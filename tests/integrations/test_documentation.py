@@ -18,7 +18,12 @@ SECTIONS = {
     title.split(" ")[0].lower(): re.findall(r"```python\n(.*?)```", body, re.DOTALL)
     for title, body in re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", TEXT, re.DOTALL | re.MULTILINE)
 }
-IMPORTED = {"lightning": "lightning.pytorch", "mmengine": "mmengine.runner", "ignite": "ignite.engine"}
+IMPORTED = {
+    "lightning": "lightning.pytorch",
+    "mmengine": "mmengine.runner",
+    "ignite": "ignite.engine",
+    "fastai": "fastai.basics",
+}
 
 
 class Dictionaries(torch.utils.data.Dataset):
