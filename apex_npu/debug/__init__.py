@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``amp.debug``: why steps are skipped, which scale fits, where time goes, what is wrong, where runs part, what levels do."""
+"""``amp.debug``: why steps are skipped, which scale fits, where time goes, what is wrong, and what levels do."""
 
 from apex_npu.debug.causes import Finding
 from apex_npu.debug.check_operators import CheckedOperators, OperatorError, check_operators
