@@ -98,6 +98,13 @@ class Scale:
     dynamic: bool
 
 
+# Why, and what to do.
+OF_ANOTHER_PROCESS = (
+    "what this process has sent was finite, what it has received is not: another process has overflowed",
+    "look at the tables of the other processes",
+)
+
+
 def find_causes(watch: Watch, targets: Sequence[Call], scale: Scale) -> list[Finding]:
     """What has made the results of ``targets`` not finite, the most telling cause first."""
     reached = dict(iterate(targets, lambda call: call.causes))
@@ -348,10 +355,7 @@ def _scale(call: Call, scale: Scale, value: float | None, limit: float | None, f
 
 
 def _ranks(call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None) -> tuple[str, str]:
-    return (
-        "what this process has sent was finite, what it has received is not: another process has overflowed",
-        "look at the table of the other processes",
-    )
+    return OF_ANOTHER_PROCESS
 
 
 def _written(call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None) -> tuple[str, str]:

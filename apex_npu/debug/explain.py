@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.find_overflow import Finder, session_models
 from apex_npu.debug.observers import leave, observe, observers_of
+from apex_npu.debug.overflow_report import OverflowReport
+from apex_npu.debug.ranks import Ranks
 
 logger = logging.getLogger("apex_npu.debug")
 
@@ -38,6 +41,7 @@ class Explainer:
         self._finder: Finder | None = None
         self._start: Any = None
         self._error: BaseException | None = None
+        self._ranks = Ranks()
 
     # ---- what amp calls --------------------------------------------------------------------------------------------
 
@@ -65,13 +69,15 @@ class Explainer:
         finder = self._finder
         if finder is not None:
             self._guarded(finder.step_skipped, report)
-            told = [str(known) for known in finder.found.reports if known.overflowed]
             self.end()
-            if told:
-                logger.warning("\n\n".join(told))
-                self._left = None if self._left is None else self._left - 1
+            self._guarded(self._tell, report, finder.found.reports)
         if not self._once and report.skips_in_a_row >= self._after and self._left != 0:
             self.arm()
+
+    def _tell(self, skip: StepReport, reports: Sequence[OverflowReport]) -> None:
+        if text := self._ranks.explain(skip, reports):
+            logger.warning("%s", text)
+            self._left = None if self._left is None else self._left - 1
 
     # ---- when it watches -------------------------------------------------------------------------------------------
 

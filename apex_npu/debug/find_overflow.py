@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex_npu.amp.optimizer_state import adopted_inside, inner_optimizer, state_of
@@ -17,13 +19,14 @@ from apex_npu.amp.session import Session, current
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import for_device, is_capturing
 from apex_npu.debug.calls import Leaf
-from apex_npu.debug.causes import Finding, Scale, find_causes, name_of
+from apex_npu.debug.causes import OF_ANOTHER_PROCESS, Finding, Scale, find_causes, name_of
 from apex_npu.debug.observers import leave, observe
 from apex_npu.debug.operators import is_measurable
 from apex_npu.debug.overflow_report import OverflowReport, Overflows, note_of_dropped
 from apex_npu.debug.places import Names
 from apex_npu.debug.watch import Watch
 from apex_npu.distributed import local_part
+from apex_npu.distributed.torch_ddp import ddps_of
 
 
 class Finder:
@@ -158,6 +161,8 @@ class Finder:
             report.causes = [_of_loss(watch.leaf(loss))]
         elif not report.causes and bad:
             report.causes = [_of_unseen(bad[0][0], watch)]
+        if _are_averaged(sources):
+            report.causes = [_of_average(cause) for cause in report.causes]
         report.not_measured = dict(watch.not_measured) if report.overflowed else {}
         if watch.dropped_bad:
             report.notes.append(note_of_dropped(watch.dropped_bad))
@@ -189,6 +194,21 @@ def _of_unseen(source: Tensor, watch: Watch) -> Finding:
         why="no operator that was watched has written this gradient: it was finite, or from before",
         advice="look at code of the block that writes gradients, and at gradients that were not cleared",
     )
+
+
+def _are_averaged(sources: Sequence[Tensor]) -> bool:
+    session = current()
+    if session is None or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    return session.data_parallel is not None or bool(ddps_of(session.ddps, sources))
+
+
+def _of_average(cause: Finding) -> Finding:
+    """``cause``, or where it is about a gradient that DistributedDataParallel has written: that of another process."""
+    if cause.phase != "block" or cause.file is not None or cause.kind not in ("data", "written"):
+        return cause
+    why, advice = OF_ANOTHER_PROCESS
+    return replace(cause, kind="ranks", tensor=None, why=why, advice=advice)
 
 
 def session_models(session: Session) -> list[nn.Module]:

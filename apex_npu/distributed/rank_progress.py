@@ -15,6 +15,16 @@ import torch.distributed as dist
 _INTERVAL_SECONDS = 1.0
 
 
+def store_for(name: str) -> Any:
+    """The part, under ``name``, of the store that the processes have met at; None where there is no store."""
+    find_store = getattr(dist.distributed_c10d, "_get_default_store", None)
+    if find_store is None:
+        return None
+    # Of this start of the processes: torchrun may keep the store when it starts them again.
+    prefix = f"apex_npu/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
+    return dist.PrefixStore(prefix, find_store())  # type: ignore[attr-defined]
+
+
 class RankProgress:
     """Notes of one process, and those of the others.
 
@@ -27,12 +37,7 @@ class RankProgress:
         self.reductions = 0
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._noted = 0.0
-        find_store = getattr(dist.distributed_c10d, "_get_default_store", None)
-        self._store: Any = None
-        if find_store is not None:
-            # Of this start of the processes: torchrun may keep the store when it starts them again.
-            prefix = f"apex_npu/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{group.group_name}"
-            self._store = dist.PrefixStore(prefix, find_store())  # type: ignore[attr-defined]
+        self._store = store_for(group.group_name)
 
     def note(self, doing: str, *, now: bool = False) -> None:
         """Store what this process does; at most once a second, unless ``now``."""
