@@ -246,7 +246,7 @@ def _cached_weights_have_gradients() -> bool:
     It has none in older releases of torch (https://github.com/pytorch/pytorch/issues/158232).
     """
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
-        weight = torch.ones(1, 1, requires_grad=True)
+        weight = torch.ones(1, 1, dtype=torch.float32, device="cpu", requires_grad=True)
         with torch.no_grad():
             nn.functional.linear(weight, weight)
         return nn.functional.linear(weight, weight).requires_grad
