@@ -223,7 +223,7 @@ sanitize: setup-dev
 	@CXX=g++ DEBUG=1 CFLAGS='$(SANITIZERS)' LDFLAGS='$(SANITIZERS)' $(PY) setup.py -q build_ext \
 	    --build-lib build/sanitize --build-temp build/sanitize/objects
 	@echo '==> tests under sanitizers'
-	@$(UNDER_SANITIZERS) $(PY) -c 'import sys; sys.path[0] = "build/sanitize"; import apex_npu._C, pytest; sys.exit(pytest.main(sys.argv[1:]))' \
+	@$(UNDER_SANITIZERS) $(PY) -c 'import sys; sys.path[0] = "build/sanitize"; import torch, apex_npu._C, pytest; sys.exit(pytest.main(sys.argv[1:]))' \
 	    -q -p no:xdist -o pythonpath=tests tests/ops tests/fusion tests/distributed/test_grad_arrivals.py
 
 clean:

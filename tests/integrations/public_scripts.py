@@ -152,6 +152,13 @@ def write_language(folder: Path) -> None:
             print(json.dumps({"text": " ".join(f"word{word}" for word in sentence)}), file=file)
 
 
+def write_text(folder: Path) -> None:
+    """The same for transformers' script: a configuration, a tokenizer, and a text."""
+    write_language(folder)
+    sentences = [json.loads(line)["text"] for line in (folder / "text" / "train.jsonl").read_text().splitlines()]
+    (folder / "train.txt").write_text("\n".join(sentences))
+
+
 def write_generated(folder: Path) -> None:
     (folder / "generated.py").write_text(GENERATED)
 
@@ -211,6 +218,10 @@ TIMM += ("--warmup-epochs", "0", "--sched", "step", "--seed", "1")
 TRL = ("--model_name_or_path", "model", "--dataset_name", "text", "--output_dir", "out", "--max_steps", "10")
 TRL += ("--per_device_train_batch_size", "8", "--logging_steps", "1", "--learning_rate", "1e-2", "--report_to", "none")
 TRL += ("--use_cpu", "True", "--save_strategy", "no", "--dtype", "float32", "--max_length", "32", "--bf16")
+RUN_CLM = ("--config_name", "model", "--tokenizer_name", "model", "--train_file", "train.txt", "--block_size", "32")
+RUN_CLM += ("--do_train", "--output_dir", "out", "--max_steps", "10", "--per_device_train_batch_size", "8")
+RUN_CLM += ("--logging_steps", "1", "--learning_rate", "1e-2", "--report_to", "none", "--save_strategy", "no")
+RUN_CLM += ("--use_cpu", "True", "--seed", "0", "--bf16")
 USE_AMP = "__import__('apex_npu.integrations.transformers').integrations.transformers.use_amp"
 
 SCRIPTS = {
@@ -230,6 +241,28 @@ SCRIPTS = {
         prepare=write_language,
         arguments=TRL,
         needs=("trl", "transformers", "datasets"),
+    ),
+    "transformers": Script(
+        "huggingface/transformers",
+        "v4.48.0",
+        "examples/pytorch/language-modeling/run_clm.py",
+        printed(r"'loss': '?([\d.]+)"),
+        {
+            "fp32": Way(arguments=("False",)),
+            "bf16": Way(arguments=("True",)),
+            **{
+                level: Way((("= trainer.train(", f"= {USE_AMP}(trainer, {level!r}).train("),), ("False",))
+                for level in ("O1", "O2", "O4", "O5")
+            },
+        },
+        data=(  # what newer releases of transformers do not have
+            (", send_example_telemetry", ""),
+            ('send_example_telemetry("run_clm", model_args, data_args)', "pass"),
+            (" and not training_args.overwrite_output_dir", ""),
+        ),
+        prepare=write_text,
+        arguments=RUN_CLM,
+        needs=("transformers", "datasets", "evaluate"),
     ),
     "timm": Script(
         "huggingface/pytorch-image-models",
