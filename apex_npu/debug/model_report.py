@@ -111,10 +111,9 @@ def report(
     )
     if loss is None:
         found.notes.append("no loss function was given, and none is counted")
-    tallies = [one.tally for one, _ in results]
-    uncounted = {f.operator for t in tallies for f in t.calls if "attention" in f.operator and f not in t.flops}
+    uncounted = {name for one, _ in results for name in one.tally.uncounted}
     if uncounted:
-        found.notes.append(f"FLOPs of {', '.join(sorted(uncounted))} are not counted: torch has no formula for them")
+        found.notes.append(f"FLOPs of {', '.join(sorted(uncounted))} are not counted: there is no formula for them")
     if not all(has_backward for _, has_backward in results):
         found.notes.append("nothing that the model returns requires a gradient: forward alone is counted")
     return found
