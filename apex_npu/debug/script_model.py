@@ -29,6 +29,8 @@ class FirstForward:
 
     def _reporting(self, original: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # torch.compile reads this function, too, and cannot compile a report
+                return original(module, *args, **kwargs)
             if torch.is_grad_enabled() and self._is_of_amp(module):
                 self.end()
                 if is_first_rank():
@@ -59,7 +61,11 @@ class FirstForward:
     def _script_ended(self) -> None:
         self.end()
         if is_first_rank():
-            print("--model-report: the script has ended, and no model of amp.initialize was called", flush=True)
+            print(
+                "--model-report: the script has ended, and no model of amp.initialize was called to be trained outside "
+                "of a compiled function",
+                flush=True,
+            )
 
     def end(self) -> None:
         """Look at calls no longer."""

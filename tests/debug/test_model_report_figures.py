@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from apex_npu import amp
 from apex_npu.debug.flops import flops_of
+from apex_npu.debug.script_model import FirstForward
 
 
 def tally_of(model, *batch, level="O0"):
@@ -158,6 +159,48 @@ def test_elementwise_functions_are_not_named():
     assert "no FLOPs stay in float32 at O3" in str(found)
 
 
+# ---- the state of optimizers -----------------------------------------------------------------------------------------
+
+
+def tensors_of(state):
+    """All tensors of a nested state, once each."""
+    if isinstance(state, torch.Tensor):
+        return {id(state): state}
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return {key: tensor for value in values for key, tensor in tensors_of(value).items()}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"), [(torch.optim.Adafactor, {}), (torch.optim.LBFGS, {"history_size": 3, "max_iter": 2})]
+)
+def test_states_of_other_shapes_and_in_lists(make, options):
+    model, x = nn.Linear(40, 3, device=DEVICE), torch.randn(5, 40, device=DEVICE)
+    optimizer = make(model.parameters(), **options)
+
+    def closure():
+        optimizer.zero_grad()
+        value = model(x).square().sum()
+        value.backward()
+        return value
+
+    for _ in range(2):
+        optimizer.step(closure)
+    real = sum(t.nbytes for state in optimizer.state.values() for t in tensors_of(state).values())
+    found = amp.debug.report(model, x, levels="O0", optimizer=optimizer)
+    assert found.levels["O0"].memory.states == {make.__name__: real}
+
+
+def test_a_state_whose_shape_a_trial_cannot_tell():
+    model, x = nn.Linear(4000, 2, device=DEVICE), torch.randn(2, 4000, device=DEVICE)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    with pytest.raises(ValueError, match=r"Adafactor keeps a state of another shape .* after its first step"):
+        amp.debug.report(model, x, levels="O0", optimizer=optimizer)
+    vectors = nn.LayerNorm(40, device=DEVICE)  # whose state has the shapes of the parameters
+    optimizer = torch.optim.Adafactor(vectors.parameters())
+    states = amp.debug.report(vectors, torch.randn(2, 40, device=DEVICE), levels="O0", optimizer=optimizer)
+    assert states.levels["O0"].memory.states == {"Adafactor": 2 * (40 * 4 + 4)}
+
+
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
@@ -180,3 +223,25 @@ def test_results_of_a_model_that_runs_for_real_are_freed():
     assert [ref() for ref in kept] == [None] * len(kept)
     saved = found.levels["O0"].tally.saved
     assert saved[torch.float32] == 4 * 2 * 4  # of exp alone
+
+
+# ---- a script --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watching():
+    watching = FirstForward()
+    yield watching
+    watching.end()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VENDOR, reason="compiles without a device")
+def test_a_function_compiled_around_the_model(watching, capsys):
+    model = amp.initialize(nn.Linear(4, 2, device=DEVICE), opt_level="O2", verbosity=0)
+    x = torch.randn(3, 4, device=DEVICE)
+    torch._dynamo.reset()
+    y = torch.compile(lambda x: model(x).sum(), backend="eager", fullgraph=True)(x)
+    assert capsys.readouterr().out == ""
+    assert torch.equal(y, model(x).sum())
+    assert "the script trains at O2" in capsys.readouterr().out
