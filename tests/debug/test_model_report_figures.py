@@ -235,6 +235,38 @@ def watching():
     watching.end()
 
 
+@pytest.mark.parametrize(
+    ("level", "overrides"),
+    [
+        ("O2", {"keep_batchnorm_fp32": False, "master_weights": False}),
+        ("O2", {"cast_model_type": torch.bfloat16}),
+        ("O0", {"cast_model_type": torch.bfloat16}),
+    ],
+)
+def test_the_overrides_of_a_script_are_a_column(level, overrides, watching, capsys):
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=2.0, verbosity=0, **overrides)
+    model(torch.randn(8, 4, device=DEVICE))
+    said = capsys.readouterr().out
+    named = ", ".join(f"{name}={value}" for name, value in overrides.items())
+    assert f"the script trains at {level} with {named}: {level}*\n" in said
+    head, *rows = said[said.index("one iteration at each level") :].splitlines()[1:]
+    own = head.split().index(f"{level}*") + 1
+    cells = {row.strip().split("  ")[0]: [cell for cell in row.split("  ") if cell] for row in rows}
+    tensors = [*model.parameters(), *model.buffers()]
+    assert cells["parameters and buffers"][own].strip() == f"{sum(t.nbytes for t in tensors)} B"
+    params = {id(p) for p in model.parameters()}
+    masters = sum(p.nbytes for p in amp.master_params(optimizer) if id(p) not in params)
+    assert cells["fp32 masters"][own].strip() == (f"{masters} B" if masters else "0")
+
+
+def test_a_level_without_overrides_has_no_column_of_its_own(watching, capsys):
+    model = amp.initialize(nn.Linear(4, 2, device=DEVICE), opt_level="O2", loss_scale=2.0, verbosity=0)
+    model(torch.randn(8, 4, device=DEVICE))
+    assert "O2*" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(VENDOR, reason="compiles without a device")
 def test_a_function_compiled_around_the_model(watching, capsys):
