@@ -61,6 +61,19 @@ def test_products_with_vectors_and_in_place(function, unfused):
     assert forward == counter.get_total_flops() > 0
 
 
+@pytest.mark.parametrize("shape", [(6,), (6, 5), (2, 6, 5), (3, 1, 6, 5)])
+def test_matmul(shape):
+    x = torch.randn(shape, device=DEVICE, requires_grad=True)
+    if len(shape) > 1:  # an outer product, the gradient of a vector's matrix, is elementwise
+        assert sum(tally_of(Call(torch.matmul, 4, 6), x).flops.values()) == 3 * (2 * 4 * x.numel())
+    # torch_npu's own operators.
+    w, grad = torch.randn(4, 6, device="meta"), torch.randn(0, device="meta")
+    args = w, torch.randn(shape, device="meta")
+    assert flops_of(torch.ops.aten.matmul.default, args, {}, None) == 2 * 4 * x.numel()
+    backward = torch.ops.aten.matmul_backward.default
+    assert flops_of(backward, (grad, *args, [True, False]), {}, None) == 2 * 4 * x.numel()
+
+
 @pytest.mark.parametrize("dot", [torch.dot, torch.vdot])
 def test_dot_products(dot):
     v = torch.randn(7, device=DEVICE)
