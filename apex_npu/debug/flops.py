@@ -51,10 +51,10 @@ def _vectors(left: Tensor, *rest: Any) -> int:
 
 def _matmul(left: Tensor, right: Tensor) -> int:
     """2 · (elements of the result) · (length of a sum)."""
-    rows = left.shape[-2:-1].numel()
+    rows = math.prod(left.shape[-2:])
     columns = right.shape[-1] if right.dim() > 1 else 1
-    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]).numel()
-    return 2 * batch * rows * columns * left.shape[-1]
+    batch: tuple[int, ...] = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    return 2 * math.prod(batch) * rows * columns
 
 
 def _matmul_backward(grad: Tensor, left: Tensor, right: Tensor, mask: Sequence[bool]) -> int:
