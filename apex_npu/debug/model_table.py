@@ -33,7 +33,7 @@ class LevelReport:
     """What a level makes of a model.
 
     Attributes:
-        level: "O0" to "O5".
+        level: "O0" to "O5"; with a star where a script overrides some of it.
         tally: FLOPs, casts, bytes and functions of one iteration.
         memory: Bytes of parameters, gradients, masters and optimizer state.
     """
@@ -126,7 +126,8 @@ def parts_of(found: ModelReport) -> Iterator[Table | str]:
         yield "computed from sizes and dtypes: nothing was run, and the model is as it was"
     yield from found.notes
     for level in found.levels:
-        yield f"  {level}: {_MEANING[level]}"
+        if level in _MEANING:  # a script's own level is in a note
+            yield f"  {level}: {_MEANING[level]}"
     yield ""
     yield _totals(list(found.levels.values()))
     yield "FLOPs: operations of matrix products, convolutions and attention, forward and backward"
@@ -194,8 +195,8 @@ def _kept_in_float32(found: ModelReport) -> Iterator[Table | str]:
         if len(kept) > _KEPT:
             yield f"  and {len(kept) - _KEPT} more"
         yield ""
-    low = [level for level, one in found.levels.items() if level != "O0" and one.tally.flops]
-    whole = [level for level in low if all(f.dtype in _LOW for f in found.levels[level].tally.flops)]
+    counted = {level: one.tally for level, one in found.levels.items() if level != "O0" and not one.tally.uncounted}
+    whole = [level for level, tally in counted.items() if tally.flops and all(f.dtype in _LOW for f in tally.flops)]
     if whole:
         yield f"no FLOPs stay in float32 at {', '.join(whole)}"
         yield ""
