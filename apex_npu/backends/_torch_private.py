@@ -70,6 +70,7 @@ NAMES: dict[str, str] = {
     "torch.utils._pytree.tree_map": "reaches the tensors of all containers that torch.export takes",
     # Fake tensors
     "torch._subclasses.fake_tensor.FakeTensorMode": "sizes and dtypes of results, without computing or allocating them",
+    "torch._subclasses.fake_tensor.FakeTensor": "tells what has sizes and dtypes alone",
     "torch._subclasses.fake_tensor.FakeCopyMode": "deepcopy of a model under FakeTensorMode, without its memory",
     # Modules
     "torch.nn.Module()._parameters": "a module's own parameters, with names, None included",
@@ -227,3 +228,10 @@ def fake_modes() -> tuple[Any, Any]:
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     return mode, FakeCopyMode(mode)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """True for a tensor that has a size and a dtype alone."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)

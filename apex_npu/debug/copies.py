@@ -4,18 +4,28 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import random
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from apex_npu.amp.float32_copies import float32_copy
-from apex_npu.backends._torch_private import fake_modes, tree_map
+from apex_npu.backends._torch_private import TorchDispatchMode, fake_modes, is_fake, tree_map
+from apex_npu.debug.operators import operator_of, tensors_in
+
+# What batch norms write, though the schemas of some do not say so.
+_STATISTICS = ("running_mean", "running_var")
+_LOOKED_AT = 20
 
 
 class _EqualMasters(TorchFunctionMode):
@@ -25,14 +35,105 @@ class _EqualMasters(TorchFunctionMode):
         return True if func is torch.equal else func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def fake_copy(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """A copy of ``model`` and of ``batch`` without values; what is computed in the block has none either."""
-    fake, copying = fake_modes()
-    with fake:
-        with copying, _EqualMasters():
-            made = float32_copy(model, allow_rounded=True)
-        yield made, tree_map(lambda value: fake.from_tensor(value) if isinstance(value, Tensor) else value, batch)
+class _WriteNothingReal(TorchDispatchMode):
+    """Operators that would write tensors with values write fakes of these: a teacher's statistics, averages of a loss.
+
+    Args:
+        fake: The mode of the fakes, inside of which this one is.
+        alive: Gets the results, by their ids.
+    """
+
+    def __init__(self, fake: Any, alive: WeakValueDictionary[int, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake, self._alive = fake, alive
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operator = operator_of(func)
+        written = {*operator.written, *_STATISTICS}
+        args = [
+            self._without_values(value) if name in written else value
+            for name, value in zip(operator.arguments, args, strict=False)
+        ]
+        kwargs = {n: self._without_values(value) if n in written else value for n, value in (kwargs or {}).items()}
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            self._alive[id(tensor)] = tensor
+        return result
+
+    def _without_values(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [self._without_values(item) for item in value]
+        return self._fake.from_tensor(value) if isinstance(value, Tensor) and not is_fake(value) else value
+
+
+class FakeCopies:
+    """Makes copies without values, and finds what is left of them."""
+
+    def __init__(self) -> None:
+        self._alive: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+
+    @contextmanager
+    def copying(self, model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
+        """A copy of ``model`` and of ``batch`` without values; what is computed in the block has none either."""
+        fake, copying = fake_modes()
+        with fake:
+            with copying, _EqualMasters():
+                made = float32_copy(model, allow_rounded=True)
+            with _WriteNothingReal(fake, self._alive):
+                yield made, tree_map(lambda value: fake.from_tensor(value) if isinstance(value, Tensor) else value, batch)
+
+    def check_gone(self) -> None:
+        """Raise where something outside of the copies keeps what was computed in a block.
+
+        Raises:
+            KeptTensorError: Later iterations would take tensors without values from there, and train nothing.
+        """
+        if self._alive:
+            gc.collect()
+        left = list(self._alive.values())
+        if left:
+            first = left[0]
+            shown = f"{str(first.dtype).removeprefix('torch.')} {list(first.shape)}"
+            raise KeptTensorError(
+                f"the model or the loss function keeps {len(left)} tensors without values outside of the model, the "
+                f"first one of {shown}{_where(left)}. Nothing could be trained with these: clear that cache, or start "
+                "the process again; then fill it by a forward before amp.debug.report, or keep no tensors there"
+            )
+
+
+class KeptTensorError(RuntimeError):
+    """Raised where a forward has left tensors without values in a cache."""
+
+
+def _where(left: list[Tensor]) -> str:
+    """The name of what holds the first one whose holder has a name."""
+    frames = {id(left)}
+    for tensor in left[:_LOOKED_AT]:
+        found = _holder(tensor, frames)
+        if found:
+            return f", in {found}"
+    return ""
+
+
+def _holder(thing: Any, passed: set[int], path: str = "", depth: int = 5) -> str:
+    """A module, class, function or object that holds ``thing``, and where in it; empty where none is found."""
+    for holder in gc.get_referrers(thing):
+        if id(holder) in passed or isinstance(holder, (FrameType, Tensor)):
+            continue
+        if isinstance(holder, (ModuleType, type)):
+            return f"{holder.__name__}{path}"
+        if isinstance(holder, (FunctionType, functools._lru_cache_wrapper)):
+            return f"what {getattr(holder, '__qualname__', holder)} keeps{path and f' ({path})'}"
+        step = ""
+        if isinstance(holder, dict):
+            key = next((key for key, value in holder.items() if value is thing), None)
+            step = f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
+        elif not isinstance(holder, (list, tuple, set, deque, CellType)):
+            return f"an object of {type(holder).__name__}{path}"
+        found = _holder(holder, passed | {id(holder)}, step + path, depth - 1) if depth else ""
+        if found:
+            return found
+    return ""
 
 
 @contextmanager
@@ -43,6 +144,43 @@ def real_copy(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
         return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
     yield float32_copy(model, allow_rounded=True), tree_map(copied, batch)
+
+
+class KeptGradients:
+    """In the block tensors have no gradients; after it they have those that they had before."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._former: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.keep(tensors)
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """That of ``tensors``, too."""
+        for tensor in tensors:
+            if id(tensor) not in self._former:
+                self._former[id(tensor)] = tensor, tensor.grad
+                tensor.grad = None
+
+    def __enter__(self) -> KeptGradients:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for tensor, grad in self._former.values():
+            tensor.grad = grad
+
+
+def leaves_of_graph(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors to which a backward of ``outputs`` gives gradients."""
+    found = [t for t in outputs if t.requires_grad and t.grad_fn is None]
+    nodes: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            found.append(node.variable)
+        following = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= following
+        nodes += following
+    return found
 
 
 @contextmanager
