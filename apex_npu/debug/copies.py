@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import CellType, FrameType, FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,7 +25,10 @@ from apex_npu.debug.operators import operator_of, tensors_in
 
 # What batch norms write, though the schemas of some do not say so.
 _STATISTICS = ("running_mean", "running_var")
-_LOOKED_AT = 20
+# For what keeps a tensor: how many tensors are looked at, and how far.
+_LOOKED_AT, _DEPTH = 20, 6
+_CONTAINERS = (dict, list, tuple, set, deque, CellType)
+_DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 class _EqualMasters(TorchFunctionMode):
@@ -80,7 +83,10 @@ class FakeCopies:
             with copying, _EqualMasters():
                 made = float32_copy(model, allow_rounded=True)
             with _WriteNothingReal(fake, self._alive):
-                yield made, tree_map(lambda value: fake.from_tensor(value) if isinstance(value, Tensor) else value, batch)
+                yield (
+                    made,
+                    tree_map(lambda value: fake.from_tensor(value) if isinstance(value, Tensor) else value, batch),
+                )
 
     def check_gone(self) -> None:
         """Raise where something outside of the copies keeps what was computed in a block.
@@ -91,49 +97,46 @@ class FakeCopies:
         if self._alive:
             gc.collect()
         left = list(self._alive.values())
-        if left:
-            first = left[0]
-            shown = f"{str(first.dtype).removeprefix('torch.')} {list(first.shape)}"
-            raise KeptTensorError(
-                f"the model or the loss function keeps {len(left)} tensors without values outside of the model, the "
-                f"first one of {shown}{_where(left)}. Nothing could be trained with these: clear that cache, or start "
-                "the process again; then fill it by a forward before amp.debug.report, or keep no tensors there"
-            )
+        for tensor in left[:_LOOKED_AT]:
+            holder = _holder(tensor, {id(left)})
+            if holder:
+                raise KeptTensorError(
+                    f"the model or the loss function keeps tensors without values, {len(left)} in all, {holder} has one of "
+                    f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: nothing can be trained with them. "
+                    "Clear that, or start the process again, and call the model once before amp.debug.report, so that a "
+                    "cache has values"
+                )
 
 
 class KeptTensorError(RuntimeError):
-    """Raised where a forward has left tensors without values in a cache."""
+    """Raised where a forward has left tensors without values outside of the copy of a model."""
 
 
-def _where(left: list[Tensor]) -> str:
-    """The name of what holds the first one whose holder has a name."""
-    frames = {id(left)}
-    for tensor in left[:_LOOKED_AT]:
-        found = _holder(tensor, frames)
-        if found:
-            return f", in {found}"
-    return ""
-
-
-def _holder(thing: Any, passed: set[int], path: str = "", depth: int = 5) -> str:
-    """A module, class, function or object that holds ``thing``, and where in it; empty where none is found."""
+def _holder(thing: Any, passed: set[int], path: str = "") -> str:
+    """Where in a module, class, function or object ``thing`` is; empty where these do not hold it."""
     for holder in gc.get_referrers(thing):
-        if id(holder) in passed or isinstance(holder, (FrameType, Tensor)):
+        if id(holder) in passed or isinstance(holder, Tensor):
             continue
         if isinstance(holder, (ModuleType, type)):
             return f"{holder.__name__}{path}"
         if isinstance(holder, (FunctionType, functools._lru_cache_wrapper)):
-            return f"what {getattr(holder, '__qualname__', holder)} keeps{path and f' ({path})'}"
-        step = ""
-        if isinstance(holder, dict):
-            key = next((key for key, value in holder.items() if value is thing), None)
-            step = f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
-        elif not isinstance(holder, (list, tuple, set, deque, CellType)):
+            return f"what {getattr(holder, '__qualname__', '')} keeps{path}"
+        if isinstance(holder, _CONTAINERS):
+            step = _step(holder, thing) + path
+            found = _holder(holder, passed | {id(holder)}, step) if len(passed) < _DEPTH else ""
+            if found:
+                return found
+        elif type(holder).__flags__ & _DEFINED_IN_PYTHON:
             return f"an object of {type(holder).__name__}{path}"
-        found = _holder(holder, passed | {id(holder)}, step + path, depth - 1) if depth else ""
-        if found:
-            return found
     return ""
+
+
+def _step(holder: Any, thing: Any) -> str:
+    """``.name`` or ``[key]`` of ``thing`` in a dict."""
+    key = next((key for key, value in holder.items() if value is thing), None) if isinstance(holder, dict) else None
+    if key is None:
+        return ""
+    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -100,9 +101,10 @@ def report(
         try:
             results = [_try(session, fakes.copying, model, given, loss, sizes) for session in sessions]
         except _Refused as error:
-            refused = error.with_traceback(None)  # whose frames have the tensors
+            refused = error.with_traceback(None)  # whose frames hold tensors
         except Exception as error:
             ran = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+            clear_frames(error.__traceback__)  # torch has logged it, and a log may keep it
         sessions = [Session(policy, [], device_types=device_types) for policy in policies.values()]
         fakes.check_gone()
         if refused is not None:
@@ -119,10 +121,9 @@ def report(
     )
     if loss is None:
         found.notes.append("no loss function was given, and none is counted")
-    tallies = [one.tally for one, _, _ in results]
-    uncounted = {f.operator for t in tallies for f in t.calls if "attention" in f.operator and f not in t.flops}
+    uncounted = {name for one, _, _ in results for name in one.tally.uncounted}
     if uncounted:
-        found.notes.append(f"FLOPs of {', '.join(sorted(uncounted))} are not counted: torch has no formula for them")
+        found.notes.append(f"FLOPs of {', '.join(sorted(uncounted))} are not counted: there is no formula for them")
     if not all(has_backward for _, has_backward, _ in results):
         found.notes.append("nothing that the model returns requires a gradient: forward alone is counted")
     own = {id(p): name for name, p in model.named_parameters()}

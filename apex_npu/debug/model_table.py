@@ -194,8 +194,8 @@ def _kept_in_float32(found: ModelReport) -> Iterator[Table | str]:
         if len(kept) > _KEPT:
             yield f"  and {len(kept) - _KEPT} more"
         yield ""
-    low = [level for level, one in found.levels.items() if level != "O0" and one.tally.flops]
-    whole = [level for level in low if all(f.dtype in _LOW for f in found.levels[level].tally.flops)]
+    counted = {level: one.tally for level, one in found.levels.items() if level != "O0" and not one.tally.uncounted}
+    whole = [level for level, tally in counted.items() if tally.flops and all(f.dtype in _LOW for f in tally.flops)]
     if whole:
         yield f"no FLOPs stay in float32 at {', '.join(whole)}"
         yield ""

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from apex_npu.backends._torch_private import TorchDispatchMode, autograd_node, is_in_backward, sequence_number
+from apex_npu.debug.flops import flops_of
 from apex_npu.debug.operators import operator_of, tensors_in
 from apex_npu.debug.places import ModuleStack, Names
 
@@ -30,11 +30,6 @@ _NO_FUNCTIONS = {"clone", "_unsafe_view"} | {
     "new_full",
 }
 _CASTS = ("aten::_to_copy", "aten::copy_")
-# The CPU's attention, for which torch has no formula: its first arguments are those of the others.
-_SAME_AS = {
-    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
-}
 
 
 @dataclass(frozen=True)
@@ -61,6 +56,7 @@ class Tally:
     Attributes:
         calls: For each function how often it is called.
         flops: For each function its FLOPs.
+        uncounted: The names of operators whose FLOPs have no formula; "aten::" is left out.
         bytes_moved: By all operators, casts included.
         casts: For each (from, to) how often one is called. Both are floating dtypes.
         cast_bytes: For each (from, to) the bytes that casts read and write.
@@ -70,6 +66,7 @@ class Tally:
 
     calls: Counter[Function] = field(default_factory=Counter)
     flops: Counter[Function] = field(default_factory=Counter)
+    uncounted: dict[str, None] = field(default_factory=dict)
     bytes_moved: int = 0
     casts: Counter[tuple[torch.dtype, torch.dtype]] = field(default_factory=Counter)
     cast_bytes: Counter[tuple[torch.dtype, torch.dtype]] = field(default_factory=Counter)
@@ -86,13 +83,15 @@ class Tally:
     def _saving(self, known: list[Tensor]) -> Iterator[None]:
         seen: dict[int, Any] = {t.untyped_storage()._cdata: t for t in known if t.layout == torch.strided}
 
+        # What is returned is kept by the node that saves it. It must not lead to a node: where a node saves its own
+        # output, that is a cycle which Python does not find.
         def pack(tensor: Tensor) -> Tensor:
             if tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in seen:
                     seen[storage._cdata] = storage  # kept alive: no other has its address
                     self.saved[tensor.dtype] += storage.nbytes()
-            return tensor
+            return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
@@ -151,8 +150,10 @@ class _Counting(TorchDispatchMode):
         if floating and operator.plain not in _NO_FUNCTIONS and any(t.dtype.is_floating_point for t in read):
             function = Function(module, operator.plain, floating[0].dtype, phase)
             self._tally.calls[function] += 1
-            flops = _flops(func, args, kwargs, result)
-            if flops:
+            flops = flops_of(func, args, kwargs, result)
+            if flops is None:
+                self._tally.uncounted[operator.name.removeprefix("aten::")] = None
+            elif flops:
                 self._tally.flops[function] += flops
         return result
 
@@ -163,11 +164,3 @@ class _Counting(TorchDispatchMode):
             name = self._names.of_tensor(source)
             if name is not None:
                 self._tally.cast_weights[name] = None
-
-
-def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    packet = func.overloadpacket
-    if packet not in flop_registry and packet.__name__ in _SAME_AS:
-        packet = getattr(torch.ops.aten, _SAME_AS[packet.__name__])
-    formula = flop_registry.get(packet)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
