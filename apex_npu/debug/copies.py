@@ -9,7 +9,7 @@ import gc
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import CellType, FunctionType, ModuleType
 from typing import Any
@@ -100,11 +100,11 @@ class FakeCopies:
         for tensor in left[:_LOOKED_AT]:
             holder = _holder(tensor, {id(left)})
             if holder:
+                shown = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
                 raise KeptTensorError(
-                    f"the model or the loss function keeps tensors without values, {len(left)} in all, {holder} has one of "
-                    f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: nothing can be trained with them. "
-                    "Clear that, or start the process again, and call the model once before amp.debug.report, so that a "
-                    "cache has values"
+                    f"{len(left)} tensors without values are kept outside of the model, {holder} has one of {shown}: "
+                    "nothing can be trained with them. Clear what keeps them, or start the process again. A cache that "
+                    "one call of the model before amp.debug.report fills has values"
                 )
 
 
@@ -114,7 +114,9 @@ class KeptTensorError(RuntimeError):
 
 def _holder(thing: Any, passed: set[int], path: str = "") -> str:
     """Where in a module, class, function or object ``thing`` is; empty where these do not hold it."""
-    for holder in gc.get_referrers(thing):
+    holders = gc.get_referrers(thing)
+    passed = passed | {id(holders)}  # a holder itself
+    for holder in holders:
         if id(holder) in passed or isinstance(holder, Tensor):
             continue
         if isinstance(holder, (ModuleType, type)):
@@ -123,7 +125,7 @@ def _holder(thing: Any, passed: set[int], path: str = "") -> str:
             return f"what {getattr(holder, '__qualname__', '')} keeps{path}"
         if isinstance(holder, _CONTAINERS):
             step = _step(holder, thing) + path
-            found = _holder(holder, passed | {id(holder)}, step) if len(passed) < _DEPTH else ""
+            found = _holder(holder, passed | {id(holder)}, step) if len(passed) < 2 * _DEPTH else ""
             if found:
                 return found
         elif type(holder).__flags__ & _DEFINED_IN_PYTHON:

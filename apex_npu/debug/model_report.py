@@ -126,12 +126,12 @@ def report(
         found.notes.append(f"FLOPs of {', '.join(sorted(uncounted))} are not counted: there is no formula for them")
     if not all(has_backward for _, has_backward, _ in results):
         found.notes.append("nothing that the model returns requires a gradient: forward alone is counted")
-    own = {id(p): name for name, p in model.named_parameters()}
-    used = next((own[i] for _, _, reached in results for i in reached if i in own), None)
+    reached = set().union(*(ids for _, _, ids in results))
+    used = next((name for name, p in model.named_parameters() if id(p) in reached), None)
     if used is not None:
         found.notes.append(
-            f"the loss function or forward uses {used} of the model itself, not of the copy at a level: what is computed "
-            "of it is counted in the model's own dtype"
+            f"the loss function or forward uses {used} of the model itself, and not of the copy at a level: what is "
+            "computed of it is not what the level would compute"
         )
     return found
 
