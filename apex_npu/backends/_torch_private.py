@@ -34,6 +34,8 @@ NAMES: dict[str, str] = {
     "torch._C._storage_Use_Count": "how many tensors look at a storage",
     "torch.Tensor._use_count": "how many hold a tensor: whether a gradient may be written in place",
     "torch.Tensor._version": "how often a tensor has been written; public only as increment_version",
+    "torch.Tensor._indices": "of a sparse gradient as backward leaves it; indices() is refused before it is coalesced",
+    "torch.Tensor._values": "likewise",
     "torch.distributed.tensor.DTensor._local_tensor": "to_local() is differentiable, and makes a view for each call",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "whether a subclass has tensors inside",
     # Dispatcher

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import gc
 import random
 import sys
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import UserList, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import CellType, FunctionType, ModuleType
 from typing import Any
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from apex_npu.amp.float32_copies import float32_copy
-from apex_npu.backends._torch_private import TorchDispatchMode, fake_modes, is_fake, tree_map
+from apex_npu.backends._torch_private import TorchDispatchMode, fake_modes, is_fake, tree_leaves, tree_map
 from apex_npu.debug.operators import operator_of, tensors_in
 
 # What batch norms write, though the schemas of some do not say so.
@@ -83,10 +85,7 @@ class FakeCopies:
             with copying, _EqualMasters():
                 made = float32_copy(model, allow_rounded=True)
             with _WriteNothingReal(fake, self._alive):
-                yield (
-                    made,
-                    tree_map(lambda value: fake.from_tensor(value) if isinstance(value, Tensor) else value, batch),
-                )
+                yield made, _copied(batch, fake.from_tensor)
 
     def check_gone(self) -> None:
         """Raise where something outside of the copies keeps what was computed in a block.
@@ -143,12 +142,64 @@ def _step(holder: Any, thing: Any) -> str:
 
 @contextmanager
 def real_copy(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """A deep copy of ``model``, and of the tensors of ``batch``, which forward may write."""
+    """A deep copy of ``model``, and of ``batch``, which forward may write."""
+    yield (
+        float32_copy(model, allow_rounded=True),
+        _copied(batch, lambda t: t.detach().clone().requires_grad_(t.requires_grad)),
+    )
+
+
+class _CopyTensors(TorchFunctionMode):
+    """deepcopy makes of a tensor what ``change`` does."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._change = change
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._change(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def _copied(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``batch`` with its tensors changed, those of its objects included; modules, and what has no copy, as they are."""
+    memo: dict[int, Any] = {}
 
     def copied(value: Any) -> Any:
-        return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+        if isinstance(value, nn.Module):
+            return value
+        if isinstance(value, Tensor):
+            return memo.setdefault(id(value), change(value))
+        try:
+            with _CopyTensors(change):
+                return copy.deepcopy(value, memo)
+        except Exception:  # such as of a lock
+            return value
 
-    yield float32_copy(model, allow_rounded=True), tree_map(copied, batch)
+    return tree_map(copied, batch)
+
+
+def every_tensor(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """The tensors of ``value`` in containers, dataclasses and attributes of objects; those of modules are not."""
+    seen = set() if seen is None else seen
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif id(leaf) not in seen:
+            seen.add(id(leaf))
+            for part in _parts(leaf):
+                yield from every_tensor(part, seen)
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, (nn.Module, ModuleType, FunctionType, type)):
+        return []
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, UserList)):  # of classes that tree_leaves does not know
+        return list(value)
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return list(getattr(value, "__dict__", {}).values())
 
 
 class KeptGradients:

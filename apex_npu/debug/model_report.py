@@ -20,7 +20,14 @@ from apex_npu.amp.session import Session, check_thread, standing_in
 from apex_npu.amp.user_casts import registered_patches
 from apex_npu.autocast.forward_cast import convert_model
 from apex_npu.backends._torch_private import tree_leaves
-from apex_npu.debug.copies import FakeCopies, KeptGradients, leaves_of_graph, real_copy, same_random_numbers
+from apex_npu.debug.copies import (
+    FakeCopies,
+    KeptGradients,
+    every_tensor,
+    leaves_of_graph,
+    real_copy,
+    same_random_numbers,
+)
 from apex_npu.debug.memory import Sizes, measure, sizes_of, stepped_dtype, usual_sizes
 from apex_npu.debug.model_table import LevelReport, ModelReport
 from apex_npu.debug.tally import Tally
@@ -86,11 +93,12 @@ def report(
     check_thread("amp.debug.report")
     check_incoming([model], [])
     given = (batch, dict(kwargs or {}))
-    tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
-    device_types = _device_types(model, tensors)
+    tensors = list(every_tensor(given))
+    device_types = _device_types(model, [t for t in tree_leaves(given) if isinstance(t, Tensor)])
     with same_random_numbers(device_types), ExitStack() as stack:
         for device_type in device_types:  # a region around the call
             stack.enter_context(torch.autocast(device_type, enabled=False))
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         sizes = {
             level: usual_sizes(model) if optimizer is None else sizes_of(optimizer, model, stepped_dtype(policy))
@@ -199,8 +207,7 @@ def _try(
         standing_in(session),
     ):
         convert_model(made, session.policy, session.device_types, session.ambient)
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        with tally.counting(made, inputs):
+        with tally.counting(made, list(every_tensor((args, kwargs)))):
             outputs = made(*args, **kwargs)
             ends = _ends(outputs, loss)
             leaves = leaves_of_graph(ends)
@@ -213,7 +220,7 @@ def _try(
 def _ends(outputs: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
     """What backward begins with."""
     if loss is None:
-        return [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+        return [t for t in every_tensor(outputs) if t.requires_grad]
     value = loss(outputs)
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.dtype.is_floating_point:
         got = f"a tensor of {value.dtype}, {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

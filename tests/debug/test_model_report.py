@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What ``amp.debug.report`` says of a model, against runs of that model with values, and formulas."""
 
+import collections
 import copy
+import dataclasses
 import functools
 import io
 import random
+import threading
 from collections import Counter
 from typing import ClassVar
 
@@ -552,6 +555,84 @@ def test_arguments_by_name_and_results_in_containers():
     assert found.levels["O2"].tally.flops_in(torch.float16) == 2 * (2 * 3 * 4 * 2)
     assert found.batch == ["float32 [3, 4]"]
     assert found.notes == ["no loss function was given, and none is counted"]
+
+
+@dataclasses.dataclass
+class Result:
+    logits: torch.Tensor
+    kind: str = "result"
+
+
+class Batch:
+    """An object with tensors, and with what has no copy."""
+
+    def __init__(self, x):
+        self.x, self.calls = x, 0
+
+
+class Output(collections.OrderedDict):
+    """A dict of a class of its own, as that of transformers."""
+
+
+WRAPPERS = [
+    *(Result, Batch, lambda y: Output(logits=y), lambda y: collections.UserDict(logits=y)),
+    *(lambda y: collections.UserList([y, 3]), lambda y: {"a": [Result(y)]}),
+]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_results_in_objects_get_gradients(wrap):
+    class Wrapped(nn.Linear):
+        def forward(self, x):
+            return wrap(super().forward(x))
+
+    found = amp.debug.report(Wrapped(4, 2, device=DEVICE), torch.ones(3, 4, device=DEVICE), levels="O0")
+    assert found.notes == ["no loss function was given, and none is counted"]
+    assert found.levels["O0"].tally.flops.total() == 2 * (2 * 3 * 4 * 2)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Read])
+def test_batches_that_are_objects_are_copied(kind):
+    class Taking(kind):
+        def forward(self, batch, same, lock):
+            assert batch.x is same
+            assert lock is given
+            batch.x.mul_(2)
+            batch.calls += 1
+            return super().forward(batch.x)
+
+    given, x = threading.Lock(), torch.ones(3, 4, device=DEVICE)
+    batch = Batch(x)
+    found = amp.debug.report(Taking(4, 2).to(DEVICE), batch, x, given, levels=("O0", "O1"))
+    assert bool(found.ran) is (kind is Read)
+    assert found.batch == ["float32 [3, 4]"] * 2
+    assert (batch.x is x, batch.calls, x.unique().tolist()) == (True, 0, [1.0])
+    # The batch is not what forward keeps for backward.
+    plain = amp.debug.report(kind(4, 2).to(DEVICE), x, levels="O0").levels["O0"].tally.saved
+    assert found.levels["O0"].tally.saved == plain
+
+
+def test_sparse_gradients():
+    model = nn.Sequential(nn.Embedding(100, 16, sparse=True), nn.Linear(16, 2)).to(DEVICE)
+    batch = torch.tensor([[1, 5, 1], [7, 2, 5]], device=DEVICE)
+    found = amp.debug.report(model, batch, levels="O0")
+    assert "the sparse gradient of 0.weight" in found.ran
+    model(batch).sum().backward()
+    grad = model[0].weight.grad
+    rows = grad._indices().nbytes + grad._values().nbytes
+    assert found.levels["O0"].memory.gradients == {torch.float32: rows + 4 * (16 * 2 + 2)}
+    assert rows == 6 * (8 + 16 * 4)
+
+
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_inference_mode_is_lifted(made_inside):
+    with torch.inference_mode(made_inside):
+        model, x = nn.Linear(4, 2).to(DEVICE), torch.ones(3, 4, device=DEVICE)
+    with torch.inference_mode():
+        found = amp.debug.report(model, x, levels="O2")
+        assert torch.is_inference_mode_enabled()
+    assert found.levels["O2"].memory.gradients == {torch.float16: 2 * 10}
+    assert found.levels["O2"].tally.flops_in(torch.float16) == 2 * (2 * 3 * 4 * 2)
 
 
 def test_frozen_parameters():
