@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import gc
 import random
 import sys
@@ -120,7 +119,7 @@ def _holder(thing: Any, passed: set[int], path: str = "") -> str:
             continue
         if isinstance(holder, (ModuleType, type)):
             return f"{holder.__name__}{path}"
-        if isinstance(holder, (FunctionType, functools._lru_cache_wrapper)):
+        if isinstance(holder, FunctionType) or hasattr(holder, "cache_clear"):
             return f"what {getattr(holder, '__qualname__', '')} keeps{path}"
         if isinstance(holder, _CONTAINERS):
             step = _step(holder, thing) + path

@@ -3,6 +3,7 @@
 """What ``amp.debug.report`` says of a model, against runs of that model with values, and formulas."""
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -759,6 +760,13 @@ class TestScript:
         with pytest.raises(RuntimeError, match="mat1"):
             model(torch.ones(1, 3, device=DEVICE))
         assert capsys.readouterr().out.startswith("--model-report: RuntimeError: ")
+
+    def test_a_cache_is_named(self, watching, capsys, monkeypatch):
+        monkeypatch.setattr(Rotary, "cache", {})
+        model = amp.initialize(nn.Sequential(nn.Linear(4, 4), Rotary()).to(DEVICE), opt_level="O1", verbosity=0)
+        with contextlib.suppress(RuntimeError):
+            model(torch.ones(2, 4, device=DEVICE))
+        assert "Rotary.cache[4] has one of float32 [4]: nothing can be trained" in capsys.readouterr().out
 
     def test_a_script_without_a_model(self, watching, capsys):
         watching._script_ended()
