@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from apex_npu.compat import install_as_apex
-from apex_npu.compat.pipeline.command_line import Argument, Command, parser_of, split_rest
+from apex_npu.compat.pipeline.command_line import HELP, Argument, Command, parse, split_rest
 from apex_npu.compat.pipeline.commands import PATCH
 from apex_npu.doctor.bench_command import BENCH
 from apex_npu.doctor.command import DOCTOR
@@ -32,53 +32,55 @@ ABOUT = (
 )
 
 
-def _run(options: argparse.Namespace) -> int:
-    """Run ``options.rest``, a script or with ``-m`` a module, and its arguments."""
-    if not options.rest:
-        return _fail("a script is missing")
-    name = options.rest[0]
-    if not options.m and not os.path.exists(name):
-        return _fail(f"can't open file {name!r}: no such file")
+def _check(options: argparse.Namespace) -> None:
+    """Check the values of the options, and that there is something to run, before anything is set.
+
+    Raises:
+        ValueError: One is wrong; the text says which.
+    """
     for host in options.host or ():
         if host not in HOSTS:
-            return _fail(f"--host {host}: nothing is registered for it; give one of {', '.join(HOSTS)}")
-    if options.explain_overflows is not None:
-        if not options.explain_overflows.isdecimal() or int(options.explain_overflows) < 1:
-            return _fail(f"--explain-overflows={options.explain_overflows}: N is a positive integer")
-        os.environ["APEX_NPU_EXPLAIN_OVERFLOWS"] = options.explain_overflows  # read when amp is imported
+            raise ValueError(f"--host {host}: nothing is registered for it; give one of {', '.join(HOSTS)}")
+    after = options.explain_overflows
+    if after is not None and (not after.isdecimal() or int(after) < 1):
+        raise ValueError(f"--explain-overflows={after}: N is a positive integer")
     if options.profile is not None:
         first, _, last = options.profile.partition(":")
         if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-            return _fail(f"--profile {options.profile}: give A:B, from step A, counted from 0, to before step B")
-        if options.trace:
-            try:
-                os.makedirs(options.trace, exist_ok=True)
-            except OSError as error:
-                return _fail(f"--trace {options.trace}: no folder can be made there ({error.strerror})")
-        os.environ["APEX_NPU_PROFILE"] = options.profile
-        os.environ["APEX_NPU_PROFILE_TRACE"] = os.path.abspath(options.trace) if options.trace else ""
+            raise ValueError(f"--profile {options.profile}: give A:B, from step A, counted from 0, to before step B")
     elif options.trace:
-        return _fail("--trace goes with --profile")
+        raise ValueError("--trace goes with --profile")
+    for option, step in (("gradient-range", options.gradient_range), ("check-operators", options.check_operators)):
+        if step is not None and not step.isdecimal():
+            raise ValueError(f"--{option} {step}: give a step, counted from 0")
     if options.record is not None:
         step, _, path = options.record.partition(":")
         if not (step.isdecimal() and path):
-            return _fail(f"--record {options.record}: give STEP:FILE, a step, counted from 0, and a file")
+            raise ValueError(f"--record {options.record}: give STEP:FILE, a step, counted from 0, and a file")
         if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-            return _fail(f"--record {options.record}: there is no folder {os.path.dirname(path)!r}")
-        checked = options.check_operators
-        if checked is not None and checked.isdecimal() and int(checked) == int(step):
-            return _fail(f"--record and --check-operators cannot look at the same step, {step}: run the script twice")
-        os.environ["APEX_NPU_RECORD"] = f"{step}:{os.path.abspath(path)}"
-    for option, step in (("gradient-range", options.gradient_range), ("check-operators", options.check_operators)):
-        if step is not None:
-            if not step.isdecimal():
-                return _fail(f"--{option} {step}: give a step, counted from 0")
-            os.environ[f"APEX_NPU_{option.replace('-', '_').upper()}"] = step
-    if options.model_report:
-        os.environ["APEX_NPU_MODEL_REPORT"] = "1"
+            raise ValueError(f"--record {options.record}: there is no folder {os.path.dirname(path)!r}")
+        if options.check_operators is not None and int(options.check_operators) == int(step):
+            raise ValueError(
+                f"--record and --check-operators cannot look at the same step, {step}: run the script twice"
+            )
+    if options.device not in (None, "npu"):
+        raise ValueError(f"--device {options.device}: scripts for CUDA are rewritten for npu")
+    if not options.device and (options.also or options.changes or options.force_files or options.no_unsure):
+        raise ValueError("--also, --changes, --force-files and --no-unsure go with --device npu")
+    if not options.rest:
+        raise ValueError(f"a {'module' if options.m else 'script'} is missing")
+    if not options.m and not os.path.exists(options.rest[0]):
+        raise ValueError(f"can't open file {options.rest[0]!r}: no such file")
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run ``options.rest``, a script or with ``-m`` a module, and its arguments."""
+    try:
+        _check(options)
+    except ValueError as error:
+        return _fail(str(error))
+    name = options.rest[0]
     if options.device:
-        if options.device != "npu":
-            return _fail(f"--device {options.device}: scripts for CUDA are rewritten for npu")
         try:
             importlib.import_module("torch_npu")
         except ImportError as error:
@@ -88,8 +90,26 @@ def _run(options: argparse.Namespace) -> int:
         also, unsure = tuple(options.also or ()), not options.no_unsure
         changes = os.path.abspath(options.changes) if options.changes else ""
         settings = running.Run(name, options.m, also, unsure, options.force_files, changes)
-    elif options.also or options.changes or options.force_files or options.no_unsure:
-        return _fail("--also, --changes, --force-files and --no-unsure go with --device npu")
+    if options.trace:
+        try:
+            os.makedirs(options.trace, exist_ok=True)
+        except OSError as error:
+            return _fail(f"--trace {options.trace}: no folder can be made there ({error.strerror})")
+    # These are read when amp is imported.
+    if options.explain_overflows is not None:
+        os.environ["APEX_NPU_EXPLAIN_OVERFLOWS"] = options.explain_overflows
+    if options.profile is not None:
+        os.environ["APEX_NPU_PROFILE"] = options.profile
+        os.environ["APEX_NPU_PROFILE_TRACE"] = os.path.abspath(options.trace) if options.trace else ""
+    if options.gradient_range is not None:
+        os.environ["APEX_NPU_GRADIENT_RANGE"] = options.gradient_range
+    if options.check_operators is not None:
+        os.environ["APEX_NPU_CHECK_OPERATORS"] = options.check_operators
+    if options.record is not None:
+        step, _, path = options.record.partition(":")
+        os.environ["APEX_NPU_RECORD"] = f"{step}:{os.path.abspath(path)}"
+    if options.model_report:
+        os.environ["APEX_NPU_MODEL_REPORT"] = "1"
     sys.argv = options.rest
     # As Python does for a script, and before the search for another apex; run_path does it for folders and archives.
     if not options.m and os.path.isfile(name) and not getattr(sys.flags, "safe_path", False):
@@ -172,18 +192,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     name, rest = (arguments[0] if arguments else None), arguments[1:]
     command = next((command for command in COMMANDS if command.name == name), None)
-    asks_for_help = list(rest) in (["-h"], ["--help"])
-    if name in ("-h", "--help") or (command is not None and (asks_for_help or not command.passes_rest)):
-        options = parser_of(COMMANDS, PROGRAM, ABOUT).parse_args(arguments)
-        status: int = options.run(options)
-        return status
-    if command is None:
+    if command is None and name not in HELP:
         return _fail("a command is missing" if name is None else f"unknown command {name!r}", COMMANDS)
-    try:
-        options = split_rest(command, rest)
-    except ValueError as error:
-        return _fail(str(error))
-    return command.run(options)
+    if command is not None and command.passes_rest:
+        try:
+            own = split_rest(command, rest)
+        except ValueError as error:
+            return _fail(str(error))
+        if own is not None:
+            return command.run(own)
+        arguments = [command.name, "--help"]
+    options = parse(COMMANDS, PROGRAM, ABOUT, arguments)
+    status: int = options.run(options)
+    return status
 
 
 def _fail(reason: str, commands: Sequence[Command] | None = None) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,18 @@ def _vectors(left: Tensor, *rest: Any) -> int:
     return 2 * left.numel()
 
 
+def _matmul(left: Tensor, right: Tensor) -> int:
+    """2 · (elements of the result) · (length of a sum)."""
+    rows = left.shape[-2:-1].numel()
+    columns = right.shape[-1] if right.dim() > 1 else 1
+    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]).numel()
+    return 2 * batch * rows * columns * left.shape[-1]
+
+
+def _matmul_backward(grad: Tensor, left: Tensor, right: Tensor, mask: Sequence[bool]) -> int:
+    return _matmul(left, right) * sum(mask)
+
+
 def _trilinear(i1: Tensor, i2: Tensor, i3: Tensor, *lists: Any) -> int:
     """Two contractions: of ``i1`` with ``i2`` over what ``i3`` does not have, and of the result with ``i3``."""
     expanded, summed = lists[:3], set(lists[3])
@@ -80,6 +92,8 @@ def _rnn_backward(input: Tensor, *args: Any) -> int:
 _FORMULAS: dict[str, Callable[..., int]] = {
     "mv": _vectors,
     "addmv": lambda added, matrix, vector: 2 * matrix.numel(),
+    "matmul": _matmul,  # these two are composed of others, but for torch_npu
+    "matmul_backward": _matmul_backward,
     "dot": _vectors,
     "vdot": _vectors,
     "_trilinear": _trilinear,

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from apex_npu.amp.optimizer_state import adopted_inside, state_of
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current
-from apex_npu.backends._torch_private import is_fake
+from apex_npu.backends._torch_private import is_fake, tree_leaves
 from apex_npu.ops import LOW_PRECISION
 
 
@@ -126,7 +125,7 @@ def sizes_of(optimizer: Optimizer, model: nn.Module, dtype: torch.dtype) -> Size
 
     Raises:
         TypeError: It is no optimizer.
-        ValueError: It steps no parameter of the model, or cannot be tried.
+        ValueError: It steps no parameter of the model, or its state cannot be found by a trial.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -167,19 +166,32 @@ def _tried(optimizer: Optimizer, params: dict[str, Any], dtype: torch.dtype) -> 
             f"{type(optimizer).__name__} cannot be tried on a few numbers ({type(error).__name__}: {error}): call "
             "amp.debug.report after its first step, or leave optimizer out"
         ) from error
-    return {name: _size(memo[id(p)], small.state[memo[id(p)]]) for name, p in params.items()}
+    found = {}
+    for name, p in params.items():
+        tiny, state = memo[id(p)], small.state[memo[id(p)]]
+        for value in _tensors(state):
+            if value.shape != tiny.shape and value.numel() > 1 and tiny.shape != p.shape:
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps a state of another shape than its parameter's, "
+                    f"{list(value.shape)} for {list(tiny.shape)}, whose size cannot be tried on a few numbers: call "
+                    "amp.debug.report after its first step, or leave optimizer out"
+                )
+        found[name] = _size(tiny, state)
+    return found
+
+
+def _tensors(state: dict[str, Any]) -> list[Tensor]:
+    return list({id(value): value for value in tree_leaves(state) if isinstance(value, Tensor)}.values())
 
 
 def _size(param: Tensor, state: dict[str, Any]) -> StateSize:
     elements = bytes_each = 0.0
     more = 0
-    for value in state.values():
-        if not isinstance(value, Tensor):
-            continue
-        if value.shape != param.shape or not math.prod(param.shape):
+    for value in _tensors(state):
+        if not param.numel() or (value.shape != param.shape and value.numel() == 1):
             more += value.nbytes
         elif value.dtype == param.dtype:
-            elements += 1
+            elements += value.numel() / param.numel()
         else:
-            bytes_each += value.element_size()
+            bytes_each += value.nbytes / param.numel()
     return StateSize(elements, bytes_each, more)

@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from apex_npu.amp.policy import OPT_LEVELS, resolve
+from apex_npu.amp.policy import OPT_LEVELS, Policy, resolve
 from apex_npu.amp.preconditions import check_incoming
 from apex_npu.amp.session import Session, check_thread, standing_in
 from apex_npu.amp.user_casts import registered_patches
@@ -45,7 +45,7 @@ def report(
     model: nn.Module,
     *batch: Any,
     loss: Callable[[Any], Tensor] | None = None,
-    levels: str | Sequence[str] = LEVELS,
+    levels: str | Sequence[str | Policy] = LEVELS,
     optimizer: Optimizer | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> ModelReport:
@@ -63,7 +63,7 @@ def report(
         *batch: What the model is called with.
         loss: Gets what the model returns, and returns a scalar; targets are a closure's. None: all floating outputs
             that require a gradient get one, and no loss function is counted.
-        levels: Some of "O0" to "O5".
+        levels: Some of "O0" to "O5", or policies of other names.
         optimizer: Whose state is counted: one that ``amp.initialize`` has not been given, or that has stepped. None:
             SGD with momentum and Adam.
         kwargs: What the model is called with by name.
@@ -87,7 +87,8 @@ def report(
         256
     """
     model = unwrapped(model)
-    policies = {level: resolve(level) for level in _listed(levels)}
+    listed = (level if isinstance(level, Policy) else resolve(level) for level in _listed(levels))
+    policies = {policy.opt_level: policy for policy in listed}
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function of the model's output, or None, got {type(loss).__name__}")
     check_thread("amp.debug.report")
@@ -158,8 +159,8 @@ def unwrapped(model: Any) -> nn.Module:
             return inner
 
 
-def _listed(levels: str | Sequence[str]) -> list[str]:
-    listed = [levels] if isinstance(levels, str) else list(levels)
+def _listed(levels: str | Sequence[str | Policy]) -> list[str | Policy]:
+    listed: list[str | Policy] = [levels] if isinstance(levels, str) else list(levels)
     if not listed:
         raise ValueError(f"levels is empty: give some of {', '.join(OPT_LEVELS)}")
     return list(dict.fromkeys(listed))

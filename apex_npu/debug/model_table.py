@@ -33,7 +33,7 @@ class LevelReport:
     """What a level makes of a model.
 
     Attributes:
-        level: "O0" to "O5".
+        level: "O0" to "O5"; with a star where a script overrides some of it.
         tally: FLOPs, casts, bytes and functions of one iteration.
         memory: Bytes of parameters, gradients, masters and optimizer state.
     """
@@ -126,7 +126,8 @@ def parts_of(found: ModelReport) -> Iterator[Table | str]:
         yield "from sizes and dtypes alone: no values were computed, and the model is as it was"
     yield from found.notes
     for level in found.levels:
-        yield f"  {level}: {_MEANING[level]}"
+        if level in _MEANING:  # a script's own level is in a note
+            yield f"  {level}: {_MEANING[level]}"
     yield ""
     yield _totals(list(found.levels.values()))
     yield "FLOPs: operations of matrix products, convolutions and attention, forward and backward"

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import atexit
 import sys
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from apex_npu.amp.policy import Policy, resolve
 from apex_npu.amp.session import current, is_first_rank
+from apex_npu.autocast.cast_policy import CastPolicy
 from apex_npu.autocast.monkey_patches import patch_attribute
 from apex_npu.autocast.undo import Undo
 from apex_npu.debug.model_report import LEVELS, report, unwrapped
@@ -29,6 +32,8 @@ class FirstForward:
 
     def _reporting(self, original: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # torch.compile reads this function, too, and cannot compile a report
+                return original(module, *args, **kwargs)
             if torch.is_grad_enabled() and self._is_of_amp(module):
                 self.end()
                 if is_first_rank():
@@ -48,18 +53,34 @@ class FirstForward:
         session = current()
         assert session is not None
         level = session.policy.opt_level
+        plain = resolve(level)
+        overrides = {
+            name: getattr(session.policy, name)
+            for name in (*(field.name for field in fields(CastPolicy)), "master_weights")
+            if getattr(session.policy, name) != getattr(plain, name)
+        }
+        levels: list[str | Policy] = [*LEVELS, level]
+        trains = f"the script trains at {level}"
+        if overrides:
+            own = replace(plain, opt_level=f"{level}*", **overrides)
+            levels.append(own)
+            trains += f" with {', '.join(f'{name}={value}' for name, value in overrides.items())}: {own.opt_level}"
         try:
-            found = report(module, *args, levels=[*LEVELS, level], kwargs=kwargs)
+            found = report(module, *args, levels=levels, kwargs=kwargs)
         except Exception as error:  # the script goes on, and may show why
             print(f"--model-report: {type(error).__name__}: {error}", flush=True)
             return
-        found.notes.append(f"the script trains at {level}")
+        found.notes.append(trains)
         _print(found)
 
     def _script_ended(self) -> None:
         self.end()
         if is_first_rank():
-            print("--model-report: the script has ended, and no model of amp.initialize was called", flush=True)
+            print(
+                "--model-report: the script has ended, and no model of amp.initialize was called to be trained outside "
+                "of a compiled function",
+                flush=True,
+            )
 
     def end(self) -> None:
         """Look at calls no longer."""

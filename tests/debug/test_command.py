@@ -96,3 +96,59 @@ def test_bad_input(options, said, environment, capsys):
     assert main(["run", *options, environment]) == 2
     assert said in capsys.readouterr().err
     assert os.environ["APEX_NPU_EXPLAIN_OVERFLOWS"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--record"], "--record needs a value, STEP:FILE"),
+        (["--record", "-m", "tool"], "--record needs a value, STEP:FILE"),
+        (["--trace=", "s.py"], "--trace needs a value, DIR"),
+        (["--profile", "s.py"], "--profile s.py: give A:B, from step A"),
+        (["--record", "s.py"], "--record s.py: give STEP:FILE"),
+        (["-m"], "a module is missing"),
+        (["--profile", "1:3", "--force", "s.py"], "--force is given twice, or out of order"),
+    ],
+)
+def test_options_without_what_they_need(words, said, environment, capsys):
+    assert main(["run", *words]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"apex_npu: {said}")
+    assert errors.count("[--force] [--host NAME]...") == 1
+
+
+def test_nothing_is_set_before_all_options_are_checked(environment, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("APEX_NPU_PROFILE", "")
+    folder = tmp_path / "traces"
+    assert main(["run", "--explain-overflows=3", "--profile", "1:3", "--trace", str(folder), "not_there.py"]) == 2
+    assert (os.environ["APEX_NPU_EXPLAIN_OVERFLOWS"], os.environ["APEX_NPU_PROFILE"]) == ("7", "")
+    assert not folder.exists()
+
+
+def test_values_may_be_assigned(environment, capsys, tmp_path, monkeypatch):
+    for name in ("PROFILE", "PROFILE_TRACE", "RECORD"):
+        monkeypatch.setenv(f"APEX_NPU_{name}", "")
+    script = tmp_path / "assigned.py"
+    script.write_text("import os; print(os.environ['APEX_NPU_PROFILE_TRACE'], os.environ['APEX_NPU_RECORD'])")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--profile=1:3", "--trace=-a=b", "--record=7:a.pt", str(script)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / '-a=b'} 7:{tmp_path / 'a.pt'}\n"
+
+
+@pytest.mark.parametrize("words", [["--force", "--help"], ["--model-report", "-h", "s.py"], ["--record", "--help"]])
+def test_help_is_an_option_among_others(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *words])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "--explain-overflows [=N]\n" in printed
+
+
+@pytest.mark.parametrize("command", ["bench", "doctor"])
+def test_a_command_shows_its_own_usage(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "x"])
+    errors = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert errors.startswith(f"usage: python -m apex_npu {command} [-h] ")
+    assert errors.endswith(f"python -m apex_npu {command}: error: unrecognized arguments: x\n")

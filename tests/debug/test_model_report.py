@@ -771,5 +771,6 @@ class TestScript:
     def test_a_script_without_a_model(self, watching, capsys):
         watching._script_ended()
         assert capsys.readouterr().out == (
-            "--model-report: the script has ended, and no model of amp.initialize was called\n"
+            "--model-report: the script has ended, and no model of amp.initialize was called to be trained outside of "
+            "a compiled function\n"
         )

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from apex_npu import amp
 from apex_npu.debug.flops import flops_of
+from apex_npu.debug.script_model import FirstForward
 
 
 def tally_of(model, *batch, level="O0"):
@@ -58,6 +59,19 @@ def test_products_with_vectors_and_in_place(function, unfused):
     with FlopCounterMode(display=False) as counter:
         unfused(model.weight, v)
     assert forward == counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 5), (2, 6, 5), (3, 1, 6, 5)])
+def test_matmul(shape):
+    x = torch.randn(shape, device=DEVICE, requires_grad=True)
+    if len(shape) > 1:  # an outer product, the gradient of a vector's matrix, is elementwise
+        assert sum(tally_of(Call(torch.matmul, 4, 6), x).flops.values()) == 3 * (2 * 4 * x.numel())
+    # torch_npu's own operators.
+    w, grad = torch.randn(4, 6, device="meta"), torch.randn(0, device="meta")
+    args = w, torch.randn(shape, device="meta")
+    assert flops_of(torch.ops.aten.matmul.default, args, {}, None) == 2 * 4 * x.numel()
+    backward = torch.ops.aten.matmul_backward.default
+    assert flops_of(backward, (grad, *args, [True, False]), {}, None) == 2 * 4 * x.numel()
 
 
 @pytest.mark.parametrize("dot", [torch.dot, torch.vdot])
@@ -158,6 +172,48 @@ def test_elementwise_functions_are_not_named():
     assert "no FLOPs stay in float32 at O3" in str(found)
 
 
+# ---- the state of optimizers -----------------------------------------------------------------------------------------
+
+
+def tensors_of(state):
+    """All tensors of a nested state, once each."""
+    if isinstance(state, torch.Tensor):
+        return {id(state): state}
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return {key: tensor for value in values for key, tensor in tensors_of(value).items()}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"), [(torch.optim.Adafactor, {}), (torch.optim.LBFGS, {"history_size": 3, "max_iter": 2})]
+)
+def test_states_of_other_shapes_and_in_lists(make, options):
+    model, x = nn.Linear(40, 3, device=DEVICE), torch.randn(5, 40, device=DEVICE)
+    optimizer = make(model.parameters(), **options)
+
+    def closure():
+        optimizer.zero_grad()
+        value = model(x).square().sum()
+        value.backward()
+        return value
+
+    for _ in range(2):
+        optimizer.step(closure)
+    real = sum(t.nbytes for state in optimizer.state.values() for t in tensors_of(state).values())
+    found = amp.debug.report(model, x, levels="O0", optimizer=optimizer)
+    assert found.levels["O0"].memory.states == {make.__name__: real}
+
+
+def test_a_state_whose_shape_a_trial_cannot_tell():
+    model, x = nn.Linear(4000, 2, device=DEVICE), torch.randn(2, 4000, device=DEVICE)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    with pytest.raises(ValueError, match=r"Adafactor keeps a state of another shape .* after its first step"):
+        amp.debug.report(model, x, levels="O0", optimizer=optimizer)
+    vectors = nn.LayerNorm(40, device=DEVICE)  # whose state has the shapes of the parameters
+    optimizer = torch.optim.Adafactor(vectors.parameters())
+    states = amp.debug.report(vectors, torch.randn(2, 40, device=DEVICE), levels="O0", optimizer=optimizer)
+    assert states.levels["O0"].memory.states == {"Adafactor": 2 * (40 * 4 + 4)}
+
+
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
@@ -180,3 +236,57 @@ def test_results_of_a_model_that_runs_for_real_are_freed():
     assert [ref() for ref in kept] == [None] * len(kept)
     saved = found.levels["O0"].tally.saved
     assert saved[torch.float32] == 4 * 2 * 4  # of exp alone
+
+
+# ---- a script --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watching():
+    watching = FirstForward()
+    yield watching
+    watching.end()
+
+
+@pytest.mark.parametrize(
+    ("level", "overrides"),
+    [
+        ("O2", {"keep_batchnorm_fp32": False, "master_weights": False}),
+        ("O2", {"cast_model_type": torch.bfloat16}),
+        ("O0", {"cast_model_type": torch.bfloat16}),
+    ],
+)
+def test_the_overrides_of_a_script_are_a_column(level, overrides, watching, capsys):
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=2.0, verbosity=0, **overrides)
+    model(torch.randn(8, 4, device=DEVICE))
+    said = capsys.readouterr().out
+    named = ", ".join(f"{name}={value}" for name, value in overrides.items())
+    assert f"the script trains at {level} with {named}: {level}*\n" in said
+    head, *rows = said[said.index("one iteration at each level") :].splitlines()[1:]
+    own = head.split().index(f"{level}*") + 1
+    cells = {row.strip().split("  ")[0]: [cell for cell in row.split("  ") if cell] for row in rows}
+    tensors = [*model.parameters(), *model.buffers()]
+    assert cells["parameters and buffers"][own].strip() == f"{sum(t.nbytes for t in tensors)} B"
+    params = {id(p) for p in model.parameters()}
+    masters = sum(p.nbytes for p in amp.master_params(optimizer) if id(p) not in params)
+    assert cells["fp32 masters"][own].strip() == (f"{masters} B" if masters else "0")
+
+
+def test_a_level_without_overrides_has_no_column_of_its_own(watching, capsys):
+    model = amp.initialize(nn.Linear(4, 2, device=DEVICE), opt_level="O2", loss_scale=2.0, verbosity=0)
+    model(torch.randn(8, 4, device=DEVICE))
+    assert "O2*" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VENDOR, reason="compiles without a device")
+def test_a_function_compiled_around_the_model(watching, capsys):
+    model = amp.initialize(nn.Linear(4, 2, device=DEVICE), opt_level="O2", verbosity=0)
+    x = torch.randn(3, 4, device=DEVICE)
+    torch._dynamo.reset()
+    y = torch.compile(lambda x: model(x).sum(), backend="eager", fullgraph=True)(x)
+    assert capsys.readouterr().out == ""
+    assert torch.equal(y, model(x).sum())
+    assert "the script trains at O2" in capsys.readouterr().out

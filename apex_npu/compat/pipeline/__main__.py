@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from .command_line import parser_of
+from .command_line import parse
 from .commands import COMMANDS
 
 
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str], program: str | None = None) -> int:
     Returns:
         The exit status: 0, 1 after a refusal, 130 after Ctrl-C; argparse exits with 2 itself.
     """
-    options = parser_of(COMMANDS, program, "Patches checkouts of NVIDIA's Apex.").parse_args(arguments)
+    options = parse(COMMANDS, program, "Patches checkouts of NVIDIA's Apex.", arguments)
     status: int = options.run(options)
     return status
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+HELP = ("-h", "--help")
+
 
 @dataclass(frozen=True)
 class Argument:
@@ -42,10 +44,11 @@ class Argument:
             parser.add_argument(self.name, action="store_true", help=self.help)
             return
         several: dict[str, Any] = {} if self.bare is None else {"nargs": "?", "const": self.bare}
+        metavar = self.metavar if self.bare is None else f"={self.metavar}"
         if self.many:
             several = {"action": "append"} if self.name.startswith("-") else {"nargs": "*"}
         added = parser.add_argument(
-            self.name, type=self.type, metavar=self.metavar, default=self.default, help=self.help, **several
+            self.name, type=self.type, metavar=metavar, default=self.default, help=self.help, **several
         )
         added.required |= self.required
 
@@ -71,8 +74,10 @@ class Command:
     passes_rest: bool = False
 
 
-def parser_of(commands: Sequence[Command], program: str | None, description: str) -> argparse.ArgumentParser:
-    """A parser whose result has the chosen command's ``run``, and the values of its arguments."""
+def parse(
+    commands: Sequence[Command], program: str | None, description: str, arguments: Sequence[str]
+) -> argparse.Namespace:
+    """The chosen command's ``run`` and the values of its arguments; argparse exits where these are wrong."""
     parser = argparse.ArgumentParser(prog=program, description=description)
     chosen = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in commands:
@@ -86,32 +91,45 @@ def parser_of(commands: Sequence[Command], program: str | None, description: str
         )
         for argument in command.arguments:
             argument.add_to(one)
-        one.set_defaults(run=command.run)
-    return parser
+        one.set_defaults(run=command.run, refuse=one.error)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:  # parse_args shows the usage of the program, and not of the command
+        options.refuse(f"unrecognized arguments: {' '.join(unknown)}")
+    return options
 
 
-def split_rest(command: Command, arguments: Sequence[str]) -> argparse.Namespace:
+def split_rest(command: Command, arguments: Sequence[str]) -> argparse.Namespace | None:
     """The values of a command that ``passes_rest``, with ``rest``: what comes after its own options.
 
+    Returns:
+        None: Help is asked for.
+
     Raises:
-        ValueError: An option is unknown, given twice without being ``many``, or out of order; the text says which.
+        ValueError: An option is unknown, lacks its value, is given twice without being ``many``, or is out of order;
+            the text says which.
     """
-    names = [argument.name for argument in command.arguments]
-    flags = {argument.name for argument in command.arguments if argument.flag or argument.bare is not None}
-    with_value = {argument.name for argument in command.arguments if argument.bare is not None}
-    many = {argument.name for argument in command.arguments if argument.many}
+    places = {argument.name: place for place, argument in enumerate(command.arguments)}
     parser = argparse.ArgumentParser(add_help=False)
     for argument in command.arguments:
         argument.add_to(parser)
-    count = 0
-    while count < len(arguments) and arguments[count].startswith("-"):
-        name, assigned, _ = arguments[count].partition("=")
-        if name not in names or (assigned and name not in with_value):
-            known = any(arguments[count] == argument.name for argument in command.arguments)
-            usage = " or ".join(command.usage)
-            raise ValueError(
-                f"{name} is given twice, or out of order: {usage}" if known else f"unknown option {arguments[count]!r}"
-            )
-        names = names[names.index(name) + (name not in many) :]
-        count += 1 if name in flags else 2
-    return parser.parse_args(arguments[:count], argparse.Namespace(rest=list(arguments[count:])))
+    rest, given, next_place = list(arguments), [], 0
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        name, assigned, value = word.partition("=")
+        if word in HELP:
+            return None
+        if name not in places or (assigned and command.arguments[places[name]].flag):
+            raise ValueError(f"unknown option {word!r}")
+        argument = command.arguments[places[name]]
+        if places[name] < next_place:
+            raise ValueError(f"{name} is given twice, or out of order")
+        if not (assigned or argument.flag or argument.bare is not None):
+            if rest and rest[0] in HELP:
+                return None
+            value = rest.pop(0) if rest and not rest[0].startswith("-") else ""
+            assigned, word = "=", f"{name}={value}"
+        if assigned and not value:
+            raise ValueError(f"{name} needs a value, {argument.metavar}")
+        given.append(word)
+        next_place = places[name] + (not argument.many)
+    return parser.parse_args(given, argparse.Namespace(rest=rest))
