@@ -34,6 +34,8 @@ NAMES: dict[str, str] = {
     "torch._C._storage_Use_Count": "how many tensors look at a storage",
     "torch.Tensor._use_count": "how many hold a tensor: whether a gradient may be written in place",
     "torch.Tensor._version": "how often a tensor has been written; public only as increment_version",
+    "torch.Tensor._indices": "of a sparse gradient as backward leaves it; indices() is refused before it is coalesced",
+    "torch.Tensor._values": "likewise",
     "torch.distributed.tensor.DTensor._local_tensor": "to_local() is differentiable, and makes a view for each call",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "whether a subclass has tensors inside",
     # Dispatcher
@@ -70,6 +72,7 @@ NAMES: dict[str, str] = {
     "torch.utils._pytree.tree_map": "reaches the tensors of all containers that torch.export takes",
     # Fake tensors
     "torch._subclasses.fake_tensor.FakeTensorMode": "sizes and dtypes of results, without computing or allocating them",
+    "torch._subclasses.fake_tensor.FakeTensor": "tells what has sizes and dtypes alone",
     "torch._subclasses.fake_tensor.FakeCopyMode": "deepcopy of a model under FakeTensorMode, without its memory",
     # Modules
     "torch.nn.Module()._parameters": "a module's own parameters, with names, None included",
@@ -227,3 +230,10 @@ def fake_modes() -> tuple[Any, Any]:
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     return mode, FakeCopyMode(mode)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """True for a tensor that has a size and a dtype alone."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)

@@ -4,18 +4,32 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import gc
 import random
 import sys
-from collections.abc import Iterator
+from collections import UserList, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import CellType, FunctionType, ModuleType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from apex_npu.amp.float32_copies import float32_copy
-from apex_npu.backends._torch_private import fake_modes, tree_map
+from apex_npu.backends._torch_private import TorchDispatchMode, fake_modes, is_fake, tree_leaves, tree_map
+from apex_npu.debug.operators import operator_of, tensors_in
+
+# What batch norms write, though the schemas of some do not say so.
+_STATISTICS = ("running_mean", "running_var")
+# For what keeps a tensor: how many tensors are looked at, and how far.
+_LOOKED_AT, _DEPTH = 20, 6
+_CONTAINERS = (dict, list, tuple, set, deque, CellType)
+_DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 class _EqualMasters(TorchFunctionMode):
@@ -25,24 +39,203 @@ class _EqualMasters(TorchFunctionMode):
         return True if func is torch.equal else func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def fake_copy(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """A copy of ``model`` and of ``batch`` without values; what is computed in the block has none either."""
-    fake, copying = fake_modes()
-    with fake:
-        with copying, _EqualMasters():
-            made = float32_copy(model, allow_rounded=True)
-        yield made, tree_map(lambda value: fake.from_tensor(value) if isinstance(value, Tensor) else value, batch)
+class _WriteNothingReal(TorchDispatchMode):
+    """Operators that would write tensors with values write fakes of these: a teacher's statistics, averages of a loss.
+
+    Args:
+        fake: The mode of the fakes, inside of which this one is.
+        alive: Gets the results, by their ids.
+    """
+
+    def __init__(self, fake: Any, alive: WeakValueDictionary[int, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake, self._alive = fake, alive
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operator = operator_of(func)
+        written = {*operator.written, *_STATISTICS}
+        args = [
+            self._without_values(value) if name in written else value
+            for name, value in zip(operator.arguments, args, strict=False)
+        ]
+        kwargs = {n: self._without_values(value) if n in written else value for n, value in (kwargs or {}).items()}
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            self._alive[id(tensor)] = tensor
+        return result
+
+    def _without_values(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [self._without_values(item) for item in value]
+        return self._fake.from_tensor(value) if isinstance(value, Tensor) and not is_fake(value) else value
+
+
+class FakeCopies:
+    """Makes copies without values, and finds what is left of them."""
+
+    def __init__(self) -> None:
+        self._alive: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+
+    @contextmanager
+    def copying(self, model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
+        """A copy of ``model`` and of ``batch`` without values; what is computed in the block has none either."""
+        fake, copying = fake_modes()
+        with fake:
+            with copying, _EqualMasters():
+                made = float32_copy(model, allow_rounded=True)
+            with _WriteNothingReal(fake, self._alive):
+                yield made, _copied(batch, fake.from_tensor)
+
+    def check_gone(self) -> None:
+        """Raise where something outside of the copies keeps what was computed in a block.
+
+        Raises:
+            KeptTensorError: Later iterations would take tensors without values from there, and train nothing.
+        """
+        if self._alive:
+            gc.collect()
+        left = list(self._alive.values())
+        for tensor in left[:_LOOKED_AT]:
+            holder = _holder(tensor, {id(left)})
+            if holder:
+                shown = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+                raise KeptTensorError(
+                    f"{len(left)} tensors without values are kept outside of the model, {holder} has one of {shown}: "
+                    "nothing can be trained with them. Clear what keeps them, or start the process again. A cache that "
+                    "one call of the model before amp.debug.report fills has values"
+                )
+
+
+class KeptTensorError(RuntimeError):
+    """Raised where a forward has left tensors without values outside of the copy of a model."""
+
+
+def _holder(thing: Any, passed: set[int], path: str = "") -> str:
+    """Where in a module, class, function or object ``thing`` is; empty where these do not hold it."""
+    holders = gc.get_referrers(thing)
+    passed = passed | {id(holders)}  # a holder itself
+    for holder in holders:
+        if id(holder) in passed or isinstance(holder, Tensor):
+            continue
+        if isinstance(holder, (ModuleType, type)):
+            return f"{holder.__name__}{path}"
+        if isinstance(holder, FunctionType) or hasattr(holder, "cache_clear"):
+            return f"what {getattr(holder, '__qualname__', '')} keeps{path}"
+        if isinstance(holder, _CONTAINERS):
+            step = _step(holder, thing) + path
+            found = _holder(holder, passed | {id(holder)}, step) if len(passed) < 2 * _DEPTH else ""
+            if found:
+                return found
+        elif type(holder).__flags__ & _DEFINED_IN_PYTHON:
+            return f"an object of {type(holder).__name__}{path}"
+    return ""
+
+
+def _step(holder: Any, thing: Any) -> str:
+    """``.name`` or ``[key]`` of ``thing`` in a dict."""
+    key = next((key for key, value in holder.items() if value is thing), None) if isinstance(holder, dict) else None
+    if key is None:
+        return ""
+    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
 
 
 @contextmanager
 def real_copy(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """A deep copy of ``model``, and of the tensors of ``batch``, which forward may write."""
+    """A deep copy of ``model``, and of ``batch``, which forward may write."""
+    yield (
+        float32_copy(model, allow_rounded=True),
+        _copied(batch, lambda t: t.detach().clone().requires_grad_(t.requires_grad)),
+    )
+
+
+class _CopyTensors(TorchFunctionMode):
+    """deepcopy makes of a tensor what ``change`` does."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._change = change
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._change(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def _copied(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``batch`` with its tensors changed, those of its objects included; modules, and what has no copy, as they are."""
+    memo: dict[int, Any] = {}
 
     def copied(value: Any) -> Any:
-        return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+        if isinstance(value, nn.Module):
+            return value
+        if isinstance(value, Tensor):
+            return memo.setdefault(id(value), change(value))
+        try:
+            with _CopyTensors(change):
+                return copy.deepcopy(value, memo)
+        except Exception:  # such as of a lock
+            return value
 
-    yield float32_copy(model, allow_rounded=True), tree_map(copied, batch)
+    return tree_map(copied, batch)
+
+
+def every_tensor(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """The tensors of ``value`` in containers, dataclasses and attributes of objects; those of modules are not."""
+    seen = set() if seen is None else seen
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif id(leaf) not in seen:
+            seen.add(id(leaf))
+            for part in _parts(leaf):
+                yield from every_tensor(part, seen)
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, (nn.Module, ModuleType, FunctionType, type)):
+        return []
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, UserList)):  # of classes that tree_leaves does not know
+        return list(value)
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return list(getattr(value, "__dict__", {}).values())
+
+
+class KeptGradients:
+    """In the block tensors have no gradients; after it they have those that they had before."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._former: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.keep(tensors)
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """That of ``tensors``, too."""
+        for tensor in tensors:
+            if id(tensor) not in self._former:
+                self._former[id(tensor)] = tensor, tensor.grad
+                tensor.grad = None
+
+    def __enter__(self) -> KeptGradients:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for tensor, grad in self._former.values():
+            tensor.grad = grad
+
+
+def leaves_of_graph(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors to which a backward of ``outputs`` gives gradients."""
+    found = [t for t in outputs if t.requires_grad and t.grad_fn is None]
+    nodes: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            found.append(node.variable)
+        following = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= following
+        nodes += following
+    return found
 
 
 @contextmanager

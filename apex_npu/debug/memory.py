@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from apex_npu.amp.optimizer_state import adopted_inside, state_of
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current
-from apex_npu.backends._torch_private import tree_leaves
+from apex_npu.backends._torch_private import is_fake, tree_leaves
 from apex_npu.ops import LOW_PRECISION
 
 
@@ -80,7 +80,7 @@ def measure(model: nn.Module, policy: Policy, sizes: Sizes) -> Memory:
         if not param.requires_grad:
             continue
         if param.grad is not None:
-            found.gradients[param.grad.dtype] += param.grad.nbytes
+            found.gradients[param.grad.dtype] += _bytes_of(name, param.grad)
         stepped = param.dtype
         if policy.master_weights and stepped in LOW_PRECISION:
             stepped = torch.float32
@@ -91,6 +91,14 @@ def measure(model: nn.Module, policy: Policy, sizes: Sizes) -> Memory:
             if name in of:
                 found.states[optimizer] += of[name].of(stepped, param.numel())
     return found
+
+
+def _bytes_of(name: str, grad: Tensor) -> int:
+    if grad.layout != torch.sparse_coo:
+        return grad.nbytes
+    if is_fake(grad):
+        raise NotImplementedError(f"how many rows the sparse gradient of {name} has is not known without values")
+    return grad._indices().nbytes + grad._values().nbytes
 
 
 def _distinct(tensors: list[Tensor]) -> Iterator[Tensor]:

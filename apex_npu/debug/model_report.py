@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from traceback import clear_frames
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -19,7 +20,14 @@ from apex_npu.amp.session import Session, check_thread, standing_in
 from apex_npu.amp.user_casts import registered_patches
 from apex_npu.autocast.forward_cast import convert_model
 from apex_npu.backends._torch_private import tree_leaves
-from apex_npu.debug.copies import fake_copy, real_copy, same_random_numbers
+from apex_npu.debug.copies import (
+    FakeCopies,
+    KeptGradients,
+    every_tensor,
+    leaves_of_graph,
+    real_copy,
+    same_random_numbers,
+)
 from apex_npu.debug.memory import Sizes, measure, sizes_of, stepped_dtype, usual_sizes
 from apex_npu.debug.model_table import LevelReport, ModelReport
 from apex_npu.debug.tally import Tally
@@ -41,12 +49,13 @@ def report(
     optimizer: Optimizer | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> ModelReport:
-    """Compare what levels make of ``model``, by one forward and backward of each without computing anything.
+    """Compare what levels make of ``model``, by one forward and backward of each on tensors without values.
 
-    They run on copies that have sizes and dtypes alone (torch's fake tensors): nothing is computed or allocated. Where
-    that cannot be, as with shapes that depend on data, they run on deep copies, one after the other, and the report
-    says so. The model, its gradients, amp's session and all random generators stay as they are. Forward hooks of the
-    model are called, on the copies.
+    The Python code of the model and of ``loss`` runs, on copies that have sizes and dtypes alone (torch's fake
+    tensors): no values are computed or allocated, but of operators none of whose inputs depends on the model or the
+    batch. Where that cannot be, as with shapes that depend on data, it runs on deep copies, one after the other, and
+    the report says so. The model, all gradients, amp's session and all random generators stay as they are. Forward
+    hooks of the model are called, on the copies.
 
     Args:
         model: Passed to ``amp.initialize`` or not; every level begins with its float32 weights. The module inside of
@@ -66,7 +75,9 @@ def report(
         TypeError: ``model`` is no module, ``loss`` is not callable, ``optimizer`` is no optimizer.
         ValueError: ``levels`` is empty; the batch is on another device than the model, or both are on meta; ``loss``
             returns no scalar; ``optimizer`` steps no parameter of the model, or has been initialized and never stepped.
-        RuntimeError: A level is unknown; parameters have no shape yet, or low precision that amp has not given them.
+        RuntimeError: A level is unknown; parameters have no shape yet, or low precision that amp has not given them;
+            the model has to run for real, and is one of several processes, where it could wait for the others; the
+            model or ``loss`` keeps tensors without values outside of the model, as in a cache of a class.
 
     Example::
 
@@ -83,40 +94,54 @@ def report(
     check_thread("amp.debug.report")
     check_incoming([model], [])
     given = (batch, dict(kwargs or {}))
-    tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
-    device_types = _device_types(model, tensors)
+    tensors = list(every_tensor(given))
+    device_types = _device_types(model, [t for t in tree_leaves(given) if isinstance(t, Tensor)])
     with same_random_numbers(device_types), ExitStack() as stack:
         for device_type in device_types:  # a region around the call
             stack.enter_context(torch.autocast(device_type, enabled=False))
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         sizes = {
             level: usual_sizes(model) if optimizer is None else sizes_of(optimizer, model, stepped_dtype(policy))
             for level, policy in policies.items()
         }
         sessions = [Session(policy, [], device_types=device_types) for policy in policies.values()]
-        ran = ""
+        ran, refused, fakes = "", None, FakeCopies()
         try:
-            results = [_try(session, fake_copy, model, given, loss, sizes) for session in sessions]
-        except _Refused:
-            raise
+            results = [_try(session, fakes.copying, model, given, loss, sizes) for session in sessions]
+        except _Refused as error:
+            refused = error.with_traceback(None)  # whose frames hold tensors
         except Exception as error:
             ran = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-            sessions = [Session(policy, [], device_types=device_types) for policy in policies.values()]
+            clear_frames(error.__traceback__)  # torch has logged it, and a log may keep it
+        sessions = [Session(policy, [], device_types=device_types) for policy in policies.values()]
+        fakes.check_gone()
+        if refused is not None:
+            raise refused
+        if ran:
+            _check_alone(ran)
             results = [_try(session, real_copy, model, given, loss, sizes) for session in sessions]
     found = ModelReport(
         type(model).__name__,
         sum(p.numel() for p in model.parameters()),
         [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors],
-        {one.level: one for one, _ in results},
+        {one.level: one for one, _, _ in results},
         ran,
     )
     if loss is None:
         found.notes.append("no loss function was given, and none is counted")
-    uncounted = {name for one, _ in results for name in one.tally.uncounted}
+    uncounted = {name for one, _, _ in results for name in one.tally.uncounted}
     if uncounted:
         found.notes.append(f"FLOPs of {', '.join(sorted(uncounted))} are not counted: there is no formula for them")
-    if not all(has_backward for _, has_backward in results):
+    if not all(has_backward for _, has_backward, _ in results):
         found.notes.append("nothing that the model returns requires a gradient: forward alone is counted")
+    reached = set().union(*(ids for _, _, ids in results))
+    used = next((name for name, p in model.named_parameters() if id(p) in reached), None)
+    if used is not None:
+        found.notes.append(
+            f"the loss function or forward uses {used} of the model itself, and not of the copy at a level: what is "
+            "computed of it is not what the level would compute"
+        )
     return found
 
 
@@ -153,6 +178,15 @@ def _device_types(model: nn.Module, tensors: list[Tensor]) -> list[str]:
     return types
 
 
+def _check_alone(why: str) -> None:
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise RuntimeError(
+            f"the model cannot be reported on without values ({why}), and is not run for real in one of "
+            f"{distributed.get_world_size()} processes, where it could wait for the others: call amp.debug.report in a "
+            "process of its own, without torch.distributed"
+        )
+
+
 def _try(
     session: Session,
     copying: Copying,
@@ -160,29 +194,36 @@ def _try(
     given: Any,
     loss: Callable[[Any], Tensor] | None,
     sizes: dict[str, Sizes],
-) -> tuple[LevelReport, bool]:
-    """One forward and backward of a copy of ``model``, whose casts are those of ``session``."""
+) -> tuple[LevelReport, bool, set[int]]:
+    """One forward and backward of a copy of ``model``, whose casts are those of ``session``.
+
+    Returns:
+        What it was, whether there was a backward, and the ids of the tensors that it gives gradients to.
+    """
     session.patches = registered_patches(session.policy)
     tally = Tally()
-    with copying(model, given) as (made, (args, kwargs)), standing_in(session):
+    with (
+        KeptGradients(model.parameters()) as gradients,
+        copying(model, given) as (made, (args, kwargs)),
+        standing_in(session),
+    ):
         convert_model(made, session.policy, session.device_types, session.ambient)
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        with tally.counting(made, inputs):
+        with tally.counting(made, list(every_tensor((args, kwargs)))):
             outputs = made(*args, **kwargs)
-            has_backward = _backward(outputs, loss)
+            ends = _ends(outputs, loss)
+            leaves = leaves_of_graph(ends)
+            gradients.keep(leaves)
+            torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
         memory = measure(made, session.policy, sizes[session.policy.opt_level])
-    return LevelReport(session.policy.opt_level, tally, memory), has_backward
+    return LevelReport(session.policy.opt_level, tally, memory), bool(ends), {id(t) for t in leaves}
 
 
-def _backward(outputs: Any, loss: Callable[[Any], Tensor] | None) -> bool:
+def _ends(outputs: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
+    """What backward begins with."""
     if loss is None:
-        leaves = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
-        torch.autograd.backward(leaves, [torch.ones_like(t) for t in leaves])
-        return bool(leaves)
+        return [t for t in every_tensor(outputs) if t.requires_grad]
     value = loss(outputs)
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.dtype.is_floating_point:
         got = f"a tensor of {value.dtype}, {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise _Refused(f"loss must return a scalar, a floating tensor of one element, got {got}")
-    if value.requires_grad:
-        torch.autograd.backward([value])
-    return value.requires_grad
+    return [value] if value.requires_grad else []

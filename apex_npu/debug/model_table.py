@@ -123,7 +123,7 @@ def parts_of(found: ModelReport) -> Iterator[Table | str]:
         yield "each level ran once for real, on a copy, as it cannot be known without its values:"
         yield f"  {found.ran}"
     else:
-        yield "computed from sizes and dtypes: nothing was run, and the model is as it was"
+        yield "from sizes and dtypes alone: no values were computed, and the model is as it was"
     yield from found.notes
     for level in found.levels:
         if level in _MEANING:  # a script's own level is in a note

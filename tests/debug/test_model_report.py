@@ -2,10 +2,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What ``amp.debug.report`` says of a model, against runs of that model with values, and formulas."""
 
+import collections
+import contextlib
 import copy
+import dataclasses
+import functools
 import io
 import random
+import threading
 from collections import Counter
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -379,6 +385,161 @@ def test_what_a_run_cannot_do_either_is_raised():
     assert hooks_of_torch()[-1] == []
 
 
+# ---- what is outside of the model ------------------------------------------------------------------------------------
+
+
+class Read(nn.Linear):
+    """Reads a value in forward, as a model that has to run for real does."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        y.sum().item()
+        return y
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Read])
+@pytest.mark.parametrize("had", [False, True])
+def test_gradients_that_the_loss_reaches_stay(kind, had):
+    torch.manual_seed(0)
+    model, criterion = kind(4, 3).to(DEVICE), nn.Linear(3, 1).to(DEVICE)
+    x = torch.randn(2, 4, device=DEVICE)
+    every = [*model.parameters(), *criterion.parameters()]
+    for param in every if had else []:
+        param.grad = torch.full_like(param, 0.5)
+    before = [None if p.grad is None else (id(p.grad), bits(p.grad)) for p in every]
+
+    def loss(y):
+        return criterion(y.float()).mean() + sum(p.float().square().sum() for p in model.parameters())
+
+    found = amp.debug.report(model, x, loss=loss, levels=("O0", "O2"))
+    assert bool(found.ran) is (kind is Read)
+    assert [None if p.grad is None else (id(p.grad), bits(p.grad)) for p in every] == before
+    assert any("uses weight of the model itself" in note for note in found.notes)
+    # The gradients of the copy count.
+    assert found.levels["O2"].memory.gradients == {torch.float16: 2 * 15}
+    found = amp.debug.report(model, x, loss=lambda y: criterion(y.float()).mean(), levels="O2")
+    assert found.notes == []
+
+
+def test_gradients_that_forward_reaches_stay():
+    model = nn.Linear(4, 3).to(DEVICE)
+    model.forward = lambda x: F.linear(x, model.weight)
+    found = amp.debug.report(model, torch.ones(2, 4, device=DEVICE), levels="O0")
+    assert model.weight.grad is None
+    assert any("uses weight of the model itself" in note for note in found.notes)
+
+
+def test_gradients_stay_where_backward_fails():
+    model, criterion = nn.Linear(4, 3).to(DEVICE), nn.Linear(3, 1).to(DEVICE)
+
+    def fail(grad):
+        raise ArithmeticError("no gradient")
+
+    def loss(y):
+        y.register_hook(fail)
+        return criterion(y.float()).sum()
+
+    with pytest.raises(ArithmeticError):
+        amp.debug.report(model, torch.ones(2, 4, device=DEVICE), loss=loss, levels="O2")
+    assert [p.grad for p in criterion.parameters()] == [None, None]
+
+
+def test_tensors_with_values_are_not_written():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).to(DEVICE)
+    teacher = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(DEVICE)
+    x = torch.randn(8, 4, device=DEVICE)
+    center, steps, queue = (torch.ones(n, device=DEVICE) for n in ((4,), (), (8, 4)))
+    every = [center, steps, queue, *teacher.state_dict().values()]
+    before = [bits(t) for t in every]
+
+    def loss(y):
+        steps.add_(1)
+        torch._foreach_mul_([center, queue], 2.0)
+        center.mul_(0.9).add_(y.detach().float().mean(0), alpha=0.1)
+        queue[:2] = y.detach()[:2].float()
+        return (y - teacher(x) - center).square().mean()
+
+    found = amp.debug.report(model, x, loss=loss, levels=("O0", "O2"))
+    assert found.ran == ""
+    assert [bits(t) for t in every] == before
+
+
+class Rotary(nn.Module):
+    """A cache of the class."""
+
+    cache: ClassVar = {}
+
+    def forward(self, x):
+        if x.shape[1] not in Rotary.cache:
+            Rotary.cache[x.shape[1]] = torch.arange(x.shape[1], device=x.device).cos()
+        return x * Rotary.cache[x.shape[1]]
+
+
+def test_a_cache_outside_of_the_model_is_named(monkeypatch):
+    monkeypatch.setattr(Rotary, "cache", {})
+    model = nn.Sequential(nn.Linear(4, 4), Rotary(), nn.Linear(4, 4)).to(DEVICE)
+    x = torch.ones(2, 4, device=DEVICE)
+    with pytest.raises(
+        RuntimeError, match=r"outside of the model, Rotary.cache\[4\] has one of float32 \[4\]: nothing"
+    ):
+        amp.debug.report(model, x)
+    # What the message says.
+    Rotary.cache.clear()
+    model(x)
+    assert amp.debug.report(model, x).ran == ""
+    assert torch.equal(Rotary.cache[4].cpu(), torch.arange(4).cos())
+
+
+def test_a_cache_of_a_function_is_named():
+    @functools.lru_cache
+    def mask(n):
+        return torch.ones(n, n, device=DEVICE).tril()
+
+    class Masked(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) @ mask(4)
+
+    model, x = Masked(4, 4).to(DEVICE), torch.ones(2, 4, device=DEVICE)
+    with pytest.raises(RuntimeError, match=r"what .*mask keeps has one of float32 \[4, 4\]"):
+        amp.debug.report(model, x, levels="O0")
+    mask.cache_clear()
+    model(x)
+    assert amp.debug.report(model, x, levels="O0").ran == ""
+
+
+def test_a_cache_is_named_before_a_model_runs_for_real():
+    kept, ran = [], []
+
+    class Kept(Chosen):
+        def forward(self, x):
+            if not kept:
+                kept.append(x * 2)
+            y = super().forward(x)
+            ran.append(y)
+            return y
+
+    with pytest.raises(RuntimeError, match=r"Kept.* keeps has one of float32"):
+        amp.debug.report(Kept().to(DEVICE), torch.ones(2, 4, device=DEVICE), levels="O0")
+    assert not ran
+    # A loss that is refused keeps as much.
+    kept.clear()
+    with pytest.raises(RuntimeError, match=" keeps has one of float32"):
+        amp.debug.report(nn.Linear(4, 4, device=DEVICE), torch.ones(2, 4, device=DEVICE), loss=kept.append)
+
+
+def test_one_of_several_processes_is_not_run_for_real(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    x, calls = torch.ones(3, 4, device=DEVICE), []
+    model = Chosen().to(DEVICE)
+    model.drop.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(RuntimeError, match=r"\(.*Exception: aten\..*\), and is not run for real in one of 4 processes"):
+        amp.debug.report(model, x)
+    assert calls == []
+    assert amp.debug.report(nn.Linear(4, 4, device=DEVICE), x).ran == ""
+
+
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
@@ -395,6 +556,84 @@ def test_arguments_by_name_and_results_in_containers():
     assert found.levels["O2"].tally.flops_in(torch.float16) == 2 * (2 * 3 * 4 * 2)
     assert found.batch == ["float32 [3, 4]"]
     assert found.notes == ["no loss function was given, and none is counted"]
+
+
+@dataclasses.dataclass
+class Result:
+    logits: torch.Tensor
+    kind: str = "result"
+
+
+class Batch:
+    """An object with tensors, and with what has no copy."""
+
+    def __init__(self, x):
+        self.x, self.calls = x, 0
+
+
+class Output(collections.OrderedDict):
+    """A dict of a class of its own, as that of transformers."""
+
+
+WRAPPERS = [
+    *(Result, Batch, lambda y: Output(logits=y), lambda y: collections.UserDict(logits=y)),
+    *(lambda y: collections.UserList([y, 3]), lambda y: {"a": [Result(y)]}),
+]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_results_in_objects_get_gradients(wrap):
+    class Wrapped(nn.Linear):
+        def forward(self, x):
+            return wrap(super().forward(x))
+
+    found = amp.debug.report(Wrapped(4, 2, device=DEVICE), torch.ones(3, 4, device=DEVICE), levels="O0")
+    assert found.notes == ["no loss function was given, and none is counted"]
+    assert found.levels["O0"].tally.flops.total() == 2 * (2 * 3 * 4 * 2)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Read])
+def test_batches_that_are_objects_are_copied(kind):
+    class Taking(kind):
+        def forward(self, batch, same, lock):
+            assert batch.x is same
+            assert lock is given
+            batch.x.mul_(2)
+            batch.calls += 1
+            return super().forward(batch.x)
+
+    given, x = threading.Lock(), torch.ones(3, 4, device=DEVICE)
+    batch = Batch(x)
+    found = amp.debug.report(Taking(4, 2).to(DEVICE), batch, x, given, levels=("O0", "O1"))
+    assert bool(found.ran) is (kind is Read)
+    assert found.batch == ["float32 [3, 4]"] * 2
+    assert (batch.x is x, batch.calls, x.unique().tolist()) == (True, 0, [1.0])
+    # The batch is not what forward keeps for backward.
+    plain = amp.debug.report(kind(4, 2).to(DEVICE), x, levels="O0").levels["O0"].tally.saved
+    assert found.levels["O0"].tally.saved == plain
+
+
+def test_sparse_gradients():
+    model = nn.Sequential(nn.Embedding(100, 16, sparse=True), nn.Linear(16, 2)).to(DEVICE)
+    batch = torch.tensor([[1, 5, 1], [7, 2, 5]], device=DEVICE)
+    found = amp.debug.report(model, batch, levels="O0")
+    assert "the sparse gradient of 0.weight" in found.ran
+    model(batch).sum().backward()
+    grad = model[0].weight.grad
+    rows = grad._indices().nbytes + grad._values().nbytes
+    assert found.levels["O0"].memory.gradients == {torch.float32: rows + 4 * (16 * 2 + 2)}
+    assert rows == 6 * (8 + 16 * 4)
+
+
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_inference_mode_is_lifted(made_inside):
+    with torch.inference_mode(made_inside):
+        model, x = nn.Linear(4, 2).to(DEVICE), torch.ones(3, 4, device=DEVICE)
+    with torch.inference_mode():
+        found = amp.debug.report(model, x, levels="O2")
+        assert torch.is_inference_mode_enabled()
+    assert found.levels["O2"].memory.gradients == {torch.float16: 2 * 10}
+    assert found.levels["O2"].tally.flops_in(torch.float16) == 2 * (2 * 3 * 4 * 2)
 
 
 def test_frozen_parameters():
@@ -521,6 +760,13 @@ class TestScript:
         with pytest.raises(RuntimeError, match="mat1"):
             model(torch.ones(1, 3, device=DEVICE))
         assert capsys.readouterr().out.startswith("--model-report: RuntimeError: ")
+
+    def test_a_cache_is_named(self, watching, capsys, monkeypatch):
+        monkeypatch.setattr(Rotary, "cache", {})
+        model = amp.initialize(nn.Sequential(nn.Linear(4, 4), Rotary()).to(DEVICE), opt_level="O1", verbosity=0)
+        with contextlib.suppress(RuntimeError):
+            model(torch.ones(2, 4, device=DEVICE))
+        assert "Rotary.cache[4] has one of float32 [4]: nothing can be trained" in capsys.readouterr().out
 
     def test_a_script_without_a_model(self, watching, capsys):
         watching._script_ended()
