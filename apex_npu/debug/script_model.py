@@ -17,6 +17,7 @@ from apex_npu.amp.session import current, is_first_rank
 from apex_npu.autocast.cast_policy import CastPolicy
 from apex_npu.autocast.monkey_patches import patch_attribute
 from apex_npu.autocast.undo import Undo
+from apex_npu.debug.copies import KeptTensorError
 from apex_npu.debug.model_report import LEVELS, report, unwrapped
 
 
@@ -34,11 +35,13 @@ class FirstForward:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # torch.compile reads this function, too, and cannot compile a report
                 return original(module, *args, **kwargs)
-            if torch.is_grad_enabled() and self._is_of_amp(module):
-                self.end()
-                if is_first_rank():
-                    self._report(module, args, kwargs)
-            return original(module, *args, **kwargs)
+            if not (torch.is_grad_enabled() and self._is_of_amp(module)):
+                return original(module, *args, **kwargs)
+            self.end()
+            output = original(module, *args, **kwargs)  # first: what the model keeps in caches then has values
+            if is_first_rank():
+                self._report(module, args, kwargs)
+            return output
 
         return call
 
@@ -67,6 +70,8 @@ class FirstForward:
             trains += f" with {', '.join(f'{name}={value}' for name, value in overrides.items())}: {own.opt_level}"
         try:
             found = report(module, *args, levels=levels, kwargs=kwargs)
+        except KeptTensorError:  # the script would train with tensors that have no values
+            raise
         except Exception as error:  # the script goes on, and may show why
             print(f"--model-report: {type(error).__name__}: {error}", flush=True)
             return

@@ -756,17 +756,37 @@ class TestScript:
         assert state_of_everything(model)[0] == before[0]
 
     def test_a_model_that_cannot_be_reported_on(self, watching, capsys):
-        model = amp.initialize(nn.Linear(4, 4, device=DEVICE), opt_level="O0", verbosity=0)
-        with pytest.raises(RuntimeError, match="mat1"):
-            model(torch.ones(1, 3, device=DEVICE))
-        assert capsys.readouterr().out.startswith("--model-report: RuntimeError: ")
+        calls = []
 
-    def test_a_cache_is_named(self, watching, capsys, monkeypatch):
+        class Once(nn.Linear):
+            def forward(self, x):
+                calls.append(x)
+                if len(calls) > 1:
+                    raise RuntimeError("once alone")
+                return super().forward(x)
+
+        model = amp.initialize(Once(4, 4, device=DEVICE), opt_level="O0", verbosity=0)
+        assert model(torch.ones(1, 4, device=DEVICE)).shape == (1, 4)
+        assert capsys.readouterr().out == "--model-report: RuntimeError: once alone\n"
+
+    def test_a_cache_has_values(self, watching, capsys, monkeypatch):
         monkeypatch.setattr(Rotary, "cache", {})
         model = amp.initialize(nn.Sequential(nn.Linear(4, 4), Rotary()).to(DEVICE), opt_level="O1", verbosity=0)
-        with contextlib.suppress(RuntimeError):
-            model(torch.ones(2, 4, device=DEVICE))
-        assert "Rotary.cache[4] has one of float32 [4]: nothing can be trained" in capsys.readouterr().out
+        model(torch.ones(2, 4, device=DEVICE))
+        assert type(Rotary.cache[4]) is torch.Tensor
+        assert capsys.readouterr().out.startswith("Sequential, 20 parameters")
+
+    def test_a_tensor_that_is_kept_ends_the_script(self, watching):
+        kept = {}
+
+        class Keeping(nn.Linear):
+            def forward(self, x):
+                kept["output"] = super().forward(x)
+                return kept["output"]
+
+        model = amp.initialize(Keeping(4, 4, device=DEVICE), opt_level="O0", verbosity=0)
+        with pytest.raises(RuntimeError, match="nothing can be trained"):
+            model(torch.ones(1, 4, device=DEVICE))
 
     def test_a_script_without_a_model(self, watching, capsys):
         watching._script_ended()
