@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from apex_npu.debug.comparison_page import html_of
 from apex_npu.debug.comparison_report import ComparedRow, lines_of, plot, where_of
-from apex_npu.debug.line_up import Difference, difference, line_up
+from apex_npu.debug.line_up import Difference, Distance, difference, line_up
 from apex_npu.debug.preconditions import check_comparable, what_differs
 from apex_npu.debug.recorded import Recorded, Row, load
 
@@ -192,18 +192,26 @@ def _set_floor(row: ComparedRow, apart: Difference, floor: Difference, before: f
         ``before`` for the next row.
     """
     row.floor = floor.relative
-    if math.isinf(floor.distance):  # no error is beyond that
-        row.ratio, row.resolution = 1.0 if math.isinf(apart.distance) else 0.0, math.inf
+    if math.isinf(floor.kept.value):  # no error is beyond that
+        row.ratio, row.resolution = 1.0 if math.isinf(apart.kept.value) else 0.0, math.inf
         return before
     relative = _SMALLEST if math.isinf(floor.relative) else max(floor.relative, _SMALLEST)
     if math.prod(row.shape) < _FEW:
         relative = max(relative, before)
     else:
         before = relative
-    limit = max(floor.distance, relative * apart.norm, apart.spacing)
-    row.ratio = apart.distance / limit if limit else math.inf if apart.distance else 0.0
-    row.resolution = _TIMES * limit / apart.norm if apart.norm else math.inf
+    judged = (_judged(apart.kept, floor.kept, relative), _judged(apart.all, floor.all, relative))
+    row.ratio, row.resolution = max(judged, key=lambda found: found[0])
     return before
+
+
+def _judged(apart: Distance, floor: Distance, relative: float) -> tuple[float, float]:
+    """How many times the error that is usual ``apart`` is, and the least relative error that is blamed."""
+    if math.isinf(apart.norm):
+        return 0.0, math.inf
+    limit = max(floor.value, relative * apart.norm, apart.spacing)
+    ratio = apart.value / limit if limit else math.inf if apart.value else 0.0
+    return ratio, _TIMES * limit / apart.norm if apart.norm else math.inf
 
 
 def _title(row: Row) -> str:

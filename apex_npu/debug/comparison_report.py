@@ -144,6 +144,8 @@ def verdict_of(comparison: Compared) -> list[str]:
             )
             if share
         ]
+        if math.isinf(first.relative) and not first.nonfinite:
+            lines.append("elements that are inf or nan in only one of the two are not among those that the files keep")
         if comparison.extra:
             lines.append(f"right before it, only in the candidate: {'; '.join(comparison.extra[-_NAMED:])}")
         return lines + ([f"of its elements: {', '.join(shares)}"] if shares else [])

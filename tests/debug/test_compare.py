@@ -23,7 +23,7 @@ from apex_npu.__main__ import main
 from apex_npu.backends._torch_private import autograd_node
 from apex_npu.debug.comparison_report import ComparedRow
 from apex_npu.debug.line_up import difference, line_up
-from apex_npu.debug.recorded import Row
+from apex_npu.debug.recorded import Row, Samples, load
 
 
 class Classifier(torch.nn.Module):
@@ -194,6 +194,33 @@ def test_a_result_that_is_not_finite_is_the_first(files, tmp_path):
     found = amp.debug.compare(files["O0"], candidate, floor=files["O2"])
     assert (found.first.operator, found.first.relative, found.first.nonfinite) == ("aten::tanh", math.inf, 1 / 24)
     assert "of its elements: 4.17 % inf or nan" in str(found)
+
+
+@pytest.mark.parametrize("value", [1e4, -1e4, math.nan, math.inf])
+def test_an_element_that_no_file_keeps_is_seen(value, tmp_path):
+    class Lone(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            returned = func(*args, **(kwargs or {}))
+            if func._schema.name == "aten::gelu":
+                kept = Samples(16).of(torch.arange(returned.numel())).tolist()
+                returned.view(-1)[next(i for i in range(returned.numel()) if i not in kept)] = value
+            return returned
+
+    reference, floor = (run(tmp_path / f"{level}.pt", level, samples=16) for level in ("O0", "O1"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an overflow under a static loss scale
+        candidate = run(tmp_path / "c.pt", "O1", samples=16, mode=Lone())
+    found = amp.debug.compare(reference, candidate, floor=floor)
+    assert (found.first.module, found.first.operator) == ("blocks.0.1", "aten::gelu"), str(found)
+    row = next(row for row in load(reference).rows if row.operator == "aten::gelu")
+    ends = {1e4: row.high, -1e4: row.low}
+    if value in ends:
+        assert found.first.max_abs == pytest.approx(1e4 - abs(ends[value]), rel=1e-2)
+        assert found.first.relative == pytest.approx(1e4 / row.norm, rel=0.1)
+    else:
+        assert found.first.relative == math.inf
+        assert "inf or nan in only one of the two are not among those that the files keep" in str(found)
+    assert not amp.debug.compare(reference, floor, floor=floor).parts
 
 
 def test_without_a_floor_nothing_is_blamed(files, tmp_path):
@@ -371,6 +398,30 @@ def test_rows_are_lined_up_around_what_one_lacks():
     assert line_up([a], [row([1.0, 2.0], operator="a")]) == {}  # another shape
     m, n = (row([1.0], module=name, kind="module") for name in "mn")
     assert line_up([m, n], [n, m]) == {0: 1, 1: 0}
+
+
+def test_rows_of_many_steps_are_lined_up_in_time_that_grows_with_their_number():
+    class Counted(str):
+        compared = 0
+        __hash__ = str.__hash__
+
+        def __eq__(self, other):
+            Counted.compared += 1
+            return str.__eq__(self, other)
+
+    def steps(count, *names):
+        return [row([1.0], operator=Counted(name)) for _ in range(count) for name in names]
+
+    for count in (50, 400):
+        Counted.compared = 0
+        found = line_up(steps(count, "mm", "add", "tanh"), steps(count, "mm", "mul", "mul", "add", "tanh"))
+        assert found == {5 * k + j + 2 * (j > 0): 3 * k + j for k in range(count) for j in range(3)}
+        assert Counted.compared < 200 * count
+    # Where one has a row more in some steps, too, which the other has elsewhere.
+    found = line_up(steps(9, "mm", "add", "mul", "tanh"), steps(9, "mm", "mul", "add", "mul", "tanh"))
+    assert found == {5 * k + j + (j > 0): 4 * k + j for k in range(9) for j in range(4)}
+    crossing = [row([1.0], operator=name) for name in "abcd"]
+    assert line_up(crossing, [crossing[k] for k in (3, 0, 1, 2)]) == {1: 0, 2: 1, 3: 2}
 
 
 # ---- what is shown --------------------------------------------------------------------------------------------------
