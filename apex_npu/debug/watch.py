@@ -258,15 +258,18 @@ class Watch(TorchDispatchMode):
         tensor = local_part(tensor)
         return tensor if is_measurable(tensor) and not has_python_dispatch(tensor) else None
 
-    def _phase(self, operator: Operator, place: Place | Caller | None, in_backward: bool) -> Phase:
-        if in_backward:
+    def _phase(self, operator: Operator, place: Place | Caller | None, node: Any) -> Phase:
+        if node is not None:
             self._backward_seen = True
+            begun = self._modules.node
+            if begun is not None:  # in a checkpoint's recomputation; another node is of a backward within it
+                return "recompute" if node is begun else "backward"
             return "recompute" if self._modules.modules and isinstance(place, Place) else "backward"
         return "block" if self._backward_seen and operator.written else "forward"
 
     def _new_call(self, operator: Operator, place: Place | Caller | None) -> Call:
         node = autograd_node()
-        phase = self._phase(operator, place, node is not None)
+        phase = self._phase(operator, place, node)
         line = place if isinstance(place, Place) else None
         call = Call(self.calls, operator.name, phase, self._current_module(), line)
         self.calls += 1

@@ -166,6 +166,38 @@ def test_recomputed_activations_have_a_phase_of_their_own(tmp_path):
     assert row_of(recorded, "module", "recompute", "fc").norm == row_of(recorded, "module", "forward", "fc").norm
 
 
+class Slope(torch.nn.Module):
+    """The derivative of tanh, by a backward within forward."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(leaf.tanh().sum(), leaf)
+        return x * slope
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_operators_of_torchs_own_modules(reentrant, tmp_path):
+    torch.manual_seed(4)
+    layers = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.GELU(), Slope(), torch.nn.Linear(4, 3))
+    model, x = layers.to(DEVICE), torch.randn(2, 6, device=DEVICE, requires_grad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", loss_scale=64.0, verbosity=0)
+    with amp.debug.record(tmp_path / "a.pt", model) as recorded:
+        loss = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant).square().sum()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    rows = [row for row in recorded.rows if row.kind == "operator"]
+    forward = {(row.module, row.operator): row for row in rows if row.phase == "forward"}
+    again = [row for row in rows if row.phase == "recompute"]
+    for row in again:
+        assert torch.equal(row.exact, forward[row.module, row.operator].exact)
+        assert row.scale == 1.0
+    assert [row.module for row in again if row.operator in ("aten::addmm", "aten::gelu")][:2] == ["0", "1"]
+    assert "aten::tanh_backward" not in {row.operator for row in again}  # of the backward within
+    assert {row.operator for row in rows if row.phase == "backward"}.isdisjoint({"aten::addmm", "aten::gelu"})
+
+
 def test_names_are_those_without_a_wrapper():
     model = Small()
     assert inside_of(torch.nn.DataParallel(model)) is model
