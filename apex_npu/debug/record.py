@@ -42,7 +42,8 @@ class record:
         ValueError: ``samples`` is not positive; no model is given, and amp has none; or another context watches.
         FileNotFoundError: The folder of ``path`` does not exist.
         PermissionError: It cannot be written to.
-        RuntimeError: A CUDA graph is being captured.
+        RuntimeError: A CUDA graph is being captured; or, at the end, a dispatch mode that was entered before was left
+            within the context, which ended the record.
 
     Example::
 
@@ -79,10 +80,14 @@ class record:
         recorded.device = devices[0].type if devices else "cpu"
         recorded.versions = {"torch": str(torch.__version__)}
         recorded.random_states = _random_states(recorded.device)
-        recorder.note_weights({} if session is None else session.masters)
-        if session is not None:
-            observe(session, recorder)
-        recorder.attach()
+        try:
+            recorder.note_weights({} if session is None else session.masters)
+            if session is not None:
+                observe(session, recorder)
+            recorder.attach()
+        except BaseException:  # as an interrupt
+            self.discard()
+            raise
         return recorded
 
     def make_way(self, call: Callable[[], object]) -> None:
@@ -95,21 +100,28 @@ class record:
         if self._recorder is not None:
             self._recorder.enter_module(module, args)
 
-    def discard(self) -> None:
-        """End, and write no file."""
+    def discard(self) -> bool:
+        """End, and write no file; False: operators are missing, as a mode that was entered before was left before."""
         recorder, session = self._recorder, self._session
         self._recorder = self._session = None
-        if recorder is not None:
-            recorder.detach()
-            if session is not None:
-                leave(session, recorder)
+        if recorder is None:
+            return True
+        if session is not None:
+            leave(session, recorder)
+        return recorder.detach()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         recorder = self._recorder
-        self.discard()
+        is_complete = self.discard()
         if recorder is not None and kind is None:
+            if not is_complete:
+                raise RuntimeError(
+                    f"the record is not complete, and {self.path!r} is not written: a dispatch mode that was entered "
+                    "before record, such as a FLOP counter, was left within it, which ended the record; enter record "
+                    "first, or leave it first"
+                )
             with torch.no_grad():
                 recorder.note_end()
             recorder.recorded.save(self.path)

@@ -9,10 +9,14 @@ import torch
 from debug import healthy
 from debug.test_watching import hooks_of_torch, set_up, train
 from devices import DEVICE
+from torch.utils.flop_counter import FlopCounterMode
 
 from apex_npu import amp
+from apex_npu.amp.session import current
+from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.record import inside_of, path_of_rank
 from apex_npu.debug.recorded import Samples, load
+from apex_npu.debug.recorder import Recorder
 
 
 class Small(torch.nn.Module):
@@ -148,6 +152,39 @@ def test_an_exception_leaves_no_file(tmp_path):
         fail()
     assert hooks_of_torch() == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_other_modes_that_are_left_in_another_order(tmp_path):
+    model, counter = Small().to(DEVICE), FlopCounterMode(display=False)
+    context = amp.debug.record(tmp_path / "a.pt", model)
+    recorded = context.__enter__()
+    counter.__enter__()
+    model(torch.ones(2, 6, device=DEVICE))
+    context.__exit__(None, None, None)
+    assert len(load(tmp_path / "a.pt").rows) == len(recorded.rows) > 3  # it has seen all of them
+    counter.__exit__(None, None, None)
+    assert dispatch_modes() == []
+
+    context = amp.debug.record(tmp_path / "b.pt", model)
+    with FlopCounterMode(display=False):
+        context.__enter__()
+    with pytest.raises(RuntimeError, match=r"the record is not complete, and '.*b.pt' is not written: a dispatch mode"):
+        context.__exit__(None, None, None)
+    assert dispatch_modes() == []
+    assert not (tmp_path / "b.pt").exists()
+
+
+def test_an_interrupt_while_it_begins_leaves_nothing(tmp_path, monkeypatch):
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    model, _ = set_up(healthy.LSTM, "O1")
+    before = hooks_of_torch()
+    monkeypatch.setattr(Recorder, "_note_gradients", interrupt)
+    with pytest.raises(KeyboardInterrupt), amp.debug.record(tmp_path / "a.pt", model):
+        pass
+    assert current().observer is None
+    assert hooks_of_torch() == before
 
 
 def test_gradients_that_come_later_are_not_kept(tmp_path):
