@@ -24,9 +24,10 @@ class record:
     """A context that records an iteration in a file.
 
     The file has, for each operator and each module, in forward and backward, and for each gradient and buffer: norm,
-    range, number of zeros, and samples; gradients are divided by the loss scale. With it are hashes of the batch, the
-    weights and the states of random number generators. The samples are the same elements in each run, so that
-    ``compare`` can put two files beside each other. What the iteration computes does not change. It holds numbers, no
+    range, number of zeros, and samples; what descends from the scaled loss is divided by the scale. With it are hashes
+    of the batch, the weights and the states of random number generators. The samples are the same elements in each run,
+    so that ``compare`` can put two files beside each other. What the iteration computes does not change, but code that
+    ``torch.compile`` has compiled runs eagerly: a compiler's kernels are not looked at. The file holds numbers, no
     code: ``torch.load(path, weights_only=True)`` reads it. An iteration that ends in an exception leaves no file.
 
     Args:
@@ -80,6 +81,8 @@ class record:
         recorded.device = devices[0].type if devices else "cpu"
         recorded.versions = {"torch": str(torch.__version__)}
         recorded.random_states = _random_states(recorded.device)
+        if any(_is_compiled(module) for model in models for module in model.modules()):
+            recorded.notes.append("torch.compile was off while this was recorded: what it has compiled ran eagerly")
         try:
             recorder.note_weights({} if session is None else session.masters)
             if session is not None:
@@ -125,6 +128,12 @@ class record:
             with torch.no_grad():
                 recorder.note_end()
             recorder.recorded.save(self.path)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By ``torch.compile(module)`` or ``module.compile()``."""
+    inner = getattr(module, "_orig_mod", None)
+    return isinstance(inner, nn.Module) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _random_states(device: str) -> dict[str, str]:

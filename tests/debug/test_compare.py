@@ -316,6 +316,56 @@ def test_masks_of_another_form_cannot_be_compared(tmp_path):
     assert "the results of random operators differ: aten::rand_like of drop" in said
 
 
+def test_weights_in_two_half_precisions(tmp_path):
+    def half(path, dtype, nudge=0.0):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(6, 5).to(DEVICE)
+        model.weight.data[2, 3] += nudge
+        with amp.debug.record(path, model.to(dtype)):
+            model(torch.ones(2, 6, dtype=dtype, device=DEVICE)).sum().backward()
+        return path
+
+    one, same = half(tmp_path / "a.pt", torch.float16), half(tmp_path / "b.pt", torch.bfloat16)
+    assert "weights" not in str(amp.debug.compare(one, same).differing)
+    other = half(tmp_path / "c.pt", torch.bfloat16, 0.1)
+    assert f"{other}: the weights differ: weight; load the same" in str(amp.debug.compare(one, other))
+
+
+# ---- what limits it -------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_the_floor_lacks_are_counted(files, tmp_path):
+    lacking, wrong = load(files["O1"]), load(files["O1"])
+    lacking.rows = [row for row in lacking.rows if row.operator != "aten::gelu"]
+    for row in wrong.rows:
+        if row.operator == "aten::gelu":
+            row.values *= 7
+    lacking.save(tmp_path / "f.pt")
+    wrong.save(tmp_path / "c.pt")
+    found = amp.debug.compare(files["O0"], tmp_path / "c.pt", floor=tmp_path / "f.pt")
+    (note,) = found.notes
+    assert note == (
+        "forward  blocks.0.1  aten::gelu [24, 32], forward  blocks.1.1  aten::gelu [24, 32]: not judged, as "
+        f"{tmp_path / 'f.pt'} has no such row"
+    )
+    assert str(found).startswith(note + "\nno row parts")
+    found.to_html(tmp_path / "c.html")
+    assert "not judged" in (tmp_path / "c.html").read_text(encoding="utf-8")
+
+
+def test_other_loss_scales_and_compiled_code_are_said(files, tmp_path):
+    other = load(files["O1"])
+    other.scale, other.notes = 1024.0, ["it was compiled"]
+    other.save(tmp_path / "f.pt")
+    found = amp.debug.compare(files["O0"], files["O1"], floor=tmp_path / "f.pt")
+    assert found.notes[0] == f"{tmp_path / 'f.pt'}: it was compiled"
+    assert found.notes[1].startswith(
+        f"the loss scales differ: {files['O0']} has 64, {files['O1']} has 64, {tmp_path / 'f.pt'} has 1024; backward"
+    )
+    assert str(found).splitlines()[:2] == found.notes
+    assert amp.debug.compare(files["O0"], files["O1"]).notes == []
+
+
 # ---- bad files ------------------------------------------------------------------------------------------------------
 
 
@@ -357,6 +407,11 @@ def test_what_is_no_record(files, tmp_path):
     for name in ("text.pt", "weights.pt", "cut.pt"):
         with pytest.raises(ValueError, match=f"{name} is no file of amp.debug.record"):
             amp.debug.compare(tmp_path / name, files["O0"])
+    header = {"kind": "apex_npu.debug.record", "format": 1}
+    for more in ({}, {"samples": 1, "rows": [{"x": 1}], "batch": [], "weights": []}):
+        torch.save(header | more, tmp_path / "parts.pt")
+        with pytest.raises(ValueError, match=r"parts.pt is no file of amp.debug.record: "):
+            amp.debug.compare(tmp_path / "parts.pt", files["O0"])
     newer = torch.load(files["O0"], weights_only=True) | {"format": 2}
     torch.save(newer, tmp_path / "newer.pt")
     with pytest.raises(ValueError, match=r"newer.pt has format 2, and this version of apex_npu reads 1"):
@@ -468,6 +523,8 @@ def test_the_picture(files, parted, tmp_path, monkeypatch):
     found = amp.debug.compare(files["O0"], parted, floor=files["O1"])
     found.plot(tmp_path / "c.png")
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    found.names[1] = "c$a_{<&$.pt"  # no formula
+    found.plot(tmp_path / "formula.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"plot needs matplotlib: pip install apex_npu\[debug\]"):
         found.plot(tmp_path / "again.png")

@@ -15,7 +15,7 @@ from apex_npu import amp
 from apex_npu.amp.session import current
 from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.record import inside_of, path_of_rank
-from apex_npu.debug.recorded import Samples, load
+from apex_npu.debug.recorded import Samples, digest_of, load, on_host
 from apex_npu.debug.recorder import Recorder
 
 
@@ -194,6 +194,137 @@ def test_gradients_that_come_later_are_not_kept(tmp_path):
     count = len(recorded.rows)
     loss.backward()  # hooks of its tensors are still there
     assert len(recorded.rows) == count
+
+
+def test_leaves_of_no_model_are_of_the_batch(tmp_path):
+    torch.manual_seed(2)
+    model, teacher = Small().to(DEVICE), torch.nn.Linear(6, 2, bias=False).to(DEVICE)
+    points = torch.randn(3, 6, device=DEVICE, requires_grad=True)  # its gradient is part of the loss
+    with amp.debug.record(tmp_path / "a.pt", model) as recorded:
+        out = model(points)
+        (slope,) = torch.autograd.grad(out.sum(), points, create_graph=True)
+        (slope.square().mean() + (out - teacher(points).detach()).square().mean()).backward()
+    assert {held.digest for held in recorded.batch} == {digest_of(points), digest_of(teacher.weight)}
+    assert "argument 0 of Small" in {held.name for held in recorded.batch}
+
+
+def test_only_what_descends_from_the_scaled_loss_is_divided_by_the_scale(tmp_path):
+    class Norm(torch.nn.Module):
+        def forward(self, x):
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.1)
+
+    class Slow(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.norm = torch.nn.Linear(6, 4), Norm()
+
+        def forward(self, x):
+            return self.norm(self.fc(x)).pow(3)
+
+    def rows(scale):
+        torch.manual_seed(3)
+        model, x = Slow().to(DEVICE), torch.randn(5, 6).to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O0", loss_scale=scale, verbosity=0)
+        with amp.debug.record(tmp_path / "a.pt", model) as recorded:
+            loss = model(x).sum()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                (scaled_loss / 2).backward()
+        amp.shutdown()
+        return [row for row in recorded.rows if row.phase != "forward"]
+
+    plain, scaled = rows(1.0), rows(1024.0)
+    assert [row.operator for row in plain] == [row.operator for row in scaled]
+    for a, b in zip(plain, scaled, strict=True):
+        assert torch.equal(a.exact, b.exact), (a.module, a.operator)
+        assert (a.norm, a.low, a.high) == (b.norm, b.low, b.high)
+    powers = [row for row in scaled if row.operator == "aten::pow"]
+    assert powers
+    assert {row.scale for row in powers} == {1.0}  # of what forward has saved
+    assert {row.scale for row in scaled} == {1.0, 1024.0}
+
+
+def test_gradients_with_a_block_and_without(tmp_path):
+    torch.manual_seed(3)
+    first, second, x = Small().to(DEVICE), Small().to(DEVICE), torch.randn(5, 6).to(DEVICE)
+    optimizer = torch.optim.SGD(first.parameters(), lr=1.0)
+    first, optimizer = amp.initialize(first, optimizer, opt_level="O0", loss_scale=8.0, verbosity=0)
+    with amp.debug.record(tmp_path / "a.pt", first, second) as recorded:
+        with amp.scale_loss(first(x).square().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        second(x).square().sum().backward()
+    found = {row.module: row for row in recorded.rows if row.kind == "gradient"}
+    for i, model in enumerate((first, second)):
+        for name, parameter in model.named_parameters():
+            expected = parameter.grad.cpu().double().flatten()
+            torch.testing.assert_close(found.pop(f"models[{i}].{name}").exact, expected)
+    assert not found
+
+
+def test_views_that_are_conjugated_or_negated_later(tmp_path):
+    model = torch.nn.Linear(4, 3).to(torch.cfloat)
+    x = torch.randn(2, 4, dtype=torch.cfloat)
+    with amp.debug.record(tmp_path / "a.pt", model) as recorded:
+        model(x.conj()).imag.square().sum().backward()
+    assert recorded.left_out == {}
+    assert [held.digest for held in recorded.batch] == [digest_of(x.conj_physical())]
+    module = row_of(recorded, "module", "forward", "")
+    torch.testing.assert_close(torch.view_as_complex(module.exact.view(-1, 2)), model(x.conj()).flatten().cdouble())
+    assert torch.equal(Samples(None).of(on_host(x.conj().imag)), x.conj_physical().imag.flatten())
+
+
+def test_the_default_device_is_not_that_of_samples(tmp_path):
+    model, x = torch.nn.Linear(8, 4), torch.ones(2, 8)
+    torch.set_default_device("meta")
+    try:
+        with amp.debug.record(tmp_path / "a.pt", model, samples=5) as recorded:
+            model(x).square().sum().backward()
+        assert not amp.debug.compare(tmp_path / "a.pt", tmp_path / "a.pt").differing
+    finally:
+        torch.set_default_device(None)
+    assert {held.values.device.type for held in recorded.weights} == {"cpu"}
+    assert torch.equal(recorded.weights[0].values, Samples(5).of(model.weight))
+    assert recorded.left_out == {}
+
+
+def test_a_file_that_is_there_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
+    iteration(tmp_path / "a.pt")
+    before, save = (tmp_path / "a.pt").read_bytes(), torch.save
+
+    def fail(what, path):
+        save(what, path)
+        with open(path, "r+b") as file:
+            file.truncate(1000)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", fail)
+        with pytest.raises(OSError, match="No space left"):
+            iteration(tmp_path / "a.pt")
+    assert (tmp_path / "a.pt").read_bytes() == before
+    (tmp_path / "b.pt").symlink_to(tmp_path / "a.pt")
+    iteration(tmp_path / "b.pt", samples=1)
+    assert (tmp_path / "b.pt").is_symlink()
+    assert load(tmp_path / "a.pt").samples == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.pt"]
+
+
+def test_compiled_models_are_noted(tmp_path):
+    class Compiled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = torch.compile(Small(), backend="eager")
+
+        def forward(self, x):
+            return self.one(x)
+
+    own, plain = Small(), Small()
+    own.compile(backend="eager")
+    said = "torch.compile was off while this was recorded: what it has compiled ran eagerly"
+    for model, notes in ((Compiled(), [said]), (own, [said]), (plain, [])):
+        with amp.debug.record(tmp_path / "a.pt", model.to(DEVICE)):
+            pass
+        assert load(tmp_path / "a.pt").notes == notes
 
 
 def test_recomputed_activations_have_a_phase_of_their_own(tmp_path):
