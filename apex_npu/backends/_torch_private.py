@@ -58,7 +58,7 @@ NAMES: dict[str, str] = {
     "torch._C._current_autograd_node": "which node of the graph an operator of backward belongs to",
     "torch.autograd._get_sequence_nr": "by which a node of backward and its operator of forward find each other",
     "torch.autograd.function.BackwardCFunction()._sequence_nr": "likewise",
-    "torch.Tensor()._base": "what a view is of, such as the transposed weight of a linear layer",
+    "torch.Tensor._base": "what a view is of, such as the transposed weight of a linear layer",
     "torch.autograd._engine_run_backward": "patched, so that backward runs without ambient autocast",
     "torch.autograd.function.BackwardCFunction()._forward_cls": "whose backward runs: a user's or torch's",
     "torch.utils.checkpoint._CheckpointFrame": "patched, so that models are computed again with the casts they had",

@@ -261,6 +261,7 @@ def test_gradients_with_a_block_and_without(tmp_path):
     assert not found
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 def test_views_that_are_conjugated_or_negated_later(tmp_path):
     model = torch.nn.Linear(4, 3).to(torch.cfloat)
     x = torch.randn(2, 4, dtype=torch.cfloat)
