@@ -137,7 +137,7 @@ class Recorder(Watch):
         if call.phase == "forward" and isinstance(place, Place):
             self._note_batch(operator, given, place)
         results = results_of(operator, returned, *given)
-        if self._is_scaling(call, operator, given):
+        if self._is_scaling(call, operator, given, results):
             for tensor in results:
                 self._note_made(tensor, call.phase == "backward")
             return
@@ -155,11 +155,14 @@ class Recorder(Watch):
                 kind: Kind = "random" if drawn else "operator"
                 self._keep(kind, call.phase, call.module, operator.name, i, held, scale, call.place)
 
-    def _is_scaling(self, call: Call, operator: Operator, given: Arguments) -> bool:
+    def _is_scaling(self, call: Call, operator: Operator, given: Arguments, results: Sequence[Tensor]) -> bool:
         """Whether ``call`` multiplies the loss with its scale, or is the backward of that."""
-        if call.phase == "forward" and self._loss is not None and operator.plain == "mul":
+        if call.phase == "forward" and self._loss is not None and operator.plain in ("_to_copy", "mul"):
             is_loss = any(t is self._loss for _, value in operator.operands(*given) for t in tensors_in(value))
-            self._scaling, self._loss = (call, None) if is_loss else (self._scaling, self._loss)
+            if is_loss and operator.plain == "mul":
+                self._scaling, self._loss = call, None
+            elif is_loss:  # a half loss is scaled in float32
+                self._loss = results[0]
         return self._scaling is not None and self._scaling in (call, call.forward)
 
     def _reads_numbers(self, operator: Operator, given: Arguments) -> bool:

@@ -244,6 +244,24 @@ def test_only_what_descends_from_the_scaled_loss_is_divided_by_the_scale(tmp_pat
     assert {row.scale for row in scaled} == {1.0, 1024.0}
 
 
+def test_a_half_loss_is_scaled_unseen(tmp_path):
+    def rows(scale):
+        torch.manual_seed(3)
+        model, x = Small().to(DEVICE), torch.randn(5, 6).to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O5", loss_scale=scale, verbosity=0)
+        with amp.debug.record(tmp_path / "a.pt", model) as recorded:
+            loss = model(x).to(torch.bfloat16).sum()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        amp.shutdown()
+        assert "aten::mul" not in [row.operator for row in recorded.rows]
+        return recorded.rows
+
+    for a, b in zip(rows(1.0), rows(64.0), strict=True):
+        assert torch.equal(a.exact, b.exact), (a.phase, a.module, a.operator)
+
+
 def test_gradients_with_a_block_and_without(tmp_path):
     torch.manual_seed(3)
     first, second, x = Small().to(DEVICE), Small().to(DEVICE), torch.randn(5, 6).to(DEVICE)
