@@ -49,6 +49,8 @@ NAMES: dict[str, str] = {
     "torch.library._impls": "which kernels Python has registered",
     "torch.utils._python_dispatch.TorchDispatchMode": "sees every operator, those of backward included",
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "which modes see the operators of this thread",
+    "torch.utils._python_dispatch._pop_mode": "takes a mode off that is not the innermost one",
+    "torch.utils._python_dispatch._push_mode": "puts those back that were above it",
     # Autocast and torch.compile
     "torch._C._DisableAutocast": "TensorGuards compare autocast's state, too",
     "torch._C._dynamo.guards.TensorGuards": "compares the sizes, strides and dtypes of many tensors in one call",
@@ -58,6 +60,7 @@ NAMES: dict[str, str] = {
     "torch._C._current_autograd_node": "which node of the graph an operator of backward belongs to",
     "torch.autograd._get_sequence_nr": "by which a node of backward and its operator of forward find each other",
     "torch.autograd.function.BackwardCFunction()._sequence_nr": "likewise",
+    "torch.Tensor._base": "what a view is of, such as the transposed weight of a linear layer",
     "torch.autograd._engine_run_backward": "patched, so that backward runs without ambient autocast",
     "torch.autograd.function.BackwardCFunction()._forward_cls": "whose backward runs: a user's or torch's",
     "torch.utils.checkpoint._CheckpointFrame": "patched, so that models are computed again with the casts they had",
@@ -193,6 +196,19 @@ def dispatch_modes() -> list[Any]:
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     return list(_get_current_dispatch_mode_stack())
+
+
+def take_off_mode(mode: Any) -> None:
+    """Take ``mode`` off the dispatch modes of this thread, also from below others, which stay."""
+    from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+    above = []
+    while (last := dispatch_modes()[-1]) is not mode:
+        above.append(last)
+        _pop_mode()
+    _pop_mode()
+    for other in reversed(above):
+        _push_mode(other)
 
 
 def data_worker() -> ModuleType:

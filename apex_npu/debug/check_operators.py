@@ -380,6 +380,8 @@ class check_operators:
     ) -> None:
         check, self._check = self._check, None
         if check is not None:
-            check.detach()
+            is_complete = check.detach()
             check.sort()
             check.found.left_out.update(check.not_measured)
+            if not is_complete:
+                check.found.left_out["all after a dispatch mode that was entered before was left"] += 1

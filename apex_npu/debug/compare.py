@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from apex_npu.debug.comparison_page import html_of
 from apex_npu.debug.comparison_report import ComparedRow, lines_of, plot, where_of
-from apex_npu.debug.line_up import Difference, difference, line_up
-from apex_npu.debug.preconditions import check_comparable, what_differs
+from apex_npu.debug.line_up import Difference, Distance, difference, line_up
+from apex_npu.debug.preconditions import check_comparable, listed, what_differs
 from apex_npu.debug.recorded import Recorded, Row, load
 
 # Errors of the floor below this are taken for it, and a row parts beyond so many times its floor.
@@ -34,6 +34,8 @@ class Comparison:
         unmatched: Rows that only one of the two has, by ``"reference"`` and ``"candidate"``.
         names: The files of reference and candidate, and of the floor, if any.
         about: Level, device, loss scale and torch of each of these.
+        notes: What limits the comparison: compiled code that ran eagerly, loss scales that differ, rows that the floor
+            does not have.
     """
 
     rows: list[ComparedRow]
@@ -43,6 +45,7 @@ class Comparison:
     unmatched: dict[str, list[str]]
     names: list[str]
     about: list[str]
+    notes: list[str] = field(default_factory=list)
 
     @property
     def parts(self) -> bool:
@@ -143,7 +146,9 @@ def compare(
         extra.insert(0, _title(second.rows[i]))
     first_row = found[blamed[0]] if blamed else None
     about = [_about(record) for record in records]
-    return Comparison(list(found.values()), first_row, differing, extra, unmatched, paths, about)
+    unjudged = [_title(second.rows[i]) for i, row in found.items() if floor is not None and row.ratio is None]
+    notes = list(_notes(records, paths, unjudged))
+    return Comparison(list(found.values()), first_row, differing, extra, unmatched, paths, about, notes)
 
 
 def _differences(reference: Recorded, other: Recorded, matched: Mapping[int, int]) -> dict[int, Difference]:
@@ -192,18 +197,40 @@ def _set_floor(row: ComparedRow, apart: Difference, floor: Difference, before: f
         ``before`` for the next row.
     """
     row.floor = floor.relative
-    if math.isinf(floor.distance):  # no error is beyond that
-        row.ratio, row.resolution = 1.0 if math.isinf(apart.distance) else 0.0, math.inf
+    if math.isinf(floor.kept.value):  # no error is beyond that
+        row.ratio, row.resolution = 1.0 if math.isinf(apart.kept.value) else 0.0, math.inf
         return before
     relative = _SMALLEST if math.isinf(floor.relative) else max(floor.relative, _SMALLEST)
     if math.prod(row.shape) < _FEW:
         relative = max(relative, before)
     else:
         before = relative
-    limit = max(floor.distance, relative * apart.norm, apart.spacing)
-    row.ratio = apart.distance / limit if limit else math.inf if apart.distance else 0.0
-    row.resolution = _TIMES * limit / apart.norm if apart.norm else math.inf
+    judged = (_judged(apart.kept, floor.kept, relative), _judged(apart.all, floor.all, relative))
+    row.ratio, row.resolution = max(judged, key=lambda found: found[0])
     return before
+
+
+def _judged(apart: Distance, floor: Distance, relative: float) -> tuple[float, float]:
+    """How many times the error that is usual ``apart`` is, and the least relative error that is blamed."""
+    if math.isinf(apart.norm):
+        return 0.0, math.inf
+    limit = max(floor.value, relative * apart.norm, apart.spacing)
+    ratio = apart.value / limit if limit else math.inf if apart.value else 0.0
+    return ratio, _TIMES * limit / apart.norm if apart.norm else math.inf
+
+
+def _notes(records: Sequence[Recorded], paths: Sequence[str], unjudged: Sequence[str]) -> Iterator[str]:
+    """What limits the comparison of ``records``, of whose rows the floor lacks those with the titles ``unjudged``."""
+    for record, path in zip(records, paths, strict=True):
+        yield from (f"{path}: {note}" for note in record.notes)
+    scales = [f"{path} has {record.scale:g}" for record, path in zip(records, paths, strict=True)]
+    if len({record.scale for record in records}) > 1:
+        yield (
+            f"the loss scales differ: {', '.join(scales)}; backward is compared divided by them, but what overflows or "
+            "underflows is another: a static loss_scale makes them the same"
+        )
+    if unjudged:
+        yield f"{listed(unjudged)}: not judged, as {paths[2]} has no such row"
 
 
 def _title(row: Row) -> str:

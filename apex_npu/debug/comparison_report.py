@@ -118,6 +118,7 @@ class Compared(Protocol):
     unmatched: dict[str, list[str]]
     names: list[str]
     about: list[str]
+    notes: list[str]
 
 
 def _short(value: float) -> str:
@@ -125,7 +126,11 @@ def _short(value: float) -> str:
 
 
 def verdict_of(comparison: Compared) -> list[str]:
-    """What is to be known before the table: what differs, or where the runs part, or that they do not."""
+    """What is to be known before the table: its limits, and what differs, where the runs part, or that they do not."""
+    return [*comparison.notes, *_verdict_of(comparison)]
+
+
+def _verdict_of(comparison: Compared) -> list[str]:
     if comparison.differing:
         return [*comparison.differing, "no operator is blamed: these iterations do not compute the same"]
     first = comparison.first
@@ -144,6 +149,8 @@ def verdict_of(comparison: Compared) -> list[str]:
             )
             if share
         ]
+        if math.isinf(first.relative) and not first.nonfinite:
+            lines.append("elements that are inf or nan in only one of the two are not among those that the files keep")
         if comparison.extra:
             lines.append(f"right before it, only in the candidate: {'; '.join(comparison.extra[-_NAMED:])}")
         return lines + ([f"of its elements: {', '.join(shares)}"] if shares else [])
@@ -247,11 +254,13 @@ def plot(comparison: Compared, path: str | os.PathLike[str]) -> None:
         axes.axvline(at, color="crimson", linewidth=1)
         side = "right" if at > len(rows) / 2 else "left"
         text = f" {first.where}, {first.what} "
-        axes.annotate(text, (at, level), xytext=(0, 8), textcoords="offset points", ha=side, color="crimson")
+        axes.annotate(
+            text, (at, level), xytext=(0, 8), textcoords="offset points", ha=side, color="crimson", parse_math=False
+        )
     axes.set_yscale("log")
     axes.margins(y=0.15)
     axes.set_xlabel("rows in the order of execution")
     axes.set_ylabel("relative error")
-    axes.set_title(f"{comparison.names[1]} beside {comparison.names[0]}")
+    axes.set_title(f"{comparison.names[1]} beside {comparison.names[0]}", parse_math=False)
     axes.legend(loc="best", fontsize="small")
     figure.savefig(os.fspath(path))

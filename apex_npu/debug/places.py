@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex_npu.backends._torch_private import privateuse1_device_type
+from apex_npu.backends._torch_private import autograd_node, privateuse1_device_type
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
@@ -169,14 +169,21 @@ class ModuleStack(threading.local):
     def __init__(self) -> None:
         """None so far."""
         self.modules: list[nn.Module] = []
+        self._nodes: list[Any] = []
 
     def push(self, module: nn.Module) -> None:
         """The forward of ``module`` begins."""
         self.modules.append(module)
+        self._nodes.append(autograd_node())
+
+    @property
+    def node(self) -> Any:
+        """The node of the graph that backward was at where the innermost forward began; None: it began outside."""
+        return self._nodes[-1] if self._nodes else None
 
     def pop(self, module: nn.Module) -> None:
         """It has ended, and so have those inside of it that an exception has ended."""
         for i in reversed(range(len(self.modules))):
             if self.modules[i] is module:
-                del self.modules[i:]
+                del self.modules[i:], self._nodes[i:]
                 break

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -30,7 +30,7 @@ def check_comparable(reference: Recorded, other: Recorded, names: tuple[str, str
     ours, theirs = ({(held.name, held.shape) for held in one.weights} for one in (reference, other))
     if ours != theirs:
         only = [
-            f"only {name} has {_listed(sorted(f'{n} {list(shape)}' for n, shape in mine - others))}"
+            f"only {name} has {listed(sorted(f'{n} {list(shape)}' for n, shape in mine - others))}"
             for name, mine, others in ((names[0], ours, theirs), (names[1], theirs, ours))
             if mine - others
         ]
@@ -48,10 +48,10 @@ def what_differs(reference: Recorded, other: Recorded, matched: Mapping[int, int
     found = []
     batch = list(_batch(reference.batch, other.batch))
     if batch:
-        found.append(f"the batch differs: {_listed(batch)}")
+        found.append(f"the batch differs: {listed(batch)}")
     weights = [held.name for mine, held in zip(_sorted(reference), _sorted(other), strict=True) if _differ(mine, held)]
     if weights:
-        found.append(f"the weights differ: {_listed(weights)}; load the same state_dict in both")
+        found.append(f"the weights differ: {listed(weights)}; load the same state_dict in both")
     known = set(matched.values())
     # A device may draw by another operator, or in another form: then there is nothing to compare.
     alone = {row.module for k, row in enumerate(reference.rows) if row.kind == "random" and k not in known}
@@ -67,7 +67,7 @@ def what_differs(reference: Recorded, other: Recorded, matched: Mapping[int, int
         hint = "dropout of 0 makes them comparable"
         if unlike:
             hint = f"the generator of the {' and that of the '.join(unlike)} began in another state: seed both alike"
-        found.append(f"the results of random operators differ: {_listed(drawn)}; {hint}")
+        found.append(f"the results of random operators differ: {listed(drawn)}; {hint}")
     return found
 
 
@@ -99,6 +99,13 @@ def _differ(one: Held, other: Held) -> bool:
         return one.digest != other.digest
     if one.values is None or other.values is None:
         return False
+    if one.values.element_size() == other.values.element_size() and one.values.dtype.is_floating_point:
+        # As float16 and bfloat16: each is the other within the rounding of both.
+        infos = [torch.finfo(held.values.dtype) for held in (one, other) if held.values is not None]
+        relative = sum(info.eps for info in infos) / 2
+        spacing = max(info.smallest_normal * info.eps for info in infos)
+        a, b = one.values.double(), other.values.double()
+        return bool(((a - b).abs() > relative * torch.maximum(a.abs(), b.abs()) + spacing).any())
     narrow, wide = sorted((one.values, other.values), key=lambda values: values.element_size())
     return narrow.element_size() < wide.element_size() and not torch.equal(wide.to(narrow.dtype), narrow)
 
@@ -108,5 +115,6 @@ def _drawn_otherwise(one: Row, other: Row) -> bool:
     return bool(((a - b).abs() > _ROUNDING * torch.maximum(a.abs(), b.abs()) + _ROUNDING**3).any())
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first of ``names``, and how many more."""
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

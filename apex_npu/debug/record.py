@@ -24,9 +24,10 @@ class record:
     """A context that records an iteration in a file.
 
     The file has, for each operator and each module, in forward and backward, and for each gradient and buffer: norm,
-    range, number of zeros, and samples; gradients are divided by the loss scale. With it are hashes of the batch, the
-    weights and the states of random number generators. The samples are the same elements in each run, so that
-    ``compare`` can put two files beside each other. What the iteration computes does not change. It holds numbers, no
+    range, number of zeros, and samples; what descends from the scaled loss is divided by the scale. With it are hashes
+    of the batch, the weights and the states of random number generators. The samples are the same elements in each run,
+    so that ``compare`` can put two files beside each other. What the iteration computes does not change, but code that
+    ``torch.compile`` has compiled runs eagerly: a compiler's kernels are not looked at. The file holds numbers, no
     code: ``torch.load(path, weights_only=True)`` reads it. An iteration that ends in an exception leaves no file.
 
     Args:
@@ -42,7 +43,8 @@ class record:
         ValueError: ``samples`` is not positive; no model is given, and amp has none; or another context watches.
         FileNotFoundError: The folder of ``path`` does not exist.
         PermissionError: It cannot be written to.
-        RuntimeError: A CUDA graph is being captured.
+        RuntimeError: A CUDA graph is being captured; or, at the end, a dispatch mode that was entered before was left
+            within the context, which ended the record.
 
     Example::
 
@@ -79,10 +81,16 @@ class record:
         recorded.device = devices[0].type if devices else "cpu"
         recorded.versions = {"torch": str(torch.__version__)}
         recorded.random_states = _random_states(recorded.device)
-        recorder.note_weights({} if session is None else session.masters)
-        if session is not None:
-            observe(session, recorder)
-        recorder.attach()
+        if any(_is_compiled(module) for model in models for module in model.modules()):
+            recorded.notes.append("torch.compile was off while this was recorded: what it has compiled ran eagerly")
+        try:
+            recorder.note_weights({} if session is None else session.masters)
+            if session is not None:
+                observe(session, recorder)
+            recorder.attach()
+        except BaseException:  # as an interrupt
+            self.discard()
+            raise
         return recorded
 
     def make_way(self, call: Callable[[], object]) -> None:
@@ -95,24 +103,37 @@ class record:
         if self._recorder is not None:
             self._recorder.enter_module(module, args)
 
-    def discard(self) -> None:
-        """End, and write no file."""
+    def discard(self) -> bool:
+        """End, and write no file; False: operators are missing, as a mode that was entered before was left before."""
         recorder, session = self._recorder, self._session
         self._recorder = self._session = None
-        if recorder is not None:
-            recorder.detach()
-            if session is not None:
-                leave(session, recorder)
+        if recorder is None:
+            return True
+        if session is not None:
+            leave(session, recorder)
+        return recorder.detach()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         recorder = self._recorder
-        self.discard()
+        is_complete = self.discard()
         if recorder is not None and kind is None:
+            if not is_complete:
+                raise RuntimeError(
+                    f"the record is not complete, and {self.path!r} is not written: a dispatch mode that was entered "
+                    "before record, such as a FLOP counter, was left within it, which ended the record; enter record "
+                    "first, or leave it first"
+                )
             with torch.no_grad():
                 recorder.note_end()
             recorder.recorded.save(self.path)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By ``torch.compile(module)`` or ``module.compile()``."""
+    inner = getattr(module, "_orig_mod", None)
+    return isinstance(inner, nn.Module) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _random_states(device: str) -> dict[str, str]:

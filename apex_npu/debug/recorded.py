@@ -31,7 +31,7 @@ class Row:
         result: Which of several results.
         shape: Its shape.
         dtype: Its dtype.
-        scale: What it is multiplied with, in backward the loss scale.
+        scale: What it is multiplied with: the loss scale where it descends from the scaled loss.
         norm: Of all its elements, divided by ``scale``.
         low: Its smallest element, divided by ``scale``.
         high: Its largest.
@@ -98,6 +98,7 @@ class Recorded:
         weights: Parameters, float32 masters where there are any, and buffers, at the beginning.
         rows: In the order of execution.
         left_out: Why results are not among ``rows``, and how many.
+        notes: What ``compare`` says of it.
     """
 
     samples: int | None
@@ -110,10 +111,28 @@ class Recorded:
     weights: list[Held] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to ``path``, in a form that ``torch.load(path, weights_only=True)`` reads."""
-        torch.save({"format": _FORMAT, "kind": "apex_npu.debug.record", **asdict(self)}, os.fspath(path))
+        """Write it to ``path``, in a form that ``torch.load(path, weights_only=True)`` reads.
+
+        A file that is there stays as it was until the new one is complete.
+
+        Raises:
+            OSError: It cannot be written.
+            RuntimeError: Likewise, where torch's writer says so.
+        """
+        target = os.path.realpath(path)
+        is_device = os.path.exists(target) and not os.path.isfile(target)
+        beside = target if is_device or not os.access(os.path.dirname(target), os.W_OK) else f"{target}.tmp"
+        try:
+            torch.save({"format": _FORMAT, "kind": "apex_npu.debug.record", **asdict(self)}, beside)
+            if beside != target:
+                os.replace(beside, target)
+        except BaseException:
+            if beside != target and os.path.exists(beside):
+                os.remove(beside)
+            raise
 
 
 def load(path: str | os.PathLike[str]) -> Recorded:
@@ -138,10 +157,13 @@ def load(path: str | os.PathLike[str]) -> Recorded:
             "with this version, or compare with the one that has written it"
         )
     known = {one.name for one in fields(Recorded)}
-    recorded = Recorded(**{name: value for name, value in found.items() if name in known})
-    recorded.rows = [Row(**row) for row in found["rows"]]
-    recorded.batch = [Held(**held) for held in found["batch"]]
-    recorded.weights = [Held(**held) for held in found["weights"]]
+    try:
+        recorded = Recorded(**{name: value for name, value in found.items() if name in known})
+        recorded.rows = [Row(**row) for row in found["rows"]]
+        recorded.batch = [Held(**held) for held in found["batch"]]
+        recorded.weights = [Held(**held) for held in found["weights"]]
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{path} is no file of amp.debug.record: {error}") from error
     return recorded
 
 
@@ -160,8 +182,9 @@ class Samples:
         if self._count is None or size <= self._count:
             return flat.clone()
         if size not in self._indices:
-            generator = torch.Generator().manual_seed(size)
-            self._indices[size] = torch.randint(size, (self._count,), generator=generator).sort().values
+            generator = torch.Generator("cpu").manual_seed(size)
+            chosen = torch.randint(size, (self._count,), generator=generator, device="cpu")
+            self._indices[size] = chosen.sort().values
         return flat[self._indices[size]]
 
 
@@ -170,9 +193,14 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).reshape(-1) if tensor.dtype.is_complex else tensor
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """``tensor`` on the host, with its elements as they are in memory: not to be negated, or conjugated, yet."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg()
+
+
 def digest_of(tensor: Tensor) -> str:
     """A hash of the bytes of ``tensor``, in the order of its indices."""
-    host = tensor.detach().cpu().contiguous().reshape(-1)
+    host = on_host(tensor).contiguous().reshape(-1)
     return hashlib.blake2b(host.view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
 
 
@@ -183,7 +211,7 @@ def name_of_dtype(dtype: torch.dtype) -> str:
 
 def row_of(tensor: Tensor, samples: Samples, scale: float, known: dict[str, Any]) -> Row:
     """The row of ``tensor``, with what is ``known`` of where it is computed."""
-    host = tensor.detach().cpu()
+    host = on_host(tensor)
     real = as_real(host.reshape(-1))
     if not real.dtype.is_floating_point:
         real = real.float()

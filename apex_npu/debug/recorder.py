@@ -19,7 +19,7 @@ from apex_npu.debug.calls import Call
 from apex_npu.debug.lineage import Lineage
 from apex_npu.debug.operators import Operator, is_measurable, tensors_in
 from apex_npu.debug.places import Caller, Names, Place
-from apex_npu.debug.recorded import Held, Kind, Recorded, Samples, digest_of, name_of_dtype, row_of
+from apex_npu.debug.recorded import Held, Kind, Recorded, Samples, digest_of, name_of_dtype, on_host, row_of
 from apex_npu.debug.second_opinion import results_of
 from apex_npu.debug.watch import Arguments, Watch
 from apex_npu.distributed import local_part
@@ -50,9 +50,8 @@ class Recorder(Watch):
         self._samples = Samples(samples)
         self._tensors = list({id(tensor): tensor for tensor in names.tensors}.values())
         self._calls: Counter[tuple[Any, ...]] = Counter()
-        self._made: Lineage[bool] = Lineage()
+        self._made: Lineage[bool] = Lineage()  # whether it descends from the loss times its scale
         self._sources: list[Tensor] = []
-        self._block_seen = False
         self._loss: Tensor | None = None
         self._scaling: Call | None = None
 
@@ -65,15 +64,15 @@ class Recorder(Watch):
             held = self._held(tensor if master is None else master)
             if held is not None:
                 name = self.names.of_tensor(tensor) or ""
-                host = held.detach().cpu()
+                host = on_host(held)
                 values = self._samples.of(host)
                 dtype = name_of_dtype(host.dtype)
                 self.recorded.weights.append(Held(name, tuple(host.shape), dtype, digest_of(host), values))
 
     def note_end(self) -> None:
-        """Keep the buffers as the iteration has left them, and where it had no block the gradients."""
-        if not self._block_seen:
-            self._note_parameters(self._tensors, 1.0)
+        """Keep the buffers as the iteration has left them, and the gradients that are of no block."""
+        known = {row.module for row in self.recorded.rows if row.kind == "gradient"}
+        self._note_parameters([t for t in self._tensors if self.names.of_tensor(t) not in known], 1.0)
         for tensor in self._tensors:
             if not isinstance(tensor, nn.Parameter):
                 self._keep("buffer", "after backward", self.names.of_tensor(tensor), "buffer", 0, tensor)
@@ -96,12 +95,11 @@ class Recorder(Watch):
         listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         states = [(o, state_of(o)) for o in map(inner_optimizer, map(adopted_inside, listed))]
         self._sources = [s for o, state in states if state is not None for g in state.grad_groups(o) for s in g.sources]
-        self.recorded.scale, self._loss = scale, loss
+        self.recorded.scale, self._loss, self._scaling = scale, loss, None
         self.begin_block(scale, [])
 
     def backward_ended(self) -> None:
         """See ``Observer``."""
-        self._block_seen = True
         with torch.no_grad():
             self._note_parameters(self._sources, self.scale)
 
@@ -121,9 +119,10 @@ class Recorder(Watch):
     def _pass_over(
         self, operator: Operator, place: Caller, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any
     ) -> None:
+        is_scaled = autograd_node() is not None and self._reads_scaled(operator, (args, kwargs))
         super()._pass_over(operator, place, args, kwargs, returned)
         for tensor in results_of(operator, returned, args, kwargs):
-            self._note_made(tensor)
+            self._note_made(tensor, is_scaled)
 
     def _look(
         self,
@@ -138,26 +137,32 @@ class Recorder(Watch):
         if call.phase == "forward" and isinstance(place, Place):
             self._note_batch(operator, given, place)
         results = results_of(operator, returned, *given)
-        if self._is_scaling(call, operator, given):
+        if self._is_scaling(call, operator, given, results):
+            for tensor in results:
+                self._note_made(tensor, call.phase == "backward")
             return
+        is_scaled = call.phase == "backward" and self._reads_scaled(operator, given)
         is_draw = operator.is_random and (operator.plain in _DRAWS or not self._reads_numbers(operator, given))
         for i, tensor in enumerate(self._own_results(operator, results, given)):
-            self._note_made(tensor)
+            self._note_made(tensor, is_scaled)
             held = self._held(tensor)
             if held is None or operator.makes_tensor or operator.plain in _LEFT_OUT:
                 continue
             is_number = is_measurable(held)
             drawn = operator.is_random and (is_draw or held.dtype in _MASKS)
             if is_number or drawn:
-                scale = self.scale if call.phase == "backward" and is_number else 1.0
+                scale = self.scale if is_scaled and is_number else 1.0
                 kind: Kind = "random" if drawn else "operator"
                 self._keep(kind, call.phase, call.module, operator.name, i, held, scale, call.place)
 
-    def _is_scaling(self, call: Call, operator: Operator, given: Arguments) -> bool:
+    def _is_scaling(self, call: Call, operator: Operator, given: Arguments, results: Sequence[Tensor]) -> bool:
         """Whether ``call`` multiplies the loss with its scale, or is the backward of that."""
-        if call.phase == "forward" and self._loss is not None and operator.plain == "mul":
+        if call.phase == "forward" and self._loss is not None and operator.plain in ("_to_copy", "mul"):
             is_loss = any(t is self._loss for _, value in operator.operands(*given) for t in tensors_in(value))
-            self._scaling, self._loss = (call, None) if is_loss else (self._scaling, self._loss)
+            if is_loss and operator.plain == "mul":
+                self._scaling, self._loss = call, None
+            elif is_loss:  # a half loss is scaled in float32
+                self._loss = results[0]
         return self._scaling is not None and self._scaling in (call, call.forward)
 
     def _reads_numbers(self, operator: Operator, given: Arguments) -> bool:
@@ -170,23 +175,43 @@ class Recorder(Watch):
         readable = local.layout == torch.strided and local.device.type != "meta" and not local.is_nested
         return local if readable and local.numel() and not has_python_dispatch(local) else None
 
-    def _note_made(self, tensor: Tensor) -> None:
+    def _reads_scaled(self, operator: Operator, given: Arguments) -> bool:
+        """Whether an operator of backward reads what descends from the scaled loss; what is not known is taken for it.
+
+        The others compute from what forward has saved, such as the power in the derivative of another one.
+        """
+        for name, value in operator.operands(*given):
+            for tensor in () if operator.written.get(name) else tensors_in(value):
+                held = self._held(tensor)
+                if held is not None and not is_measurable(held):
+                    continue
+                writers = [] if held is None else self._made.writers(held)
+                is_known = bool(writers) or (held is not None and self.names.of_memory(held) is not None)
+                if self._scaling is None or not is_known or any(is_scaled for _, is_scaled in writers):
+                    return True
+        return False
+
+    def _note_made(self, tensor: Tensor, is_scaled: bool) -> None:
         held = self._held(tensor)
         if held is not None:
-            self._made.write(held, True)
+            self._made.write(held, is_scaled)
 
     def _note_batch(self, operator: Operator, given: Arguments, place: Place) -> None:
         """What no operator has made, and is none of the models', is from outside."""
         for name, value in operator.operands(*given):
             for tensor in () if operator.written.get(name) else tensors_in(value):
-                held = None if tensor.requires_grad or tensor.grad_fn is not None else self._held(tensor)
+                if (
+                    tensor.grad_fn is not None and tensor._base is not None
+                ):  # as the transposed weight of a linear layer
+                    tensor = tensor._base
+                held = None if tensor.grad_fn is not None else self._held(tensor)
                 if held is None or self._made.writers(held) or self._gradients.writers(held):
                     continue
                 if self.names.of_memory(held) is None:
                     argument = self._arguments.get(held.untyped_storage()._cdata, f"what {place} reads")
                     dtype = name_of_dtype(held.dtype)
                     self.recorded.batch.append(Held(argument, tuple(held.shape), dtype, digest_of(held)))
-                self._made.write(held, True)
+                self._made.write(held, False)
 
     # ---- modules ---------------------------------------------------------------------------------------------------
 

@@ -18,10 +18,12 @@ from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
 from apex_npu.amp.session import current, is_first_rank, settings
 from apex_npu.autocast.monkey_patches import patch_attribute
 from apex_npu.autocast.undo import Undo
+from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.check_operators import check_operators
 from apex_npu.debug.gradient_range import gradient_range
 from apex_npu.debug.profile import profile
 from apex_npu.debug.record import record
+from apex_npu.debug.watch import Watch
 
 PROFILE, TRACE = "APEX_NPU_PROFILE", "APEX_NPU_PROFILE_TRACE"
 GRADIENT_RANGE, CHECK_OPERATORS = "APEX_NPU_GRADIENT_RANGE", "APEX_NPU_CHECK_OPERATORS"
@@ -117,6 +119,7 @@ class CheckOperatorsPart(Part):
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
         """See ``Part``."""
+        _check_modes(module)
         self._context = check_operators()
         self._found = self._context.__enter__()
         self._context.make_way(self._make_way)
@@ -145,6 +148,7 @@ class RecordPart(Part):
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
         """See ``Part``."""
+        _check_modes(module)
         self._context = record(self._path)
         self._recorded = self._context.__enter__()
         self._context.make_way(self._make_way)
@@ -165,8 +169,24 @@ class RecordPart(Part):
             self._context.discard()
             why = "the script itself opens a context that watches" if self._gave_way else "the script has ended before"
             return f"{self.option}: no file is written, as {why}"
-        self._context.__exit__(None, None, None)
+        try:
+            self._context.__exit__(None, None, None)
+        except (RuntimeError, OSError) as error:  # as where the disk is full
+            return f"{self.option}: no file is written: {error}"
         return f"{self.option}: step {self.first} is in {self._context.path}, {len(self._recorded.rows)} tensors"
+
+
+def _check_modes(module: nn.Module | None) -> None:
+    """Check that what begins within the forward of ``module`` is not ended by a dispatch mode that is left after it.
+
+    Raises:
+        RuntimeError: There is a dispatch mode.
+    """
+    if module is not None and not Watch.is_open() and dispatch_modes():
+        raise RuntimeError(
+            f"the first forward is called within another dispatch mode, {type(dispatch_modes()[-1]).__name__}: name a "
+            "later step, or take that mode out"
+        )
 
 
 class ScriptSteps:

@@ -20,6 +20,7 @@ from apex_npu.backends._torch_private import (
     dispatch_modes,
     has_python_dispatch,
     sequence_number,
+    take_off_mode,
 )
 from apex_npu.debug.calls import KEPT, KEPT_BAD, Call, Input, Leaf, Phase, Result
 from apex_npu.debug.lineage import Lineage
@@ -80,6 +81,7 @@ class Watch(TorchDispatchMode):
         self._arguments: dict[int, str] = {}
         self._hooks: list[Any] = []
         self._lock = threading.RLock()
+        self._outer: list[Any] = []
 
     # ---- when it watches -------------------------------------------------------------------------------------------
 
@@ -90,19 +92,26 @@ class Watch(TorchDispatchMode):
             torch_module.register_module_forward_pre_hook(self.enter_module),
             torch_module.register_module_forward_hook(self._leave_module, always_call=True),
         ]
+        self._outer = dispatch_modes()
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def detach(self) -> bool:
-        """End; False where another mode has been entered since, which has to be left first."""
+        """End; False where a mode that was entered before was left before, and operators since then are missing."""
         self.suspended = True
         self.flag.hand_back()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         modes = dispatch_modes()
+        is_on = any(mode is self for mode in modes)
         if modes and modes[-1] is self:
             self.__exit__(None, None, None)
-        return not any(mode is self for mode in dispatch_modes())
+            return True
+        # Leaving a mode takes off the innermost one: of an outer one it was this, and the outer one is still there.
+        left = [self] if is_on else [m for m in modes if any(m is outer for outer in self._outer)][-1:]
+        for mode in left:
+            take_off_mode(mode)
+        return is_on
 
     def begin_block(self, scale: float, gradients: Sequence[tuple[str, Tensor]]) -> None:
         """A block begins: what follows is multiplied with ``scale``; ``gradients`` are there, each with a name."""
@@ -258,15 +267,18 @@ class Watch(TorchDispatchMode):
         tensor = local_part(tensor)
         return tensor if is_measurable(tensor) and not has_python_dispatch(tensor) else None
 
-    def _phase(self, operator: Operator, place: Place | Caller | None, in_backward: bool) -> Phase:
-        if in_backward:
+    def _phase(self, operator: Operator, place: Place | Caller | None, node: Any) -> Phase:
+        if node is not None:
             self._backward_seen = True
+            begun = self._modules.node
+            if begun is not None:  # in a checkpoint's recomputation; another node is of a backward within it
+                return "recompute" if node is begun else "backward"
             return "recompute" if self._modules.modules and isinstance(place, Place) else "backward"
         return "block" if self._backward_seen and operator.written else "forward"
 
     def _new_call(self, operator: Operator, place: Place | Caller | None) -> Call:
         node = autograd_node()
-        phase = self._phase(operator, place, node is not None)
+        phase = self._phase(operator, place, node)
         line = place if isinstance(place, Place) else None
         call = Call(self.calls, operator.name, phase, self._current_module(), line)
         self.calls += 1

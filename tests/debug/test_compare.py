@@ -23,7 +23,7 @@ from apex_npu.__main__ import main
 from apex_npu.backends._torch_private import autograd_node
 from apex_npu.debug.comparison_report import ComparedRow
 from apex_npu.debug.line_up import difference, line_up
-from apex_npu.debug.recorded import Row
+from apex_npu.debug.recorded import Row, Samples, load
 
 
 class Classifier(torch.nn.Module):
@@ -196,6 +196,33 @@ def test_a_result_that_is_not_finite_is_the_first(files, tmp_path):
     assert "of its elements: 4.17 % inf or nan" in str(found)
 
 
+@pytest.mark.parametrize("value", [1e4, -1e4, math.nan, math.inf])
+def test_an_element_that_no_file_keeps_is_seen(value, tmp_path):
+    class Lone(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            returned = func(*args, **(kwargs or {}))
+            if func._schema.name == "aten::gelu":
+                kept = Samples(16).of(torch.arange(returned.numel())).tolist()
+                returned.view(-1)[next(i for i in range(returned.numel()) if i not in kept)] = value
+            return returned
+
+    reference, floor = (run(tmp_path / f"{level}.pt", level, samples=16) for level in ("O0", "O1"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an overflow under a static loss scale
+        candidate = run(tmp_path / "c.pt", "O1", samples=16, mode=Lone())
+    found = amp.debug.compare(reference, candidate, floor=floor)
+    assert (found.first.module, found.first.operator) == ("blocks.0.1", "aten::gelu"), str(found)
+    row = next(row for row in load(reference).rows if row.operator == "aten::gelu")
+    ends = {1e4: row.high, -1e4: row.low}
+    if value in ends:
+        assert found.first.max_abs == pytest.approx(1e4 - abs(ends[value]), rel=1e-2)
+        assert found.first.relative == pytest.approx(1e4 / row.norm, rel=0.1)
+    else:
+        assert found.first.relative == math.inf
+        assert "inf or nan in only one of the two are not among those that the files keep" in str(found)
+    assert not amp.debug.compare(reference, floor, floor=floor).parts
+
+
 def test_without_a_floor_nothing_is_blamed(files, tmp_path):
     candidate = run(tmp_path / "c.pt", "O1", mode=Wrong("aten::tanh", 0))
     found = amp.debug.compare(files["O0"], candidate)
@@ -289,6 +316,56 @@ def test_masks_of_another_form_cannot_be_compared(tmp_path):
     assert "the results of random operators differ: aten::rand_like of drop" in said
 
 
+def test_weights_in_two_half_precisions(tmp_path):
+    def half(path, dtype, nudge=0.0):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(6, 5).to(DEVICE)
+        model.weight.data[2, 3] += nudge
+        with amp.debug.record(path, model.to(dtype)):
+            model(torch.ones(2, 6, dtype=dtype, device=DEVICE)).sum().backward()
+        return path
+
+    one, same = half(tmp_path / "a.pt", torch.float16), half(tmp_path / "b.pt", torch.bfloat16)
+    assert "weights" not in str(amp.debug.compare(one, same).differing)
+    other = half(tmp_path / "c.pt", torch.bfloat16, 0.1)
+    assert f"{other}: the weights differ: weight; load the same" in str(amp.debug.compare(one, other))
+
+
+# ---- what limits it -------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_the_floor_lacks_are_counted(files, tmp_path):
+    lacking, wrong = load(files["O1"]), load(files["O1"])
+    lacking.rows = [row for row in lacking.rows if row.operator != "aten::gelu"]
+    for row in wrong.rows:
+        if row.operator == "aten::gelu":
+            row.values *= 7
+    lacking.save(tmp_path / "f.pt")
+    wrong.save(tmp_path / "c.pt")
+    found = amp.debug.compare(files["O0"], tmp_path / "c.pt", floor=tmp_path / "f.pt")
+    (note,) = found.notes
+    assert note == (
+        "forward  blocks.0.1  aten::gelu [24, 32], forward  blocks.1.1  aten::gelu [24, 32]: not judged, as "
+        f"{tmp_path / 'f.pt'} has no such row"
+    )
+    assert str(found).startswith(note + "\nno row parts")
+    found.to_html(tmp_path / "c.html")
+    assert "not judged" in (tmp_path / "c.html").read_text(encoding="utf-8")
+
+
+def test_other_loss_scales_and_compiled_code_are_said(files, tmp_path):
+    other = load(files["O1"])
+    other.scale, other.notes = 1024.0, ["it was compiled"]
+    other.save(tmp_path / "f.pt")
+    found = amp.debug.compare(files["O0"], files["O1"], floor=tmp_path / "f.pt")
+    assert found.notes[0] == f"{tmp_path / 'f.pt'}: it was compiled"
+    assert found.notes[1].startswith(
+        f"the loss scales differ: {files['O0']} has 64, {files['O1']} has 64, {tmp_path / 'f.pt'} has 1024; backward"
+    )
+    assert str(found).splitlines()[:2] == found.notes
+    assert amp.debug.compare(files["O0"], files["O1"]).notes == []
+
+
 # ---- bad files ------------------------------------------------------------------------------------------------------
 
 
@@ -330,6 +407,11 @@ def test_what_is_no_record(files, tmp_path):
     for name in ("text.pt", "weights.pt", "cut.pt"):
         with pytest.raises(ValueError, match=f"{name} is no file of amp.debug.record"):
             amp.debug.compare(tmp_path / name, files["O0"])
+    header = {"kind": "apex_npu.debug.record", "format": 1}
+    for more in ({}, {"samples": 1, "rows": [{"x": 1}], "batch": [], "weights": []}):
+        torch.save(header | more, tmp_path / "parts.pt")
+        with pytest.raises(ValueError, match=r"parts.pt is no file of amp.debug.record: "):
+            amp.debug.compare(tmp_path / "parts.pt", files["O0"])
     newer = torch.load(files["O0"], weights_only=True) | {"format": 2}
     torch.save(newer, tmp_path / "newer.pt")
     with pytest.raises(ValueError, match=r"newer.pt has format 2, and this version of apex_npu reads 1"):
@@ -371,6 +453,30 @@ def test_rows_are_lined_up_around_what_one_lacks():
     assert line_up([a], [row([1.0, 2.0], operator="a")]) == {}  # another shape
     m, n = (row([1.0], module=name, kind="module") for name in "mn")
     assert line_up([m, n], [n, m]) == {0: 1, 1: 0}
+
+
+def test_rows_of_many_steps_are_lined_up_in_time_that_grows_with_their_number():
+    class Counted(str):
+        compared = 0
+        __hash__ = str.__hash__
+
+        def __eq__(self, other):
+            Counted.compared += 1
+            return str.__eq__(self, other)
+
+    def steps(count, *names):
+        return [row([1.0], operator=Counted(name)) for _ in range(count) for name in names]
+
+    for count in (50, 400):
+        Counted.compared = 0
+        found = line_up(steps(count, "mm", "add", "tanh"), steps(count, "mm", "mul", "mul", "add", "tanh"))
+        assert found == {5 * k + j + 2 * (j > 0): 3 * k + j for k in range(count) for j in range(3)}
+        assert Counted.compared < 200 * count
+    # Where one has a row more in some steps, too, which the other has elsewhere.
+    found = line_up(steps(9, "mm", "add", "mul", "tanh"), steps(9, "mm", "mul", "add", "mul", "tanh"))
+    assert found == {5 * k + j + (j > 0): 4 * k + j for k in range(9) for j in range(4)}
+    crossing = [row([1.0], operator=name) for name in "abcd"]
+    assert line_up(crossing, [crossing[k] for k in (3, 0, 1, 2)]) == {1: 0, 2: 1, 3: 2}
 
 
 # ---- what is shown --------------------------------------------------------------------------------------------------
@@ -417,6 +523,8 @@ def test_the_picture(files, parted, tmp_path, monkeypatch):
     found = amp.debug.compare(files["O0"], parted, floor=files["O1"])
     found.plot(tmp_path / "c.png")
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    found.names[1] = "c$a_{<&$.pt"  # no formula
+    found.plot(tmp_path / "formula.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"plot needs matplotlib: pip install apex_npu\[debug\]"):
         found.plot(tmp_path / "again.png")

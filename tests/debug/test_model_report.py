@@ -3,7 +3,6 @@
 """What ``amp.debug.report`` says of a model, against runs of that model with values, and formulas."""
 
 import collections
-import contextlib
 import copy
 import dataclasses
 import functools

@@ -9,10 +9,14 @@ import torch
 from debug import healthy
 from debug.test_watching import hooks_of_torch, set_up, train
 from devices import DEVICE
+from torch.utils.flop_counter import FlopCounterMode
 
 from apex_npu import amp
+from apex_npu.amp.session import current
+from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.record import inside_of, path_of_rank
-from apex_npu.debug.recorded import Samples, load
+from apex_npu.debug.recorded import Samples, digest_of, load, on_host
+from apex_npu.debug.recorder import Recorder
 
 
 class Small(torch.nn.Module):
@@ -150,6 +154,39 @@ def test_an_exception_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_other_modes_that_are_left_in_another_order(tmp_path):
+    model, counter = Small().to(DEVICE), FlopCounterMode(display=False)
+    context = amp.debug.record(tmp_path / "a.pt", model)
+    recorded = context.__enter__()
+    counter.__enter__()
+    model(torch.ones(2, 6, device=DEVICE))
+    context.__exit__(None, None, None)
+    assert len(load(tmp_path / "a.pt").rows) == len(recorded.rows) > 3  # it has seen all of them
+    counter.__exit__(None, None, None)
+    assert dispatch_modes() == []
+
+    context = amp.debug.record(tmp_path / "b.pt", model)
+    with FlopCounterMode(display=False):
+        context.__enter__()
+    with pytest.raises(RuntimeError, match=r"the record is not complete, and '.*b.pt' is not written: a dispatch mode"):
+        context.__exit__(None, None, None)
+    assert dispatch_modes() == []
+    assert not (tmp_path / "b.pt").exists()
+
+
+def test_an_interrupt_while_it_begins_leaves_nothing(tmp_path, monkeypatch):
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    model, _ = set_up(healthy.LSTM, "O1")
+    before = hooks_of_torch()
+    monkeypatch.setattr(Recorder, "_note_gradients", interrupt)
+    with pytest.raises(KeyboardInterrupt), amp.debug.record(tmp_path / "a.pt", model):
+        pass
+    assert current().observer is None
+    assert hooks_of_torch() == before
+
+
 def test_gradients_that_come_later_are_not_kept(tmp_path):
     model = Small().to(DEVICE)
     with amp.debug.record(tmp_path / "a.pt", model) as recorded:
@@ -159,11 +196,193 @@ def test_gradients_that_come_later_are_not_kept(tmp_path):
     assert len(recorded.rows) == count
 
 
+def test_leaves_of_no_model_are_of_the_batch(tmp_path):
+    torch.manual_seed(2)
+    model, teacher = Small().to(DEVICE), torch.nn.Linear(6, 2, bias=False).to(DEVICE)
+    points = torch.randn(3, 6, device=DEVICE, requires_grad=True)  # its gradient is part of the loss
+    with amp.debug.record(tmp_path / "a.pt", model) as recorded:
+        out = model(points)
+        (slope,) = torch.autograd.grad(out.sum(), points, create_graph=True)
+        (slope.square().mean() + (out - teacher(points).detach()).square().mean()).backward()
+    assert {held.digest for held in recorded.batch} == {digest_of(points), digest_of(teacher.weight)}
+    assert "argument 0 of Small" in {held.name for held in recorded.batch}
+
+
+def test_only_what_descends_from_the_scaled_loss_is_divided_by_the_scale(tmp_path):
+    class Norm(torch.nn.Module):
+        def forward(self, x):
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.1)
+
+    class Slow(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.norm = torch.nn.Linear(6, 4), Norm()
+
+        def forward(self, x):
+            return self.norm(self.fc(x)).pow(3)
+
+    def rows(scale):
+        torch.manual_seed(3)
+        model, x = Slow().to(DEVICE), torch.randn(5, 6).to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O0", loss_scale=scale, verbosity=0)
+        with amp.debug.record(tmp_path / "a.pt", model) as recorded:
+            loss = model(x).sum()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                (scaled_loss / 2).backward()
+        amp.shutdown()
+        return [row for row in recorded.rows if row.phase != "forward"]
+
+    plain, scaled = rows(1.0), rows(1024.0)
+    assert [row.operator for row in plain] == [row.operator for row in scaled]
+    for a, b in zip(plain, scaled, strict=True):
+        assert torch.equal(a.exact, b.exact), (a.module, a.operator)
+        assert (a.norm, a.low, a.high) == (b.norm, b.low, b.high)
+    powers = [row for row in scaled if row.operator == "aten::pow"]
+    assert powers
+    assert {row.scale for row in powers} == {1.0}  # of what forward has saved
+    assert {row.scale for row in scaled} == {1.0, 1024.0}
+
+
+def test_a_half_loss_is_scaled_unseen(tmp_path):
+    def rows(scale):
+        torch.manual_seed(3)
+        model, x = Small().to(DEVICE), torch.randn(5, 6).to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O5", loss_scale=scale, verbosity=0)
+        with amp.debug.record(tmp_path / "a.pt", model) as recorded:
+            loss = model(x).to(torch.bfloat16).sum()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        amp.shutdown()
+        assert "aten::mul" not in [row.operator for row in recorded.rows]
+        return recorded.rows
+
+    for a, b in zip(rows(1.0), rows(64.0), strict=True):
+        assert torch.equal(a.exact, b.exact), (a.phase, a.module, a.operator)
+
+
+def test_gradients_with_a_block_and_without(tmp_path):
+    torch.manual_seed(3)
+    first, second, x = Small().to(DEVICE), Small().to(DEVICE), torch.randn(5, 6).to(DEVICE)
+    optimizer = torch.optim.SGD(first.parameters(), lr=1.0)
+    first, optimizer = amp.initialize(first, optimizer, opt_level="O0", loss_scale=8.0, verbosity=0)
+    with amp.debug.record(tmp_path / "a.pt", first, second) as recorded:
+        with amp.scale_loss(first(x).square().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        second(x).square().sum().backward()
+    found = {row.module: row for row in recorded.rows if row.kind == "gradient"}
+    for i, model in enumerate((first, second)):
+        for name, parameter in model.named_parameters():
+            expected = parameter.grad.cpu().double().flatten()
+            torch.testing.assert_close(found.pop(f"models[{i}].{name}").exact, expected)
+    assert not found
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+def test_views_that_are_conjugated_or_negated_later(tmp_path):
+    model = torch.nn.Linear(4, 3).to(torch.cfloat)
+    x = torch.randn(2, 4, dtype=torch.cfloat)
+    with amp.debug.record(tmp_path / "a.pt", model) as recorded:
+        model(x.conj()).imag.square().sum().backward()
+    assert recorded.left_out == {}
+    assert [held.digest for held in recorded.batch] == [digest_of(x.conj_physical())]
+    module = row_of(recorded, "module", "forward", "")
+    torch.testing.assert_close(torch.view_as_complex(module.exact.view(-1, 2)), model(x.conj()).flatten().cdouble())
+    assert torch.equal(Samples(None).of(on_host(x.conj().imag)), x.conj_physical().imag.flatten())
+
+
+def test_the_default_device_is_not_that_of_samples(tmp_path):
+    model, x = torch.nn.Linear(8, 4), torch.ones(2, 8)
+    torch.set_default_device("meta")
+    try:
+        with amp.debug.record(tmp_path / "a.pt", model, samples=5) as recorded:
+            model(x).square().sum().backward()
+        assert not amp.debug.compare(tmp_path / "a.pt", tmp_path / "a.pt").differing
+    finally:
+        torch.set_default_device(None)
+    assert {held.values.device.type for held in recorded.weights} == {"cpu"}
+    assert torch.equal(recorded.weights[0].values, Samples(5).of(model.weight))
+    assert recorded.left_out == {}
+
+
+def test_a_file_that_is_there_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
+    iteration(tmp_path / "a.pt")
+    before, save = (tmp_path / "a.pt").read_bytes(), torch.save
+
+    def fail(what, path):
+        save(what, path)
+        with open(path, "r+b") as file:
+            file.truncate(1000)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", fail)
+        with pytest.raises(OSError, match="No space left"):
+            iteration(tmp_path / "a.pt")
+    assert (tmp_path / "a.pt").read_bytes() == before
+    (tmp_path / "b.pt").symlink_to(tmp_path / "a.pt")
+    iteration(tmp_path / "b.pt", samples=1)
+    assert (tmp_path / "b.pt").is_symlink()
+    assert load(tmp_path / "a.pt").samples == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.pt"]
+
+
+def test_compiled_models_are_noted(tmp_path):
+    class Compiled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = torch.compile(Small(), backend="eager")
+
+        def forward(self, x):
+            return self.one(x)
+
+    own, plain = Small(), Small()
+    own.compile(backend="eager")
+    said = "torch.compile was off while this was recorded: what it has compiled ran eagerly"
+    for model, notes in ((Compiled(), [said]), (own, [said]), (plain, [])):
+        with amp.debug.record(tmp_path / "a.pt", model.to(DEVICE)):
+            pass
+        assert load(tmp_path / "a.pt").notes == notes
+
+
 def test_recomputed_activations_have_a_phase_of_their_own(tmp_path):
     model, x = Small().to(DEVICE), torch.ones(2, 6, device=DEVICE, requires_grad=True)
     with amp.debug.record(tmp_path / "a.pt", model) as recorded:
         torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
     assert row_of(recorded, "module", "recompute", "fc").norm == row_of(recorded, "module", "forward", "fc").norm
+
+
+class Slope(torch.nn.Module):
+    """The derivative of tanh, by a backward within forward."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(leaf.tanh().sum(), leaf)
+        return x * slope
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_operators_of_torchs_own_modules(reentrant, tmp_path):
+    torch.manual_seed(4)
+    layers = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.GELU(), Slope(), torch.nn.Linear(4, 3))
+    model, x = layers.to(DEVICE), torch.randn(2, 6, device=DEVICE, requires_grad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", loss_scale=64.0, verbosity=0)
+    with amp.debug.record(tmp_path / "a.pt", model) as recorded:
+        loss = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant).square().sum()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    rows = [row for row in recorded.rows if row.kind == "operator"]
+    forward = {(row.module, row.operator): row for row in rows if row.phase == "forward"}
+    again = [row for row in rows if row.phase == "recompute"]
+    for row in again:
+        assert torch.equal(row.exact, forward[row.module, row.operator].exact)
+        assert row.scale == 1.0
+    assert [row.module for row in again if row.operator in ("aten::addmm", "aten::gelu")][:2] == ["0", "1"]
+    assert "aten::tanh_backward" not in {row.operator for row in again}  # of the backward within
+    assert {row.operator for row in rows if row.phase == "backward"}.isdisjoint({"aten::addmm", "aten::gelu"})
 
 
 def test_names_are_those_without_a_wrapper():

@@ -9,10 +9,13 @@ from debug.test_check_operators import Spoil
 from debug.test_profile import iterate, set_up_gpt
 from debug.test_watching import hooks_of_torch, set_up
 from devices import DEVICE
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+from torch.utils.flop_counter import FlopCounterMode
 
 from apex_npu import amp
 from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
 from apex_npu.amp.session import settings
+from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.recorded import load
 from apex_npu.debug.script import (
     CheckOperatorsPart,
@@ -22,6 +25,7 @@ from apex_npu.debug.script import (
     ScriptSteps,
     look_as_environment_says,
 )
+from apex_npu.debug.watch import Watch
 
 
 @pytest.fixture(autouse=True)
@@ -133,18 +137,72 @@ def test_explain_overflows_makes_way():
         amp.debug.explain_overflows(None)
 
 
+def enter_below(mode):
+    """Enter ``mode`` below the innermost one, where a device's kernels are."""
+    inner = _pop_mode()
+    mode.__enter__()
+    _push_mode(inner)
+
+
 @pytest.mark.parametrize("step", [0, 1])
 def test_operators(step, capsys):
     model, optimizer = set_up(healthy.ResNet, "O2", dynamic_init_scale=16.0)
-    with Spoil("aten::convolution") as spoil:
-        spoil.done = True  # not before the step that is looked at
-        ScriptSteps([CheckOperatorsPart(step, step + 1)])
-        for i in range(3):
-            spoil.done = i != step
-            iterate(model, optimizer)
+    ScriptSteps([CheckOperatorsPart(step, step + 1)])
+    for i in range(3):
+        spoil = Spoil("aten::convolution")
+        hook = model.stem.register_forward_pre_hook(lambda *_, spoil=spoil: enter_below(spoil)) if i == step else None
+        iterate(model, optimizer)
+        if hook is not None:
+            hook.remove()
+            spoil.__exit__(None, None, None)
     said = capsys.readouterr().out
     assert "forward  stem  aten::convolution  float16" in said
     assert said.count("its error, relative to the norm, is") == 1
+
+
+def test_within_another_mode_nothing_begins(capsys, tmp_path):
+    model, optimizer = set_up(healthy.ResNet, "O2", dynamic_init_scale=16.0)
+    ScriptSteps(
+        [CheckOperatorsPart(0, 1), RecordPart(0, str(tmp_path / "a.pt")), RecordPart(1, str(tmp_path / "b.pt"))]
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        with FlopCounterMode(display=False):
+            loss = model.loss()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        assert not [mode for mode in dispatch_modes() if not isinstance(mode, Watch)]
+    said = capsys.readouterr().out
+    for option in ("--check-operators", "--record"):
+        assert f"{option}: the first forward is called within another dispatch mode, _FlopCounterMode: name a" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["b.pt"]
+    assert {"forward", "backward"} <= {row.phase for row in load(tmp_path / "b.pt").rows}
+
+
+def test_a_mode_that_ends_the_record(capsys, tmp_path):
+    model, optimizer = set_up(healthy.ResNet, "O2", dynamic_init_scale=16.0)
+    ScriptSteps([CheckOperatorsPart(1, 2), RecordPart(3, str(tmp_path / "a.pt"))])
+    for _ in range(5):
+        with FlopCounterMode(display=False):  # also around the step, after which they begin
+            iterate(model, optimizer)
+    assert dispatch_modes() == []
+    said = capsys.readouterr().out
+    assert "1 not: all after a dispatch mode that was entered before was left" in said
+    assert "--record: no file is written: the record is not complete, and " in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_does_not_end_the_script(capsys, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    model, optimizer = set_up(healthy.LSTM, "O2", dynamic_init_scale=16.0)
+    ScriptSteps([RecordPart(0, str(tmp_path / "a.pt"))])
+    monkeypatch.setattr(torch, "save", fail)
+    iterate(model, optimizer)
+    assert "--record: no file is written: [Errno 28] No space left on device" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("step", [0, 2])
