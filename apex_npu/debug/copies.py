@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import CellType, FunctionType, ModuleType
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,7 @@ class FakeCopies:
 
     def __init__(self) -> None:
         self._alive: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self._modules: WeakSet[nn.Module] = WeakSet()
 
     @contextmanager
     def copying(self, model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
@@ -83,6 +84,7 @@ class FakeCopies:
         with fake:
             with copying, _EqualMasters():
                 made = float32_copy(model, allow_rounded=True)
+            self._modules.update(made.modules())
             with _WriteNothingReal(fake, self._alive):
                 yield made, _copied(batch, fake.from_tensor)
 
@@ -94,9 +96,9 @@ class FakeCopies:
         """
         if self._alive:
             gc.collect()
-        left = list(self._alive.values())
+        left, own = list(self._alive.values()), set(map(id, self._modules))  # copies that are not freed yet
         for tensor in left[:_LOOKED_AT]:
-            holder = _holder(tensor, {id(left)})
+            holder = _holder(tensor, own, {id(left)})
             if holder:
                 shown = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
                 raise KeptTensorError(
@@ -110,12 +112,12 @@ class KeptTensorError(RuntimeError):
     """Raised where a forward has left tensors without values outside of the copy of a model."""
 
 
-def _holder(thing: Any, passed: set[int], path: str = "") -> str:
-    """Where in a module, class, function or object ``thing`` is; empty where these do not hold it."""
+def _holder(thing: Any, own: set[int], passed: set[int], path: str = "") -> str:
+    """Where in a module, class, function or object ``thing`` is; empty where none but those of ``own`` hold it."""
     holders = gc.get_referrers(thing)
     passed = passed | {id(holders)}  # a holder itself
     for holder in holders:
-        if id(holder) in passed or isinstance(holder, Tensor):
+        if id(holder) in passed or id(holder) in own or isinstance(holder, Tensor):
             continue
         if isinstance(holder, (ModuleType, type)):
             return f"{holder.__name__}{path}"
@@ -123,7 +125,7 @@ def _holder(thing: Any, passed: set[int], path: str = "") -> str:
             return f"what {getattr(holder, '__qualname__', '')} keeps{path}"
         if isinstance(holder, _CONTAINERS):
             step = _step(holder, thing) + path
-            found = _holder(holder, passed | {id(holder)}, step) if len(passed) < 2 * _DEPTH else ""
+            found = _holder(holder, own, passed | {id(holder)}, step) if len(passed) < 2 * _DEPTH else ""
             if found:
                 return found
         elif type(holder).__flags__ & _DEFINED_IN_PYTHON:
