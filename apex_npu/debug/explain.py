@@ -18,8 +18,9 @@ from apex_npu.amp.session import Session, current, settings
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import dispatch_modes
-from apex_npu.debug.find_overflow import Finder, session_models
+from apex_npu.debug.find_overflow import Finder
 from apex_npu.debug.observers import leave, observe, observers_of
+from apex_npu.debug.opening import session_models
 from apex_npu.debug.overflow_report import OverflowReport
 from apex_npu.debug.ranks import Ranks
 

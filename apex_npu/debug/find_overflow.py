@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from apex_npu.amp.optimizer_state import adopted_inside, inner_optimizer, state_of
 from apex_npu.amp.session import Session, current
 from apex_npu.amp.step_decision import StepReport
-from apex_npu.backends import for_device, is_capturing
+from apex_npu.backends import for_device
 from apex_npu.debug.calls import Leaf
 from apex_npu.debug.causes import OF_ANOTHER_PROCESS, Finding, Scale, find_causes, name_of
 from apex_npu.debug.observers import leave, observe
+from apex_npu.debug.opening import check_models, models_to_watch
 from apex_npu.debug.operators import is_measurable
 from apex_npu.debug.overflow_report import OverflowReport, Overflows, note_of_dropped
 from apex_npu.debug.places import Names
@@ -211,11 +212,6 @@ def _of_average(cause: Finding) -> Finding:
     return replace(cause, kind="ranks", tensor=None, why=why, advice=advice)
 
 
-def session_models(session: Session) -> list[nn.Module]:
-    """The models that amp knows, and that are still there."""
-    return [model for converted in session.models if (model := converted.model) is not None]
-
-
 class find_overflow:
     """A context that finds out why the steps of the iterations inside of it are skipped.
 
@@ -251,27 +247,15 @@ class find_overflow:
 
     def __init__(self, *models: nn.Module) -> None:
         """Check the models."""
-        for model in models:
-            if not isinstance(model, nn.Module):
-                raise TypeError(f"find_overflow takes models, torch.nn.Module, got {type(model).__name__}")
+        check_models("find_overflow", models)
         self._models = models
         self._finder: Finder | None = None
         self._session: Session | None = None
 
     def __enter__(self) -> Overflows:
-        if is_capturing():
-            raise RuntimeError(
-                "find_overflow was entered while a CUDA graph is captured: the host cannot look at what its operators "
-                "compute. Run one iteration without a graph"
-            )
-        if Watch.is_open():
-            raise ValueError("find_overflow is open already: it covers all that runs inside of it; leave this one out")
-        session = current()
-        models = list(self._models) or ([] if session is None else session_models(session))
-        if not models:
-            raise ValueError("find_overflow needs a model: pass it, or call amp.initialize first")
-        finder = self._finder = Finder(models)
-        self._session = session
+        open_already = "find_overflow is open already: it covers all that runs inside of it; leave this one out"
+        finder = self._finder = Finder(models_to_watch("find_overflow", self._models, open_already))
+        session = self._session = current()
         if session is not None:
             observe(session, finder)
         finder.watch.attach()

@@ -21,9 +21,9 @@ from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import for_device
 from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.census import ZERO, exponent_census
-from apex_npu.debug.find_overflow import session_models
 from apex_npu.debug.gradients import adopted_state
 from apex_npu.debug.observers import leave, observe
+from apex_npu.debug.opening import session_models
 from apex_npu.debug.operators import is_measurable
 from apex_npu.debug.range_report import GradientRange, ParameterRange, exponent_of, named
 from apex_npu.debug.watch import Watch

@@ -8,10 +8,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from apex_npu.amp.session import current
+from apex_npu.amp.session import Session, current
 from apex_npu.backends import is_capturing
-from apex_npu.debug.find_overflow import session_models
 from apex_npu.debug.watch import Watch
+
+
+def session_models(session: Session) -> list[nn.Module]:
+    """The models that amp knows, and that are still there."""
+    return [model for converted in session.models if (model := converted.model) is not None]
 
 
 def check_models(caller: str, models: Sequence[object]) -> None:
@@ -25,8 +29,8 @@ def check_models(caller: str, models: Sequence[object]) -> None:
             raise TypeError(f"{caller} takes models, torch.nn.Module, got {type(model).__name__}")
 
 
-def models_to_watch(caller: str, models: Sequence[nn.Module]) -> list[nn.Module]:
-    """``models``, or those of amp where there are none.
+def models_to_watch(caller: str, models: Sequence[nn.Module], open_already: str | None = None) -> list[nn.Module]:
+    """``models``, or those of amp where there are none; ``open_already`` is the text of the error of that case.
 
     Raises:
         ValueError: There is no model; or another context watches.
@@ -39,7 +43,7 @@ def models_to_watch(caller: str, models: Sequence[nn.Module]) -> list[nn.Module]
         )
     if Watch.is_open():
         others = [name for name in ("check_operators", "find_overflow", "record") if name != caller]
-        raise ValueError(f"{caller}, {others[0]} or {others[1]} is open already: leave that before")
+        raise ValueError(open_already or f"{caller}, {others[0]} or {others[1]} is open already: leave that before")
     session = current()
     found = list(models) or ([] if session is None else session_models(session))
     if not found:
