@@ -14,8 +14,8 @@ a name that is missing fails what needs it, not the import. Attributes of object
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -153,6 +153,20 @@ def autocast_disabler() -> Callable[[], AbstractContextManager[Any]]:
     """What makes contexts without autocast."""
     make: Callable[[], AbstractContextManager[Any]] = torch._C._DisableAutocast
     return make
+
+
+@contextmanager
+def autocast_within() -> Iterator[None]:
+    """For a dispatch mode: operators that a kernel calls are cast as they are without the mode, which excludes that."""
+    keys = [getattr(torch._C.DispatchKey, name) for name in ("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1")]
+    excluded = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
+    for key in excluded:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        yield
+    finally:
+        for key in excluded:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
 
 
 def tensor_guards() -> Any:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from apex_npu.amp.float32_copies import float32_copy
 from apex_npu.backends._torch_private import TorchDispatchMode, fake_modes, is_fake, tree_leaves, tree_map
-from apex_npu.debug.operators import operator_of, tensors_in
+from apex_npu.debug.operators import call_operator, operator_of, tensors_in
 
 # What batch norms write, though the schemas of some do not say so.
 _STATISTICS = ("running_mean", "running_var")
@@ -59,7 +59,7 @@ class _WriteNothingReal(TorchDispatchMode):
             for name, value in zip(operator.arguments, args, strict=False)
         ]
         kwargs = {n: self._without_values(value) if n in written else value for n, value in (kwargs or {}).items()}
-        result = func(*args, **kwargs)
+        result = call_operator(func, tuple(args), kwargs)
         for tensor in tensors_in(result):
             self._alive[id(tensor)] = tensor
         return result

@@ -18,11 +18,12 @@ from apex_npu.amp.session import Session, current, settings
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import dispatch_modes
-from apex_npu.debug.find_overflow import Finder
+from apex_npu.debug.finder import Finder
 from apex_npu.debug.observers import leave, observe, observers_of
 from apex_npu.debug.opening import session_models
 from apex_npu.debug.overflow_report import OverflowReport
 from apex_npu.debug.ranks import Ranks
+from apex_npu.debug.replay import Block, Replayer
 
 logger = logging.getLogger("apex_npu.debug")
 
@@ -33,13 +34,15 @@ class Explainer:
     """An observer of amp that has an iteration watched after skipped steps, and logs what is found.
 
     An iteration is watched from the first forward after the skip until its step is skipped, or the forward of the next
-    iteration. What goes wrong while watching is logged, and ends it; training goes on.
+    iteration; with ``replay`` the skipped step itself is run again first, and where that tells the cause, no other
+    iteration is watched. What goes wrong while watching is logged, and ends it; training goes on.
     """
 
-    def __init__(self, after: int, times: int | None, *, once: bool = False) -> None:
+    def __init__(self, after: int, times: int | None, *, once: bool = False, replay: bool = False) -> None:
         """After ``after`` skips in a row; ``times`` tables at most. With ``once`` one iteration, from now on."""
         self._after, self._left, self._once = after, times, once
         self._finder: Finder | None = None
+        self._replayer = Replayer() if replay else None
         self._start: Any = None
         self._error: BaseException | None = None
         self._ranks = Ranks()
@@ -50,15 +53,21 @@ class Explainer:
         """See ``Observer``."""
         if self._finder is not None:
             self._guarded(self._finder.block_begins, loss, optimizers, loss_id, scale, dynamic)
+        if self._replayer is not None:
+            self._guarded(self.keep_forwards)
+            self._guarded(self._replayer.block_begins, loss, optimizers, loss_id, scale, dynamic)
 
     def backward_ended(self) -> None:
         """See ``Observer``."""
-        if self._finder is not None:
-            self._guarded(self._finder.backward_ended)
+        for watching in (self._finder, self._replayer):
+            if watching is not None:
+                self._guarded(watching.backward_ended)
 
     def block_ended(self) -> None:
         """See ``Observer``."""
         finder = self._finder
+        if self._replayer is not None:
+            self._guarded(self._replayer.block_ended)
         if finder is None:
             return
         self._guarded(finder.block_ended)
@@ -72,13 +81,42 @@ class Explainer:
             self._guarded(finder.step_skipped, report)
             self.end()
             self._guarded(self._tell, report, finder.found.reports)
-        if not self._once and report.skips_in_a_row >= self._after and self._left != 0:
+        is_due = not self._once and report.skips_in_a_row >= self._after and self._left != 0
+        if self._replayer is not None:
+            kept = self._replayer.take(report)
+            if is_due and finder is None and kept:
+                self._guarded(self._run_again, self._replayer, kept, report)
+                return
+        if is_due:
             self.arm()
 
-    def _tell(self, skip: StepReport, reports: Sequence[OverflowReport]) -> None:
-        if text := self._ranks.explain(skip, reports):
-            logger.warning("%s", text)
+    def _run_again(self, replayer: Replayer, kept: Sequence[Block], skip: StepReport) -> None:
+        is_told = self._tell(skip, replayer.explain(kept, skip))
+        if self._left == 0:
+            self.close()
+        elif not is_told:
+            self.arm()
+
+    def _tell(self, skip: StepReport, reports: Sequence[OverflowReport]) -> bool:
+        """Log why; False where the cause is not known."""
+        told = self._ranks.explain(skip, reports)
+        if told.text:
+            logger.warning("%s", told.text)
             self._left = None if self._left is None else self._left - 1
+        return told.is_cause
+
+    def keep_forwards(self) -> None:
+        """With ``replay``: keep what the models of the session are called with, from now on."""
+        session = current()
+        if self._replayer is not None and session is not None:
+            self._replayer.follow(session_models(session))
+
+    def close(self) -> None:
+        """Watch and keep nothing from now on."""
+        self.end()
+        if self._replayer is not None:
+            self._replayer.end()
+            self._replayer = None
 
     # ---- when it watches -------------------------------------------------------------------------------------------
 
@@ -91,7 +129,7 @@ class Explainer:
         """Watch no longer."""
         finder, self._finder = self._finder, None
         if finder is not None:
-            finder.watch.detach()
+            finder.detach()
         if self._start is not None:
             self._start.remove()
             self._start = None
@@ -117,7 +155,7 @@ class Explainer:
         self._error = sys.exc_info()[1]
         finder = self._finder = Finder(session_models(session))
         finder.watch.make_way = self.end
-        finder.watch.attach()
+        finder.attach()
         finder.watch.enter_module(module, args)
 
     def _guarded(self, call: Any, *args: Any) -> None:
@@ -128,7 +166,7 @@ class Explainer:
             self.end()
 
 
-def explain_overflows(after: int | None = 2, times: int = 20) -> None:
+def explain_overflows(after: int | None = 2, times: int = 20, *, replay: bool = False) -> None:
     """From now on, after some skipped steps in a row, watch the next iteration and log why its step is skipped.
 
     The iteration that is watched takes a few times as long, the others as long as before. What the model learns does
@@ -139,6 +177,9 @@ def explain_overflows(after: int | None = 2, times: int = 20) -> None:
     Args:
         after: Skips in a row after which an iteration is watched; 1 or more. None: no longer.
         times: How many tables are logged at most.
+        replay: Keep what the models are called with until the step, and run a step that is skipped once more instead of
+            watching the next iteration, whose batch is another; see ``find_overflow``. The next iteration is watched
+            where that does not tell the cause.
 
     Raises:
         ValueError: ``after`` or ``times`` is not a positive integer.
@@ -156,12 +197,13 @@ def explain_overflows(after: int | None = 2, times: int = 20) -> None:
     listed = [] if session is None else observers_of(session)
     for known in {id(o): o for o in (settings.observer, *listed)}.values():
         if isinstance(known, Explainer):
-            known.end()
+            known.close()
             if session is not None:
                 leave(session, known)
-    settings.observer = None if after is None else Explainer(after, times)
-    if session is not None and settings.observer is not None:
-        observe(session, settings.observer)
+    settings.observer = explainer = None if after is None else Explainer(after, times, replay=replay)
+    if session is not None and explainer is not None:
+        observe(session, explainer)
+        explainer.keep_forwards()
 
 
 def watch_next_iteration() -> None:

@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_npu.backends._torch_private import autocast_within
+
 # These fill memory that holds nothing yet, or only describe it.
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
 # These write all of their first operand, and do not read it.
 _OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "set_"}
+# A dispatch mode sees these as one operator; their kernels call others that autocast casts: dot, and bmm.
+_CALLING_CAST = {"aten::vdot", "aten::affine_grid_generator"}
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
@@ -56,6 +60,14 @@ class Operator:
 
 
 operator_of = functools.cache(Operator)
+
+
+def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a dispatch mode calls ``func`` by, which is cast as it is without the mode."""
+    if func._schema.name not in _CALLING_CAST:
+        return func(*args, **kwargs)
+    with autocast_within():
+        return func(*args, **kwargs)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -60,6 +60,8 @@ class OverflowReport:
 
     def __str__(self) -> str:
         head = self._head()
+        if not self.overflowed and self.notes:
+            return "\n".join([f"{head}: no cause was found", *self.notes])
         if not self.overflowed:
             return f"no overflow: {head}, all {self.gradients} gradients are finite ({self.operators} operators)"
         bad = (
@@ -136,9 +138,10 @@ class Overflows:
         reports: In the order of the blocks; without amp one for the whole iteration.
     """
 
-    def __init__(self) -> None:
-        """Nothing so far."""
+    def __init__(self, nothing: str = "nothing was seen: no scale_loss block, and no gradient") -> None:
+        """No reports so far, of which ``nothing`` is printed."""
         self.reports: list[OverflowReport] = []
+        self._nothing = nothing
 
     def _told(self) -> OverflowReport | None:
         """The first report of an overflow, or else the last."""
@@ -184,7 +187,7 @@ class Overflows:
 
     def __str__(self) -> str:
         if not self.reports:
-            return "nothing was seen: no scale_loss block, and no gradient"
+            return self._nothing
         return "\n\n".join(map(str, self.reports))
 
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import linecache
 import os
 import site
@@ -34,6 +33,8 @@ _OPTIMIZERS = (_TORCH + "optim", _OWN + "optimizers", _OWN + "amp/master_params.
 _AMP = tuple(_TORCH + part for part in ("nn/utils/clip_grad.py", "amp/grad_scaler.py")) + tuple(
     _OWN + part for part in ("amp", "fusion", "distributed", "debug")
 )
+# What runs a forward once more: nothing that called it then calls it now.
+_REPLAY = _OWN + "debug/forwards.py"
 # These call the user's functions, or are part of the graph.
 _PART_OF_THE_GRAPH = tuple(_OWN + part for part in ("amp/scale_loss.py", "amp/user_casts.py"))
 
@@ -44,6 +45,7 @@ class Caller(Enum):
     OPTIMIZER = auto()
     AMP = auto()
     ENGINE = auto()
+    REPLAY = auto()
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ def _kind_of(file: str, function: str) -> Caller | bool:
     """True: a file of the user's; False: one of a library, which is passed over."""
     if file.startswith(_TORCH) and function == "_engine_run_backward":
         return Caller.ENGINE
+    if file == _REPLAY:
+        return Caller.REPLAY
     if file.startswith(_OPTIMIZERS):
         return Caller.OPTIMIZER
     if file.startswith(_AMP) and not file.startswith(_PART_OF_THE_GRAPH):
@@ -92,10 +96,13 @@ def _kind_of(file: str, function: str) -> Caller | bool:
     return file.startswith(_PACKAGES) or not file.startswith(_LIBRARY)
 
 
-def calling_line() -> Place | Caller | None:
-    """For a dispatch mode: the innermost line of the user's that has called the operator; None: there is no line."""
-    frame: Any = inspect.currentframe()
-    frame = frame.f_back.f_back  # what has called the operator
+def calling_line(frames: int = 2) -> Place | Caller | None:
+    """The innermost line of the user's that has called the operator; None: there is no line.
+
+    Args:
+        frames: How many to pass over; 2 where a dispatch mode asks.
+    """
+    frame: Any = sys._getframe(frames)
     while frame is not None:
         code = frame.f_code
         kind = _kind_of(code.co_filename, code.co_name)

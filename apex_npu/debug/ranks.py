@@ -7,7 +7,7 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -20,6 +20,18 @@ _PATIENCE_SECONDS = 10.0
 _INTERVAL_SECONDS = 0.05
 
 
+class Told(NamedTuple):
+    """What is said of a skipped step; empty where nothing is.
+
+    Attributes:
+        text: The tables.
+        is_cause: They have a cause that says where to look, of this process or another.
+    """
+
+    text: str
+    is_cause: bool
+
+
 class Ranks:
     """Tells the tables of this process to the others, and theirs to those who have no cause of their own.
 
@@ -29,24 +41,26 @@ class Ranks:
     def __init__(self) -> None:
         self._asks = True
 
-    def explain(self, skip: StepReport, reports: Sequence[OverflowReport]) -> str:
+    def explain(self, skip: StepReport, reports: Sequence[OverflowReport]) -> Told:
         """What is to be said of the skipped step: the own tables, or those of the processes with a cause."""
-        own = "\n\n".join(str(report) for report in reports if report.overflowed)
+        own = "\n\n".join(str(report) for report in reports if report.overflowed or report.notes)
+        causes = [cause for report in reports for cause in report.causes]
+        is_cause = any(cause.operator != "none" for cause in causes)
         store = self._store()
         if store is None:
-            return own
+            return Told(own, is_cause)
         # Skips are agreed on: every process has counted as many, and those that watch have explained as many.
         key = f"{store.add(str(dist.get_rank()), 1)}/{skip.loss_id}/{skip.skipped_steps}"
-        if any(cause.kind != "ranks" for report in reports for cause in report.causes):
-            store.set(f"{key}/{dist.get_rank()}", own[:_LENGTH])
-            return own
+        if any(cause.kind != "ranks" for cause in causes):
+            store.set(f"{key}/{dist.get_rank()}", f"{int(is_cause)}{own}"[:_LENGTH])
+            return Told(own, is_cause)
         told = self._ask(store, key) if self._asks else {}
         self._asks = bool(told)
         if not told:
-            return own
-        others = [f"rank {rank}\n{textwrap.indent(text, '  ')}" for rank, text in told.items()]
+            return Told(own, False)
+        others = [f"rank {rank}\n{textwrap.indent(text[1:], '  ')}" for rank, text in told.items()]
         first = own or "the gradients of this process are finite, the step was skipped for those of another"
-        return "\n\n".join([first, *others])
+        return Told("\n\n".join([first, *others]), any(text[0] == "1" for text in told.values()))
 
     @staticmethod
     def _store() -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from apex_npu.backends._torch_private import TorchDispatchMode, autograd_node, is_in_backward, sequence_number
 from apex_npu.debug.flops import flops_of
-from apex_npu.debug.operators import operator_of, tensors_in
+from apex_npu.debug.operators import call_operator, operator_of, tensors_in
 from apex_npu.debug.places import ModuleStack, Names
 
 # These take sizes and a dtype from a tensor, and read nothing of it, or only move what they read.
@@ -125,7 +125,7 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = call_operator(func, args, kwargs)
         operator = operator_of(func)
         results = list(tensors_in(result))
         if operator.passed_over or not results:

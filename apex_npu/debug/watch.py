@@ -23,8 +23,16 @@ from apex_npu.backends._torch_private import (
     take_off_mode,
 )
 from apex_npu.debug.calls import KEPT, KEPT_BAD, Call, Input, Leaf, Phase, Result
+from apex_npu.debug.forwards import Forward, NotReplayedError
 from apex_npu.debug.lineage import Lineage
-from apex_npu.debug.operators import Operator, is_measurable, nonfinite_number_in, operator_of, tensors_in
+from apex_npu.debug.operators import (
+    Operator,
+    call_operator,
+    is_measurable,
+    nonfinite_number_in,
+    operator_of,
+    tensors_in,
+)
 from apex_npu.debug.places import Caller, ModuleStack, Names, Place, calling_line
 from apex_npu.debug.ranges import OverflowFlag, Ranges
 from apex_npu.debug.second_opinion import Opinion, ask, results_of, stays_bad
@@ -53,6 +61,7 @@ class Watch(TorchDispatchMode):
         dropped_bad: Further calls like ``bad``, of which too many were.
         module_ranges: The largest magnitude of what each module has returned last.
         make_way: Ends the watching that no context of the script has begun, for one that the script opens; else None.
+        replayed: The forward that is run once more; None: what runs is the iteration itself.
     """
 
     def __init__(self, names: Names, saturating: Sequence[torch.device] = ()) -> None:
@@ -71,6 +80,7 @@ class Watch(TorchDispatchMode):
         self.ranges = Ranges(self.flag)
         self.constants: list[Call] = []
         self.make_way: Callable[[], object] | None = None
+        self.replayed: Forward | None = None
         self._bad_given: set[int] = set()
         self._backward_seen = False
         self._optimizer_seen = False
@@ -206,21 +216,27 @@ class Watch(TorchDispatchMode):
         """Call ``func``, and look at what it has returned and written."""
         kwargs = kwargs or {}
         if self.suspended:
-            return func(*args, **kwargs)
+            return call_operator(func, args, kwargs)
         operator: Operator = operator_of(func)
         place = calling_line()
+        if self.replayed is not None:
+            if operator.is_collective:
+                raise NotReplayedError(
+                    f"it calls {operator.name}, in which the other processes would have to take part"
+                )
+            place = self.replayed.place if place is Caller.REPLAY else place
         if place is Caller.OPTIMIZER or place is Caller.AMP:
-            returned = func(*args, **kwargs)
+            returned = call_operator(func, args, kwargs)
             self._pass_over(operator, place, args, kwargs, returned)
             return returned
         if operator.passed_over and not operator.makes_tensor:
             with self._lock:
                 self._note_forward(operator, place)
-            return func(*args, **kwargs)
+            return call_operator(func, args, kwargs)
         with self._lock:
             self.flag.take()
             before = self._keep_written(operator, args, kwargs)
-            returned = func(*args, **kwargs)
+            returned = call_operator(func, args, kwargs)
             try:
                 with torch.no_grad():
                     self._look(func, operator, place, (args, kwargs), before, returned)

@@ -41,8 +41,8 @@ class Net(nn.Module):
         return self.b(h)
 
 
-def tables(prepare=lambda model: model, *, watching=(0, 1), steps=2, **options):
-    """What this process says of the second step; rank 1's batch overflows in forward."""
+def tables(prepare=lambda model: model, *, watching=(0, 1), steps=2, replay=False, **options):
+    """What this process says of the last step; rank 1's batch overflows in forward."""
     torch.manual_seed(0)
     model = Net().to(DEVICE)
     optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
@@ -52,7 +52,7 @@ def tables(prepare=lambda model: model, *, watching=(0, 1), steps=2, **options):
     logger = logging.getLogger("apex_npu.debug")
     logger.addHandler(handler)
     if dist.get_rank() in watching:
-        amp.debug.explain_overflows(after=1)
+        amp.debug.explain_overflows(after=1, replay=replay)
     for _ in range(steps):
         x = torch.randn(8, 4, device=DEVICE) * (1e4 if dist.get_rank() == 1 else 1)
         optimizer.zero_grad()
@@ -100,6 +100,16 @@ def combine_ddp():
 
 def overflow_group():
     check(tables(overflow_group=dist.group.WORLD), lambda own: own.startswith(FINITE))
+
+
+def replay():
+    def own_is_finite(own):
+        return "run again, its gradients are finite: the cause is in other processes" in own
+
+    # The skipped step itself, so that one step is enough.
+    check(tables(nn.parallel.DistributedDataParallel, steps=1, replay=True), own_is_finite)
+    amp.shutdown()
+    check(tables(combine_grad=True, combine_ddp=True, steps=1, replay=True), own_is_finite)
 
 
 def on_one_process():

@@ -17,4 +17,4 @@ from devices import needs
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
 def test_the_process_that_has_overflowed_is_named():
     worker = Path(__file__).with_name("ranks_worker.py")
-    processes.run(worker, "distributed_data_parallel", "combine_ddp", "overflow_group", "on_one_process")
+    processes.run(worker, "distributed_data_parallel", "combine_ddp", "overflow_group", "replay", "on_one_process")

@@ -200,3 +200,27 @@ def test_json(tmp_path):
     h = model.first(planted.batch(1, 8, value=1.0)).detach().double()
     assert cause["true_value"] == float((h * h).max())
     assert cause["limit"] == 65504.0
+
+
+@pytest.mark.parametrize("watch", ["find_overflow", "record", "check_operators"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.vdot(x[0], torch.mv(x, x[1])),
+        lambda x: torch.nn.functional.affine_grid(x[None, :2], [1, 1, 4, 4]),
+    ],
+    ids=["vdot", "affine_grid"],
+)
+def test_operators_whose_kernels_call_others_that_are_cast(watch, function, tmp_path):
+    model, _ = set_up(lambda: torch.nn.Linear(3, 3), "O1")
+    x = torch.randn(3, 3, device=DEVICE)
+    once = function(x)
+    context = {
+        "find_overflow": lambda: amp.debug.find_overflow(model),
+        "record": lambda: amp.debug.record(tmp_path / "run.pt", model),
+        "check_operators": lambda: amp.debug.check_operators(model),
+    }[watch]
+    with context():
+        watched = function(x)
+    assert watched.dtype == once.dtype
+    assert torch.equal(watched, once)

@@ -1,0 +1,500 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A skipped step is run again: the same gradients, the same causes as when it is watched, and nothing else changes."""
+
+import copy
+import dataclasses
+import gc
+import io
+import pickle
+import random
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from debug import healthy, planted, planted_more
+from debug.test_explain import tables
+from debug.test_find_overflow import CASES
+from debug.test_watching import hooks_of_torch, iterate, set_up, train
+from devices import DEVICE, needs
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.checkpoint import checkpoint
+
+from apex_npu import amp, optimizers
+
+pytestmark = needs("inf")
+SAME = "the gradients are the same, bit for bit"
+# Their loss function overflows, which is not run again.
+AFTER_THE_MODEL = {"log", "second"}
+# Their gradients are finite, or they use a checkpoint that torch.autograd.grad refuses.
+NOT_SKIPPED, REENTRANT = {"bias", "product"}, {"checkpoint"}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    before = (*hooks_of_torch(), dict(torch_optimizer._global_optimizer_post_hooks))
+    yield
+    amp.debug.explain_overflows(None)
+    assert (*hooks_of_torch(), dict(torch_optimizer._global_optimizer_post_hooks)) == before
+
+
+def hooks_of(model):
+    return [(list(m._forward_hooks), list(m._forward_pre_hooks)) for m in model.modules()]
+
+
+def last_of(found):
+    return found.reports[-1].notes[-1]
+
+
+@pytest.mark.parametrize(("fault", "level", "optimizer", "options"), CASES)
+def test_planted(fault, level, optimizer, options):
+    model, made, _ = planted.set_up(fault, level, optimizer, **options)
+    with amp.debug.find_overflow(model, replay=True) as found:
+        planted.iterate(fault, model, made)
+    expected = fault.at(level)
+    if fault.name in NOT_SKIPPED:
+        assert str(found) == "no step was skipped"
+    elif fault.name in REENTRANT:
+        assert last_of(found).startswith("the step could not be run again: When use_reentrant=True")
+    elif fault.name in AFTER_THE_MODEL:
+        assert [(cause.kind, cause.phase, cause.operator) for cause in found.causes] == [
+            ("unknown", "backward", "none")
+        ]
+        assert "the code that computes the loss" in str(found)
+    else:
+        # A sum over several backward passes is added up where no line of the model is.
+        expected = {key: value for key, value in expected.items() if (fault.name, key) != ("sum", "line")}
+        assert [{key: getattr(cause, key) for key in expected} for cause in found.causes] == [expected], str(found)
+        assert found.causes[0].tensor == fault.tensor or fault.tensor is None
+        assert SAME in last_of(found)
+
+
+class Dropped(nn.Module):
+    """Draws of all generators, a buffer that each forward writes and reads, and a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.bn, self.last = nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        x = torch.dropout(self.bn(self.first(x)), 0.5, True) * random.random() * float(np.random.rand()) * self.calls
+        return checkpoint(lambda h: torch.dropout(self.last(h), 0.5, True), x, use_reentrant=False)
+
+    def loss(self):
+        return self(torch.randn(4, 8).to(DEVICE)).float().square().mean()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", pytest.param("O2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [*healthy.MODELS, Dropped])
+def test_the_gradients_are_those_of_the_skipped_step(make, level):
+    # The largest scale that float32 holds: of some gradients alone.
+    model, optimizer = set_up(make, level, torch.optim.SGD, dynamic_init_scale=2.0**24)
+    seen = {}
+    for name, param in model.named_parameters():
+        param.register_hook(lambda grad, name=name: seen.setdefault(name, []).append(grad.detach().clone()))
+    iterate(model, optimizer)
+    seen.clear()
+    with amp.debug.find_overflow(model, replay=True) as found:
+        optimizer.zero_grad()
+        with amp.scale_loss(model.loss() * torch.where(torch.ones((), device=DEVICE) > 0, 1e38, 1), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+    assert amp.last_step(optimizer).skipped
+    assert seen
+    for once, again in seen.values():
+        torch.testing.assert_close(again, once, rtol=0, atol=0, equal_nan=True)
+    assert SAME in last_of(found)
+    assert found.parameters
+
+
+@pytest.mark.parametrize("level", ["O1", pytest.param("O2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [*healthy.MODELS, Dropped])
+def test_nothing_changes(make, level):
+    def trained(replay):
+        scale = {"dynamic_init_scale": 2.0**60, "max_loss_scale": 2.0**60, "scale_backoff_factor": 2.0**-12}
+        model, optimizer = set_up(make, level, **scale)
+        hooks = hooks_of(model)
+        torch.manual_seed(3), random.seed(3), np.random.seed(3)
+        if replay:
+            with amp.debug.find_overflow(model, replay=True) as found:
+                left, states, _ = train(model, optimizer, 12, lambda step: False)
+        else:
+            found, (left, states, _) = None, train(model, optimizer, 12, lambda step: False)
+        assert hooks_of(model) == hooks
+        drawn = float(np.random.rand())
+        amp.shutdown()
+        return left, [*states, drawn], found
+
+    alone, states, _ = trained(False)
+    replayed, states_replayed, found = trained(True)
+    assert found.reports
+    assert all(SAME in report.notes[-1] for report in found.reports)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(alone, replayed, strict=True))
+    assert torch.equal(states[0], states_replayed[0])
+    assert states[1:] == states_replayed[1:]
+
+
+def squares(x):
+    return x * x  # fault: squares
+
+
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8, bias=False)
+        nn.init.eye_(self.fc.weight)
+
+    def forward(self, x):
+        return squares(self.fc(x))
+
+
+LINE = planted.marked_lines(__file__)["squares"]
+
+
+def bad_batch():
+    return torch.full((2, 8), 1000.0).to(DEVICE)
+
+
+def good_batch():
+    return torch.ones(2, 8).to(DEVICE)
+
+
+def backward(loss, optimizer, **options):
+    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+def names_the_line(found):
+    return [(cause.kind, cause.phase, cause.line) for cause in found.causes] == [("overflow", "forward", LINE)]
+
+
+@pytest.mark.parametrize("delay", [{}, {"delay_unscale": True}])
+def test_the_micro_batch_that_has_overflowed_is_found(delay):
+    model, optimizer = set_up(Squares, "O2")
+    with amp.debug.find_overflow(replay=True) as found:
+        for second in (good_batch(), bad_batch()):
+            optimizer.zero_grad()
+            for batch in (good_batch(), second):
+                backward(model(batch).float().mean(), optimizer, **delay)
+            backward(model(good_batch()).float().mean(), optimizer)
+            optimizer.step()
+    assert amp.last_step(optimizer).skipped
+    assert names_the_line(found), str(found)
+    assert [bool(report.causes) for report in found.reports] == [False, True, False]
+    # Without the delay each block halves the scale, and drops the gradients that have overflowed.
+    assert last_of(found).startswith("run again")
+
+
+def test_several_backwards_in_a_block():
+    model, optimizer = set_up(Squares, "O2")
+    with amp.debug.find_overflow(model, replay=True) as found:
+        good, bad = model(good_batch()).float().mean(), model(bad_batch()).float().mean()
+        with amp.scale_loss(good, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            (bad * bad).backward()
+        optimizer.step()
+    assert names_the_line(found), str(found)
+    assert SAME in last_of(found)
+
+
+def test_a_graph_that_two_losses_share():
+    model, optimizer = set_up(Squares, "O2", num_losses=2)
+    with amp.debug.find_overflow(model, replay=True) as found:
+        output = model(bad_batch())
+        with amp.scale_loss(output[:, :4].float().mean(), optimizer, loss_id=0) as scaled_loss:
+            scaled_loss.backward(retain_graph=True)
+        backward(output[:, 4:].float().mean(), optimizer, loss_id=1)
+        optimizer.step()
+    assert {(cause.kind, cause.line) for cause in found.causes} == {("overflow", LINE)}
+    assert len(found.reports) == 2
+
+
+def test_a_network_that_is_judged_by_another():
+    torch.manual_seed(0)
+    generator, judge = nn.Linear(4, 8).to(DEVICE), Squares().to(DEVICE)
+    both = [torch.optim.SGD(net.parameters(), lr=0.0) for net in (generator, judge)]
+    (generator, judge), (of_generator, of_judge) = amp.initialize(
+        [generator, judge], both, opt_level="O2", loss_scale="dynamic", verbosity=0, dynamic_init_scale=4.0
+    )
+    noise = torch.randn(2, 4).to(DEVICE)
+    with amp.debug.find_overflow(replay=True) as found:
+        fake = generator(noise)
+        backward(judge(fake.detach()).float().mean(), of_judge)
+        of_judge.step()
+        of_generator.zero_grad()
+        backward(judge(fake * 1e4).float().mean(), of_generator)
+        of_generator.step()
+    assert amp.last_step(of_judge).applied
+    assert amp.last_step(of_generator).skipped
+    (cause,) = found.causes
+    assert (cause.kind, cause.module, cause.line) == ("overflow", "models[1]", LINE)
+    # What the judge passes back to the generator is no cause of its own.
+    assert SAME in last_of(found)
+
+
+@dataclasses.dataclass
+class Output:
+    value: torch.Tensor
+    others: dict
+
+
+class Structured(Squares):
+    def forward(self, *, batch, gain=1.0):
+        value = super().forward(batch["x"] * gain)
+        return Output(value.float(), {"twice": [value.float() * 2]})
+
+
+def test_keyword_arguments_and_outputs_in_containers():
+    model, optimizer = set_up(Structured, "O1")
+    with amp.debug.find_overflow(model, replay=True) as found:
+        output = model(batch={"x": good_batch()}, gain=1000.0)
+        backward(output.value.mean() + output.others["twice"][0].mean(), optimizer)
+        optimizer.step()
+    assert names_the_line(found), str(found)
+    assert SAME in last_of(found)
+
+
+def test_a_module_that_computes_the_loss():
+    class Loss(nn.Module):
+        def forward(self, output, target):
+            return (output * 0 + target).log().mean()
+
+    criterion = Loss()
+    model, optimizer = set_up(lambda: nn.Linear(8, 1), "O2")
+    with amp.debug.find_overflow(model, criterion, replay=True) as found:
+        backward(criterion(model(good_batch()), torch.zeros(2, 1).to(DEVICE)), optimizer)
+        optimizer.step()
+    (cause,) = found.causes
+    assert (cause.kind, cause.phase, cause.module, cause.operator) == ("math", "forward", "models[1]", "aten::log")
+
+
+def skipped(model, optimizer, batch):
+    """One iteration that overflows."""
+    optimizer.zero_grad()
+    backward(model(batch).float().mean(), optimizer)
+    optimizer.step()
+    assert amp.last_step(optimizer).skipped
+
+
+def test_what_is_not_run_again():
+    class Hidden(Squares):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x * (1000.0 if self.calls == 1 else 1.0))
+
+    class InPlace(Squares):
+        def forward(self, x):
+            return super().forward(x.mul_(1000.0))
+
+    class Reshaped(Hidden):
+        def forward(self, x):
+            return super().forward(x)[: self.calls]
+
+    class Elsewhere(Squares):
+        def loss_of(self, x):
+            return self.fc(x).square()
+
+    for make, reason in (
+        (
+            Hidden,
+            "run again, its gradients are finite: the cause is in other processes, in gradients from before, in a",
+        ),
+        (InPlace, "the step could not be run again: tensor 0 of its arguments, of shape [2, 8], was written in place"),
+        (Reshaped, "the step could not be run again: the model returns other outputs than it did"),
+    ):
+        model, optimizer = set_up(make, "O0")
+        with amp.debug.find_overflow(model, replay=True) as found:
+            skipped(model, optimizer, good_batch() * 1e17)
+        assert last_of(found).startswith(reason), str(found)
+        assert not found.causes
+        assert "no cause was found" in str(found)
+        amp.shutdown()
+    model, optimizer = set_up(Elsewhere, "O0")
+    with amp.debug.find_overflow(model, replay=True) as found:
+        backward(model.loss_of(good_batch() * 1e30).mean(), optimizer)
+        optimizer.step()
+    assert "no forward was seen" in last_of(found)
+    assert "model(input)" in last_of(found)
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+def test_a_replay_runs_no_collective(tmp_path):
+    class Gathering(Squares):
+        def forward(self, x):
+            dist.all_reduce(torch.zeros(1))
+            return super().forward(x)
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, optimizer = set_up(Gathering, "O2")
+        with amp.debug.find_overflow(model, replay=True) as found:
+            skipped(model, optimizer, bad_batch())
+        assert "it calls c10d::allreduce_, in which the other processes would have to take part" in last_of(found)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_copies_and_pickles_of_the_model_are_not_followed():
+    model, optimizer = set_up(Squares, "O2")
+    with amp.debug.find_overflow(model, replay=True) as found:
+        twin, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        for other in (twin, loaded):
+            other(bad_batch()).float().mean().backward()
+        skipped(model, optimizer, bad_batch())
+    assert len(found.reports) == 1
+    assert names_the_line(found)
+
+
+def test_what_is_kept_is_let_go():
+    model, optimizer = set_up(Squares, "O2")
+    kept = []
+
+    def step():
+        batch = good_batch()
+        kept.append(weakref.ref(batch))
+        optimizer.zero_grad()
+        backward(model(batch).float().mean(), optimizer)
+        optimizer.step()
+
+    with amp.debug.find_overflow(model, replay=True):
+        step()
+        model(good_batch())  # a forward without backward
+        step()
+        gc.collect()
+        assert [one() for one in kept] == [None, None]
+        with torch.no_grad():
+            model(good_batch())
+        with pytest.raises(KeyError), amp.scale_loss(model(good_batch()).float().mean(), optimizer):
+            raise KeyError
+        step()
+    assert amp.last_step(optimizer).applied
+
+
+def test_an_exception_while_it_runs_again_leaves_everything_as_it_was():
+    class Once(Squares):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls == 2:
+                raise KeyboardInterrupt
+            return super().forward(torch.dropout(x, 0.5, True))
+
+    model, optimizer = set_up(Once, "O2")
+    model.register_buffer("table", torch.ones(3))
+    table = model.table
+    with pytest.raises(KeyboardInterrupt), amp.debug.find_overflow(model, replay=True):
+        skipped(model, optimizer, bad_batch())
+    assert model.table is table
+    assert not model._forward_hooks
+    assert torch.is_grad_enabled()
+    skipped(model, optimizer, bad_batch())
+
+
+def test_bad_input():
+    with (
+        pytest.raises(RuntimeError, match=r"replay=True.*call amp.initialize first"),
+        amp.debug.find_overflow(nn.Linear(2, 2), replay=True),
+    ):
+        pass
+    model, _ = set_up(Squares, "O2")
+    with amp.debug.find_overflow(model, replay=True) as found:
+        pass
+    assert str(found) == "no step was skipped"
+    assert not found.causes
+
+
+def test_a_compiled_model():
+    model, optimizer = set_up(Squares, "O2")
+    compiled = torch.compile(model, backend="eager")
+    for given in (compiled, model):
+        with amp.debug.find_overflow(given, replay=True) as found:
+            skipped(compiled, optimizer, bad_batch())
+        assert names_the_line(found) or (given is model and "no forward was seen" in last_of(found)), str(found)
+    torch.compiler.reset()
+
+
+# ---- explain_overflows -----------------------------------------------------------------------------------------------
+
+
+def test_the_skipped_step_itself_is_explained(caplog):
+    amp.debug.explain_overflows(after=1, replay=True)
+    model, optimizer = set_up(Squares, "O2")
+    optimizer.zero_grad()
+    backward(model(good_batch()).float().mean(), optimizer)
+    optimizer.step()
+    skipped(model, optimizer, bad_batch())  # the only batch that does
+    (table,) = tables(caplog)
+    assert f"test_replay.py:{LINE} " in table
+    assert SAME in table
+    assert "1 skip in a row" in table
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(model(good_batch()).float().mean(), optimizer)
+        optimizer.step()
+        assert amp.last_step(optimizer).applied
+    assert len(tables(caplog)) == 1
+
+
+def test_what_a_replay_does_not_tell_is_watched(caplog):
+    fault = next(fault for fault in planted.FAULTS if fault.name == "log")
+    amp.debug.explain_overflows(after=2, times=2, replay=True)
+    model, optimizer, _ = planted.set_up(fault, "O2", torch.optim.SGD)
+    for _ in range(5):
+        planted.iterate(fault, model, optimizer)
+    first, second = tables(caplog)
+    assert "the code that computes the loss" in first
+    assert "2 skips in a row" in first
+    assert f"planted.py:{planted.MARKED['log']} " in second
+    assert "3 skips in a row" in second
+
+
+def test_no_more_than_asked_for(caplog):
+    model, optimizer = set_up(Squares, "O2")
+    amp.debug.explain_overflows(after=1, times=1, replay=True)
+    for _ in range(3):
+        skipped(model, optimizer, bad_batch())
+    assert len(tables(caplog)) == 1
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("options", [{}, {"combine_grad": True, "fuse_unscale": True}])
+def test_clipped_gradients(options):
+    model, optimizer = set_up(Squares, "O2", optimizers.NpuFusedSGD, **options)
+    with amp.debug.find_overflow(model, replay=True) as found:
+        backward(model(bad_batch()).float().mean(), optimizer)
+        if options:
+            optimizer.clip_optimizer_grad_norm_fused(1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+    assert names_the_line(found), str(found)
+    assert last_of(found).startswith("run again")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("fault", planted_more.FAULTS, ids=lambda fault: fault.name)
+def test_planted_elsewhere(fault, level):
+    if level not in fault.levels:
+        pytest.skip("no such fault at this level")
+    model, made, _ = planted.set_up(fault, level, torch.optim.SGD)
+    with amp.debug.find_overflow(model, replay=True) as found:
+        planted.iterate(fault, model, made)
+    expected = fault.at(level, planted_more.MARKED)
+    if amp.last_step(made).applied:
+        assert str(found) == "no step was skipped"
+    elif not found.causes:
+        assert "could not be run again" in last_of(found) or "its gradients are finite" in last_of(found)
+    elif found.causes[0].operator != "none":
+        assert [{key: getattr(cause, key) for key in expected} for cause in found.causes] == [expected], str(found)
