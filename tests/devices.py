@@ -69,6 +69,7 @@ SAME_KERNELS = not VENDOR
 
 # What torch_npu and CANN do not do, by the names that `needs` takes.
 _VENDOR_LACKS = {
+    "affine_grid": "the host CANN has no affine_grid",
     "channels_last": 'torch_npu takes no memory_format but "contiguous_format or preserve_format"',
     "complex_norm": "torch_npu's norm of complex numbers is complex",
     "configurable_chip": "whether a chip saturates is a property of the process: HOST_CANN_SOC=Ascend910ProA",

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 import os
 import site
@@ -102,7 +103,9 @@ def calling_line(frames: int = 2) -> Place | Caller | None:
     Args:
         frames: How many to pass over; 2 where a dispatch mode asks.
     """
-    frame: Any = sys._getframe(frames)
+    frame: Any = inspect.currentframe()
+    for _ in range(frames):
+        frame = frame.f_back
     while frame is not None:
         code = frame.f_code
         kind = _kind_of(code.co_filename, code.co_name)

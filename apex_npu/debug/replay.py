@@ -204,9 +204,12 @@ class Replayer:
                 watch.suspended = True
                 with torch.no_grad():
                     pairs = [(s, g) for s, g in zip(inputs, grads, strict=True) if g is not None]
-                    bad = [gradient for gradient in given if watch.ranges.is_bad(gradient)]
-                    finder.examine(found, ends if bad or not bool(block.loss.isfinite().all()) else [], pairs)
-                    if bad and not any(map(watch.ranges.is_bad, ends)):
+                    is_bad = watch.ranges.is_at_limit if watch.saturates else watch.ranges.is_bad
+                    bad = [gradient for gradient in given if is_bad(gradient)]
+                    begins_in_forward = bool(bad) or watch.saturates or not bool(block.loss.isfinite().all())
+                    finder.examine(found, ends if begins_in_forward else [], pairs)
+                    is_forward = any(cause.phase == "forward" for cause in found.causes)
+                    if bad and not is_forward:
                         found.causes = [_after_model(bad[0])]
             finally:
                 watch.flag.read()

@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -16,6 +18,27 @@ from apex_npu.debug.operators import Operator, tensors_in
 
 # What kernels raise that do not exist, or not for float64; OutOfMemoryError is a RuntimeError.
 _FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError, MemoryError)
+
+
+def _matmul_backward(grad: Tensor, a: Tensor, b: Tensor, mask: Sequence[bool]) -> list[Tensor]:
+    rows, columns = a[None] if a.dim() == 1 else a, b[:, None] if b.dim() == 1 else b
+    grad = grad if b.dim() > 1 else grad[..., None]
+    grad = grad if a.dim() > 1 else grad[..., None, :]
+    of_rows, of_columns = grad @ columns.mT, rows.mT @ grad
+    found = of_rows.sum_to_size(rows.shape).reshape(a.shape), of_columns.sum_to_size(columns.shape).reshape(b.shape)
+    return list(compress(found, mask))
+
+
+def _linear_backward(x: Tensor, grad: Tensor, weight: Tensor, output_mask: Sequence[bool]) -> list[Tensor]:
+    grads = grad.reshape(-1, len(weight))
+    return list(compress((grad @ weight, grads.T @ x.reshape(-1, x.shape[-1]), grads.sum(0)), output_mask))
+
+
+# Backwards that devices have as one operator, and the host as several: a dispatch mode is below autograd.
+_OF_DEVICES: dict[str, Callable[..., list[Tensor]]] = {
+    "aten::matmul_backward": _matmul_backward,
+    "aten::linear_backward": _linear_backward,
+}
 
 
 @dataclass(frozen=True)
@@ -109,7 +132,7 @@ def call_wide(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict
         stack.enter_context(autocast_disabler()())
         if operator.is_random:
             stack.enter_context(torch.random.fork_rng(devices=[]))
-        returned = func(*placed, **named)
+        returned = _OF_DEVICES.get(operator.name, func)(*placed, **named)
     return results_of(operator, returned, tuple(placed), named)
 
 

@@ -41,7 +41,7 @@ def comparable(text):
 
 
 def test_each_block_of_code_is_run():
-    assert len(BLOCKS) == TEXT.count("```python") == 8
+    assert len(BLOCKS) == TEXT.count("```python") == 9
 
 
 def test_all_ranges_are_listed():

@@ -13,7 +13,8 @@ from debug.test_watching import iterate, set_up
 from devices import DEVICE, needs
 
 from apex_npu import amp, optimizers
-from apex_npu.debug import ranges
+from apex_npu.debug import ranges, second_opinion
+from apex_npu.debug.operators import operator_of
 
 MARKED = planted.marked_lines(__file__)
 
@@ -79,6 +80,36 @@ def test_an_operator_without_float64():
     (cause,) = found.causes
     assert (cause.kind, cause.operator) == ("unknown", "apex_npu_tests::steep")
     assert "no kernel for float64" in cause.why
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        *(
+            ("matmul_backward", shapes)
+            for shapes in (((2, 3, 4), (4, 5)), ((4,), (2, 4, 5)), ((3, 4), (4,)), ((4,), (4,)))
+        ),
+        ("matmul_backward", ((2, 1, 3, 4), (6, 4, 5))),
+        ("linear_backward", ((2, 3, 4), (5, 4))),
+    ],
+)
+@pytest.mark.parametrize("mask", [(True, True), (True, False), (False, True)])
+def test_a_backward_that_a_device_has_as_one_operator(name, shapes, mask):
+    func = getattr(torch.ops.aten, name).default
+    x, other = (torch.randn(*shape, dtype=torch.float64).mul_(300).requires_grad_() for shape in shapes)
+    y = x @ (other if name == "matmul_backward" else other.T)
+    grad = torch.randn_like(y) * 300
+    exact = torch.autograd.grad(y, [one for one, wanted in zip((x, other), mask, strict=True) if wanted], grad)
+    if name == "linear_backward":
+        args = (x, grad, other, [*mask, True])
+        exact = (*exact, grad.sum((0, 1)))
+    else:
+        args = (grad, x, other, list(mask))
+    results = [torch.full_like(one, math.inf, dtype=torch.float16) for one in exact]
+    with torch.no_grad():
+        opinion = second_opinion.ask(func, operator_of(func), args, {}, results, saturated=False)
+    assert opinion.is_finite, opinion.reason
+    assert opinion.largest == pytest.approx(max(float(one.abs().max()) for one in exact), rel=1e-12)
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="gloo has tensors of the CPU")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from debug import healthy, planted, planted_more
 from debug.test_explain import tables
-from debug.test_find_overflow import CASES
+from debug.test_find_overflow import CASES, saturating_chip  # noqa: F401
 from debug.test_watching import hooks_of_torch, iterate, set_up, train
 from devices import DEVICE, needs
 from torch import nn
@@ -70,6 +70,18 @@ def test_planted(fault, level, optimizer, options):
         assert [{key: getattr(cause, key) for key in expected} for cause in found.causes] == [expected], str(found)
         assert found.causes[0].tensor == fault.tensor or fault.tensor is None
         assert SAME in last_of(found)
+
+
+@pytest.mark.parametrize(("fault", "level", "optimizer", "options"), CASES)
+def test_planted_on_a_chip_that_saturates(fault, level, optimizer, options, saturating_chip):  # noqa: F811
+    model, made, _ = planted.set_up(fault, level, optimizer, **options)
+    with amp.debug.find_overflow(model, replay=True) as found:
+        planted.iterate(fault, model, made)
+    expected = fault.at(level)
+    named = [cause for cause in found.causes if cause.operator != "none"]
+    # Where the loss function saturates, its gradients are finite numbers like others.
+    assert named or fault.name in AFTER_THE_MODEL | NOT_SKIPPED | REENTRANT | {"sum", "product", "batch"}, str(found)
+    assert [{key: getattr(cause, key) for key in expected} for cause in named] == [expected] * len(named), str(found)
 
 
 class Dropped(nn.Module):
