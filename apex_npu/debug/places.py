@@ -109,10 +109,10 @@ def calling_line(frames: int = 2) -> Place | Caller | None:
     while frame is not None:
         code = frame.f_code
         kind = _kind_of(code.co_filename, code.co_name)
-        if isinstance(kind, Caller):
-            return kind
-        if kind:
+        if kind is True:
             return Place(code.co_filename, frame.f_lineno, code.co_name)
+        if kind is not False:
+            return kind
         frame = frame.f_back
     return None
 

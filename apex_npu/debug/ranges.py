@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class Ranges:
     def __init__(self, flag: OverflowFlag) -> None:
         """``flag`` is cleared where reading a range has raised it."""
         self._flag = flag
-        self._slots: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._slots: dict[tuple[torch.device, torch.dtype], tuple[Tensor, list[Any]]] = {}
 
     def of(self, tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
         """The smallest and the largest element of each; nan for both where there is one. Waits for the device.
@@ -80,27 +81,29 @@ class Ranges:
             alike.setdefault((tensor.device, tensor.dtype), []).append(i)
         ranges = [(0.0, 0.0)] * len(real)
         for key, indices in alike.items():
-            slots = self._slots_for(*key, 2 * len(indices))
-            for k, i in enumerate(indices):
-                low, high = slots[2 * k], slots[2 * k + 1]
-                if has_aminmax(*key):
+            all_slots, pairs = self._slots_for(*key, len(indices))
+            is_one_launch = has_aminmax(*key)
+            for i, (low, high) in zip(indices, pairs, strict=False):
+                if is_one_launch:
                     torch.aminmax(real[i], out=(low, high))
                 else:
                     low.copy_(real[i].amin())
                     high.copy_(real[i].amax())
-            numbers = slots[: 2 * len(indices)].tolist()
-            for k, i in enumerate(indices):
-                ranges[i] = (numbers[2 * k], numbers[2 * k + 1])
-        if not all(math.isfinite(value) for pair in ranges for value in pair):
+            numbers = all_slots[: len(indices)].tolist()
+            for i, (smallest, largest) in zip(indices, numbers, strict=True):
+                ranges[i] = (smallest, largest)
+        if not all(math.isfinite(low) and math.isfinite(high) for low, high in ranges):
             self._flag.clear()
         return ranges
 
-    def _slots_for(self, device: torch.device, dtype: torch.dtype, count: int) -> Tensor:
-        slots = self._slots.get((device, dtype))
-        if slots is None or slots.numel() < count:
+    def _slots_for(self, device: torch.device, dtype: torch.dtype, count: int) -> tuple[Tensor, list[Any]]:
+        """Memory for ``count`` ranges: all of it, and views of each."""
+        known = self._slots.get((device, dtype))
+        if known is None or len(known[1]) < count:
             with torch.inference_mode(False):
-                slots = self._slots[device, dtype] = torch.empty(max(count, 32), dtype=dtype, device=device)
-        return slots
+                slots = torch.empty(max(count, 16), 2, dtype=dtype, device=device)
+                known = self._slots[device, dtype] = slots, [pair.unbind() for pair in slots]
+        return known
 
     def of_one(self, tensor: Tensor) -> tuple[float, float]:
         """``of`` one."""

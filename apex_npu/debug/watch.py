@@ -280,8 +280,11 @@ class Watch(TorchDispatchMode):
 
     def _followed(self, tensor: Any) -> Tensor | None:
         """``tensor``, or the part of it that is here, if its range and memory can be looked at."""
-        tensor = local_part(tensor)
-        return tensor if is_measurable(tensor) and not has_python_dispatch(tensor) else None
+        if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:  # not in vain for each operand
+            tensor = local_part(tensor)
+            if has_python_dispatch(tensor):
+                return None
+        return tensor if is_measurable(tensor) else None
 
     def _phase(self, operator: Operator, place: Place | Caller | None, node: Any) -> Phase:
         if node is not None:

@@ -53,7 +53,7 @@ def is_own():
     frame = sys._getframe(2)
     while frame is not None and not frame.f_code.co_filename.startswith(str(PACKAGE)):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_name != "__torch_dispatch__"
+    return frame is not None and frame.f_code.co_name not in ("__torch_dispatch__", "call_operator")
 
 
 def check(make, level, spoil=None, **options):
