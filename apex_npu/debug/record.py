@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
-from apex_npu.amp.session import Session, current
+from apex_npu.amp.session import Session, current, own_rank
 from apex_npu.debug.observers import leave, observe
 from apex_npu.debug.opening import check_models, models_to_watch
 from apex_npu.debug.places import Names
@@ -146,7 +146,7 @@ def _random_states(device: str) -> dict[str, str]:
 
 def path_of_rank(path: str) -> str:
     """``path``; in the second process and those after it with its rank."""
-    rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    rank = own_rank()
     return f"{path}.rank{rank}" if rank else path
 
 

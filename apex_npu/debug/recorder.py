@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_state import adopted_inside, inner_optimizer, state_of
+from apex_npu.amp.optimizer_state import AmpOptimizerState, adopted_inside, inner_optimizer, state_of
+from apex_npu.amp.session import current
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends._torch_private import autograd_node, has_python_dispatch
 from apex_npu.debug.calls import Call
@@ -51,7 +53,8 @@ class Recorder(Watch):
         self._tensors = list({id(tensor): tensor for tensor in names.tensors}.values())
         self._calls: Counter[tuple[Any, ...]] = Counter()
         self._made: Lineage[bool] = Lineage()  # whether it descends from the loss times its scale
-        self._sources: list[Tensor] = []
+        self._states: list[tuple[Optimizer, AmpOptimizerState]] = []
+        self._is_averaged = False
         self._loss: Tensor | None = None
         self._scaling: Call | None = None
 
@@ -72,21 +75,23 @@ class Recorder(Watch):
     def note_end(self) -> None:
         """Keep the buffers as the iteration has left them, and the gradients that are of no block."""
         known = {row.module for row in self.recorded.rows if row.kind == "gradient"}
-        self._note_parameters([t for t in self._tensors if self.names.of_tensor(t) not in known], 1.0)
+        others = [t for t in self._tensors if t.is_leaf and self.names.of_tensor(t) not in known]
+        self._note_parameters([(t, t.grad, 1.0) for t in others])
         for tensor in self._tensors:
             if not isinstance(tensor, nn.Parameter):
                 self._keep("buffer", "after backward", self.names.of_tensor(tensor), "buffer", 0, tensor)
         self.recorded.left_out = dict(self.not_measured)
 
-    def _note_parameters(self, parameters: Sequence[Tensor], scale: float) -> None:
+    def _note_parameters(self, found: Sequence[tuple[Tensor, Tensor | None, float]]) -> None:
+        """Keep gradients of parameters, each with what it is multiplied with."""
         # Of several blocks the last counts, whose gradients are the sums.
-        names = {name for parameter in parameters if (name := self.names.of_tensor(parameter)) is not None}
+        names = {name for parameter, _, _ in found if (name := self.names.of_tensor(parameter)) is not None}
         self.recorded.rows = [row for row in self.recorded.rows if row.kind != "gradient" or row.module not in names]
-        own = {id(parameter) for parameter in parameters}
+        own = {id(parameter): (gradient, scale) for parameter, gradient, scale in found}
         for tensor in self._tensors:
-            if id(tensor) in own and tensor.is_leaf and tensor.grad is not None:
-                name = self.names.of_tensor(tensor)
-                self._keep("gradient", "after backward", name, "gradient", 0, tensor.grad, scale)
+            gradient, scale = own.get(id(tensor), (None, 1.0))
+            if gradient is not None:
+                self._keep("gradient", "after backward", self.names.of_tensor(tensor), "gradient", 0, gradient, scale)
 
     # ---- what amp calls --------------------------------------------------------------------------------------------
 
@@ -94,19 +99,35 @@ class Recorder(Watch):
         """See ``Observer``."""
         listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         states = [(o, state_of(o)) for o in map(inner_optimizer, map(adopted_inside, listed))]
-        self._sources = [s for o, state in states if state is not None for g in state.grad_groups(o) for s in g.sources]
+        self._states = [(o, state) for o, state in states if state is not None]
+        session = current()
+        is_local = session is None or session.no_sync_depth > 0
+        self._is_averaged = not is_local and any(state.averages for _, state in self._states)
         self.recorded.scale, self._loss, self._scaling = scale, loss, None
         self.begin_block(scale, [])
 
     def backward_ended(self) -> None:
         """See ``Observer``."""
-        with torch.no_grad():
-            self._note_parameters(self._sources, self.scale)
+        if not self._is_averaged:
+            sources = [s for o, state in self._states for group in state.grad_groups(o) for s in group.sources]
+            with torch.no_grad():
+                self._note_parameters([(s, s.grad, self.scale) for s in sources])
 
     def block_ended(self) -> None:
         """See ``Observer``."""
-        self._sources, self._loss = [], None
+        if self._is_averaged:  # the block has waited for the averages, and has unscaled them
+            with torch.no_grad():
+                self._note_parameters([found for o, state in self._states for found in self._averages(o, state)])
+        self._states, self._loss = [], None
         self.end_block([])
+
+    def _averages(
+        self, optimizer: Optimizer, state: AmpOptimizerState
+    ) -> Iterator[tuple[Tensor, Tensor | None, float]]:
+        for group in state.grad_groups(optimizer):
+            for param, source in zip(group.params, group.sources, strict=True):
+                is_scaled = param is not source and param.grad is None
+                yield source, source.grad if is_scaled else param.grad, self.scale if is_scaled else state.grad_scale
 
     def step_skipped(self, report: StepReport) -> None:
         """See ``Observer``."""
@@ -147,6 +168,8 @@ class Recorder(Watch):
             self._note_made(tensor, is_scaled)
             held = self._held(tensor)
             if held is None or operator.makes_tensor or operator.plain in _LEFT_OUT:
+                continue
+            if operator.is_collective:  # not there yet; what reads it waits
                 continue
             is_number = is_measurable(held)
             drawn = operator.is_random and (is_draw or held.dtype in _MASKS)

@@ -791,5 +791,5 @@ class TestScript:
         watching._script_ended()
         assert capsys.readouterr().out == (
             "--model-report: the script has ended, and no model of amp.initialize was called to be trained outside of "
-            "a compiled function\n"
+            "a compiled function in this process\n"
         )

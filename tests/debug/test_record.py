@@ -397,6 +397,25 @@ def test_each_process_has_a_file(monkeypatch):
         assert path_of_rank("a.pt") == name
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="gloo has tensors of the CPU")
+def test_what_collectives_return_is_there_later(tmp_path):
+    class Gathering(torch.nn.Linear):
+        def forward(self, x):
+            ops, group = torch.ops._c10d_functional, torch.distributed.group.WORLD.group_name
+            return super().forward(ops.wait_tensor(ops.all_gather_into_tensor(x, 1, group)) * 2)
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, x = Gathering(6, 4), torch.randn(3, 6)
+        with amp.debug.record(tmp_path / "a.pt", model) as recorded:
+            model(x).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    forward = [row for row in recorded.rows if (row.kind, row.phase) == ("operator", "forward")]
+    assert [row.operator for row in forward] == ["aten::mul", "aten::addmm", "aten::sum"]
+    assert torch.equal(forward[0].values, 2 * x.flatten())
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
