@@ -55,8 +55,10 @@ class Recorder(Watch):
         self._made: Lineage[bool] = Lineage()  # whether it descends from the loss times its scale
         self._states: list[tuple[Optimizer, AmpOptimizerState]] = []
         self._is_averaged = False
-        self._loss: Tensor | None = None
-        self._scaling: Call | None = None
+        self._losses: list[Tensor] = []
+        self._scaling: list[Call] = []
+        self._scale_of_rest = 1.0  # of gradients that no block and no GradScaler has unscaled
+        self._unscaled: set[int] = set()
 
     # ---- before and after ------------------------------------------------------------------------------------------
 
@@ -76,7 +78,8 @@ class Recorder(Watch):
         """Keep the buffers as the iteration has left them, and the gradients that are of no block."""
         known = {row.module for row in self.recorded.rows if row.kind == "gradient"}
         others = [t for t in self._tensors if t.is_leaf and self.names.of_tensor(t) not in known]
-        self._note_parameters([(t, t.grad, 1.0) for t in others])
+        scales = (1.0 if id(t) in self._unscaled else self._scale_of_rest for t in others)
+        self._note_parameters([(t, t.grad, scale) for t, scale in zip(others, scales, strict=True)])
         for tensor in self._tensors:
             if not isinstance(tensor, nn.Parameter):
                 self._keep("buffer", "after backward", self.names.of_tensor(tensor), "buffer", 0, tensor)
@@ -103,7 +106,7 @@ class Recorder(Watch):
         session = current()
         is_local = session is None or session.no_sync_depth > 0
         self._is_averaged = not is_local and any(state.averages for _, state in self._states)
-        self.recorded.scale, self._loss, self._scaling = scale, loss, None
+        self.recorded.scale, self._losses, self._scaling = scale, [loss], []
         self.begin_block(scale, [])
 
     def backward_ended(self) -> None:
@@ -118,7 +121,7 @@ class Recorder(Watch):
         if self._is_averaged:  # the block has waited for the averages, and has unscaled them
             with torch.no_grad():
                 self._note_parameters([found for o, state in self._states for found in self._averages(o, state)])
-        self._states, self._loss = [], None
+        self._states, self._losses = [], []
         self.end_block([])
 
     def _averages(
@@ -132,6 +135,17 @@ class Recorder(Watch):
     def step_skipped(self, report: StepReport) -> None:
         """See ``Observer``."""
 
+    # ---- what GradScalers do ---------------------------------------------------------------------------------------
+
+    def scales(self, losses: Any, scale: float) -> None:
+        """A GradScaler multiplies ``losses`` with ``scale``."""
+        self.recorded.scale = self.scale = self._scale_of_rest = scale
+        self._losses += tensors_in(losses)
+
+    def unscaled(self, optimizer: Optimizer) -> None:
+        """A GradScaler has divided the gradients of ``optimizer``."""
+        self._unscaled |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+
     # ---- operators -------------------------------------------------------------------------------------------------
 
     def _keep_written(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -142,7 +156,10 @@ class Recorder(Watch):
     ) -> None:
         is_scaled = autograd_node() is not None and self._reads_scaled(operator, (args, kwargs))
         super()._pass_over(operator, place, args, kwargs, returned)
-        for tensor in results_of(operator, returned, args, kwargs):
+        results = results_of(operator, returned, args, kwargs)
+        if self._losses and place is Caller.AMP:  # as in GradScaler.scale
+            self._is_scaling(self._new_call(operator, place), operator, (args, kwargs), results)
+        for tensor in results:
             self._note_made(tensor, is_scaled)
 
     def _look(
@@ -180,13 +197,15 @@ class Recorder(Watch):
 
     def _is_scaling(self, call: Call, operator: Operator, given: Arguments, results: Sequence[Tensor]) -> bool:
         """Whether ``call`` multiplies the loss with its scale, or is the backward of that."""
-        if call.phase == "forward" and self._loss is not None and operator.plain in ("_to_copy", "mul"):
-            is_loss = any(t is self._loss for _, value in operator.operands(*given) for t in tensors_in(value))
-            if is_loss and operator.plain == "mul":
-                self._scaling, self._loss = call, None
-            elif is_loss:  # a half loss is scaled in float32
-                self._loss = results[0]
-        return self._scaling is not None and self._scaling in (call, call.forward)
+        if call.phase == "forward" and self._losses and operator.plain in ("_to_copy", "mul"):
+            read = {id(t) for _, value in operator.operands(*given) for t in tensors_in(value)}
+            others = [loss for loss in self._losses if id(loss) not in read]
+            if len(others) < len(self._losses) and operator.plain == "mul":
+                self._scaling.append(call)
+                self._losses = others
+            elif len(others) < len(self._losses):  # a half loss is scaled in float32
+                self._losses = [*others, results[0]]
+        return any(scaling in (call, call.forward) for scaling in self._scaling)
 
     def _reads_numbers(self, operator: Operator, given: Arguments) -> bool:
         read = (t for n, v in operator.operands(*given) if not operator.written.get(n) for t in tensors_in(v))
@@ -210,7 +229,7 @@ class Recorder(Watch):
                     continue
                 writers = [] if held is None else self._made.writers(held)
                 is_known = bool(writers) or (held is not None and self.names.of_memory(held) is not None)
-                if self._scaling is None or not is_known or any(is_scaled for _, is_scaled in writers):
+                if not self._scaling or not is_known or any(is_scaled for _, is_scaled in writers):
                     return True
         return False
 
