@@ -53,6 +53,7 @@ class Recorder(Watch):
         self._tensors = list({id(tensor): tensor for tensor in names.tensors}.values())
         self._calls: Counter[tuple[Any, ...]] = Counter()
         self._made: Lineage[bool] = Lineage()  # whether it descends from the loss times its scale
+        self._masters: Any = {}
         self._states: list[tuple[Optimizer, AmpOptimizerState]] = []
         self._is_averaged = False
         self._losses: list[Tensor] = []
@@ -64,6 +65,7 @@ class Recorder(Watch):
 
     def note_weights(self, masters: Any) -> None:
         """Keep the parameters, or their ``masters``, and the buffers, as they are before the iteration."""
+        self._masters = masters
         for tensor in self._tensors:
             master = masters.get(tensor) if tensor.requires_grad else None
             held = self._held(tensor if master is None else master)
@@ -249,11 +251,25 @@ class Recorder(Watch):
                 held = None if tensor.grad_fn is not None else self._held(tensor)
                 if held is None or self._made.writers(held) or self._gradients.writers(held):
                     continue
-                if self.names.of_memory(held) is None:
+                if self.names.of_memory(held) is None and not self._is_of_parameter(held):
                     argument = self._arguments.get(held.untyped_storage()._cdata, f"what {place} reads")
                     dtype = name_of_dtype(held.dtype)
                     self.recorded.batch.append(Held(argument, tuple(held.shape), dtype, digest_of(held)))
                 self._made.write(held, False)
+
+    def _is_of_parameter(self, held: Tensor) -> bool:
+        """Whether ``held`` is in the memory of a gradient or master: scripts measure these, and amp may have moved them."""
+        address = held.data_ptr()
+        for tensor in self._tensors:
+            if tensor.is_leaf:
+                master = self._masters.get(tensor)
+                for known in (tensor.grad, master, None if master is None else master.grad):
+                    local = None if known is None else self._held(known)
+                    if local is not None and local.device == held.device:
+                        begin = local.data_ptr()
+                        if begin <= address < begin + local.nbytes:
+                            return True
+        return False
 
     # ---- modules ---------------------------------------------------------------------------------------------------
 
