@@ -258,7 +258,7 @@ class Recorder(Watch):
                 self._made.write(held, False)
 
     def _is_of_parameter(self, held: Tensor) -> bool:
-        """Whether ``held`` is in the memory of a gradient or master: scripts measure these, and amp may have moved them."""
+        """Whether ``held`` is in memory of a gradient or master: scripts measure these, and amp may have moved them."""
         address = held.data_ptr()
         for tensor in self._tensors:
             if tensor.is_leaf:
