@@ -54,6 +54,7 @@ class Recorder(Watch):
         self._calls: Counter[tuple[Any, ...]] = Counter()
         self._made: Lineage[bool] = Lineage()  # whether it descends from the loss times its scale
         self._masters: Any = {}
+        self._given: dict[int, list[tuple[str, Tensor]]] = {}  # by storage, for the outermost forward that runs
         self._states: list[tuple[Optimizer, AmpOptimizerState]] = []
         self._is_averaged = False
         self._losses: list[Tensor] = []
@@ -244,18 +245,24 @@ class Recorder(Watch):
         """What no operator has made, and is none of the models', is from outside."""
         for name, value in operator.operands(*given):
             for tensor in () if operator.written.get(name) else tensors_in(value):
-                if (
-                    tensor.grad_fn is not None and tensor._base is not None
-                ):  # as the transposed weight of a linear layer
-                    tensor = tensor._base
+                whole = tensor._base
+                # As the transposed weight of a linear layer, or all positions of a batch in one dimension.
+                if whole is not None and (tensor.grad_fn is not None or whole.numel() == tensor.numel()):
+                    tensor = whole
                 held = None if tensor.grad_fn is not None else self._held(tensor)
                 if held is None or self._made.writers(held) or self._gradients.writers(held):
                     continue
                 if self.names.of_memory(held) is None and not self._is_of_parameter(held):
-                    argument = self._arguments.get(held.untyped_storage()._cdata, f"what {place} reads")
+                    argument, held = self._given_by(held) or (f"what {place} reads", held)
                     dtype = name_of_dtype(held.dtype)
                     self.recorded.batch.append(Held(argument, tuple(held.shape), dtype, digest_of(held)))
                 self._made.write(held, False)
+
+    def _given_by(self, held: Tensor) -> tuple[str, Tensor] | None:
+        """The argument that ``held`` is a part of, and what it is called: levels read other parts of one."""
+        address = held.data_ptr()
+        known = self._given.get(held.untyped_storage()._cdata, ())
+        return max((g for g in known if g[1].data_ptr() <= address), key=lambda g: g[1].data_ptr(), default=None)
 
     def _is_of_parameter(self, held: Tensor) -> bool:
         """Whether ``held`` is in memory of a gradient or master: scripts measure these, and amp may have moved them."""
@@ -272,6 +279,18 @@ class Recorder(Watch):
         return False
 
     # ---- modules ---------------------------------------------------------------------------------------------------
+
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """See ``Watch``."""
+        if not (self.suspended or self._modules.modules):
+            self._given = {}
+            for i, argument in enumerate(args):
+                name = f"argument {i} of {self.names.of_module(module) or type(module).__name__}"
+                for tensor in tensors_in(argument):
+                    held = self._held(tensor)
+                    if held is not None:
+                        self._given.setdefault(held.untyped_storage()._cdata, []).append((name, held))
+        super().enter_module(module, args)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         super()._leave_module(module, args, output)
