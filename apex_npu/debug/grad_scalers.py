@@ -50,7 +50,7 @@ def follow_grad_scalers(
                 patch_attribute(undo, kind, name, telling)
 
 
-def _kinds(base: type) -> Iterator[type]:
+def _kinds(base: type[GradScaler]) -> Iterator[type[GradScaler]]:
     """``base`` and what is derived of it, as of torch_npu and of FSDP."""
     yield base
     for derived in base.__subclasses__():
