@@ -159,8 +159,8 @@ RUN = Command(
         Argument("--trace", "with --profile: also write a trace into this folder", metavar="DIR"),
         Argument("--gradient-range", "print what float16 loses of the gradients of this step", metavar="STEP"),
         Argument("--check-operators", "print how far operators of this step are from float64", metavar="STEP"),
-        Argument("--model-report", "print what each opt_level makes of the script's model", flag=True),
         Argument("--record", "write what this step computes to a file, for compare", metavar="STEP:FILE"),
+        Argument("--model-report", "print what each opt_level makes of the script's model", flag=True),
         Argument("--device", "rewrite what is written for CUDA for npu, in memory, as it is imported", metavar="npu"),
         Argument(
             "--also",

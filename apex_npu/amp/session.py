@@ -529,7 +529,12 @@ def master_of(model_param: Tensor) -> Tensor | None:
     return master
 
 
+def own_rank() -> int:
+    """That of this process; 0 without torch.distributed."""
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
 def is_first_rank() -> bool:
     """True on rank 0, and without torch.distributed."""
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+    return own_rank() == 0

@@ -194,8 +194,8 @@ LINALG_FLOAT_OPS = (
 # On cpu torch runs these in float already.
 ACCELERATOR_FORCED_OPS = ("grid_sampler", "linalg_matrix_norm", "linalg_matrix_norm.str_ord")
 
-# The widest type wins; torch itself refuses mixed arguments.
-PROMOTE_OPS = ("bilinear", "cross", "dot")
+# The widest type wins; torch itself refuses mixed arguments. vdot calls dot; within a dispatch mode below the casts.
+PROMOTE_OPS = ("bilinear", "cross", "dot", "vdot")
 
 # In place: the other arguments take the type of self; torch itself refuses mixed arguments.
 MATCH_SELF_OPS = (

@@ -331,8 +331,8 @@ class check_operators:
 
     Raises:
         TypeError: One of ``models`` is no module.
-        ValueError: ``seconds`` is not positive; no model is given, and amp has none; or another such context, or
-            ``find_overflow``, is open.
+        ValueError: ``seconds`` is not positive; no model is given, and amp has none; or another such context,
+            ``find_overflow`` or ``record`` is open.
         RuntimeError: A CUDA graph is being captured; or the device saturates.
 
     Example::

@@ -42,6 +42,7 @@ _LABELLED = (
     ("amp.clip_guard", "clip_by_torch", "amp.clip"),
     ("optimizers.combined_accessors:CombinedAccessors", "clip_optimizer_grad_norm_fused", "amp.clip"),
     ("optimizers.base:FusedOptimizer", "_fuse_again", "amp.fuse"),
+    ("distributed.grad_reducer:GradReducer", "finish", "amp.all_reduce"),
     ("debug.watch:Watch", "_look", "amp.watch"),
 )
 # Of those who make and close the one ``Labels``, as blocks of several threads do.

@@ -30,7 +30,7 @@ from apex_npu.debug.copies import (
 )
 from apex_npu.debug.memory import Sizes, measure, sizes_of, stepped_dtype, usual_sizes
 from apex_npu.debug.model_table import LevelReport, ModelReport
-from apex_npu.debug.tally import Tally
+from apex_npu.debug.tally import Tally, refuses_hooks
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 
@@ -105,22 +105,20 @@ def report(
             level: usual_sizes(model) if optimizer is None else sizes_of(optimizer, model, stepped_dtype(policy))
             for level, policy in policies.items()
         }
-        sessions = [Session(policy, [], device_types=device_types) for policy in policies.values()]
         ran, refused, fakes = "", None, FakeCopies()
         try:
-            results = [_try(session, fakes.copying, model, given, loss, sizes) for session in sessions]
+            results = _try_all(policies, device_types, fakes.copying, model, given, loss, sizes)
         except _Refused as error:
             refused = error.with_traceback(None)  # whose frames hold tensors
         except Exception as error:
             ran = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
             clear_frames(error.__traceback__)  # torch has logged it, and a log may keep it
-        sessions = [Session(policy, [], device_types=device_types) for policy in policies.values()]
         fakes.check_gone()
         if refused is not None:
             raise refused
         if ran:
             _check_alone(ran)
-            results = [_try(session, real_copy, model, given, loss, sizes) for session in sessions]
+            results = _try_all(policies, device_types, real_copy, model, given, loss, sizes)
     found = ModelReport(
         type(model).__name__,
         sum(p.numel() for p in model.parameters()),
@@ -130,6 +128,11 @@ def report(
     )
     if loss is None:
         found.notes.append("no loss function was given, and none is counted")
+    if any(one.tally.saved is None for one, _, _ in results):
+        found.notes.append(
+            "what is saved for backward is unknown: derivatives of torch.func, as by grad in forward, allow no hooks "
+            "of saved tensors"
+        )
     uncounted = {name for one, _, _ in results for name in one.tally.uncounted}
     if uncounted:
         found.notes.append(f"FLOPs of {', '.join(sorted(uncounted))} are not counted: there is no formula for them")
@@ -187,21 +190,46 @@ def _check_alone(why: str) -> None:
         )
 
 
+def _try_all(
+    policies: Mapping[str, Policy],
+    device_types: list[str],
+    copying: Copying,
+    model: nn.Module,
+    given: Any,
+    loss: Callable[[Any], Tensor] | None,
+    sizes: dict[str, Sizes],
+) -> list[tuple[LevelReport, bool, set[int]]]:
+    """``_try`` at each level; where forward allows no hooks of saved tensors, once more without counting these."""
+
+    def tried(*, counts_saved: bool) -> list[tuple[LevelReport, bool, set[int]]]:
+        sessions = [Session(policy, [], device_types=device_types) for policy in policies.values()]
+        tallies = [Tally() if counts_saved else Tally(saved=None) for _ in sessions]
+        return [_try(*pair, copying, model, given, loss, sizes) for pair in zip(sessions, tallies, strict=True)]
+
+    try:
+        return tried(counts_saved=True)
+    except RuntimeError as error:
+        if not refuses_hooks(error):
+            raise
+        clear_frames(error.__traceback__)
+    return tried(counts_saved=False)
+
+
 def _try(
     session: Session,
+    tally: Tally,
     copying: Copying,
     model: nn.Module,
     given: Any,
     loss: Callable[[Any], Tensor] | None,
     sizes: dict[str, Sizes],
 ) -> tuple[LevelReport, bool, set[int]]:
-    """One forward and backward of a copy of ``model``, whose casts are those of ``session``.
+    """One forward and backward of a copy of ``model``, whose casts are those of ``session``, counted by ``tally``.
 
     Returns:
         What it was, whether there was a backward, and the ids of the tensors that it gives gradients to.
     """
     session.patches = registered_patches(session.policy)
-    tally = Tally()
     with (
         KeptGradients(model.parameters()) as gradients,
         copying(model, given) as (made, (args, kwargs)),

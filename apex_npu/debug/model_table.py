@@ -161,21 +161,26 @@ def _totals(levels: list[LevelReport]) -> Table:
     rows.append(row("  weights that are cast", lambda one: str(len(one.tally.cast_weights))))
     rows.append(row("  moved by casts", lambda one: _bytes(one.tally.cast_bytes.total())))
     rows.append(row("moved, casts included", lambda one: _bytes(one.tally.bytes_moved)))
-    rows += kind("saved for backward", lambda one: one.tally.saved)
+    saved = [one.tally.saved for one in levels]
+    if None in saved:
+        rows.append(row("saved for backward", lambda one: "unknown"))
+    else:
+        rows += kind("saved for backward", lambda one: one.tally.saved or Counter())
     rows += kind("parameters and buffers", lambda one: one.memory.parameters)
     rows += kind("gradients", lambda one: one.memory.gradients)
     rows.append(row("fp32 masters", lambda one: _bytes(one.memory.masters.total())))
     rows.append(row("gradients of masters", lambda one: _bytes(one.memory.master_gradients.total())))
     for title in levels[0].memory.states:
         rows.append(row(f"state of {title}", lambda one, title=title: _bytes(one.memory.states[title])))  # type: ignore[misc]
+    in_all = "in all" if None not in saved else "in all but what is saved"
     for title in levels[0].memory.states:
-        rows.append(row(f"in all, with {title}", lambda one, title=title: _bytes(_sum(one, title))))  # type: ignore[misc]
+        rows.append(row(f"{in_all}, with {title}", lambda one, title=title: _bytes(_sum(one, title))))  # type: ignore[misc]
     return Table("one iteration at each level", ["", *(one.level for one in levels)], rows)
 
 
 def _sum(one: LevelReport, optimizer: str) -> int:
     memory = one.memory
-    kinds = (memory.parameters, memory.gradients, memory.masters, memory.master_gradients, one.tally.saved)
+    kinds = (memory.parameters, memory.gradients, memory.masters, memory.master_gradients, one.tally.saved or Counter())
     return sum(kind.total() for kind in kinds) + memory.states[optimizer]
 
 

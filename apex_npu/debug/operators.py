@@ -18,8 +18,8 @@ from apex_npu.backends._torch_private import autocast_within
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
 # These write all of their first operand, and do not read it.
 _OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "set_"}
-# A dispatch mode sees these as one operator; their kernels call others that autocast casts: dot, and bmm.
-_CALLING_CAST = {"aten::vdot", "aten::affine_grid_generator"}
+# A dispatch mode sees it as one operator; its kernel calls bmm, which autocast casts.
+_CALLING_CAST = {"aten::affine_grid_generator"}
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 

@@ -77,10 +77,12 @@ def _sorted(recorded: Recorded) -> list[Held]:
 
 def _batch(reference: list[Held], other: list[Held]) -> Iterator[str]:
     """Tensors of one shape and dtype, of which one record has others than the other."""
-    shapes = {held.name: held.shape for held in reference}
-    for held in other:
-        if held.name.startswith("argument") and shapes.get(held.name, held.shape) != held.shape:
-            yield f"{held.name} is {list(shapes[held.name])} and {list(held.shape)}"
+    read, read_there = _shapes_of_arguments(reference), _shapes_of_arguments(other)
+    for name in [name for name in read_there if name in read]:
+        both = read[name], read_there[name]
+        # An argument may be a list, of which one of the two reads more.
+        if not (both[0].keys() <= both[1].keys() or both[1].keys() <= both[0].keys()):
+            yield f"{name} is {' and '.join(', '.join(str(list(shape)) for shape in one) for one in both)}"
     for kind in dict.fromkeys((held.shape, held.dtype) for held in other):
         mine = [held for held in reference if (held.shape, held.dtype) == kind]
         theirs = [held for held in other if (held.shape, held.dtype) == kind]
@@ -91,6 +93,14 @@ def _batch(reference: list[Held], other: list[Held]) -> Iterator[str]:
             for held in theirs:
                 if held.digest in others:
                     yield f"{held.name} ({held.dtype} {list(held.shape)})"
+
+
+def _shapes_of_arguments(batch: list[Held]) -> dict[str, dict[tuple[int, ...], None]]:
+    found: dict[str, dict[tuple[int, ...], None]] = {}
+    for held in batch:
+        if held.name.startswith("argument"):
+            found.setdefault(held.name, {})[held.shape] = None
+    return found
 
 
 def _differ(one: Held, other: Held) -> bool:

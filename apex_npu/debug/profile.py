@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed
 from torch.profiler import ProfilerActivity
 
+from apex_npu.amp.session import own_rank
 from apex_npu.backends._torch_private import torch_profiler
 from apex_npu.debug.labels import profiler_ranges
 from apex_npu.debug.phases import BEFORE_FORWARD, ELSEWHERE, OperatorTime, Phase, Steps, events_of, summarize
@@ -70,7 +70,7 @@ class profile:
             raise ValueError(f"steps must be a positive integer, got {steps!r}")
         self._steps = steps
         self._folder = None if trace is None else check_folder(trace)
-        self._done = 0
+        self._done = self._rank = 0
         self._profiler: Any = None
         self._ranges: AbstractContextManager[None] | None = None
         self._found = Steps(0, 0.0)
@@ -85,7 +85,7 @@ class profile:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # steps have run before
             schedule = torch.profiler.schedule(wait=0, warmup=0, active=self._steps, repeat=1)
-        self._done = 0
+        self._done, self._rank = 0, own_rank()
         profiler = torch.profiler.profile(activities=activities, schedule=schedule, record_shapes=True, acc_events=True)
         profiler.start()
         self._profiler, self._ranges = profiler, profiler_ranges()
@@ -95,6 +95,7 @@ class profile:
     def step(self) -> None:
         """A step has ended: call it after ``optimizer.step()``, once in each iteration."""
         if self._profiler is not None:
+            self._rank = own_rank()  # at the end the process group may be gone
             self._done += 1
             if self._done < self._steps:
                 self._profiler.step()
@@ -118,7 +119,7 @@ class profile:
         # The rest after the last full step is no step, unless there is nothing else.
         self._found = summarize(*events_of(profiler), complete=self._done or None)
         if self._folder is not None:
-            write = torch.profiler.tensorboard_trace_handler(self._folder, worker_name=f"rank{_rank()}")
+            write = torch.profiler.tensorboard_trace_handler(self._folder, worker_name=f"rank{self._rank}")
             write(profiler)
 
     @property
@@ -143,11 +144,6 @@ class profile:
 
     def __str__(self) -> str:
         return "nothing was recorded yet" if not self._found.count else table_of(self._found)
-
-
-def _rank() -> int:
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def check_folder(path: str | os.PathLike[str]) -> str:

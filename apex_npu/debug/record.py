@@ -10,9 +10,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
-from apex_npu.amp.session import Session, current
+from apex_npu.amp.session import Session, current, own_rank
+from apex_npu.autocast.undo import Undo
+from apex_npu.debug.grad_scalers import follow_grad_scalers
 from apex_npu.debug.observers import leave, observe
 from apex_npu.debug.opening import check_models, models_to_watch
 from apex_npu.debug.places import Names
@@ -24,7 +26,8 @@ class record:
     """A context that records an iteration in a file.
 
     The file has, for each operator and each module, in forward and backward, and for each gradient and buffer: norm,
-    range, number of zeros, and samples; what descends from the scaled loss is divided by the scale. With it are hashes
+    range, number of zeros, and samples; what descends from the scaled loss is divided by the scale, which is amp's, or
+    that of a ``torch.amp.GradScaler``. With it are hashes
     of the batch, the weights and the states of random number generators. The samples are the same elements in each run,
     so that ``compare`` can put two files beside each other. What the iteration computes does not change, but code that
     ``torch.compile`` has compiled runs eagerly: a compiler's kernels are not looked at. The file holds numbers, no
@@ -69,6 +72,7 @@ class record:
         self._models, self._samples = models, samples
         self._recorder: Recorder | None = None
         self._session: Session | None = None
+        self._undo = Undo()
 
     def __enter__(self) -> Recorded:
         models = [inside_of(model) for model in models_to_watch("record", self._models)]
@@ -87,6 +91,7 @@ class record:
             recorder.note_weights({} if session is None else session.masters)
             if session is not None:
                 observe(session, recorder)
+            follow_grad_scalers(self._undo, recorder.scales, recorder.unscaled)
             recorder.attach()
         except BaseException:  # as an interrupt
             self.discard()
@@ -107,6 +112,7 @@ class record:
         """End, and write no file; False: operators are missing, as a mode that was entered before was left before."""
         recorder, session = self._recorder, self._session
         self._recorder = self._session = None
+        self._undo.close()
         if recorder is None:
             return True
         if session is not None:
@@ -146,7 +152,7 @@ def _random_states(device: str) -> dict[str, str]:
 
 def path_of_rank(path: str) -> str:
     """``path``; in the second process and those after it with its rank."""
-    rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    rank = own_rank()
     return f"{path}.rank{rank}" if rank else path
 
 

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_state import adopted_inside, inner_optimizer, state_of
+from apex_npu.amp.optimizer_state import AmpOptimizerState, adopted_inside, inner_optimizer, state_of
+from apex_npu.amp.session import current
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends._torch_private import autograd_node, has_python_dispatch
 from apex_npu.debug.calls import Call
@@ -51,14 +53,20 @@ class Recorder(Watch):
         self._tensors = list({id(tensor): tensor for tensor in names.tensors}.values())
         self._calls: Counter[tuple[Any, ...]] = Counter()
         self._made: Lineage[bool] = Lineage()  # whether it descends from the loss times its scale
-        self._sources: list[Tensor] = []
-        self._loss: Tensor | None = None
-        self._scaling: Call | None = None
+        self._masters: Any = {}
+        self._given: dict[int, list[tuple[str, Tensor]]] = {}  # by storage, for the outermost forward that runs
+        self._states: list[tuple[Optimizer, AmpOptimizerState]] = []
+        self._is_averaged = False
+        self._losses: list[Tensor] = []
+        self._scaling: list[Call] = []
+        self._scale_of_rest = 1.0  # of gradients that no block and no GradScaler has unscaled
+        self._unscaled: set[int] = set()
 
     # ---- before and after ------------------------------------------------------------------------------------------
 
     def note_weights(self, masters: Any) -> None:
         """Keep the parameters, or their ``masters``, and the buffers, as they are before the iteration."""
+        self._masters = masters
         for tensor in self._tensors:
             master = masters.get(tensor) if tensor.requires_grad else None
             held = self._held(tensor if master is None else master)
@@ -72,21 +80,24 @@ class Recorder(Watch):
     def note_end(self) -> None:
         """Keep the buffers as the iteration has left them, and the gradients that are of no block."""
         known = {row.module for row in self.recorded.rows if row.kind == "gradient"}
-        self._note_parameters([t for t in self._tensors if self.names.of_tensor(t) not in known], 1.0)
+        others = [t for t in self._tensors if t.is_leaf and self.names.of_tensor(t) not in known]
+        scales = (1.0 if id(t) in self._unscaled else self._scale_of_rest for t in others)
+        self._note_parameters([(t, t.grad, scale) for t, scale in zip(others, scales, strict=True)])
         for tensor in self._tensors:
             if not isinstance(tensor, nn.Parameter):
                 self._keep("buffer", "after backward", self.names.of_tensor(tensor), "buffer", 0, tensor)
         self.recorded.left_out = dict(self.not_measured)
 
-    def _note_parameters(self, parameters: Sequence[Tensor], scale: float) -> None:
+    def _note_parameters(self, found: Sequence[tuple[Tensor, Tensor | None, float]]) -> None:
+        """Keep gradients of parameters, each with what it is multiplied with."""
         # Of several blocks the last counts, whose gradients are the sums.
-        names = {name for parameter in parameters if (name := self.names.of_tensor(parameter)) is not None}
+        names = {name for parameter, _, _ in found if (name := self.names.of_tensor(parameter)) is not None}
         self.recorded.rows = [row for row in self.recorded.rows if row.kind != "gradient" or row.module not in names]
-        own = {id(parameter) for parameter in parameters}
+        own = {id(parameter): (gradient, scale) for parameter, gradient, scale in found}
         for tensor in self._tensors:
-            if id(tensor) in own and tensor.is_leaf and tensor.grad is not None:
-                name = self.names.of_tensor(tensor)
-                self._keep("gradient", "after backward", name, "gradient", 0, tensor.grad, scale)
+            gradient, scale = own.get(id(tensor), (None, 1.0))
+            if gradient is not None:
+                self._keep("gradient", "after backward", self.names.of_tensor(tensor), "gradient", 0, gradient, scale)
 
     # ---- what amp calls --------------------------------------------------------------------------------------------
 
@@ -94,22 +105,49 @@ class Recorder(Watch):
         """See ``Observer``."""
         listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         states = [(o, state_of(o)) for o in map(inner_optimizer, map(adopted_inside, listed))]
-        self._sources = [s for o, state in states if state is not None for g in state.grad_groups(o) for s in g.sources]
-        self.recorded.scale, self._loss, self._scaling = scale, loss, None
+        self._states = [(o, state) for o, state in states if state is not None]
+        session = current()
+        is_local = session is None or session.no_sync_depth > 0
+        self._is_averaged = not is_local and any(state.averages for _, state in self._states)
+        self.recorded.scale, self._losses, self._scaling = scale, [loss], []
         self.begin_block(scale, [])
 
     def backward_ended(self) -> None:
         """See ``Observer``."""
-        with torch.no_grad():
-            self._note_parameters(self._sources, self.scale)
+        if not self._is_averaged:
+            sources = [s for o, state in self._states for group in state.grad_groups(o) for s in group.sources]
+            with torch.no_grad():
+                self._note_parameters([(s, s.grad, self.scale) for s in sources])
 
     def block_ended(self) -> None:
         """See ``Observer``."""
-        self._sources, self._loss = [], None
+        if self._is_averaged:  # the block has waited for the averages, and has unscaled them
+            with torch.no_grad():
+                self._note_parameters([found for o, state in self._states for found in self._averages(o, state)])
+        self._states, self._losses = [], []
         self.end_block([])
+
+    def _averages(
+        self, optimizer: Optimizer, state: AmpOptimizerState
+    ) -> Iterator[tuple[Tensor, Tensor | None, float]]:
+        for group in state.grad_groups(optimizer):
+            for param, source in zip(group.params, group.sources, strict=True):
+                is_scaled = param is not source and param.grad is None
+                yield source, source.grad if is_scaled else param.grad, self.scale if is_scaled else state.grad_scale
 
     def step_skipped(self, report: StepReport) -> None:
         """See ``Observer``."""
+
+    # ---- what GradScalers do ---------------------------------------------------------------------------------------
+
+    def scales(self, losses: Any, scale: float) -> None:
+        """A GradScaler multiplies ``losses`` with ``scale``."""
+        self.recorded.scale = self.scale = self._scale_of_rest = scale
+        self._losses += tensors_in(losses)
+
+    def unscaled(self, optimizer: Optimizer) -> None:
+        """A GradScaler has divided the gradients of ``optimizer``."""
+        self._unscaled |= {id(p) for group in optimizer.param_groups for p in group["params"]}
 
     # ---- operators -------------------------------------------------------------------------------------------------
 
@@ -121,7 +159,10 @@ class Recorder(Watch):
     ) -> None:
         is_scaled = autograd_node() is not None and self._reads_scaled(operator, (args, kwargs))
         super()._pass_over(operator, place, args, kwargs, returned)
-        for tensor in results_of(operator, returned, args, kwargs):
+        results = results_of(operator, returned, args, kwargs)
+        if self._losses and place is Caller.AMP:  # as in GradScaler.scale
+            self._is_scaling(self._new_call(operator, place), operator, (args, kwargs), results)
+        for tensor in results:
             self._note_made(tensor, is_scaled)
 
     def _look(
@@ -148,6 +189,8 @@ class Recorder(Watch):
             held = self._held(tensor)
             if held is None or operator.makes_tensor or operator.plain in _LEFT_OUT:
                 continue
+            if operator.is_collective:  # not there yet; what reads it waits
+                continue
             is_number = is_measurable(held)
             drawn = operator.is_random and (is_draw or held.dtype in _MASKS)
             if is_number or drawn:
@@ -157,13 +200,15 @@ class Recorder(Watch):
 
     def _is_scaling(self, call: Call, operator: Operator, given: Arguments, results: Sequence[Tensor]) -> bool:
         """Whether ``call`` multiplies the loss with its scale, or is the backward of that."""
-        if call.phase == "forward" and self._loss is not None and operator.plain in ("_to_copy", "mul"):
-            is_loss = any(t is self._loss for _, value in operator.operands(*given) for t in tensors_in(value))
-            if is_loss and operator.plain == "mul":
-                self._scaling, self._loss = call, None
-            elif is_loss:  # a half loss is scaled in float32
-                self._loss = results[0]
-        return self._scaling is not None and self._scaling in (call, call.forward)
+        if call.phase == "forward" and self._losses and operator.plain in ("_to_copy", "mul"):
+            read = {id(t) for _, value in operator.operands(*given) for t in tensors_in(value)}
+            others = [loss for loss in self._losses if id(loss) not in read]
+            if len(others) < len(self._losses) and operator.plain == "mul":
+                self._scaling.append(call)
+                self._losses = others
+            elif len(others) < len(self._losses):  # a half loss is scaled in float32
+                self._losses = [*others, results[0]]
+        return any(scaling in (call, call.forward) for scaling in self._scaling)
 
     def _reads_numbers(self, operator: Operator, given: Arguments) -> bool:
         read = (t for n, v in operator.operands(*given) if not operator.written.get(n) for t in tensors_in(v))
@@ -187,7 +232,7 @@ class Recorder(Watch):
                     continue
                 writers = [] if held is None else self._made.writers(held)
                 is_known = bool(writers) or (held is not None and self.names.of_memory(held) is not None)
-                if self._scaling is None or not is_known or any(is_scaled for _, is_scaled in writers):
+                if not self._scaling or not is_known or any(is_scaled for _, is_scaled in writers):
                     return True
         return False
 
@@ -200,20 +245,52 @@ class Recorder(Watch):
         """What no operator has made, and is none of the models', is from outside."""
         for name, value in operator.operands(*given):
             for tensor in () if operator.written.get(name) else tensors_in(value):
-                if (
-                    tensor.grad_fn is not None and tensor._base is not None
-                ):  # as the transposed weight of a linear layer
-                    tensor = tensor._base
+                whole = tensor._base
+                # As the transposed weight of a linear layer, or all positions of a batch in one dimension.
+                if whole is not None and (tensor.grad_fn is not None or whole.numel() == tensor.numel()):
+                    tensor = whole
                 held = None if tensor.grad_fn is not None else self._held(tensor)
                 if held is None or self._made.writers(held) or self._gradients.writers(held):
                     continue
-                if self.names.of_memory(held) is None:
-                    argument = self._arguments.get(held.untyped_storage()._cdata, f"what {place} reads")
+                if self.names.of_memory(held) is None and not self._is_of_parameter(held):
+                    argument, held = self._given_by(held) or (f"what {place} reads", held)
                     dtype = name_of_dtype(held.dtype)
                     self.recorded.batch.append(Held(argument, tuple(held.shape), dtype, digest_of(held)))
                 self._made.write(held, False)
 
+    def _given_by(self, held: Tensor) -> tuple[str, Tensor] | None:
+        """The argument that ``held`` is a part of, and what it is called: levels read other parts of one."""
+        address = held.data_ptr()
+        known = self._given.get(held.untyped_storage()._cdata, ())
+        return max((g for g in known if g[1].data_ptr() <= address), key=lambda g: g[1].data_ptr(), default=None)
+
+    def _is_of_parameter(self, held: Tensor) -> bool:
+        """Whether ``held`` is in memory of a gradient or master: scripts measure these, and amp may have moved them."""
+        address = held.data_ptr()
+        for tensor in self._tensors:
+            if tensor.is_leaf:
+                master = self._masters.get(tensor)
+                for known in (tensor.grad, master, None if master is None else master.grad):
+                    local = None if known is None else self._held(known)
+                    if local is not None and local.device == held.device:
+                        begin = local.data_ptr()
+                        if begin <= address < begin + local.nbytes:
+                            return True
+        return False
+
     # ---- modules ---------------------------------------------------------------------------------------------------
+
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """See ``Watch``."""
+        if not (self.suspended or self._modules.modules):
+            self._given = {}
+            for i, argument in enumerate(args):
+                name = f"argument {i} of {self.names.of_module(module) or type(module).__name__}"
+                for tensor in tensors_in(argument):
+                    held = self._held(tensor)
+                    if held is not None:
+                        self._given.setdefault(held.untyped_storage()._cdata, []).append((name, held))
+        super().enter_module(module, args)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         super()._leave_module(module, args, output)

@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Sequence
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ class CheckOperatorsPart(Part):
 
     def _make_way(self) -> None:
         self._context.__exit__(None, None, None)
-        self.note = f"{self.option} has ended where the script opens find_overflow, or check_operators, itself"
+        self.note = f"{self.option} has ended where the script opens find_overflow, check_operators or record itself"
 
     def end(self) -> object:
         """See ``Part``."""
@@ -197,18 +198,20 @@ class ScriptSteps:
         self._parts = list(parts)
         self._count = 0
         self._leader: int | None = None
+        self._is_first_rank = True
         self._undo = Undo()
         patch_attribute(self._undo, AmpOptimizerMixin, "step", self._counting)
         if any(part.first == 0 for part in parts):
             hook = torch_module.register_module_forward_pre_hook(self._forward_begins)
             self._undo.callback(hook.remove)
-        atexit.register(self.end)
+        self._exit = Finalize(None, self.end, exitpriority=0)  # atexit is not for processes of multiprocessing
 
     def _counting(self, original: Any) -> Any:
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if self._leader not in (None, id(optimizer)):
                 return original(optimizer, *args, **kwargs)
             self._leader = id(optimizer)
+            self._is_first_rank = is_first_rank()  # at the end the process group may be gone
             self._begin(None, None)
             for part in self._parts:
                 if part.begun and not part.failed:
@@ -249,17 +252,18 @@ class ScriptSteps:
             steps = (
                 f"after {self._count} step{'s' * (self._count > 1)}"
                 if self._count
-                else "and no optimizer of amp has stepped"
+                else "and no optimizer of amp has stepped in this process"
             )
             said: object = f"{part.option}: the script has ended {steps}"
         else:
             said = part.failed or part.end()
-        if is_first_rank():
+        # Of processes that a script starts, as to load data, most do not train.
+        if self._is_first_rank and (self._count or parent_process() is None):
             print(said, *([part.note] if part.note else []), sep="\n", flush=True)
 
     def end(self) -> None:
         """Count no more; where the script has ended before the last step, print what is known."""
-        atexit.unregister(self.end)
+        self._exit.cancel()
         self._undo.close()
         for part in list(self._parts):
             self._finish(part)

@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
 from dataclasses import fields, replace
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class FirstForward:
         self._undo = Undo()
         # No hook: a global one does not get the arguments that are passed by name.
         patch_attribute(self._undo, nn.Module, "__call__", self._reporting)
-        atexit.register(self._script_ended)
+        self._exit = Finalize(None, self._script_ended, exitpriority=0)  # as in ScriptSteps
 
     def _reporting(self, original: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -80,16 +81,16 @@ class FirstForward:
 
     def _script_ended(self) -> None:
         self.end()
-        if is_first_rank():
+        if is_first_rank() and (current() is not None or parent_process() is None):
             print(
                 "--model-report: the script has ended, and no model of amp.initialize was called to be trained outside "
-                "of a compiled function",
+                "of a compiled function in this process",
                 flush=True,
             )
 
     def end(self) -> None:
         """Look at calls no longer."""
-        atexit.unregister(self._script_ended)
+        self._exit.cancel()
         self._undo.close()
 
 

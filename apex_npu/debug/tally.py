@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from inspect import unwrap
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -61,7 +63,8 @@ class Tally:
         casts: For each (from, to) how often one is called. Both are floating dtypes.
         cast_bytes: For each (from, to) the bytes that casts read and write.
         cast_weights: The names of the parameters that are cast.
-        saved: For each dtype the bytes of memory that forward keeps for backward, without parameters and inputs.
+        saved: For each dtype the bytes of memory that forward keeps for backward, without parameters and inputs; None:
+            it was not counted.
     """
 
     calls: Counter[Function] = field(default_factory=Counter)
@@ -71,34 +74,45 @@ class Tally:
     casts: Counter[tuple[torch.dtype, torch.dtype]] = field(default_factory=Counter)
     cast_bytes: Counter[tuple[torch.dtype, torch.dtype]] = field(default_factory=Counter)
     cast_weights: dict[str, None] = field(default_factory=dict)
-    saved: Counter[torch.dtype] = field(default_factory=Counter)
+    saved: Counter[torch.dtype] | None = field(default_factory=Counter)
 
     @contextmanager
     def counting(self, model: nn.Module, given: list[Tensor]) -> Iterator[None]:
         """Count what is called in the block; ``given`` are the model's inputs."""
-        with _Counting(self, model), self._saving([*model.parameters(), *model.buffers(), *given]):
-            yield
-
-    @contextmanager
-    def _saving(self, known: list[Tensor]) -> Iterator[None]:
-        seen: dict[int, Any] = {t.untyped_storage()._cdata: t for t in known if t.layout == torch.strided}
-
-        # What is returned is kept by the node that saves it. It must not lead to a node: where a node saves its own
-        # output, that is a cycle which Python does not find.
-        def pack(tensor: Tensor) -> Tensor:
-            if tensor.layout == torch.strided:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in seen:
-                    seen[storage._cdata] = storage  # kept alive: no other has its address
-                    self.saved[tensor.dtype] += storage.nbytes()
-            return tensor.detach()
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with ExitStack() as stack:
+            stack.enter_context(_Counting(self, model))
+            if self.saved is not None:
+                stack.enter_context(_saving(self.saved, [*model.parameters(), *model.buffers(), *given]))
             yield
 
     def flops_in(self, dtype: torch.dtype) -> int:
         """The FLOPs of all functions in one dtype."""
         return sum(n for function, n in self.flops.items() if function.dtype == dtype)
+
+
+@contextmanager
+def _saving(saved: Counter[torch.dtype], known: list[Tensor]) -> Iterator[None]:
+    """Count in ``saved`` what autograd saves in the block, without the memory of the tensors ``known``."""
+    seen: dict[int, Any] = {t.untyped_storage()._cdata: t for t in known if t.layout == torch.strided}
+
+    # What is returned is kept by the node that saves it. It must not lead to a node: where a node saves its own
+    # output, that is a cycle which Python does not find.
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                seen[storage._cdata] = storage  # kept alive: no other has its address
+                saved[tensor.dtype] += storage.nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+def refuses_hooks(error: BaseException) -> bool:
+    """Whether ``error`` is that of a forward which allows no hooks of saved tensors, as torch.func's ``grad``."""
+    (*_, (frame, _)) = walk_tb(error.__traceback__)
+    return frame.f_code is unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
 
 
 class _Counting(TorchDispatchMode):

@@ -193,6 +193,7 @@ PROMOTE_CALLS: dict[str, Callable[[Any, Any], Tensor]] = {
     "Tensor.cross": lambda a, b: a.m[:3].cross(b.n[:3], dim=0),
     "bilinear": lambda a, b: F.bilinear(a.m, b.n, a.b.repeat(2, 1, 1), b.v),
     "dot": lambda a, b: torch.dot(a.v, b.v),
+    "vdot": lambda a, b: torch.vdot(a.v, b.v),
     "Tensor.dot": lambda a, b: a.v.dot(b.v),
     "+": lambda a, b: a.m + b.n,
     "-": lambda a, b: a.m - b.n,

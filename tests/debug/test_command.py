@@ -3,10 +3,11 @@
 """``python -m apex_npu run --explain-overflows[=N] --profile A:B``: how the options are read."""
 
 import os
+import re
 
 import pytest
 
-from apex_npu.__main__ import main
+from apex_npu.__main__ import RUN, main
 
 
 @pytest.fixture
@@ -115,6 +116,11 @@ def test_options_without_what_they_need(words, said, environment, capsys):
     errors = capsys.readouterr().err
     assert errors.startswith(f"apex_npu: {said}")
     assert errors.count("[--force] [--host NAME]...") == 1
+
+
+def test_options_are_taken_in_the_order_in_which_the_usage_shows_them():
+    shown = [name for name in re.findall(r"--[a-z-]+", RUN.usage[0]) if name != "--device"]
+    assert shown == [name for a in RUN.arguments if (name := a.name) in shown]
 
 
 def test_nothing_is_set_before_all_options_are_checked(environment, capsys, tmp_path, monkeypatch):

@@ -263,6 +263,56 @@ def test_a_batch_of_another_shape(files, tmp_path, monkeypatch):
     assert "the batch differs: argument 0 of Classifier is [24, 12] and [12, 12]" in found.differing[0]
 
 
+class Reading(Classifier):
+    """Calls itself with the batch in another form, of which levels read other views: O2 casts all of it first."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+
+    def forward(self, *args):
+        if len(args) == 1 and isinstance(args[0], list):  # images of several sizes
+            return torch.cat([super(Reading, self).forward(x) for x in args[0]])
+        if len(args) == 2:
+            return super().forward(torch.cat([x.sin() for x in args], 1))
+        (x,) = args
+        if self.form == "transposed":
+            return super().forward(x.T)
+        return super().forward(x).flatten(0, -2)
+
+    def of(self, x):
+        forms = {
+            "3-D": lambda: (x.view(4, 6, 12),),
+            "transposed": lambda: (x.T.contiguous(),),
+            "a list": lambda: ([x[:9], x[9:]],),
+            "slices of one tensor": lambda: (x[:, :5], x[:, 5:]),
+        }
+        return self(*forms[self.form]())
+
+
+@pytest.mark.parametrize("form", ["3-D", "transposed", "a list", "slices of one tensor"])
+def test_the_same_batch_that_levels_read_as_other_views(form, tmp_path):
+    def record(level, seed=6):
+        torch.manual_seed(5)
+        model = Reading(form).to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+        torch.manual_seed(seed)
+        x, path = torch.randn(24, 12).to(DEVICE), tmp_path / f"{level}{seed}.pt"
+        with amp.debug.record(path, model):
+            loss = model.of(x).float().square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        amp.shutdown()
+        return path
+
+    paths = {level: record(level) for level in ("O0", "O1", "O2")}
+    for level in ("O1", "O2"):
+        assert amp.debug.compare(paths["O0"], paths[level], floor=paths[level]).differing == []
+        (said,) = amp.debug.compare(paths["O0"], record(level, seed=7)).differing
+        assert ": the batch differs: " in said
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_other_weights_are_said_first(level, files, tmp_path):
     def nudge(model):

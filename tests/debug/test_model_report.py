@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import io
+import math
 import random
 import threading
 from collections import Counter
@@ -73,6 +74,10 @@ STATISTICS = {
     | {(Net, "O3"): LAYER_NORMS[Net] + BATCH_NORM},
     "cuda": {},
 }
+
+# Of torch_npu: weights and biases of norms, of 8 elements each, in low precision; elements that each dropout reads.
+NORMS = {(kind, level): 4 for kind in (Net, Tokens) for level in ("O2", "O3", "O5")} | {(Net, "O3"): 6}
+DROPPED = {Net: 2 * 16 * 16, Tokens: 2 * 6 * 16}
 
 
 def made(kind):
@@ -173,17 +178,24 @@ def test_functions_casts_and_memory_are_those_of_a_run(kind, level):
     for function, n in one.tally.calls.items():
         if function.operator in COMPARED:
             calls[function.operator, function.dtype] += n
-    if not VENDOR:  # which chooses and splits operators by what it finds in memory
-        assert calls == seen.calls
-        assert (one.tally.casts, one.tally.cast_bytes, set(one.tally.cast_weights)) == (
-            seen.casts,
-            seen.bytes,
-            seen.weights,
-        )
+    casts, cast_bytes = Counter(seen.casts), Counter(seen.bytes)
+    if VENDOR:
+        for name, dtype in [key for key in (calls | seen.calls) if key[0] in ("addmm", "mm")]:
+            del calls[name, dtype], seen.calls[name, dtype]  # or matmul, as it finds an input in memory
+        # Its norms return gradients of weights in float32, and by the rules for sizes in the dtype of the weights.
+        low, norms = LOW.get(level, torch.float16), NORMS.get((kind, level), 0)
+        casts[torch.float32, low] -= norms
+        cast_bytes[torch.float32, low] -= norms * 8 * (4 + 2)
+        # Its masks of dropout have a bit for an element, in blocks of 128, and by the rules for sizes a byte.
+        saved[torch.bool] += 2 * DROPPED[kind]
+        saved[torch.uint8] -= 2 * 16 * math.ceil(DROPPED[kind] / 128)
+    else:
         elements = STATISTICS[DEVICE.type].get((kind, level), 0)
         saved[torch.float32] += elements * 4
         saved[LOW.get(level, torch.float16)] -= elements * 2
-        assert one.tally.saved == +saved
+    assert calls == seen.calls
+    assert (one.tally.casts, one.tally.cast_bytes, set(one.tally.cast_weights)) == (+casts, +cast_bytes, seen.weights)
+    assert one.tally.saved == +saved
     gradients = Counter()
     for param in model.parameters():
         gradients[param.grad.dtype] += param.grad.nbytes
@@ -261,8 +273,9 @@ def test_flops_of_attention_by_hand():
 def test_flops_are_those_of_torchs_counter(kind):
     model, batch, loss = made(kind)
     tally = amp.debug.report(model, batch, loss=loss, levels="O0").levels["O0"].tally
+    model.cpu()  # torch has formulas of what matmul is composed of there, and none of torch_npu's own
     with FlopCounterMode(display=False) as counter:
-        loss(model(batch)).backward()
+        model(batch.cpu()).sum().backward()
     assert sum(tally.flops.values()) == counter.get_total_flops() > 0
 
 
@@ -273,7 +286,8 @@ def test_functions_have_the_names_of_their_modules():
     assert of_o1["conv", "convolution", "forward"] == torch.float16
     assert of_o1["conv", "convolution_backward", "backward"] == torch.float16
     assert of_o1["blocks.1.norm", "native_layer_norm", "forward"] == torch.float32
-    assert of_o1["blocks.1.mlp.0", "mm", "backward"] == torch.float16
+    products = {of_o1.get(("blocks.1.mlp.0", name, "backward")) for name in ("mm", "matmul_backward")}
+    assert products - {None} == {torch.float16}
     assert of_o1[None, "nll_loss_forward", "forward"] == torch.float32
     assert not [f for f in found.levels["O1"].tally.flops if f.module is None]
 
@@ -377,6 +391,7 @@ def test_shapes_that_depend_on_data(level):
     assert "Exception: aten." in found.ran
 
 
+@pytest.mark.skipif(VENDOR, reason="raises later, where it reads a result, and computes nothing from then on")
 def test_what_a_run_cannot_do_either_is_raised():
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
         amp.debug.report(nn.Linear(4, 4, device=DEVICE), torch.ones(2, 3, device=DEVICE))
@@ -791,5 +806,5 @@ class TestScript:
         watching._script_ended()
         assert capsys.readouterr().out == (
             "--model-report: the script has ended, and no model of amp.initialize was called to be trained outside of "
-            "a compiled function\n"
+            "a compiled function in this process\n"
         )

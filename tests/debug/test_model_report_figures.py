@@ -16,6 +16,8 @@ from apex_npu import amp
 from apex_npu.debug.flops import flops_of
 from apex_npu.debug.script_model import FirstForward
 
+LOW = {"O0": torch.float32, "O1": torch.float16, "O2": torch.float16}
+
 
 def tally_of(model, *batch, level="O0"):
     return amp.debug.report(model, *batch, levels=level).levels[level].tally
@@ -236,6 +238,76 @@ def test_results_of_a_model_that_runs_for_real_are_freed():
     assert [ref() for ref in kept] == [None] * len(kept)
     saved = found.levels["O0"].tally.saved
     assert saved[torch.float32] == 4 * 2 * 4  # of exp alone
+
+
+# ---- torch.func, whose derivatives allow no hooks of saved tensors --------------------------------------------------
+
+
+class Penalized(nn.Module):
+    """A penalty on the gradient of the output."""
+
+    products = 3 + 1 + 2 + 1  # forward; backward of the layer, of the product that is the gradient, of what it derives
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        def value(params, x):
+            return torch.func.functional_call(self.layer, params, (x,)).float().square().sum()
+
+        grad = torch.func.grad(value, argnums=1)(dict(self.layer.named_parameters()), x)
+        return self.layer(x).float().sum() + grad.float().square().sum()
+
+
+class PerSample(Penalized):
+    """A gradient of the weights for each sample."""
+
+    products, counts = 2 + 1 + 1, False
+
+    def forward(self, x):
+        def value(params, x):
+            return torch.func.functional_call(self.layer, params, (x,)).float().square().sum()
+
+        params = dict(self.layer.named_parameters())
+        grads = torch.func.vmap(torch.func.grad(value), in_dims=(None, 0))(params, x)
+        found = sum(grad.float().square().mean() for grad in grads.values())
+        return found * int(found.isfinite()) if self.counts else found
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Penalized,
+        pytest.param(
+            PerSample,
+            marks=pytest.mark.skipif(VENDOR, reason="npu::matmul_double_backward has no rule for sizes and no formula"),
+        ),
+    ],
+)
+def test_all_but_what_is_saved_is_known_of_derivatives_in_forward(kind, counts):
+    torch.manual_seed(0)
+    model, x = kind().to(DEVICE), torch.randn(5, 6, device=DEVICE)
+    model.counts = counts
+    found = amp.debug.report(model, x, loss=lambda y: y, levels=("O0", "O1", "O2"))
+    assert bool(found.ran) is (counts and kind is PerSample)
+    assert {one.tally.saved for one in found.levels.values()} == {None}
+    (note,) = found.notes
+    assert note.startswith("what is saved for backward is unknown: derivatives of torch.func")
+    rows = [line.split() for line in str(found).splitlines()]
+    assert ["saved", "for", "backward", *["unknown"] * 3] in rows
+    for level, one in found.levels.items():
+        model = kind().to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+        model(x).backward()
+        assert sum(one.tally.flops.values()) == one.tally.flops_in(LOW[level]) == kind.products * (2 * 5 * 6 * 3)
+        assert one.memory.gradients.total() == sum(p.grad.nbytes for p in model.parameters())
+        amp.shutdown()
+    weights = 3 * 6 + 3  # float32 weights, gradients and momentum
+    row = next(row for row in rows if row[:5] == ["in", "all", "but", "what", "is"] and "SGD" in row)
+    assert row[10:12] == [str(3 * 4 * weights), "B"]
 
 
 # ---- a script --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What ``amp.debug.record`` keeps of an iteration, and that the iteration is the same with it."""
 
+import copy
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from debug.test_watching import hooks_of_torch, set_up, train
 from devices import DEVICE
 from torch.utils.flop_counter import FlopCounterMode
 
-from apex_npu import amp
+from apex_npu import amp, optimizers
 from apex_npu.amp.session import current
 from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.record import inside_of, path_of_rank
@@ -395,6 +396,57 @@ def test_each_process_has_a_file(monkeypatch):
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         assert path_of_rank("a.pt") == name
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, optimizers.NpuFusedAdam])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_and_masters_that_a_script_measures_are_not_of_the_batch(level, optimizer, tmp_path):
+    torch.manual_seed(3)
+    model, x = Small().to(DEVICE), torch.randn(5, 6).to(DEVICE)
+    optimizer = optimizer(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    norms = []
+    for i in range(2):
+        optimizer.zero_grad()
+        with amp.debug.record(tmp_path / f"{i}.pt", model) as recorded:
+            with amp.scale_loss(model(x).float().sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            norms += [tensor.norm() for p in amp.master_params(optimizer) for tensor in (p, p.grad)]
+            optimizer.step()
+        assert [held.name for held in recorded.batch] == ["argument 0 of Small"]
+    assert all(norm.isfinite() for norm in norms)
+
+
+def test_spectral_norm(tmp_path):
+    torch.manual_seed(3)
+    model = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(6, 4)).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale=64.0, verbosity=0)
+    x = torch.randn(5, 6).to(DEVICE)
+    state = copy.deepcopy(model.state_dict())
+    plain = model(x)
+    model.load_state_dict(state)
+    with amp.debug.record(tmp_path / "a.pt", model):  # below which kernels call kernels without casts
+        assert torch.equal(model(x), plain)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="gloo has tensors of the CPU")
+def test_what_collectives_return_is_there_later(tmp_path):
+    class Gathering(torch.nn.Linear):
+        def forward(self, x):
+            ops, group = torch.ops._c10d_functional, torch.distributed.group.WORLD.group_name
+            return super().forward(ops.wait_tensor(ops.all_gather_into_tensor(x, 1, group)) * 2)
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, x = Gathering(6, 4), torch.randn(3, 6)
+        with amp.debug.record(tmp_path / "a.pt", model) as recorded:
+            model(x).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    forward = [row for row in recorded.rows if (row.kind, row.phase) == ("operator", "forward")]
+    assert [row.operator for row in forward] == ["aten::mul", "aten::addmm", "aten::sum"]
+    assert torch.equal(forward[0].values, 2 * x.flatten())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What ``python -m apex_npu run`` prints of the steps of a script."""
 
+import functools
+import os
+
 import pytest
 import torch
 from debug import healthy
@@ -78,7 +81,20 @@ def test_the_first_forward_is_in_its_phase(capsys):
 def test_a_script_without_amp_is_told_so(kind, capsys):
     steps = ScriptSteps([kind(1, 2)])
     steps.end()
-    assert capsys.readouterr().out == f"{kind.option}: the script has ended and no optimizer of amp has stepped\n"
+    assert (
+        capsys.readouterr().out
+        == f"{kind.option}: the script has ended and no optimizer of amp has stepped in this process\n"
+    )
+
+
+def test_a_second_process_says_nothing_though_its_process_group_is_gone(capsys, monkeypatch):
+    model, optimizer = set_up_gpt(steps=0)
+    steps = ScriptSteps([ProfilePart(0, 9), GradientRangePart(5, 6)])
+    with monkeypatch.context() as patch:
+        patch.setattr("apex_npu.debug.script.is_first_rank", lambda: False)
+        iterate(model, optimizer)
+    steps.end()
+    assert capsys.readouterr().out == ""
 
 
 def test_other_optimizers_are_not_measured_and_that_is_said(capsys):
@@ -93,7 +109,9 @@ def test_other_optimizers_are_not_measured_and_that_is_said(capsys):
     assert "of the optimizer that steps first; 1 more are not measured" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("context", [amp.debug.find_overflow, amp.debug.check_operators])
+@pytest.mark.parametrize(
+    "context", [amp.debug.find_overflow, amp.debug.check_operators, functools.partial(amp.debug.record, os.devnull)]
+)
 def test_what_the_script_itself_opens_comes_first(context, capsys):
     model, optimizer = set_up(healthy.ResNet, "O2", dynamic_init_scale=16.0)
     ScriptSteps([CheckOperatorsPart(1, 2)])
@@ -105,7 +123,7 @@ def test_what_the_script_itself_opens_comes_first(context, capsys):
         optimizer.step()
     said = capsys.readouterr().out
     assert "operators were compared with float64" in said
-    assert "--check-operators has ended where the script opens find_overflow, or check_operators, itself" in said
+    assert "--check-operators has ended where the script opens find_overflow, check_operators or record itself" in said
 
 
 def test_what_watches_already_is_not_disturbed(capsys):

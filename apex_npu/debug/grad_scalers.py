@@ -1,0 +1,57 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ``torch.amp.GradScaler`` multiplies losses with, in scripts that use it without amp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from apex_npu.autocast.monkey_patches import patch_attribute
+from apex_npu.autocast.undo import Undo
+
+
+def follow_grad_scalers(
+    undo: Undo, scales: Callable[[Any, float], object], unscaled: Callable[[Optimizer], object]
+) -> None:
+    """Have what GradScalers do told until ``undo`` is closed.
+
+    Args:
+        undo: Takes the callbacks that end it.
+        scales: Gets what ``scale`` is called with, a loss or several, and the scale, before they are multiplied.
+        unscaled: Gets the optimizer whose gradients ``unscale_`` has divided.
+    """
+
+    def telling_scale(original: Any) -> Any:
+        def scale(scaler: GradScaler, outputs: Any) -> Any:
+            if scaler.is_enabled() and isinstance(
+                outputs, (Tensor, list, tuple)
+            ):  # not an iterator, which is read once
+                scales(outputs, scaler.get_scale())
+            return original(scaler, outputs)
+
+        return scale
+
+    def telling_unscale(original: Any) -> Any:
+        def unscale(scaler: GradScaler, optimizer: Optimizer) -> None:
+            original(scaler, optimizer)
+            if scaler.is_enabled():
+                unscaled(optimizer)
+
+        return unscale
+
+    for kind in _kinds(GradScaler):
+        for name, telling in (("scale", telling_scale), ("unscale_", telling_unscale)):
+            if name in vars(kind):
+                patch_attribute(undo, kind, name, telling)
+
+
+def _kinds(base: type[GradScaler]) -> Iterator[type[GradScaler]]:
+    """``base`` and what is derived of it, as of torch_npu and of FSDP."""
+    yield base
+    for derived in base.__subclasses__():
+        yield from _kinds(derived)
