@@ -117,6 +117,23 @@ def test_wheels_are_built_for_the_pythons_that_are_tested():
         assert pin in project["tool"]["cibuildwheel"]["before-build"]
 
 
+@pytest.mark.parametrize("ninja", [False, True])
+def test_nothing_that_another_torch_has_left_is_taken(setup_py, monkeypatch, ninja):
+    from setuptools import Distribution
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: ninja)
+    monkeypatch.setenv("CXX", "c++")
+    folders = []
+    for version in ("2.6.0", "2.13.0"):
+        monkeypatch.setattr(torch, "__version__", version)
+        command = Distribution(setup_py.build_options()).get_command_obj("build_ext")
+        command.ensure_finalized()
+        assert command.force
+        folders.append(command.build_temp)
+    assert folders[0] != folders[1]
+
+
 def test_missing_torch_is_said_with_the_way_out(setup_py, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(SystemExit, match=r"--no-build-isolation.*APEX_NPU_NO_EXT=1"):

@@ -169,7 +169,7 @@ def _extension_state() -> Finding:
         return Finding(name, reason, State.BROKEN, "using " + remedy)
     if _extension.is_switched_off():
         return Finding(name, "switched off by APEX_NPU_NO_EXT: pure PyTorch, the same results, slower", State.NOTE)
-    remedy = "with a C++ compiler: pip install --no-build-isolation apex_npu"
+    remedy = f"with a C++ compiler, in a checkout: {_extension.REBUILD}"
     return Finding(name, "not built: pure PyTorch, the same results, slower", State.NOTE, remedy)
 
 
