@@ -37,6 +37,8 @@ REFERENCE = {
     "parallel": "Apex's `parallel`: `from apex_npu import parallel`.",
     "multi_tensor_apply": "Apex's lists of tensors: `from apex_npu import multi_tensor_apply`.",
 }
+# Older names for what amp and the optimizers do: in the results of a search they come after those.
+_LAST_IN_SEARCH = "---\nsearch:\n  boost: 0.1\n---\n\n"
 
 
 def copy_pages(target: Path) -> None:
@@ -81,7 +83,8 @@ def write_reference(target: Path) -> None:
                 if (inspect.isclass(found) or inspect.isfunction(found)) and found.__module__.startswith("apex_npu")
             ]
             text = f"{about}\n\n" + "\n".join(f"::: {found.__module__}.{found.__qualname__}\n" for found in own)
-        (folder / f"{package}.md").write_text(f"# apex_npu.{package}\n\n{text}", encoding="utf-8")
+        head = _LAST_IN_SEARCH if text.startswith("Apex's") else ""
+        (folder / f"{package}.md").write_text(f"{head}# apex_npu.{package}\n\n{text}", encoding="utf-8")
 
 
 def _classes(package: str) -> list[str]:

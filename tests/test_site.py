@@ -20,7 +20,8 @@ def pages_of(entry: object) -> list[str]:
     return [page for value in entry for page in pages_of(value)] if isinstance(entry, list) else [str(entry)]
 
 
-NAV = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+NAV = pages_of(CONFIG["nav"])
 
 
 def test_every_page_has_a_place():
@@ -29,6 +30,20 @@ def test_every_page_has_a_place():
     assert {path.name for path in ROOT.glob("*.md")} <= set(NAV)
     written = [page for page in NAV if not page.startswith(("optimizers/", "reference/"))]
     assert [page for page in written if not (ROOT / page).is_file()] == []
+
+
+def test_the_search_works_in_files_without_a_network():
+    assert "offline" in CONFIG["plugins"]
+    scripts = CONFIG["extra"]["polyfills"]
+    assert any("iframe-worker" in script for script in scripts)  # else the plugin names one of another site
+    assert [path for path in [*scripts, *CONFIG["extra_css"]] if not (ROOT / path).is_file()] == []
+
+
+def test_the_search_finds_chinese_words():
+    (search,) = [plugin["search"] for plugin in CONFIG["plugins"] if "search" in plugin]
+    words = "损失\u200b缩放\u3002\u200b溢出"  # as jieba divides them
+    assert [word for word in re.split(search["separator"], words) if word] == ["损失", "缩放", "溢出"]
+    assert "jieba" in (ROOT / "requirements-docs.txt").read_text(encoding="utf-8")
 
 
 def test_every_optimizer_has_a_page():
