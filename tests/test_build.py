@@ -156,6 +156,9 @@ def test_sdist_holds_the_sources(tmp_path):
         names = {name.partition("/")[2] for name in tar.getnames()}
     assert {"csrc/bindings.cpp", "setup.py", "apex_npu/py.typed", "LICENSE"} <= names
     assert all(path.relative_to(ROOT).as_posix() in names for path in ROOT.glob("csrc/**/*.h"))
+    # Its tests and its site read them.
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*"), ROOT / "CITATION.cff"]
+    assert [path.name for path in pages if path.relative_to(ROOT).as_posix() not in names] == []
     assert not any(name.endswith((".so", ".torch_version")) for name in names)
 
 
