@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The documentation site has a place for every page, and the code of its guides runs."""
 
+import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -44,6 +46,18 @@ def test_the_search_finds_chinese_words():
     words = "损失\u200b缩放\u3002\u200b溢出"  # as jieba divides them
     assert [word for word in re.split(search["separator"], words) if word] == ["损失", "缩放", "溢出"]
     assert "jieba" in (ROOT / "requirements-docs.txt").read_text(encoding="utf-8")
+
+
+def test_tables_of_docstrings_become_tables(monkeypatch):
+    pytest.importorskip("griffe", reason="the site is built with requirements-docs.txt")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    module = importlib.import_module("site_docstrings")
+    written = inspect.cleandoc(amp.initialize.__doc__ or "")
+    lines = module._TABLE.sub(module._table, written).splitlines()
+    assert not any("====" in line for line in lines)
+    assert [line.split(" | ")[0] for line in lines if line.startswith("| ") and "---" not in line] == [
+        f"| {name}" for name in ("level", "O0", "O1", "O2", "O3", "O4", "O5")
+    ]
 
 
 def test_every_optimizer_has_a_page():

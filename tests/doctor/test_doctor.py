@@ -6,6 +6,7 @@ import functools
 import importlib
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,25 @@ def test_a_torch_npu_that_does_not_load(examine, monkeypatch, tmp_path):
     assert status == 1
     assert finding["value"] == "ImportError: libhccl.so: cannot open"
     assert "set_env.sh" in finding["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "processor\t: 0\nmodel name\t: A CPU @ 2 GHz\nflags\t\t: fpu avx512f avx512_bf16 amx_bf16 avx512_fp16 f16c\n",
+            ("A CPU @ 2 GHz", ["avx512_bf16", "amx_bf16", "avx512_fp16"]),
+        ),
+        (
+            "processor\t: 0\nFeatures\t: fp asimd asimdhp bf16 svebf16\n\nprocessor\t: 1\n",
+            (platform.machine(), ["asimdhp", "bf16", "svebf16"]),
+        ),
+        ("processor\t: 0\nmodel name\t: An old one\nflags\t\t: fpu sse f16c\n", ("An old one", [])),
+    ],
+)
+def test_units_for_low_precision(tmp_path, text, found):
+    (tmp_path / "cpuinfo").write_text(text)
+    assert checks._cpu(tmp_path / "cpuinfo") == found
 
 
 def test_a_torch_that_is_too_old(examine, monkeypatch):
