@@ -244,7 +244,7 @@ def _cpu(path: Path = Path("/proc/cpuinfo")) -> tuple[str, list[str]]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return platform.processor() or platform.machine(), []
-    pairs = dict(re.findall(r"^([^\t:]+)\s*: (.*)$", text, flags=re.MULTILINE))
+    pairs: dict[str, str] = dict(re.findall(r"^([^\t:]+)\s*: (.*)$", text, flags=re.MULTILINE))
     flags = pairs.get("flags", pairs.get("Features", "")).split()
     units = [flag for flag in flags if re.search(r"^(avx512|amx|sve)?_?(bf16|fp16)$|^svebf16$|^asimdhp$", flag)]
     return pairs.get("model name", "").strip() or platform.machine(), units
