@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from apex_npu import amp, optimizers
+from apex_npu.__main__ import main
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[1]
@@ -77,6 +78,17 @@ def test_getting_started_runs(page, capsys):
     loss = re.search(r"loss ([\d.]+), step applied: True", capsys.readouterr().out)
     assert loss is not None
     assert float(loss[1]) < 4.0  # targets have a variance of 8
+
+
+def test_checkpoints_prints_what_it_shows(capsys, monkeypatch, tmp_path):
+    page = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
+    code, shown, contents = re.findall(r"```(?:python)?\n(.*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "checkpoints.md", "exec"), {"__name__": "__main__"})
+    amp.shutdown()
+    assert capsys.readouterr().out == shown
+    assert main(["convert", "checkpoint.pth"]) == 0
+    assert capsys.readouterr().out == contents.partition("\n")[2]
 
 
 def test_the_chinese_guides_show_the_same_code():
