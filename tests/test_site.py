@@ -92,9 +92,10 @@ def test_checkpoints_prints_what_it_shows(capsys, monkeypatch, tmp_path):
 
 
 def test_the_chinese_guides_show_the_same_code():
-    for page in ("getting_started", "faq"):
-        code = [
-            re.findall(r"```.*?```", (ROOT / "docs" / f"{page}{language}.md").read_text(encoding="utf-8"), re.DOTALL)
-            for language in ("", ".zh")
-        ]
-        assert code[0] == code[1]
+    for page in ("getting_started", "faq", "migrating"):
+        english, chinese = (
+            (ROOT / "docs" / f"{page}{language}.md").read_text(encoding="utf-8") for language in ("", ".zh")
+        )
+        assert re.findall(r"```.*?```", chinese, re.DOTALL) == re.findall(r"```.*?```", english, re.DOTALL)
+        for start in ("^#+ ", "^- ", "^[|] ", r"^\d\. "):
+            assert len(re.findall(start, chinese, re.MULTILINE)) == len(re.findall(start, english, re.MULTILINE)), page
