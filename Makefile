@@ -192,8 +192,8 @@ test-torch-npu: setup-torch-npu
 # Inside of the training frameworks. A test skips where its framework is missing.
 QUICK_HOSTS := ignite lightning timm
 HOST_TESTS = $(if $(filter all newest,$(HOSTS)),,$(wildcard $(patsubst %,tests/integrations/test_%.py,$(HOSTS))))
-# Those of examples that need what a framework brings.
-EXAMPLES_IN_HOSTS = $(if $(filter all newest transformers,$(HOSTS)),tests/examples/test_bert.py) \
+# Those of examples and of ONNX files that need what a framework brings.
+EXAMPLES_IN_HOSTS = $(if $(filter all newest transformers,$(HOSTS)),tests/examples/test_bert.py tests/export/test_onnx.py::test_bert) \
     $(if $(filter all newest timm,$(HOSTS)),tests/examples/test_imagenet.py::test_its_resnets_are_torchvisions)
 RUN_IN_HOSTS = '$(VENV_HOSTS)/bin/python' -m pytest -q -n $(WORKERS) --dist worksteal \
     $(or $(HOST_TESTS),tests/integrations) $(EXAMPLES_IN_HOSTS)
@@ -243,7 +243,7 @@ setup-torch-npu: setup-dev
 	@VENV='$(VENV_NPU)' TORCH_SPEC='$(TORCH_FOR_NPU)' TORCH_NPU=1 bash -c "$$SETUP" setup -r requirements-dev.txt
 
 # They borrow the extension of setup-dev, and its simulated NPU.
-FOR_HOSTS := setuptools ninja numpy pytest pytest-xdist hypothesis expecttest
+FOR_HOSTS := setuptools ninja numpy pytest pytest-xdist hypothesis expecttest onnx onnxscript onnxruntime
 setup-hosts: setup-dev
 	@VENV='$(VENV_HOSTS)' HOSTS='$(HOSTS)' HOSTS_FROM=tests/integrations/requirements.txt BORROW=$(PY) \
 	    bash -c "$$SETUP" setup $(FOR_HOSTS)
