@@ -53,7 +53,7 @@ help: ## this list
 	@echo 'make docs       the documentation site: build/site/html/index.html'
 	@echo 'make upstream   the amp tests of a checkout of NVIDIA Apex against this package: APEX=path [DEVICE=npu]'
 	@echo 'make patch-check  patches, wheels and scripts on a clone of NVIDIA Apex: APEX_UPSTREAM=path'
-	@echo 'make wheel      a wheel with the extension for this Python and torch, in dist, checked by auditwheel and twine'
+	@echo 'make wheel      a wheel with the extension for this Python and torch, and the sdist, in dist, checked'
 	@echo 'make wheels     the same for all Pythons, by cibuildwheel (needs docker)'
 	@echo 'make dev        the environment for working on apex_npu, with the git hooks'
 	@echo 'make lint       ruff, clang-format, import-linter, scripts/check_words.py'
@@ -120,7 +120,8 @@ wheel: setup-dev ## named for the torch that is here: 0.1.0+torch2.13.0.cpu
 	@rm -rf build/wheel && mkdir -p build/wheel dist
 	@$(WITH_SCRIPTS) APEX_NPU_WHEEL=1 $(PY) -m pip wheel -qq --no-build-isolation --no-deps --wheel-dir build/wheel .
 	@$(WITH_SCRIPTS) $(PY) -m $(REPAIR) --wheel-dir dist build/wheel/*.whl
-	@$(PY) -m twine check --strict dist/*.whl
+	@$(PY) setup.py -q egg_info --egg-base build/wheel sdist --dist-dir dist 2> /dev/null
+	@$(PY) -m twine check --strict dist/*
 
 wheels: setup-dev ## cp310 to cp313, as [tool.cibuildwheel] in pyproject.toml says
 	@$(PY) -m pip install -qq cibuildwheel==4.3.3 twine==7.0.0
@@ -191,8 +192,8 @@ test-torch-npu: setup-torch-npu
 # Inside of the training frameworks. A test skips where its framework is missing.
 QUICK_HOSTS := ignite lightning timm
 HOST_TESTS = $(if $(filter all newest,$(HOSTS)),,$(wildcard $(patsubst %,tests/integrations/test_%.py,$(HOSTS))))
-# Those of examples that need what a framework brings.
-EXAMPLES_IN_HOSTS = $(if $(filter all newest transformers,$(HOSTS)),tests/examples/test_bert.py) \
+# Those of examples and of ONNX files that need what a framework brings.
+EXAMPLES_IN_HOSTS = $(if $(filter all newest transformers,$(HOSTS)),tests/examples/test_bert.py tests/export/test_onnx.py::test_bert) \
     $(if $(filter all newest timm,$(HOSTS)),tests/examples/test_imagenet.py::test_its_resnets_are_torchvisions)
 RUN_IN_HOSTS = '$(VENV_HOSTS)/bin/python' -m pytest -q -n $(WORKERS) --dist worksteal \
     $(or $(HOST_TESTS),tests/integrations) $(EXAMPLES_IN_HOSTS)
@@ -242,7 +243,7 @@ setup-torch-npu: setup-dev
 	@VENV='$(VENV_NPU)' TORCH_SPEC='$(TORCH_FOR_NPU)' TORCH_NPU=1 bash -c "$$SETUP" setup -r requirements-dev.txt
 
 # They borrow the extension of setup-dev, and its simulated NPU.
-FOR_HOSTS := setuptools ninja numpy pytest pytest-xdist hypothesis expecttest
+FOR_HOSTS := setuptools ninja numpy pytest pytest-xdist hypothesis expecttest onnx onnxscript onnxruntime
 setup-hosts: setup-dev
 	@VENV='$(VENV_HOSTS)' HOSTS='$(HOSTS)' HOSTS_FROM=tests/integrations/requirements.txt BORROW=$(PY) \
 	    bash -c "$$SETUP" setup $(FOR_HOSTS)

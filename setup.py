@@ -72,6 +72,12 @@ def build_options() -> dict:
     class BuildExtension(cpp_extension.BuildExtension):
         """torch's, which leaves a note of the torch it built for and names the way out when compilation fails."""
 
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            # What another torch has left in build/ looks new, and the note below would say it is for this one.
+            self.build_temp = str(Path(self.build_temp) / f"torch-{torch.__version__}")
+            self.force = True
+
         def run(self) -> None:
             try:
                 super().run()

@@ -30,6 +30,7 @@ PAGES = (
 )
 REFERENCE = {
     "amp": "Mixed precision: `from apex_npu import amp`.",
+    "debug": "Diagnostics: `amp.debug` ([what they print](../docs/debug.md)).",
     "optimizers": "",
     "export": "ONNX files, and weights from files: `from apex_npu import export`.",
     "fp16_utils": "Apex's `fp16_utils`: `from apex_npu import fp16_utils`.",
@@ -37,6 +38,9 @@ REFERENCE = {
     "parallel": "Apex's `parallel`: `from apex_npu import parallel`.",
     "multi_tensor_apply": "Apex's lists of tensors: `from apex_npu import multi_tensor_apply`.",
 }
+# Older names for what amp and the optimizers do: in the results of a search they come after those.
+_FIRST = ("initialize", "scale_loss", "master_params", "last_step", "state_dict", "load_state_dict")
+_LAST_IN_SEARCH = "---\nsearch:\n  boost: 0.1\n---\n\n"
 
 
 def copy_pages(target: Path) -> None:
@@ -55,11 +59,10 @@ def write_optimizers(target: Path) -> None:
     folder.mkdir(parents=True)
     subprocess.run([sys.executable, ROOT / "examples" / "rosenbrock.py", "--each", folder], check=True, cwd=ROOT)
     for name in _classes("optimizers"):
-        picture = f"\n![Path of {name} through Rosenbrock's valley]({name}.png)\n"
-        shown = picture if (folder / f"{name}.png").exists() else ""
+        path = f"\n## Path through Rosenbrock's valley\n\n![Minimum, start and steps of {name}]({name}.png)\n"
         (folder / f"{name}.md").write_text(
-            f"# {name}\n{shown}\n::: apex_npu.optimizers.{name}\n"
-            "    options:\n      show_root_heading: false\n      members: false\n",
+            f"::: apex_npu.optimizers.{name}\n    options:\n      heading_level: 1\n      members: false\n"
+            + (path if (folder / f"{name}.png").exists() else ""),
             encoding="utf-8",
         )
 
@@ -74,14 +77,17 @@ def write_reference(target: Path) -> None:
             listed = "\n".join(f"- [{name}](../optimizers/{name}.md)" for name in _classes(package))
             text = f"Each optimizer has a page:\n\n{listed}\n"
         else:
-            shown = [getattr(module, name) for name in module.__all__]
+            names = [*(name for name in _FIRST if name in module.__all__), *module.__all__]
+            shown = [getattr(module, name) for name in dict.fromkeys(names)]
             own = [
                 found
                 for found in shown
                 if (inspect.isclass(found) or inspect.isfunction(found)) and found.__module__.startswith("apex_npu")
             ]
+            own.sort(key=inspect.isclass)  # functions first
             text = f"{about}\n\n" + "\n".join(f"::: {found.__module__}.{found.__qualname__}\n" for found in own)
-        (folder / f"{package}.md").write_text(f"# apex_npu.{package}\n\n{text}", encoding="utf-8")
+        head = _LAST_IN_SEARCH if text.startswith("Apex's") else ""
+        (folder / f"{package}.md").write_text(f"{head}# apex_npu.{package}\n\n{text}", encoding="utf-8")
 
 
 def _classes(package: str) -> list[str]:

@@ -117,6 +117,23 @@ def test_wheels_are_built_for_the_pythons_that_are_tested():
         assert pin in project["tool"]["cibuildwheel"]["before-build"]
 
 
+@pytest.mark.parametrize("ninja", [False, True])
+def test_nothing_that_another_torch_has_left_is_taken(setup_py, monkeypatch, ninja):
+    from setuptools import Distribution
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: ninja)
+    monkeypatch.setenv("CXX", "c++")
+    folders = []
+    for version in ("2.6.0", "2.13.0"):
+        monkeypatch.setattr(torch, "__version__", version)
+        command = Distribution(setup_py.build_options()).get_command_obj("build_ext")
+        command.ensure_finalized()
+        assert command.force
+        folders.append(command.build_temp)
+    assert folders[0] != folders[1]
+
+
 def test_missing_torch_is_said_with_the_way_out(setup_py, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(SystemExit, match=r"--no-build-isolation.*APEX_NPU_NO_EXT=1"):
@@ -139,6 +156,9 @@ def test_sdist_holds_the_sources(tmp_path):
         names = {name.partition("/")[2] for name in tar.getnames()}
     assert {"csrc/bindings.cpp", "setup.py", "apex_npu/py.typed", "LICENSE"} <= names
     assert all(path.relative_to(ROOT).as_posix() in names for path in ROOT.glob("csrc/**/*.h"))
+    # Its tests and its site read them.
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*"), ROOT / "CITATION.cff"]
+    assert [path.name for path in pages if path.relative_to(ROOT).as_posix() not in names] == []
     assert not any(name.endswith((".so", ".torch_version")) for name in names)
 
 

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The documentation site has a place for every page, and the code of its guides runs."""
 
+import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from apex_npu import amp, optimizers
+from apex_npu.__main__ import main
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[1]
@@ -20,7 +23,8 @@ def pages_of(entry: object) -> list[str]:
     return [page for value in entry for page in pages_of(value)] if isinstance(entry, list) else [str(entry)]
 
 
-NAV = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+NAV = pages_of(CONFIG["nav"])
 
 
 def test_every_page_has_a_place():
@@ -29,6 +33,32 @@ def test_every_page_has_a_place():
     assert {path.name for path in ROOT.glob("*.md")} <= set(NAV)
     written = [page for page in NAV if not page.startswith(("optimizers/", "reference/"))]
     assert [page for page in written if not (ROOT / page).is_file()] == []
+
+
+def test_the_search_works_in_files_without_a_network():
+    assert "offline" in CONFIG["plugins"]
+    scripts = CONFIG["extra"]["polyfills"]
+    assert any("iframe-worker" in script for script in scripts)  # else the plugin names one of another site
+    assert [path for path in [*scripts, *CONFIG["extra_css"]] if not (ROOT / path).is_file()] == []
+
+
+def test_the_search_finds_chinese_words():
+    (search,) = [plugin["search"] for plugin in CONFIG["plugins"] if "search" in plugin]
+    words = "损失\u200b缩放\u3002\u200b溢出"  # as jieba divides them
+    assert [word for word in re.split(search["separator"], words) if word] == ["损失", "缩放", "溢出"]
+    assert "jieba" in (ROOT / "requirements-docs.txt").read_text(encoding="utf-8")
+
+
+def test_tables_of_docstrings_become_tables(monkeypatch):
+    pytest.importorskip("griffe", reason="the site is built with requirements-docs.txt")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    module = importlib.import_module("site_docstrings")
+    written = inspect.cleandoc(amp.initialize.__doc__ or "")
+    lines = module._TABLE.sub(module._table, written).splitlines()
+    assert not any("====" in line for line in lines)
+    assert [line.split(" | ")[0] for line in lines if line.startswith("| ") and "---" not in line] == [
+        f"| {name}" for name in ("level", "O0", "O1", "O2", "O3", "O4", "O5")
+    ]
 
 
 def test_every_optimizer_has_a_page():
@@ -50,10 +80,22 @@ def test_getting_started_runs(page, capsys):
     assert float(loss[1]) < 4.0  # targets have a variance of 8
 
 
+def test_checkpoints_prints_what_it_shows(capsys, monkeypatch, tmp_path):
+    page = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
+    code, shown, contents = re.findall(r"```(?:python)?\n(.*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "checkpoints.md", "exec"), {"__name__": "__main__"})
+    amp.shutdown()
+    assert capsys.readouterr().out == shown
+    assert main(["convert", "checkpoint.pth"]) == 0
+    assert capsys.readouterr().out == contents.partition("\n")[2]
+
+
 def test_the_chinese_guides_show_the_same_code():
-    for page in ("getting_started", "faq"):
-        code = [
-            re.findall(r"```.*?```", (ROOT / "docs" / f"{page}{language}.md").read_text(encoding="utf-8"), re.DOTALL)
-            for language in ("", ".zh")
-        ]
-        assert code[0] == code[1]
+    for page in ("getting_started", "faq", "migrating"):
+        english, chinese = (
+            (ROOT / "docs" / f"{page}{language}.md").read_text(encoding="utf-8") for language in ("", ".zh")
+        )
+        assert re.findall(r"```.*?```", chinese, re.DOTALL) == re.findall(r"```.*?```", english, re.DOTALL)
+        for start in ("^#+ ", "^- ", "^[|] ", r"^\d\. "):
+            assert len(re.findall(start, chinese, re.MULTILINE)) == len(re.findall(start, english, re.MULTILINE)), page

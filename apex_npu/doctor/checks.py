@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import platform
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -169,7 +170,7 @@ def _extension_state() -> Finding:
         return Finding(name, reason, State.BROKEN, "using " + remedy)
     if _extension.is_switched_off():
         return Finding(name, "switched off by APEX_NPU_NO_EXT: pure PyTorch, the same results, slower", State.NOTE)
-    remedy = "with a C++ compiler: pip install --no-build-isolation apex_npu"
+    remedy = f"with a C++ compiler, in a checkout: {_extension.REBUILD}"
     return Finding(name, "not built: pure PyTorch, the same results, slower", State.NOTE, remedy)
 
 
@@ -178,7 +179,9 @@ def _extension_state() -> Finding:
 
 def _devices() -> Iterator[Finding]:
     capability = torch.backends.cpu.get_cpu_capability()
-    yield Finding("cpu", f"{_cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}")
+    model, units = _cpu()
+    threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    yield Finding("cpu", f"{model}, {threads}, {capability}, {', '.join(units) or 'no unit for low precision'}")
     yield _precision("cpu")
     if torch.version.cuda and not torch.cuda.is_available():
         remedy = "nvidia-smi shows whether the driver sees a GPU, and which CUDA it supports"
@@ -235,13 +238,16 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _cpu_model() -> str:
+def _cpu(path: Path = Path("/proc/cpuinfo")) -> tuple[str, list[str]]:
+    """The model, and its instructions for float16 and bfloat16 as Linux calls them."""
     try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return platform.processor() or platform.machine()
-    models = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    return models[0] if models else platform.machine()
+        return platform.processor() or platform.machine(), []
+    pairs: dict[str, str] = dict(re.findall(r"^([^\t:]+)\s*: (.*)$", text, flags=re.MULTILINE))
+    flags = pairs.get("flags", pairs.get("Features", "")).split()
+    units = [flag for flag in flags if re.search(r"^(avx512|amx|sve)?_?(bf16|fp16)$|^svebf16$|^asimdhp$", flag)]
+    return pairs.get("model name", "").strip() or platform.machine(), units
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------

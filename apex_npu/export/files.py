@@ -19,6 +19,7 @@ import torch
 from apex_npu.backends.requirements import require
 
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
+_COPY_AGAIN = "It is cut off, or another kind of file: copy it again, or name the checkpoint"
 
 
 class CheckpointError(Exception):
@@ -99,7 +100,7 @@ def read(path: Path) -> Any:
             ) from error
         # torch's message begins with advice to unpickle, and ends with what it was raised for.
         why = first_line(error.__context__ or error)
-        raise CheckpointError(f"{path}: not a whole checkpoint that torch.load reads ({why})") from error
+        raise CheckpointError(f"{path}: not a whole checkpoint that torch.load reads ({why}). {_COPY_AGAIN}") from error
 
 
 def _read_shards(path: Path) -> dict[str, Any]:
@@ -109,6 +110,8 @@ def _read_shards(path: Path) -> dict[str, Any]:
         for shard in sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())):
             if Path(shard).suffix == ".json":
                 raise ValueError(f"{shard} is no file of weights")
+            if not path.with_name(shard).exists():
+                raise CheckpointError(f"{path} names {shard}, which is not beside it: copy all shards into its folder")
             state |= read(path.with_name(shard))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -125,14 +128,17 @@ def _read_safetensors(path: Path) -> Any:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise CheckpointError(f"{path}: not a whole file of safetensors ({first_line(error)})") from error
+        raise CheckpointError(
+            f"{path}: not a whole file of safetensors ({first_line(error)}). {_COPY_AGAIN}"
+        ) from error
 
 
 def first_line(error: BaseException) -> str:
-    """Of what has caused ``error`` in the end, without a terminal's colours."""
+    """Of what has caused ``error`` in the end, its first sentence there, without a terminal's colours."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return _COLOURS.sub("", f"{type(error).__name__}: {error}").splitlines()[0][:200]
+    said = _COLOURS.sub("", str(error)).strip().partition("\n")[0].partition(". ")[0][:200].removesuffix(".")
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def _objects_in(path: Path) -> list[str]:

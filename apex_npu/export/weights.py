@@ -93,7 +93,8 @@ def _weights_in(path: Path, checkpoint: Any, key: str | None) -> Part:
     found = [(".".join(map(str, part.path)), part) for part in parts_of(checkpoint) if part.kind == "model"]
     names = first([repr(name) for name, _ in found])
     if not found:
-        raise CheckpointError(f"{path}: there are no weights of a model in this {type(checkpoint).__name__}")
+        keys = f" with {first([repr(key) for key in checkpoint])}" if isinstance(checkpoint, dict) else ""
+        raise CheckpointError(f"{path}: there are no weights of a model in this {type(checkpoint).__name__}{keys}")
     if key is None and len(found) > 1:
         raise CheckpointError(f"{path} has weights of {len(found)} models ({names}): pass key= to choose")
     chosen = [part for name, part in found if key in (None, name)]

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the benchmarks conclude from numbers; that their variants compute what they are to; nothing is timed."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,12 @@ import bare_steps
 import goals
 import measure
 import old_patch
+import plots
 import pytest
 import report
 import suite
 import torch
-from rounds import Spread, Stopwatch, in_turns, steps_in_turns, write_csv
+from rounds import RESULTS, Spread, Stopwatch, in_turns, read_csv, steps_in_turns, write_csv
 from torch import nn
 from workloads import WORKLOADS, Bench, Gradients, numel
 
@@ -166,6 +168,23 @@ def test_old_patch_computes_what_the_fused_optimizers_do(rule):
 def test_readme_shows_what_the_results_say():
     done = subprocess.run([sys.executable, ROOT / "benchmarks/report.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_the_first_page_says_what_its_picture_shows(page):
+    rows = {(row["comparison"], row["workload"], row["variant"]): row for row in read_csv(RESULTS / "cpu.csv")}
+    written, folded = (
+        1 / float(rows["whole O2 step", "resnet50", f"apex_npu, {how}"]["ratio"]) for how in ("as written", "folded")
+    )
+    lamb = float(rows["step of LAMB", "small2000", "timm"]["ratio"])
+    drawn = plots.whole_steps(read_csv(RESULTS / "cpu.csv"))["ResNet-50"]
+    assert [drawn[name][0] for name in ("apex_npu", "with fuse_unscale")] == [written, folded]
+    assert plots.small_steps(read_csv(RESULTS / "cpu.csv"))["LAMB"]["apex_npu"][0] == lamb
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (point,) = [line for line in text.split("\n- ") if "fuse_unscale=True" in line and "ResNet-50" in line]
+    assert re.findall(r"\d+\.\d+(?=\s+times as fast|\s+times with| 倍)", point) == [
+        f"{speed:.1f}" for speed in (written, folded, lamb)
+    ]
 
 
 def test_report_replaces_what_is_between_markers_alone(tmp_path):

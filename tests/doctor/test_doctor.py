@@ -6,6 +6,7 @@ import functools
 import importlib
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +61,8 @@ def test_an_extension_of_another_torch_is_broken(examine, monkeypatch, tmp_path)
     finding = found["C++ extension"]["apex_npu._C"]
     assert status == 1
     assert finding["value"] == f"the C++ extension was built for torch 2.0.1, this is torch {torch.__version__}"
-    assert "pip install --no-build-isolation apex_npu" in finding["remedy"]
+    # Of a checkout, since no index has the package; and pip would keep what is installed.
+    assert finding["remedy"].endswith("pip install --no-build-isolation --no-deps --force-reinstall .")
 
 
 @pytest.mark.parametrize("switched_off", [True, False])
@@ -105,6 +107,25 @@ def test_a_torch_npu_that_does_not_load(examine, monkeypatch, tmp_path):
     assert status == 1
     assert finding["value"] == "ImportError: libhccl.so: cannot open"
     assert "set_env.sh" in finding["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "processor\t: 0\nmodel name\t: A CPU @ 2 GHz\nflags\t\t: avx512f avx512_bf16 amx_bf16 avx512_fp16\n",
+            ("A CPU @ 2 GHz", ["avx512_bf16", "amx_bf16", "avx512_fp16"]),
+        ),
+        (
+            "processor\t: 0\nFeatures\t: fp asimd asimdhp bf16 svebf16\n\nprocessor\t: 1\n",
+            (platform.machine(), ["asimdhp", "bf16", "svebf16"]),
+        ),
+        ("processor\t: 0\nmodel name\t: An old one\nflags\t\t: fpu sse f16c\n", ("An old one", [])),
+    ],
+)
+def test_units_for_low_precision(tmp_path, text, found):
+    (tmp_path / "cpuinfo").write_text(text)
+    assert checks._cpu(tmp_path / "cpuinfo") == found
 
 
 def test_a_torch_that_is_too_old(examine, monkeypatch):

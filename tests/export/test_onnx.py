@@ -3,6 +3,7 @@
 """ONNX files of models trained at any level: onnxruntime gives the results of a plain float32 model."""
 
 import copy
+import importlib
 import importlib.metadata
 import sys
 import types
@@ -166,7 +167,7 @@ def test_an_encoder(tmp_path, level, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_bert(tmp_path, level):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     needs_onnx()
@@ -193,15 +194,18 @@ def test_bert(tmp_path, level):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float32), ("O2", torch.float16), ("O5", torch.float32)])
-def test_a_resnet(tmp_path, level, dtype):
-    pytest.importorskip("torchvision_schemas", reason="only where tests/integrations/environment is on the path")
-    timm = pytest.importorskip("timm", reason="timm is not installed")
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_resnet(tmp_path, monkeypatch, level):
     needs_onnx()
+    dtype = torch.float16 if level == "O2" else torch.float32
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "imagenet"))
+    monkeypatch.delitem(sys.modules, "models", raising=False)
+    models = importlib.import_module("models")
+    monkeypatch.delitem(sys.modules, "models")  # a name that the folders of examples have in common
 
     def resnet():
         torch.manual_seed(0)
-        return timm.create_model("resnet18", num_classes=10)
+        return models.ResNet(*models.RESNETS["resnet18"], 10)
 
     inputs = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(2))
     names, _, _ = exported(tmp_path, resnet, level, inputs, dtype=dtype, fold_batch_norm=True)
