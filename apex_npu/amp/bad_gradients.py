@@ -21,7 +21,7 @@ from apex_npu.amp.step_decision import StepReport, explain_skips
 from apex_npu.distributed import local_part
 from apex_npu.fusion import FlatGrads
 from apex_npu.fusion.grad_slots import IN_BUFFER
-from apex_npu.ops import Segments, segment_dot
+from apex_npu.ops import Segments, as_real, segment_dot
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ def _gradients(group: GradGroup) -> Iterator[tuple[int, Tensor]]:
     """Indices and gradients, those of the model where masters have none."""
     for i, (param, source) in enumerate(zip(group.params, group.sources, strict=True)):
         grad = source.grad if param.grad is None else param.grad
-        if grad is not None and grad.layout == torch.strided and grad.numel() and not grad.is_complex():
-            yield i, local_part(grad)
+        if grad is not None and grad.layout == torch.strided and grad.numel():
+            yield i, as_real(grad) if grad.is_complex() else local_part(grad)
 
 
 def _counts(flat: FlatGrads | None, present: Sequence[tuple[int, Tensor]]) -> list[tuple[int, int]]:

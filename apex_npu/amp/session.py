@@ -321,6 +321,10 @@ class Session:
                 f"the casts of {self.policy.title} on again; call it after the block"
             )
 
+    def at_end(self, call: Callable[[], object]) -> None:
+        """Have ``call`` called when another session takes the place of this one, or ``shutdown``."""
+        self._undo.callback(call)
+
     def undo(self) -> None:
         """Undo ``enable``; after an interrupt the next call completes it."""
         self._undo.close()

@@ -46,7 +46,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 def _cast_other_container(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, tuple):
         items = [cast_floating(item, dtype) for item in value]
-        return _rebuild_tuple(value, items) if _differ(items, value) else value
+        return rebuild_tuple(value, items) if _differ(items, value) else value
     if isinstance(value, (list, deque, UserList)):
         changed = _changed_items(enumerate(value), dtype)
         return _copy_with_items(value, changed) if changed else value
@@ -70,7 +70,8 @@ def _differ(new: Iterable[Any], old: Iterable[Any]) -> bool:
     return any(a is not b for a, b in zip(new, old, strict=True))
 
 
-def _rebuild_tuple(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+def rebuild_tuple(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """A tuple of the class of ``value`` with other ``items``."""
     kind: Any = type(value)
     if hasattr(kind, "_make"):  # namedtuple
         result = kind._make(items)

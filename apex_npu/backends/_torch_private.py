@@ -225,6 +225,21 @@ def take_off_mode(mode: Any) -> None:
         _push_mode(other)
 
 
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """No dispatch mode of this thread sees what is called within."""
+    from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+    modes = dispatch_modes()
+    for _ in modes:
+        _pop_mode()
+    try:
+        yield
+    finally:
+        for mode in modes:
+            _push_mode(mode)
+
+
 def data_worker() -> ModuleType:
     """The module that has the main loop of a DataLoader's worker process."""
     from torch.utils.data._utils import worker

@@ -82,12 +82,17 @@ class Explainer:
             self.end()
             self._guarded(self._tell, report, finder.found.reports)
         is_due = not self._once and report.skips_in_a_row >= self._after and self._left != 0
+        kept: Sequence[Block] | None = []
         if self._replayer is not None:
             kept = self._replayer.take(report)
-            if is_due and finder is None and kept:
+            if self._left == 0:
+                self.close()
+            elif is_due and finder is None and kept and any(block.runs for block in kept):
                 self._guarded(self._run_again, self._replayer, kept, report)
                 return
-        if is_due:
+            else:
+                self._replayer.release(kept or [])
+        if is_due and kept is not None:
             self.arm()
 
     def _run_again(self, replayer: Replayer, kept: Sequence[Block], skip: StepReport) -> None:

@@ -1,69 +1,34 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Forward``: what a model was called with, kept so that it can be called once more with the same result."""
+"""``Forwards``: what models are called with, kept so that they can be called once more with the same result."""
 
 from __future__ import annotations
 
 import functools
-import random
+import itertools
+import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import unserializable_hook
 
+from apex_npu.amp.session import current
 from apex_npu.backends import is_capturing
+from apex_npu.debug.kept_state import Clones, KeptState, mapped, tensors_of
 from apex_npu.debug.places import Place, calling_line
+
+logger = logging.getLogger("apex_npu.debug")
 
 
 class NotReplayedError(Exception):
     """A forward cannot be run once more."""
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in the arguments or the outputs of a model: in lists, tuples, mappings, dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    items: Any = ()
-    if isinstance(value, Mapping):
-        items = value.values()
-    elif isinstance(value, (list, tuple)):
-        items = value
-    elif is_dataclass(value) and not isinstance(value, type):
-        items = [getattr(value, field.name, None) for field in fields(value)]
-    for item in items:
-        yield from tensors_of(item)
-
-
-def _autocast_of(device_types: Iterable[str]) -> dict[str, tuple[torch.dtype, bool, bool]]:
-    """The dtype of autocast, whether it is on, and whether it caches weights."""
-    caches = torch.is_autocast_cache_enabled()
-    return {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), caches) for kind in device_types}
-
-
-class RandomState:
-    """The states of the generators that a forward may draw from: torch's, NumPy's and Python's own."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        """As they are now, on the host and on ``devices``."""
-        self._host = torch.random.get_rng_state()
-        modules: list[tuple[Any, torch.device]] = [(getattr(torch, d.type, None), d) for d in devices]
-        self._devices = [(m, d, m.get_rng_state(d)) for m, d in modules if hasattr(m, "get_rng_state")]
-        self._numpy, self._python = np.random.get_state(), random.getstate()
-
-    def set(self) -> None:
-        """Make them so again."""
-        torch.random.set_rng_state(self._host)
-        for module, device, state in self._devices:
-            module.set_rng_state(state, device)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
 
 
 @dataclass(eq=False)
@@ -72,71 +37,110 @@ class Forward:
 
     Attributes:
         module: The model.
-        args: What it was called with, by reference.
-        kwargs: Likewise.
+        given: Its arguments and keyword arguments, in containers of their own.
         place: The line that has called it.
-        gradients: What backward has passed to its outputs, by their number among those that require a gradient; a
-            backward that is repeated adds another entry.
+        number: How many calls came before it.
+        state: What else its result depends on.
+        is_differentiated: Its gradients have a graph, as those of a gradient penalty.
     """
 
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    given: Any
     place: Place | None
+    number: int
+    state: KeptState
+    is_differentiated: bool = False
+    _handles: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Keep what else its result depends on."""
-        given = list(tensors_of((self.args, self.kwargs)))
-        self._versions = [(tensor, tensor._version) for tensor in given if not tensor.is_inference()]
-        owners = self.module.modules()
-        with torch.no_grad():
-            self._buffers = [(o, n, b.clone()) for o in owners for n, b in o._buffers.items() if b is not None]
-        tensors = [*self.module.parameters(), *given]
-        devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type != "meta")
-        self._devices = [device for device in devices if device.type != "cpu"]
-        self._random = RandomState(self._devices)
-        self._autocast = _autocast_of({"cpu", *(device.type for device in devices)})
+        """Keep what tells whether the arguments are written, and how autocast is set."""
+        tensors = tensors_of(self.given)
+        self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+        self._autocast = _autocast_of({"cpu", *(t.device.type for t in tensors if t.device.type != "meta")})
+        session = current()
+        self._casts_around = session is not None and session.ambient.is_inside()
 
     def why_not(self) -> str | None:
         """Why it cannot be called with the same result; None: it can."""
+        if self.given is None:
+            return "another optimizer has stepped with its gradients"
+        if self.is_differentiated:
+            return "its gradients were differentiated (create_graph=True), as for a gradient penalty"
         for i, (tensor, version) in enumerate(self._versions):
             if tensor._version != version:
                 return (
                     f"tensor {i} of its arguments, of shape {list(tensor.shape)}, was written in place since, by the "
                     "model or by the script"
                 )
+        if self.state.computes_parameters:
+            return "its parameters are results of operators, as with torch.func.functional_call"
+        param = self.state.written_parameter()
+        if param is not None:
+            return (
+                f"a parameter of shape {list(param.shape)} was written since, by forward itself or by the step of "
+                "another optimizer"
+            )
         return None
 
-    @property
-    def inputs(self) -> list[Tensor]:
-        """The arguments that require a gradient."""
-        return [tensor for tensor, _ in self._versions if tensor.requires_grad]
+    def release(self) -> None:
+        """Keep nothing any longer: what refers to it may live on."""
+        for handle in self._handles:
+            handle.remove()
+        self.given, self._versions, self._handles = None, [], []
+        self.__dict__.pop("state", None)
+
+    def follow(self, outputs: Sequence[Tensor], arrived: Callable[[Forward, int, Tensor], None]) -> None:
+        """Have ``arrived`` called with the gradients of ``outputs``, each with its number."""
+        for i, output in enumerate(outputs):
+
+            def note(i: int, gradient: Tensor | None) -> None:
+                if torch.is_grad_enabled():
+                    self.is_differentiated = True
+                if gradient is not None:
+                    arrived(self, i, gradient)
+
+            hook: Any = functools.partial(note, i)
+            self._handles.append(output.register_hook(unserializable_hook(hook)))
 
     @contextmanager
-    def as_it_was(self) -> Iterator[Callable[[], list[Tensor]]]:
-        """Give random numbers, buffers and autocast as they were before it; afterwards they are as they are now.
+    def as_it_was(self) -> Iterator[tuple[Callable[[], Any], list[Tensor]]]:
+        """Give random numbers, attributes and autocast as they were before it; afterwards they are as they are now.
 
         Returns:
-            From ``with``: calls the model, and returns the outputs that require a gradient.
+            From ``with``: what calls the model, and the arguments that require a gradient.
         """
-        now = RandomState(self._devices)
-        buffers = [(owner, name, owner._buffers[name]) for owner, name, _ in self._buffers if name in owner._buffers]
+        inputs: list[Tensor] = []
+
+        def leaf(value: Any) -> Any:
+            if not (isinstance(value, Tensor) and value.requires_grad):
+                return value
+            inputs.append(value.detach().requires_grad_())
+            return inputs[-1]
+
+        args, kwargs = mapped(self.given, leaf)
+        call = functools.partial(self._call, args, kwargs)
+        session = current()
         with ExitStack() as stack:
-            stack.callback(now.set)
-            for owner, name, buffer in buffers:
-                stack.callback(owner._buffers.__setitem__, name, buffer)
-            for owner, name, buffer in self._buffers:
-                owner._buffers[name] = buffer.clone()
+            written = stack.enter_context(self.state.put_back())
             stack.enter_context(torch.enable_grad())
             here = _autocast_of(self._autocast)
             for device_type, state in self._autocast.items():
                 if state != here[device_type]:
                     stack.enter_context(torch.autocast(device_type, *state))
-            self._random.set()
-            yield self._call
+            if session is not None:
+                call = functools.partial(session.ambient.call_as_if, self._casts_around, call)
+            yield call, inputs
+        if written:
+            raise NotReplayedError(f"forward writes a parameter, of shape {list(written[0].shape)}")
 
-    def _call(self) -> list[Tensor]:
-        return [t for t in tensors_of(self.module(*self.args, **self.kwargs)) if t.requires_grad]
+    def _call(self, args: Any, kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def _autocast_of(device_types: Iterable[str]) -> dict[str, tuple[torch.dtype, bool, bool]]:
+    """The dtype of autocast, whether it is on, and whether it caches weights."""
+    caches = torch.is_autocast_cache_enabled()
+    return {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), caches) for kind in device_types}
 
 
 class _Hook:
@@ -146,8 +150,12 @@ class _Hook:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
-        if self._call is not None and not torch.compiler.is_compiling():
+        if self._call is None or torch.compiler.is_compiling():
+            return
+        try:
             self._call(*args)
+        except Exception:
+            logger.exception("a forward could not be kept; training is not affected")
 
     def __deepcopy__(self, memo: Any) -> _Hook:
         return _Hook()
@@ -170,15 +178,19 @@ class Forwards:
         """
         self._gradient_arrived = gradient_arrived
         self._hooks: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self._clones = Clones()
         self._open = threading.local()
+        self._numbers = itertools.count()
 
     @property
     def models(self) -> list[nn.Module]:
         """Those whose calls are kept, as long as they are there."""
         return list(self._hooks)
 
-    def follow(self, models: Sequence[nn.Module]) -> None:
-        """Keep the calls of ``models``, and of no others."""
+    def follow(self, given: Sequence[nn.Module]) -> None:
+        """Keep the calls of ``given``, and of no others."""
+        models = [model.module if isinstance(model, DistributedDataParallel) else model for model in given]
         if len(models) == len(self._hooks) and all(model in self._hooks for model in models):
             return
         self.end()
@@ -194,28 +206,55 @@ class Forwards:
         for hooks in list(self._hooks.values()):
             for hook in hooks:
                 hook.remove()
+        for forward in list(self._kept):
+            forward.release()
         self._hooks.clear()
+        self.close_interrupted()
+
+    def close_interrupted(self) -> None:
+        """No forward runs in this thread: those that are open have been interrupted."""
+        self._open.modules = []
+
+    @contextmanager
+    def again(self, returned: Callable[[list[Tensor]], None]) -> Iterator[None]:
+        """A call is run once more: it is not kept, and ``returned`` is called with its outputs."""
+        self.close_interrupted()
+        self._open.again = returned
+        try:
+            yield
+        finally:
+            del self._open.again
 
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         outer: list[tuple[nn.Module, Forward | None]] = vars(self._open).setdefault("modules", [])
-        is_outermost = not outer and module in self._hooks and torch.is_grad_enabled() and not is_capturing()
-        if is_outermost:
+        if outer and outer[0][0] is module:  # it has been interrupted, after which no hook is called
+            outer.clear()
+        forward = None
+        is_outermost = not outer and module in self._hooks
+        if is_outermost and not hasattr(self._open, "again") and torch.is_grad_enabled() and not is_capturing():
             place = calling_line(3)  # past the hook, and what torch calls it by
-            outer.append((module, Forward(module, args, kwargs, place if isinstance(place, Place) else None)))
-        else:
-            outer.append((module, None))
+            forward = self._new_forward(module, (args, kwargs), place if isinstance(place, Place) else None)
+        outer.append((module, forward))
+
+    def _new_forward(self, module: nn.Module, given: Any, place: Place | None) -> Forward:
+        tensors = [*module.parameters(), *tensors_of(given)]
+        devices = [d for d in dict.fromkeys(tensor.device for tensor in tensors) if d.type not in ("cpu", "meta")]
+        state = KeptState(module, given, devices, self._clones)
+        forward = Forward(module, mapped(given, lambda leaf: leaf), place, next(self._numbers), state)
+        self._kept.add(forward)
+        return forward
 
     def _forward_ended(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        outer = self._open.modules
+        outer = vars(self._open).get("modules", [])
+        forward = None
         while outer:  # those inside of it that an exception has ended
             begun, forward = outer.pop()
             if begun is module:
                 break
-        if forward is not None and begun is module:
-            outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-            for i, tensor in enumerate(outputs):
-                tensor.register_hook(functools.partial(self._note_gradient, forward, i))
-
-    def _note_gradient(self, forward: Forward, i: int, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            self._gradient_arrived(forward, i, gradient)
+        if outer:
+            return
+        outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        if hasattr(self._open, "again"):
+            self._open.again(outputs)
+        elif forward is not None:
+            forward.follow(outputs, self._gradient_arrived)

@@ -35,6 +35,8 @@ class OverflowReport:
         operators: How many operators were looked at.
         not_measured: Why results of operators were not, and how often.
         notes: What else is to be known.
+        reproduced: False: the step was run again, and gradients were not finite in other places than in the step
+            itself, so that its cause may be another one. None: it was not run again.
     """
 
     loss_id: int | None = None
@@ -48,6 +50,7 @@ class OverflowReport:
     operators: int = 0
     not_measured: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    reproduced: bool | None = None
 
     @property
     def overflowed(self) -> bool:

@@ -45,7 +45,9 @@ class Ranks:
         """What is to be said of the skipped step: the own tables, or those of the processes with a cause."""
         own = "\n\n".join(str(report) for report in reports if report.overflowed or report.notes)
         causes = [cause for report in reports for cause in report.causes]
-        is_cause = any(cause.operator != "none" for cause in causes)
+        is_cause = any(
+            c.operator != "none" for report in reports for c in report.causes if report.reproduced is not False
+        )
         store = self._store()
         if store is None:
             return Told(own, is_cause)

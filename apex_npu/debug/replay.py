@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,13 +14,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from apex_npu.amp.session import current
 from apex_npu.amp.step_decision import StepReport
+from apex_npu.backends._torch_private import without_modes
 from apex_npu.debug.causes import Finding, name_of
 from apex_npu.debug.finder import Finder, Gradients, params_of, stepped
 from apex_npu.debug.forwards import Forward, Forwards, NotReplayedError
 from apex_npu.debug.overflow_report import OverflowReport, Overflows
+from apex_npu.debug.watch import GIVEN, Watch
 from apex_npu.distributed import local_part
 from apex_npu.fusion import grads_of
+
+# Gradients may be accumulated over as many blocks.
+_MOST_BLOCKS = 256
+NO_FORWARD = (
+    "no forward was seen whose outputs have got gradients in the block. What is kept are calls of the model itself, "
+    "model(input), that begin where this is open already, are not compiled as a whole, and return tensors in lists, "
+    "tuples, dicts or dataclasses"
+)
 
 
 class Run(NamedTuple):
@@ -62,6 +74,7 @@ class Replayer:
         self._forwards = Forwards(self._gradient_arrived)
         self._pending: list[Block] = []
         self._block: Block | None = None
+        self._taken: tuple[Any, ...] | None = None
         self._hook: Any = None
 
     # ---- what is kept ----------------------------------------------------------------------------------------------
@@ -69,29 +82,35 @@ class Replayer:
     def follow(self, models: Sequence[nn.Module]) -> None:
         """Keep the forwards of ``models``, and of no others."""
         self._forwards.follow(models)
+        session = current()
         if self._hook is None:
             self._hook = register_optimizer_step_post_hook(self._stepped)
+            if session is not None:
+                session.at_end(_ending(weakref.ref(self)))
 
     def end(self) -> None:
         """Keep nothing."""
         self._forwards.end()
-        self._pending, self._block = [], None
+        self._pending, self._block, self._taken = [], None, None
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
         """A block begins."""
+        self._forwards.close_interrupted()
         params, sources = params_of(optimizers)
         block = Block(loss_id, loss.detach(), stepped(optimizers), scale, dynamic, params, sources)
         if not any(grad is not None for grad in [*grads_of(sources), *grads_of(params)]):  # they have been cleared
-            self._drop(block.optimizers)
+            self.release(self._drop(block.optimizers))
         self._block = block
 
     def backward_ended(self) -> None:
         """Its gradients are there."""
         if self._block is not None:
             self._pending.append(self._block)
+            for old in self._pending[:-_MOST_BLOCKS]:
+                self.release([old])
 
     def block_ended(self) -> None:
         """It has ended, after an exception, too."""
@@ -108,7 +127,7 @@ class Replayer:
         run.gradients[i] = gradient
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._drop([optimizer])
+        self.release(self._drop([optimizer]))
 
     def _drop(self, optimizers: Sequence[Optimizer]) -> list[Block]:
         """Keep no blocks of ``optimizers``; returns those that were kept."""
@@ -116,53 +135,62 @@ class Replayer:
         self._pending = [block for block in self._pending if block not in theirs]
         return theirs
 
+    def release(self, blocks: Sequence[Block]) -> None:
+        """Keep nothing of ``blocks``."""
+        self._pending = [block for block in self._pending if block not in blocks]
+        for block in blocks:
+            for run in block.runs:
+                run.forward.release()
+
     # ---- what is run again -----------------------------------------------------------------------------------------
 
-    def take(self, skip: StepReport) -> list[Block]:
-        """The blocks whose gradients the skipped step was to take; they are not kept any longer."""
-        return self._drop([o for block in self._pending if block.loss_id == skip.loss_id for o in block.optimizers])
+    def take(self, skip: StepReport) -> list[Block] | None:
+        """The blocks whose gradients the skipped step was to take, which are not kept any longer.
+
+        Returns:
+            None where another optimizer of these blocks has skipped its step before, and they have been taken then.
+        """
+        blocks = self._drop([o for block in self._pending if block.loss_id == skip.loss_id for o in block.optimizers])
+        which = skip.loss_id, skip.scale_before, skip.scale_after
+        if not blocks and self._taken == which:
+            return None
+        self._taken = which
+        return blocks
 
     def explain(self, blocks: Sequence[Block], skip: StepReport) -> list[OverflowReport]:
         """Run the forwards and backwards of the ``blocks`` of a skipped step again; a report for each of them."""
-        reports: list[OverflowReport] = []
+        reports = [OverflowReport(loss_id=block.loss_id, scale=block.scale) for block in blocks]
         totals: dict[Tensor, Tensor] = {}
-        for block in blocks:
-            report = OverflowReport(loss_id=block.loss_id, scale=block.scale)
-            reports.append(report)
-            with torch.no_grad():
-                report.loss = float(block.loss) if block.loss.numel() == 1 else None
+        with torch.no_grad(), Watch.none_watches(), without_modes():
+            for block, report in zip(blocks, reports, strict=True):
                 try:
+                    report.loss = float(block.loss) if block.loss.numel() == 1 else None
                     self._replay(block, report, totals)
-                except (
-                    NotReplayedError,
-                    RuntimeError,
-                    NotImplementedError,
-                    TypeError,
-                    ValueError,
-                    MemoryError,
-                ) as error:
+                except Exception as error:
                     reason = str(error).splitlines()[0] if str(error) else repr(error)
-                    report.notes.append(f"the step could not be run again: {reason}")
+                    kind = "" if isinstance(error, NotReplayedError) else f"{type(error).__name__}: "
+                    report.notes.append(f"the step could not be run again: {kind}{reason}")
+            if reports and not any(report.notes for report in reports):
+                told = next((report for report in reports if report.overflowed), reports[-1])
+                note, reproduced = _compared(blocks, totals)
+                told.notes.append(note)
+                for report in reports:
+                    report.reproduced = reproduced
         for report in reversed(reports):
-            if report.loss_id == skip.loss_id:
+            if (report.loss_id, report.scale) == (skip.loss_id, skip.scale_before):
                 report.scale_after, report.skips_in_a_row = skip.scale_after, skip.skips_in_a_row
                 break
-        if reports and not any(report.notes for report in reports):
-            with torch.no_grad():
-                reports[-1].notes.append(_compared(blocks, totals))
+        self.release(blocks)
         return reports
 
     def _replay(self, block: Block, report: OverflowReport, totals: dict[Tensor, Tensor]) -> None:
         if not block.runs:
-            raise NotReplayedError(
-                "no forward was seen whose outputs have got gradients in the block. Call the model itself, "
-                "model(input), rather than a method of it; pass the compiled model where it is compiled"
-            )
+            raise NotReplayedError(NO_FORWARD)
         for run in block.runs:
             reason = run.forward.why_not()
             if reason is not None:
                 raise NotReplayedError(reason)
-        after: list[Finding] = []
+        causes: list[tuple[int, Finding]] = []
         sums: dict[Tensor, Tensor] = {}
         for run in block.runs:
             found = OverflowReport(scale=block.scale)
@@ -170,26 +198,20 @@ class Replayer:
             for source, gradient in gradients:
                 for total in (sums, totals):
                     total[source] = gradient if source not in total else total[source] + gradient
-            is_after = any(cause.kind == "unknown" and cause.operator == "none" for cause in found.causes)
-            if is_after:
-                after += found.causes
-            elif not report.causes:
-                report.causes = found.causes
+            causes += [(run.forward.number, cause) for cause in found.causes]
             for why, count in found.not_measured.items():
                 report.not_measured[why] = report.not_measured.get(why, 0) + count
             report.operators += found.operators
         operators = report.operators
         finder.count(report, list(sums.items()))
         report.operators = operators
-        report.causes = report.causes or after[:1] or [_of_sum(name) for name in list(report.parameters)[:1]]
+        report.causes = _of_one_forward(causes) or [_of_sum(name) for name in list(report.parameters)[:1]]
 
     def _run(self, block: Block, run: Run, found: OverflowReport) -> tuple[Finder, Gradients]:
         """Run one forward and its backward again, with ``found`` as what is found; returns the gradients, too."""
-        # Those of other models are reached through the arguments, whose graph is gone.
-        own = {id(param) for param in run.forward.module.parameters() if param.requires_grad}
-        sources = [source for source in block.sources if id(source) in own]
-        given = list(run.gradients.values())
-        with run.forward.as_it_was() as call:
+        sources = [source for source in block.sources if source.requires_grad]
+        outputs: list[Tensor] = []
+        with run.forward.as_it_was() as (call, inputs), self._forwards.again(outputs.extend):
             finder = Finder(self._forwards.models)
             finder.dynamic, watch = block.dynamic, finder.watch
             watch.scale, watch.replayed = block.scale, run.forward
@@ -197,31 +219,100 @@ class Replayer:
             was_raised, watch.flag.raised = watch.flag.raised, False
             watch.attach()
             try:
-                outputs = call()
-                _check_outputs(outputs, run)
-                ends, inputs = [outputs[i] for i in run.gradients], [*sources, *run.forward.inputs]
-                grads = torch.autograd.grad(ends, inputs, given, allow_unused=True)
+                call()
+                gradients = [*sources, *inputs]
+                given = _begin_backward(outputs, run, watch)
+                grads = torch.autograd.grad(
+                    [output for output, _ in given], gradients, [grad for _, grad in given], allow_unused=True
+                )
                 watch.suspended = True
                 with torch.no_grad():
-                    pairs = [(s, g) for s, g in zip(inputs, grads, strict=True) if g is not None]
-                    is_bad = watch.ranges.is_at_limit if watch.saturates else watch.ranges.is_bad
-                    bad = [gradient for gradient in given if is_bad(gradient)]
-                    begins_in_forward = bool(bad) or watch.saturates or not bool(block.loss.isfinite().all())
-                    finder.examine(found, ends if begins_in_forward else [], pairs)
-                    is_forward = any(cause.phase == "forward" for cause in found.causes)
-                    if bad and not is_forward:
-                        found.causes = [_after_model(bad[0])]
+                    pairs = [(s, g) for s, g in zip(gradients, grads, strict=True) if g is not None]
+                    _examine(finder, found, block, outputs, [grad for _, grad in given], pairs)
             finally:
+                watch.suspended = True
                 watch.flag.read()
                 watch.flag.raised = was_raised
                 watch.detach()
-        return finder, [(source, gradient) for source, gradient in pairs if id(source) in own]
+        known = {id(source) for source in sources}
+        return finder, [(source, gradient) for source, gradient in pairs if id(source) in known]
 
 
-def _check_outputs(outputs: Sequence[Tensor], run: Run) -> None:
+def _ending(replayer: weakref.ref[Replayer]) -> Callable[[], None]:
+    def end() -> None:
+        known = replayer()
+        if known is not None:
+            known.end()
+
+    return end
+
+
+def _of_one_forward(causes: Sequence[tuple[int, Finding]]) -> list[Finding]:
+    """Those that the others follow from: of the first forward, or else of the first backward.
+
+    What an earlier model returns is an argument of a later one, whose backward comes before.
+    """
+    forward = [(number, cause) for number, cause in causes if cause.phase == "forward"]
+    named = [(number, cause) for number, cause in causes if cause.operator != "none"]
+    chosen = min(number for number, _ in forward) if forward else next((number for number, _ in named or causes), None)
+    return [cause for number, cause in forward or named or causes if number == chosen]
+
+
+def _begin_backward(outputs: Sequence[Tensor], run: Run, watch: Watch) -> list[tuple[Tensor, Tensor]]:
+    """The outputs that backward begins at, and their gradients.
+
+    Those that others are computed from, as logits that a loss is computed from, get theirs on the way, and what the
+    script has added to it.
+    """
     shapes = [outputs[i].shape if i < len(outputs) else None for i in run.gradients]
     if shapes != [gradient.shape for gradient in run.gradients.values()]:
-        raise NotReplayedError("the model returns other outputs than it did: it depends on more than its arguments")
+        raise NotReplayedError("the model returns other outputs than it did: it depends on more than is kept")
+    pairs = [(outputs[i], gradient) for i, gradient in run.gradients.items()]
+    before = [_nodes_before(output.grad_fn) for output, _ in pairs]
+    given = []
+    for output, gradient in pairs:
+        if any(output.grad_fn is not None and output.grad_fn in nodes for nodes in before):
+
+            def settle(arrived: Tensor, recorded: Tensor = gradient) -> Tensor | None:
+                is_watched, watch.suspended = not watch.suspended, True
+                is_same = arrived.dtype == recorded.dtype and _are_equal(arrived, recorded)
+                watch.suspended = not is_watched
+                return None if is_same else recorded
+
+            output.register_hook(settle)
+        else:
+            given.append((output, gradient))
+    return given
+
+
+def _nodes_before(node: Any) -> set[Any]:
+    """The nodes of the graph that a backward from ``node`` comes to after it."""
+    found: set[Any] = set()
+    waiting = [node] if node is not None else []
+    while waiting:
+        for further, _ in waiting.pop().next_functions:
+            if further is not None and further not in found:
+                found.add(further)
+                waiting.append(further)
+    return found
+
+
+def _examine(
+    finder: Finder,
+    found: OverflowReport,
+    block: Block,
+    outputs: Sequence[Tensor],
+    given: Sequence[Tensor],
+    gradients: Gradients,
+) -> None:
+    ranges, saturates = finder.watch.ranges, finder.watch.saturates
+    bad = [gradient for gradient in given if (ranges.is_at_limit if saturates else ranges.is_bad)(gradient)]
+    begins_in_forward = bool(bad) or saturates or not bool(block.loss.isfinite().all())
+    finder.examine(found, outputs if begins_in_forward else [], gradients)
+    is_given = [c.kind == "data" and c.phase == "backward" and c.tensor == GIVEN for c in found.causes]
+    is_forward = any(cause.phase == "forward" for cause in found.causes)
+    if (bad and not is_forward) or (is_given and all(is_given)):
+        found.causes = [_after_model(next(iter(bad or given)))]
 
 
 def _after_model(gradient: Tensor) -> Finding:
@@ -253,42 +344,47 @@ def _of_sum(parameter: str) -> Finding:
     )
 
 
-def _compared(blocks: Sequence[Block], totals: dict[Tensor, Tensor]) -> str:
-    """Whether the gradients of the replay are those that the skipped step has left."""
-    same, bad_now, bad_again = True, 0, 0
-    seen: set[Tensor] = set()
-    for block in blocks:
-        for param, source in zip(block.params, block.sources, strict=True):
-            grad = source.grad if param.grad is None else param.grad
-            if source in seen or (grad is None and source not in totals):
-                continue
-            seen.add(source)
-            now = None if grad is None else local_part(grad)
-            again = totals.get(source)
-            bad_now += now is not None and not bool(now.isfinite().all())
-            bad_again += again is not None and not bool(again.isfinite().all())
-            same &= now is not None and again is not None and _are_same(now, local_part(again), block.scale)
-    if same:
-        return "run again, with the random numbers and buffers of then: the gradients are the same, bit for bit"
-    if not bad_again:
+def _compared(blocks: Sequence[Block], totals: dict[Tensor, Tensor]) -> tuple[str, bool]:
+    """What is to be said of the gradients beside those that the skipped step has left; whether they tell its cause."""
+    is_same, is_bad_alike, is_told, bad = True, True, False, 0
+    pairs = {s: (p, block.scale) for block in blocks for p, s in zip(block.params, block.sources, strict=True)}
+    for source, (param, scale) in pairs.items():
+        grad, again = source.grad if param.grad is None else param.grad, totals.get(source)
+        if grad is None or again is None:
+            is_same &= grad is again
+            is_bad_alike &= all(one is None or bool(local_part(one).isfinite().all()) for one in (grad, again))
+            continue
+        now, again = local_part(grad).float(), local_part(again).float()
+        bad += not bool(again.isfinite().all())
+        is_bad_alike &= torch.equal(now.isfinite(), again.isfinite())
+        is_same &= any(_are_equal(now, scaled) for scaled in (again, again * (1.0 / scale)))
+        is_told |= not bool(again.isnan().all())
+    if not bad:
         return (
             "run again, its gradients are finite: the cause is in other processes, in gradients from before, in a "
-            "state that the model keeps outside of its buffers, or in a part of the loss that is not computed from its "
-            "outputs. Watch an iteration: find_overflow without replay"
+            "state that is not kept, or in what the loss is computed from besides the models' outputs. Watch an "
+            "iteration: find_overflow without replay",
+            False,
+        )
+    if is_same:
+        same = "its gradients are the same, bit for bit" if is_told else "all of its gradients are nan, as they were"
+        return f"run again as it was, {same}", True
+    if is_bad_alike:
+        return (
+            "run again as it was, the same elements of its gradients are not finite; others were clipped, averaged or "
+            "added to since",
+            True,
         )
     return (
-        f"run again, {bad_again} gradients are not finite, as {bad_now} after the skipped step, which may have been "
-        "clipped, averaged or added to since"
+        "run again as it was, other elements of its gradients are not finite than in the skipped step: these were "
+        "clipped, averaged or added to since, or the causes above are not all. Watch an iteration: find_overflow "
+        "without replay",
+        False,
     )
 
 
-def _are_same(now: Tensor, again: Tensor, scale: float) -> bool:
-    """Whether ``now`` is ``again``, unscaled or not."""
-    now, again = now.float(), again.float()
-    return any(
-        now.shape == scaled.shape and bool(((now == scaled) | (now.isnan() & scaled.isnan())).all())
-        for scaled in (again, again * (1.0 / scale))
-    )
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 class ReplayFinder:
@@ -300,7 +396,7 @@ class ReplayFinder:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         """Of ``models``."""
-        self.found = Overflows("no step was skipped")
+        self.found = Overflows("no step was skipped while this was open")
         self._replayer = Replayer()
         self._models = list(models)
 
@@ -326,4 +422,4 @@ class ReplayFinder:
 
     def step_skipped(self, report: StepReport) -> None:
         """See ``Observer``."""
-        self.found.reports += self._replayer.explain(self._replayer.take(report), report)
+        self.found.reports += self._replayer.explain(self._replayer.take(report) or [], report)

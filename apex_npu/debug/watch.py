@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -37,6 +38,9 @@ from apex_npu.debug.places import Caller, ModuleStack, Names, Place, calling_lin
 from apex_npu.debug.ranges import OverflowFlag, Ranges
 from apex_npu.debug.second_opinion import Opinion, ask, results_of, stays_bad
 from apex_npu.distributed import local_part
+
+# Of a tensor that is no argument of a module, and that no operator has written.
+GIVEN = "a tensor given from outside"
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -161,6 +165,19 @@ class Watch(TorchDispatchMode):
             elif isinstance(mode, cls) and not mode.suspended:
                 return True
         return False
+
+    @classmethod
+    @contextmanager
+    def none_watches(cls) -> Iterator[None]:
+        """What runs within is no part of the iterations that others watch."""
+        watching = [mode for mode in dispatch_modes() if isinstance(mode, cls) and not mode.suspended]
+        for mode in watching:
+            mode.suspended = True
+        try:
+            yield
+        finally:
+            for mode in watching:
+                mode.suspended = False
 
     # ---- modules ---------------------------------------------------------------------------------------------------
 
@@ -510,5 +527,5 @@ class Watch(TorchDispatchMode):
             return Leaf("weights", "a parameter of no known model", tensor.dtype, tuple(tensor.shape))
         for _, parameter in self._gradients.writers(tensor):
             return Leaf("stale", parameter, tensor.dtype, tuple(tensor.shape))
-        given = self._arguments.get(tensor.untyped_storage()._cdata, "a tensor given from outside")
+        given = self._arguments.get(tensor.untyped_storage()._cdata, GIVEN)
         return Leaf("data", given, tensor.dtype, tuple(tensor.shape))

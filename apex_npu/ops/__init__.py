@@ -6,6 +6,7 @@ import apex_npu.ops.kernels  # noqa: F401 -- registers the kernels of devices
 from apex_npu.ops.cuda import masks_writes
 from apex_npu.ops.elementwise import adadelta_, adagrad_, adam_, rmsprop_, sgd_
 from apex_npu.ops.gather import (
+    as_real,
     divides_in_update,
     gather_,
     gathers_in_one_pass,
@@ -30,6 +31,7 @@ __all__ = [
     "adagrad_",
     "adam_",
     "adamp_",
+    "as_real",
     "chunks",
     "divides_in_update",
     "gather_",

@@ -20,7 +20,10 @@ if extension is None:
 else:
     from apex_npu.ops.gather_cpp import gather_, gathers_in_one_pass, is_placed, multiply_, take_grads_, unscale_grads
 
+from apex_npu.ops.gather_torch import as_real
+
 __all__ = [
+    "as_real",
     "divides_in_update",
     "gather_",
     "gathers_in_one_pass",

@@ -73,6 +73,8 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
     """
     if not grads or (inv_scale == 1.0 and found_inf is None):
         return
+    if grads[0].is_complex():
+        grads = [as_real(grad) for grad in grads]
     # Subclasses may have no memory but that of tensors inside (DTensor); torch's own ops handle them.
     plain = all(type(grad) is Tensor for grad in grads)
     if plain and inv_scale == 1.0 and found_inf is not None and found_inf.device.type == "cpu":
@@ -85,6 +87,11 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
     else:
         torch._foreach_mul_(grads, inv_scale)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A view of the numbers that complex ones consist of, or of their conjugates."""
+    return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
 def is_placed(tensor: Tensor) -> bool:

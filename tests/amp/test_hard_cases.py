@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from devices import DEVICE, needs
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -294,3 +295,41 @@ def test_a_compiled_training_step(level, maker, combine_grad):
             courses.append([run(torch.full((5, 4), 0.1 * i)).item() for i in range(5)])
         amp.shutdown()
     assert courses[1] == pytest.approx(courses[0], rel=1e-5)
+
+
+class Spectral(torch.nn.Module):
+    """A convolution in the frequency domain, as Fourier neural operators have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift = torch.nn.Linear(4, 8)
+        self.weight = torch.nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(self.lift(x).float()) * self.weight)
+
+
+@needs("complex_norm")
+@pytest.mark.parametrize("options", [{"loss_scale": 128.0}, {"loss_scale": "dynamic"}])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+def test_complex_parameters(options, make):
+    torch.manual_seed(0)
+    ours, theirs = Spectral().to(DEVICE), Spectral().to(DEVICE)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(3, 4).to(DEVICE)
+    plain = make(theirs.parameters(), lr=0.1)
+    ours, optimizer = amp.initialize(ours, make(ours.parameters(), lr=0.1), opt_level="O0", verbosity=0, **options)
+    for factor in (1.0, math.inf if options["loss_scale"] == "dynamic" else 1.0, 1.0):
+        optimizer.zero_grad()
+        with amp.scale_loss(ours(x).square().mean() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if factor == math.inf:
+            assert set(amp.debug.bad_gradients(optimizer)) >= {"weight"}
+        optimizer.step()
+        assert amp.last_step(optimizer).skipped is (factor == math.inf)
+        if factor == 1.0:
+            plain.zero_grad()
+            theirs(x).square().mean().backward()
+            plain.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)  # scales are powers of two
