@@ -167,12 +167,13 @@ class Replayer:
                     report.loss = float(block.loss) if block.loss.numel() == 1 else None
                     self._replay(block, report, totals)
                 except Exception as error:
-                    reason = str(error).splitlines()[0] if str(error) else repr(error)
-                    kind = "" if isinstance(error, NotReplayedError) else f"{type(error).__name__}: "
-                    report.notes.append(f"the step could not be run again: {kind}{reason}")
+                    report.notes.append(f"the step could not be run again: {_reason(error)}")
             if reports and not any(report.notes for report in reports):
                 told = next((report for report in reports if report.overflowed), reports[-1])
-                note, reproduced = _compared(blocks, totals)
+                try:
+                    note, reproduced = _compared(blocks, totals)
+                except Exception as error:
+                    note, reproduced = f"run again; its gradients could not be compared: {_reason(error)}", False
                 told.notes.append(note)
                 for report in reports:
                     report.reproduced = reproduced
@@ -236,6 +237,11 @@ class Replayer:
                 watch.detach()
         known = {id(source) for source in sources}
         return finder, [(source, gradient) for source, gradient in pairs if id(source) in known]
+
+
+def _reason(error: Exception) -> str:
+    first = str(error).splitlines()[0] if str(error) else repr(error)
+    return first if isinstance(error, NotReplayedError) else f"{type(error).__name__}: {first}"
 
 
 def _ending(replayer: weakref.ref[Replayer]) -> Callable[[], None]:
