@@ -155,7 +155,8 @@ class _Hook:
         try:
             self._call(*args)
         except Exception:
-            logger.exception("a forward could not be kept; training is not affected")
+            self._call = None  # it would fail each time
+            logger.exception("forwards of this model cannot be kept; training is not affected")
 
     def __deepcopy__(self, memo: Any) -> _Hook:
         return _Hook()

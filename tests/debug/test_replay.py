@@ -628,6 +628,21 @@ def test_what_only_a_part_was_run_of_is_not_told(caplog):
     assert f"test_replay.py:{LINE} " in watched
 
 
+def test_what_cannot_be_copied_is_said_once(caplog):
+    class Fixed(dict):
+        def __copy__(self):
+            raise TypeError("no copies")
+
+    model, optimizer = set_up(Squares, "O2")
+    model.table = Fixed()
+    with amp.debug.find_overflow(model, replay=True) as found:
+        for _ in range(2):
+            skipped(model, optimizer, bad_batch())
+    (said,) = tables(caplog)
+    assert said == "forwards of this model cannot be kept; training is not affected"
+    assert all("no forward was seen" in report.notes[-1] for report in found.reports)
+
+
 def test_errors_of_the_model_do_not_reach_the_step():
     calls = []
 
