@@ -117,21 +117,35 @@ def test_wheels_are_built_for_the_pythons_that_are_tested():
         assert pin in project["tool"]["cibuildwheel"]["before-build"]
 
 
-@pytest.mark.parametrize("ninja", [False, True])
-def test_nothing_that_another_torch_has_left_is_taken(setup_py, monkeypatch, ninja):
-    from setuptools import Distribution
-    from torch.utils import cpp_extension
+# In a process of its own: another test may have imported distutils before setuptools, which replaces parts of it.
+BUILDS = """
+import sys
+import setuptools
+import torch
+from torch.utils import cpp_extension
 
-    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: ninja)
-    monkeypatch.setenv("CXX", "c++")
-    folders = []
-    for version in ("2.6.0", "2.13.0"):
-        monkeypatch.setattr(torch, "__version__", version)
-        command = Distribution(setup_py.build_options()).get_command_obj("build_ext")
-        command.ensure_finalized()
-        assert command.force
-        folders.append(command.build_temp)
-    assert folders[0] != folders[1]
+sys.path.insert(0, ".")
+import setup
+
+cpp_extension.is_ninja_available = lambda: sys.argv[1] == "ninja"
+for torch.__version__ in ("2.6.0", "2.13.0"):
+    command = setuptools.Distribution(setup.build_options()).get_command_obj("build_ext")
+    command.ensure_finalized()
+    print(command.force, command.build_temp)
+"""
+
+
+@pytest.mark.parametrize("tool", ["ninja", "distutils"])
+def test_nothing_that_another_torch_has_left_is_taken(tool):
+    environment = {**os.environ, "CXX": "c++"}
+    for name in ("APEX_NPU_NO_EXT", "APEX_NPU_WHEEL", "DEBUG"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILDS, tool], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    forced, folders = zip(*(line.split(" ", 1) for line in done.stdout.splitlines()), strict=True)
+    assert forced == ("True", "True")
+    assert len(set(folders)) == 2
 
 
 def test_missing_torch_is_said_with_the_way_out(setup_py, monkeypatch):
