@@ -183,8 +183,8 @@ def explain_overflows(after: int | None = 2, times: int = 20, *, replay: bool = 
         after: Skips in a row after which an iteration is watched; 1 or more. None: no longer.
         times: How many tables are logged at most.
         replay: Keep what the models are called with until the step, and run a step that is skipped once more instead of
-            watching the next iteration, whose batch is another; see ``find_overflow``. The next iteration is watched
-            where that does not tell the cause.
+            watching the next iteration, whose batch is another; see ``find_overflow``. Objects of the script that
+            forward changes are then changed twice. The next iteration is watched where that does not tell the cause.
 
     Raises:
         ValueError: ``after`` or ``times`` is not a positive integer.

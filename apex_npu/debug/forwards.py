@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import logging
 import threading
@@ -21,7 +22,7 @@ from torch.utils.hooks import unserializable_hook
 
 from apex_npu.amp.session import current
 from apex_npu.backends import is_capturing
-from apex_npu.debug.kept_state import Clones, KeptState, mapped, tensors_of
+from apex_npu.debug.kept_state import Copier, KeptState, tensors_of
 from apex_npu.debug.places import Place, calling_line
 
 logger = logging.getLogger("apex_npu.debug")
@@ -72,6 +73,8 @@ class Forward:
                     f"tensor {i} of its arguments, of shape {list(tensor.shape)}, was written in place since, by the "
                     "model or by the script"
                 )
+        if self.state.scripted:
+            return "a module of torch.jit has buffers, which are out of reach"
         if self.state.computes_parameters:
             return "its parameters are results of operators, as with torch.func.functional_call"
         param = self.state.written_parameter()
@@ -117,7 +120,7 @@ class Forward:
             inputs.append(value.detach().requires_grad_())
             return inputs[-1]
 
-        args, kwargs = mapped(self.given, leaf)
+        args, kwargs = Copier(leaf)(self.given)
         call = functools.partial(self._call, args, kwargs)
         session = current()
         with ExitStack() as stack:
@@ -143,6 +146,14 @@ def _autocast_of(device_types: Iterable[str]) -> dict[str, tuple[torch.dtype, bo
     return {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), caches) for kind in device_types}
 
 
+def _is_running(frame: Any) -> bool:
+    """Whether ``frame`` is among those that have called this one."""
+    caller: Any = inspect.currentframe()
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None
+
+
 class _Hook:
     """A hook of a module that belongs to that module alone: its copies and pickles have none."""
 
@@ -152,11 +163,7 @@ class _Hook:
     def __call__(self, *args: Any) -> None:
         if self._call is None or torch.compiler.is_compiling():
             return
-        try:
-            self._call(*args)
-        except Exception:
-            self._call = None  # it would fail each time
-            logger.exception("forwards of this model cannot be kept; training is not affected")
+        self._call(*args)
 
     def __deepcopy__(self, memo: Any) -> _Hook:
         return _Hook()
@@ -169,7 +176,11 @@ class _Hook:
 
 
 class Forwards:
-    """Keeps what models are called with, for as long as the graph of what they have returned lives."""
+    """Keeps what models are called with, for as long as the graph of what they have returned lives.
+
+    Attributes:
+        failed: Why calls cannot be kept; None: they can.
+    """
 
     def __init__(self, gradient_arrived: Callable[[Forward, int, Tensor], None]) -> None:
         """Of no model so far.
@@ -180,7 +191,7 @@ class Forwards:
         self._gradient_arrived = gradient_arrived
         self._hooks: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
         self._kept: weakref.WeakSet[Forward] = weakref.WeakSet()
-        self._clones = Clones()
+        self.failed: str | None = None
         self._open = threading.local()
         self._numbers = itertools.count()
 
@@ -227,21 +238,26 @@ class Forwards:
             del self._open.again
 
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        outer: list[tuple[nn.Module, Forward | None]] = vars(self._open).setdefault("modules", [])
-        if outer and outer[0][0] is module:  # it has been interrupted, after which no hook is called
+        outer: list[tuple[nn.Module, Forward | None, Any]] = vars(self._open).setdefault("modules", [])
+        if outer and not _is_running(outer[0][2]):  # it has been interrupted, after which no hook is called
             outer.clear()
         forward = None
-        is_outermost = not outer and module in self._hooks
+        is_outermost = not outer and module in self._hooks and self.failed is None
         if is_outermost and not hasattr(self._open, "again") and torch.is_grad_enabled() and not is_capturing():
             place = calling_line(3)  # past the hook, and what torch calls it by
-            forward = self._new_forward(module, (args, kwargs), place if isinstance(place, Place) else None)
-        outer.append((module, forward))
+            try:
+                forward = self._new_forward(module, (args, kwargs), place if isinstance(place, Place) else None)
+            except Exception as error:
+                self.failed = f"{type(error).__name__}: {error}".splitlines()[0]
+                logger.exception("forwards of this model cannot be kept; training is not affected")
+        frame: Any = inspect.currentframe()
+        outer.append((module, forward, frame.f_back.f_back))
 
     def _new_forward(self, module: nn.Module, given: Any, place: Place | None) -> Forward:
         tensors = [*module.parameters(), *tensors_of(given)]
         devices = [d for d in dict.fromkeys(tensor.device for tensor in tensors) if d.type not in ("cpu", "meta")]
-        state = KeptState(module, given, devices, self._clones)
-        forward = Forward(module, mapped(given, lambda leaf: leaf), place, next(self._numbers), state)
+        state = KeptState(module, given, devices)
+        forward = Forward(module, Copier(lambda leaf: leaf)(given), place, next(self._numbers), state)
         self._kept.add(forward)
         return forward
 
@@ -249,12 +265,12 @@ class Forwards:
         outer = vars(self._open).get("modules", [])
         forward = None
         while outer:  # those inside of it that an exception has ended
-            begun, forward = outer.pop()
+            begun, forward, _ = outer.pop()
             if begun is module:
                 break
         if outer:
             return
-        outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        outputs = [tensor for tensor in tensors_of(output) if tensor.grad_fn is not None]
         if hasattr(self._open, "again"):
             self._open.again(outputs)
         elif forward is not None:

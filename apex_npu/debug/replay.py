@@ -64,6 +64,19 @@ class Block:
     params: list[Tensor]
     sources: list[Tensor]
     runs: list[Run] = field(default_factory=list)
+    _left: tuple[Tensor, int] | None = None
+
+    def note_gradients(self) -> None:
+        """Its gradients are complete."""
+        grads = [grad for grad in [*grads_of(self.sources), *grads_of(self.params)] if grad is not None]
+        self._left = (grads[0], grads[0]._version) if grads else None
+
+    def is_cleared(self) -> bool:
+        """Whether its gradients have been dropped or written since, as by ``zero_grad``."""
+        grads = [*grads_of(self.sources), *grads_of(self.params)]
+        return (
+            self._left is None or self._left[0]._version != self._left[1] or all(g is not self._left[0] for g in grads)
+        )
 
 
 class Replayer:
@@ -101,7 +114,8 @@ class Replayer:
         self._forwards.close_interrupted()
         params, sources = params_of(optimizers)
         block = Block(loss_id, loss.detach(), stepped(optimizers), scale, dynamic, params, sources)
-        if not any(grad is not None for grad in [*grads_of(sources), *grads_of(params)]):  # they have been cleared
+        before = self._of(block.optimizers)
+        if before and before[-1].is_cleared():  # without a step
             self.release(self._drop(block.optimizers))
         self._block = block
 
@@ -114,6 +128,8 @@ class Replayer:
 
     def block_ended(self) -> None:
         """It has ended, after an exception, too."""
+        if self._block is not None:
+            self._block.note_gradients()
         self._block = None
 
     def _gradient_arrived(self, forward: Forward, i: int, gradient: Tensor) -> None:
@@ -129,9 +145,12 @@ class Replayer:
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.release(self._drop([optimizer]))
 
+    def _of(self, optimizers: Sequence[Optimizer]) -> list[Block]:
+        return [block for block in self._pending if any(one is o for one in block.optimizers for o in optimizers)]
+
     def _drop(self, optimizers: Sequence[Optimizer]) -> list[Block]:
         """Keep no blocks of ``optimizers``; returns those that were kept."""
-        theirs = [block for block in self._pending if any(one is o for one in block.optimizers for o in optimizers)]
+        theirs = self._of(optimizers)
         self._pending = [block for block in self._pending if block not in theirs]
         return theirs
 
@@ -162,13 +181,15 @@ class Replayer:
         reports = [OverflowReport(loss_id=block.loss_id, scale=block.scale) for block in blocks]
         totals: dict[Tensor, Tensor] = {}
         with torch.no_grad(), Watch.none_watches(), without_modes():
+            has_failed = False
             for block, report in zip(blocks, reports, strict=True):
                 try:
                     report.loss = float(block.loss) if block.loss.numel() == 1 else None
                     self._replay(block, report, totals)
                 except Exception as error:
+                    has_failed = True
                     report.notes.append(f"the step could not be run again: {_reason(error)}")
-            if reports and not any(report.notes for report in reports):
+            if reports and not has_failed:
                 told = next((report for report in reports if report.overflowed), reports[-1])
                 try:
                     note, reproduced = _compared(blocks, totals)
@@ -186,12 +207,14 @@ class Replayer:
 
     def _replay(self, block: Block, report: OverflowReport, totals: dict[Tensor, Tensor]) -> None:
         if not block.runs:
-            raise NotReplayedError(NO_FORWARD)
+            failed = self._forwards.failed
+            raise NotReplayedError(NO_FORWARD if failed is None else f"its forward could not be kept: {failed}")
         for run in block.runs:
             reason = run.forward.why_not()
             if reason is not None:
                 raise NotReplayedError(reason)
         causes: list[tuple[int, Finding]] = []
+        notes: list[str] = []
         sums: dict[Tensor, Tensor] = {}
         for run in block.runs:
             found = OverflowReport(scale=block.scale)
@@ -200,12 +223,14 @@ class Replayer:
                 for total in (sums, totals):
                     total[source] = gradient if source not in total else total[source] + gradient
             causes += [(run.forward.number, cause) for cause in found.causes]
+            notes += found.notes
             for why, count in found.not_measured.items():
                 report.not_measured[why] = report.not_measured.get(why, 0) + count
             report.operators += found.operators
         operators = report.operators
         finder.count(report, list(sums.items()))
         report.operators = operators
+        report.notes += dict.fromkeys(notes)
         report.causes = _of_one_forward(causes) or [_of_sum(name) for name in list(report.parameters)[:1]]
 
     def _run(self, block: Block, run: Run, found: OverflowReport) -> tuple[Finder, Gradients]:
@@ -272,7 +297,10 @@ def _begin_backward(outputs: Sequence[Tensor], run: Run, watch: Watch) -> list[t
     """
     shapes = [outputs[i].shape if i < len(outputs) else None for i in run.gradients]
     if shapes != [gradient.shape for gradient in run.gradients.values()]:
-        raise NotReplayedError("the model returns other outputs than it did: it depends on more than is kept")
+        raise NotReplayedError(
+            "the model returns other outputs than it did: it depends on more than is kept, or other parameters require "
+            "gradients now"
+        )
     pairs = [(outputs[i], gradient) for i, gradient in run.gradients.items()]
     before = [_nodes_before(output.grad_fn) for output, _ in pairs]
     given = []

@@ -523,9 +523,9 @@ class Watch(TorchDispatchMode):
         name = self.names.of_memory(tensor)
         if name is not None:
             return Leaf("weights", name, tensor.dtype, tuple(tensor.shape))
-        if tensor.is_leaf and tensor.requires_grad:
+        given = self._arguments.get(tensor.untyped_storage()._cdata)
+        if given is None and tensor.is_leaf and tensor.requires_grad:
             return Leaf("weights", "a parameter of no known model", tensor.dtype, tuple(tensor.shape))
         for _, parameter in self._gradients.writers(tensor):
             return Leaf("stale", parameter, tensor.dtype, tuple(tensor.shape))
-        given = self._arguments.get(tensor.untyped_storage()._cdata, GIVEN)
-        return Leaf("data", given, tensor.dtype, tuple(tensor.shape))
+        return Leaf("data", given or GIVEN, tensor.dtype, tuple(tensor.shape))

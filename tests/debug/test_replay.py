@@ -6,9 +6,11 @@ import copy
 import dataclasses
 import gc
 import io
+import math
 import pickle
 import random
 import weakref
+from collections import UserDict
 from contextlib import nullcontext
 
 import numpy as np
@@ -456,11 +458,16 @@ class KeyEncoder(Squares):
 
 
 class Stateful(Squares):
-    """A state in plain attributes, in a buffer that is not there at first, and in generators of its own."""
+    """A state in plain attributes and containers, hooks, modules, buffers and generators of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", None)
+        self.register_buffer("tied", torch.ones(8, device=DEVICE))
+        self.part = nn.Module()
+        self.part.register_buffer("tied", self.tied)
+        self.one, self.other = nn.Identity(), nn.ReLU()
+        self.array, self.teacher, self.is_ready = np.zeros(2), [nn.BatchNorm1d(8).to(DEVICE)], False
         self.calls, self.queue, self.hidden = 0, [], torch.zeros(8, device=DEVICE)
         self.torch, self.numpy = torch.Generator(), np.random.default_rng(0)
 
@@ -468,21 +475,30 @@ class Stateful(Squares):
         self.calls += 1
         self.queue.append(x.detach().float().mean().item())
         self.hidden += self.calls
+        self.array += self.calls
+        self.tied += 1
+        self.one, self.other = self.other, self.one
+        if not self.is_ready:
+            self.register_forward_hook(lambda module, args, output: None)
+            self.is_ready = True
+        self.teacher[0](torch.full((2, 8), float(self.calls), device=x.device))
         drawn = torch.rand((), generator=self.torch).item() + self.numpy.random() + random.random()
-        y = super().forward(x * drawn * self.calls)
+        y = super().forward(x * drawn * self.calls * self.part.tied.mean().item())
         self.mean = y.detach() if self.mean is None else self.mean + y.detach()
         return y
 
     def state(self):
         drawn = torch.rand((), generator=self.torch).item(), self.numpy.random(), random.random()
-        return self.calls, self.queue, self.hidden.tolist(), self.mean.isfinite().tolist(), drawn
+        modules = [type(self.one), type(self.other), len(self._forward_hooks), self.tied is self.part.tied]
+        numbers = [self.tied.tolist(), self.teacher[0].running_mean.tolist(), self.array.tolist()]
+        return self.calls, self.queue, self.hidden.tolist(), self.mean.isfinite().tolist(), drawn, modules, numbers
 
 
 @pytest.mark.parametrize("make", [KeyEncoder, Stateful])
 def test_what_forward_writes_is_as_it_was(make):
     def trained(replay):
         random.seed(0)
-        model, optimizer = set_up(make, "O1")
+        model, optimizer = set_up(make, "O1", dynamic_init_scale=4.0)
         with amp.debug.find_overflow(model, replay=True) if replay else nullcontext() as found:
             for batch in (good_batch(), bad_batch(), good_batch()):
                 optimizer.zero_grad()
@@ -502,6 +518,79 @@ def test_what_forward_writes_is_as_it_was(make):
         assert note_of(found).endswith(SAME)
     else:
         assert note_of(found).startswith("the step could not be run again: forward writes a parameter, of shape [8, 8]")
+
+
+def test_a_parameter_that_is_nan():
+    model, optimizer = set_up(Squares, "O2")
+    with torch.no_grad():
+        model.fc.weight[0, 0] = math.nan
+    with amp.debug.find_overflow(model, replay=True) as found:
+        skipped(model, optimizer, good_batch())
+    assert [(cause.kind, cause.tensor) for cause in found.causes] == [("weights", "fc.weight")], str(found)
+
+
+def test_a_model_that_calls_itself():
+    class Recursive(Squares):
+        def forward(self, x, depth=2):
+            return super().forward(x) if depth == 0 else self(x, depth - 1) * 2
+
+    model, optimizer = set_up(Recursive, "O2", dynamic_init_scale=4.0)
+    with amp.debug.find_overflow(model, replay=True) as found:
+        skipped(model, optimizer, bad_batch())
+    assert names_the_line(found), str(found)
+    assert note_of(found).endswith(SAME)
+
+
+def test_an_output_that_the_model_keeps_does_not_keep_earlier_ones():
+    class Keeping(Squares):
+        def forward(self, x):
+            self.last = super().forward(x)
+            return self.last
+
+    model, _ = set_up(Keeping, "O1")
+    batches = []
+    with amp.debug.find_overflow(model, replay=True):
+        for _ in range(4):
+            batch = good_batch()
+            batches.append(weakref.ref(batch))
+            model(batch)
+        del batch
+        gc.collect()
+        assert [one() for one in batches[:-1]] == [None] * 3
+
+
+def test_an_iteration_without_a_step_is_no_part_of_the_next():
+    model, optimizer = set_up(Squares, "O1", torch.optim.SGD)
+    with amp.debug.find_overflow(model, replay=True) as found:
+        backward(model(good_batch()).float().mean(), optimizer)
+        optimizer.zero_grad(set_to_none=False)  # and no step
+        backward(model(bad_batch()).float().mean(), optimizer)
+        optimizer.step()
+    assert len(found.reports) == 1
+
+
+def test_containers_of_other_classes_are_left_alone():
+    class Registry(UserDict):
+        pass
+
+    class Holding(Squares):
+        def __init__(self) -> None:
+            super().__init__()
+            self.registry = Registry(value=torch.ones(8, device=DEVICE))
+
+        def forward(self, x):
+            self.registry["value"].mul_(2)
+            return super().forward(x)
+
+    model, optimizer = set_up(Holding, "O1", dynamic_init_scale=4.0)
+    value = model.registry["value"]
+    with amp.debug.find_overflow(model, replay=True):
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(model(good_batch()).float().mean(), optimizer)
+            optimizer.step()
+    assert model.registry["value"] is value
+    assert value.tolist() == [4.0] * 8
 
 
 # ---- arguments and outputs that depend on each other -----------------------------------------------------------------
@@ -629,18 +718,19 @@ def test_what_only_a_part_was_run_of_is_not_told(caplog):
 
 
 def test_what_cannot_be_copied_is_said_once(caplog):
-    class Fixed(dict):
-        def __copy__(self):
+    class Fixed(np.ndarray):
+        def copy(self):
             raise TypeError("no copies")
 
     model, optimizer = set_up(Squares, "O2")
-    model.table = Fixed()
+    model.table = np.zeros(3).view(Fixed)
     with amp.debug.find_overflow(model, replay=True) as found:
         for _ in range(2):
             skipped(model, optimizer, bad_batch())
     (said,) = tables(caplog)
     assert said == "forwards of this model cannot be kept; training is not affected"
-    assert all("no forward was seen" in report.notes[-1] for report in found.reports)
+    reason = "the step could not be run again: its forward could not be kept: TypeError: no copies"
+    assert [report.notes for report in found.reports] == [[reason], [reason]]
 
 
 def test_errors_of_the_model_do_not_reach_the_step():
