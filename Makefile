@@ -170,7 +170,9 @@ pytest-slow: setup-dev
 	@$(PYTEST) -m slow --ignore tests/simulator --ignore tests/vendor
 	@if $(HAS_SIMULATOR); then echo '==> tests of the simulated NPU'; $(PYTEST) --disable-warnings tests/simulator; fi
 	@if $(HAS_SIMULATOR); then echo '==> slow tests on the simulated NPU'; \
-	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m slow $(ON_NPU) && APEX_NPU_TEST_DEVICE=npu $(PYTEST) tests/known_faults; fi
+	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m slow $(ON_NPU) && APEX_NPU_TEST_DEVICE=npu $(PYTEST) tests/known_faults && \
+	    echo '==> quick tests of the diagnostics on the simulated NPU' && \
+	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m 'not slow' tests/debug; fi
 
 # The vendor's torch_npu, with CANN's libraries replaced by ones that compute in host memory (tests/host_cann).
 HAS_TORCH_NPU = [ -f '$(VENV_NPU)/.apex_npu/torch_npu' ]
