@@ -76,9 +76,6 @@ def main() -> None:
                 around = contexts(model, optimizer, Path(folder))
 
                 def time_one(variant: str, step: Callable[[], None] = step, around: Any = around) -> float:
-                    with around[variant]():
-                        pass  # what is imported and set up once
-
                     def call() -> None:
                         with around[variant]():
                             step()

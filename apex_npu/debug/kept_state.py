@@ -80,6 +80,11 @@ class Copier:
                 result[key] = self(item, depth + 1)
         return result
 
+    @property
+    def containers(self) -> list[Any]:
+        """Those that were copied."""
+        return [value for value, _ in self._known.values() if type(value) in _CONTAINERS]
+
 
 class Generators:
     """The states of generators of random numbers."""
@@ -203,8 +208,7 @@ class _Now:
         for _, own in self._attributes:
             for value in own.values():
                 look(value)
-        # With their contents, the innermost first.
-        self._containers = [(one, copy.copy(one)) for one, _ in look._known.values() if type(one) in _CONTAINERS]
+        self._containers = [(container, copy.copy(container)) for container in look.containers]
         self._params = [(param, param.data, param.detach().clone()) for param in params]
 
     def _look(self, leaf: Any) -> Any:
