@@ -14,6 +14,7 @@ With ``--checkpoint`` an engine saves after every epoch, and goes on from there 
 """
 
 import argparse
+import gc
 import os
 import statistics
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group, which its functions would keep as a default argument
 from digits import DigitNet, Digits, Parser, UserError, epoch_batches, find_device, load_data, number
 from torch.nn import functional as F
 
@@ -182,6 +184,9 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, ImportError) as error:
         print(f"ddp_digits.py: {error}", file=sys.stderr)
         return 2
+    # gloo's threads are to end here, rather than with the interpreter, which they can abort (docs/distributed.md): when
+    # nothing refers to the group. DistributedDataParallel does, and it is in reference cycles.
+    gc.collect()
     dist.destroy_process_group()
     return 0 if agree else 1
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 # For what waits for other processes, in seconds. It ends those that hang, and decides no test: a machine that is busy
 # with other things takes many times as long as one that is not.
 HANG_TIMEOUT = 900
@@ -25,7 +26,7 @@ def start(
     """``worker CHECK...`` in ``processes`` processes, which meet at the file ``store``."""
     common = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "PYTHONPATH": PYTHONPATH,
         "OMP_NUM_THREADS": "1",
         "STORE": str(store),
         "WORLD_SIZE": str(processes),
@@ -75,6 +76,20 @@ def finish_by_force(started: list[subprocess.Popen]) -> list[str]:
     for process in started:
         process.kill()
     return [process.communicate()[0] for process in started]
+
+
+def leave() -> None:
+    """The end of a worker, without the interpreter's.
+
+    gloo's threads outlive the group where something refers to it, as torch.distributed.nn does. A thread that frees a
+    reduction of a backward needs Python's lock, and while the interpreter exits that ends the process by SIGABRT
+    (https://github.com/pytorch/pytorch/issues/190489).
+    """
+    from torch import distributed
+
+    distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def run(worker: Path, *checks: str, processes: int = 2, **environment: str) -> list[str]:

@@ -12,7 +12,7 @@ class GroupReference:
     """A weak reference to a process group: ``reference()`` is the group.
 
     ``torch.distributed.destroy_process_group`` ends a group's threads, and frees its communicators, when nothing refers
-    to the group any more. A gloo thread that outlives the call ends the process by SIGABRT where it frees a tensor
+    to the group any more. A gloo thread that outlives the call ends the process by SIGABRT where it frees a reduction
     while the interpreter exits (https://github.com/pytorch/pytorch/issues/190489).
     """
 

@@ -27,6 +27,7 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 _INDEXED = ("set_device", "set_device_index")
 _CARDS = ("torch.cuda.device", "torch.npu.device", "torch.accelerator.device_index")
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+_EXITS = ("sys.exit", "os._exit", "exit", "quit")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -75,6 +76,7 @@ def _convert(program: Program) -> None:
     _sample(put, torch)
     _average(put, torch)
     _guard_saves(program)
+    _leave(program, torch)
     _check_joined(program)
 
 
@@ -184,19 +186,34 @@ def _enter(program: Program, torch: str) -> None:
     bound = program.names.module.bindings.get("os", [])
     if any(binding != "os" for binding in bound) or (not bound and program.names.is_taken("os")):
         raise UnclearError(program.tree.body[0], "P601", "the name os is taken")
-    anchor, body = _start(program), program.tree.body
-    if isinstance(program.parent(anchor), ast.If):
-        parent = program.parent(anchor)
-        assert isinstance(parent, ast.If)
-        body = parent.body
-    source = program.source
-    offset = source.line_start(anchor.lineno)
+    anchor, source = _start(program), program.source
+    body, offset = body_of(program, anchor), source.line_start(anchor.lineno)
     indent = source.text[offset : source.span(anchor)[0]]
     if indent.strip():
         raise UnclearError(anchor, "P601", "the first statement shares its line: give it one of its own")
     lines = target_of(program).joined(torch)
     edit = _inserted(program, body, anchor, lines, indent)
     program.report("P601", "changed", (offset, offset), [edit], links=_links(program))
+
+
+def _leave(program: Program, torch: str) -> None:
+    """Destroy the group after the last statement, as torch asks for: its threads and communicators end there."""
+    first, source = _start(program), program.source
+    body = body_of(program, first)
+    last = body[-1]
+    called = last.value if isinstance(last, ast.Expr) else None
+    if isinstance(last, ast.Raise) or (isinstance(called, ast.Call) and text(called.func) in _EXITS):
+        program.report("P607", "note", last, message=RULES["P607"].message, links=[PARALLEL])
+        return
+    offset, start = source.line_end(last.end_lineno or 0), source.line_start(first.lineno)
+    indent, newline = source.text[start : source.span(first)[0]], source.newline(last.lineno)
+    inner = "\t" if "\t" in indent else "    "
+    there, destroyed = (f"{torch}.distributed.{name}()" for name in ("is_initialized", "destroy_process_group"))
+    lines = [f"if {there}:", f"{inner}{destroyed}"]
+    (block,) = ast.parse("\n".join(lines)).body
+    written = "".join(f"{newline}{indent}{line}" for line in lines)
+    edit = Edit(offset, offset, written, lambda: body.append(block))
+    program.report("P607", "changed", (offset, offset), [edit], links=_links(program))
 
 
 def _start(program: Program) -> ast.stmt:

@@ -345,6 +345,7 @@ if torch.distributed.is_initialized():
         "        data.sampler.set_epoch(epoch)\n",
     )
 ).replace("torch.save", f"if not {_THERE} or torch.distributed.get_rank() == 0:\n    torch.save")
+_SEVERAL_CARDS += f"if {_THERE}:\n    torch.distributed.destroy_process_group()\n"
 
 
 def _parallel(id: str, title: str, message: str = "") -> Rule:
@@ -359,6 +360,11 @@ PARALLEL_RULES = (
     _parallel("P604", "averaged gradients"),
     _parallel("P605", "files that one process writes"),
     _parallel("P606", "the import of os"),
+    _parallel(
+        "P607",
+        "processes that leave",
+        "the script exits here: call torch.distributed.destroy_process_group() before that if the group is initialized",
+    ),
 )
 _DATA = "import torch\ndata = torch.utils.data.DataLoader(points, {})"
 _FORM = "import torch\nmodel = model.to(memory_format=torch.channels_last)"

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The training that main.py's options ask for. Start reading at ``run``."""
 
+import gc
 import importlib.util
 import inspect
 import math
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group, which its functions would keep as a default argument
 from data import make_loaders
 from models import create_model
 from torch import Tensor, nn
@@ -38,8 +40,9 @@ def run(args: Namespace) -> None:
         check_exporter()
     train(args, device)
     if dist.is_initialized():
-        # After train has freed DistributedDataParallel, which otherwise ends gloo's threads itself, and can wait for
-        # them while they wait for it: it holds Python's lock then.
+        # gloo's threads are to end here, rather than with the interpreter, which they can abort (docs/distributed.md):
+        # when nothing refers to the group. DistributedDataParallel does, and it is in reference cycles.
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -45,10 +45,9 @@ def test_steps_of_two_processes():
 def test_processes_that_a_script_spawns(tmp_path):
     options = ["--profile", "1:9", "--trace", str(tmp_path / "traces"), "--record", f"0:{tmp_path / 'a.pt'}"]
     script = [str(Path(__file__).with_name("steps_worker.py")), str(tmp_path / "store")]
-    path = os.pathsep.join([str(processes.ROOT), str(processes.ROOT / "tests")])
     ended = subprocess.run(
         [sys.executable, "-m", "apex_npu", "run", *options, *script],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": processes.PYTHONPATH, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=processes.HANG_TIMEOUT,

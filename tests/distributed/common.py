@@ -8,10 +8,10 @@ import os
 import sys
 from datetime import timedelta
 
+import processes
 import torch
 import torch.distributed as dist
 from devices import DEVICE
-from processes import HANG_TIMEOUT
 from torch import nn
 
 from apex_npu import amp
@@ -86,13 +86,11 @@ def main(checks):
     if DEVICE.type == "npu":
         torch.npu.set_device(0)
     backend = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl"
-    timeout = timedelta(seconds=HANG_TIMEOUT)
+    timeout = timedelta(seconds=processes.HANG_TIMEOUT)
     store = dist.FileStore(os.environ["STORE"], world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     use_small_buckets()
     for name in sys.argv[1:]:
         checks[name]()
         amp.shutdown()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the group, and end an interpreter that is tearing down with an abort
+    processes.leave()

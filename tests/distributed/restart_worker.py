@@ -12,6 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
+import processes
 import torch
 import torch.distributed as dist
 from common import data, mlp, use_small_buckets
@@ -80,4 +81,4 @@ if __name__ == "__main__":
     use_small_buckets()
     train(Path(sys.argv[1]), int(sys.argv[2]))
     dist.barrier()
-    os._exit(0)  # gloo's threads may outlive the group, and end an interpreter that is tearing down with an abort
+    processes.leave()

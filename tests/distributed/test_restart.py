@@ -25,7 +25,7 @@ def torchrun(folder, fatal_step):
     folder.mkdir()
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(processes.ROOT), str(processes.ROOT / "tests"), str(WORKER.parent)]),
+        "PYTHONPATH": os.pathsep.join([processes.PYTHONPATH, str(WORKER.parent)]),
         "OMP_NUM_THREADS": "1",
         # Else gloo finds the addresses of the processes that are gone in the store that torchrun keeps.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

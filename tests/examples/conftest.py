@@ -74,8 +74,11 @@ def start(script: str, *args: str, processes: int = 1, before: str = "") -> subp
     if processes > 1:
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *START_SCRIPT, path]
     elif before:
-        run = "import runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-        command = ["-c", f"import sys; {before}; {run}", path]
+        run = (
+            "import os, runpy; sys.argv = sys.argv[1:]; sys.path[0] = os.path.dirname(sys.argv[0]); "
+            "runpy.run_path(sys.argv[0], run_name='__main__')"
+        )
+        command = ["-c", f"import sys\n{before}\n{run}", path]
     else:
         command = [*START_SCRIPT, path]
     return subprocess.run(

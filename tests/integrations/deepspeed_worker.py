@@ -6,6 +6,7 @@ import logging
 import os
 
 os.environ.update(LOCAL_RANK="0", CROSS_RANK="0", CROSS_SIZE="1", LOCAL_SIZE="1")
+import processes
 import torch
 import torch.distributed as dist
 
@@ -60,3 +61,4 @@ for stage in (0, 1, 2, 3):
     for dtype in (torch.float32, torch.bfloat16)[: 1 + (stage in (0, 2))]:
         found = losses(optimizers.NpuFusedAdamW, stage, dtype)
         torch.testing.assert_close(found, losses(torch.optim.AdamW, stage, dtype), rtol=1e-5, atol=1e-5)
+processes.leave()

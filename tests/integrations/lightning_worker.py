@@ -5,6 +5,7 @@
 import os
 import sys
 
+import processes
 import torch
 import torch.distributed as dist
 
@@ -87,3 +88,4 @@ def check_fabric():
 
 for name in sys.argv[1:]:
     globals()[f"check_{name}"]()
+processes.leave()

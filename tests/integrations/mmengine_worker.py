@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import processes
 import torch
 import torch.distributed as dist
 
@@ -46,3 +47,4 @@ def check_accumulated():
 
 for name in sys.argv[1:]:
     globals()[f"check_{name}"]()
+processes.leave()

@@ -16,6 +16,7 @@ import sys
 import traceback
 from datetime import timedelta
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -555,9 +556,7 @@ def main(names):
         amp.shutdown()
         print("verdict", json.dumps([name, failure]), flush=True)
         dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the group, and end an interpreter that is tearing down with an abort
+    processes.leave()
 
 
 if __name__ == "__main__":

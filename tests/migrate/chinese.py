@@ -60,6 +60,7 @@ TITLES = {
     "P604": "梯度平均",
     "P605": "由一个进程写文件",
     "P606": "导入 os",
+    "P607": "进程退出进程组",
 }
 INSTEAD = {
     "nvtx": "用 torch_npu.npu.mstx 为 msprof 标记区间（--similar）",

@@ -18,7 +18,6 @@ from apex_npu.__main__ import main
 from apex_npu.migrate import Options, plan, rewrite
 
 SCRIPT = Path(__file__).parent / "parallel/script.py"
-ROOT = Path(__file__).parents[2]
 TO = "npu" if DEVICE.type == "npu" else "portable"
 
 
@@ -27,12 +26,11 @@ def run(script, out, *arguments, processes_=1):
     command = [sys.executable, "-W", "ignore"]
     if processes_ > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes_}"]
-    paths = [str(ROOT), str(ROOT / "tests")]
     # Processes of their own, which the environment of another torchrun does not join.
     environment = {
         name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")
     }
-    environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": processes.PYTHONPATH, "OMP_NUM_THREADS": "1"}
     out.parent.mkdir(exist_ok=True)
     done = subprocess.run(
         [*command, *START_SCRIPT, str(script), str(out), *arguments],

@@ -5,6 +5,7 @@
 import copy
 import sys
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -203,4 +204,4 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for name in sys.argv[1:]:
         globals()[name]()
-    dist.destroy_process_group()
+    processes.leave()

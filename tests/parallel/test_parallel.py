@@ -13,14 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import DEVICE
-from processes import HANG_TIMEOUT
+from processes import HANG_TIMEOUT, PYTHONPATH
 from torch import nn
 
 from apex_npu.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
 
 needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
 WORKER = Path(__file__).with_name("parallel_worker.py")
-ROOT = Path(__file__).parents[2]
 
 
 @needs_gloo
@@ -29,7 +28,7 @@ def test_in_two_processes():
     averages = ["gradients", "unused", "accumulation", "amp_levels"]
     checks = [*averages, "reductions", "flat_calls", "groups", "sync_batchnorm"]
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [*command, str(WORKER), *checks],
         env=environment,

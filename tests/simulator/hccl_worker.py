@@ -9,6 +9,7 @@ import os
 import sys
 
 import npu_simulator
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -209,7 +210,7 @@ def main() -> None:
     dist.init_process_group("hccl", store=store, rank=rank, world_size=size)
     for name in sys.argv[1:]:
         globals()[name](rank, size)
-    dist.destroy_process_group()
+    processes.leave()
 
 
 if __name__ == "__main__":

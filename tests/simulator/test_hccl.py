@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,10 @@ WORKER = str(Path(__file__).with_name("hccl_worker.py"))
 def torchrun(count: int, *checks: str) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={count}", WORKER, *checks]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=processes.HANG_TIMEOUT, check=False)
+    environment = {**os.environ, "PYTHONPATH": processes.PYTHONPATH}
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=processes.HANG_TIMEOUT, check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -53,6 +53,11 @@ def _mode(torch: Any, on_cpu: bool) -> Any:
         group = torch.distributed
         rank = group.get_rank() if group.is_available() and group.is_initialized() else 0
         if len(losses) == int(os.environ["SCRIPT_STEPS"]):
+            if group.is_available() and group.is_initialized():
+                # Without the interpreter's end: scripts leave their group to it, and gloo's threads may end it by
+                # SIGABRT (https://github.com/pytorch/pytorch/issues/190489).
+                group.barrier()
+                os._exit(0)
             raise SystemExit(0)
         losses.append(float(loss.detach()))
         with Path(os.environ["SCRIPT_LOSSES"], f"{rank}.txt").open("a") as file:
