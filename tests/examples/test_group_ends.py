@@ -25,12 +25,11 @@ dist.destroy_process_group = destroyed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "arguments"),
-    [("ddp_digits.py", []), ("imagenet/main.py", "-a tiny -j 0 -b 8 --image-size 16 --dummy 8 --output".split())],
-)
-def test_the_group_of_an_example_is_gone_when_it_is_destroyed(start_example, tmp_path, script, arguments):
-    arguments = [*arguments, str(tmp_path)] if arguments else []
-    done = start_example(script, "--device", "cpu", "--epochs", "1", *arguments, before=BEFORE)
+@pytest.mark.parametrize("script", ["ddp_digits.py", "imagenet/main.py"])
+def test_the_group_of_an_example_is_gone_when_it_is_destroyed(start_example, tmp_path, script):
+    arguments = ["--device", "cpu", "--epochs", "1"]
+    if script == "imagenet/main.py":
+        arguments += ["-a", "tiny", "-j", "0", "-b", "8", "--image-size", "16", "--dummy", "8", "--output", str(tmp_path)]
+    done = start_example(script, *arguments, before=BEFORE)
     assert done.returncode == 0, done.stderr
     assert "the group is gone" in done.stdout.splitlines()
