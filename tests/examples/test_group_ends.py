@@ -29,7 +29,8 @@ dist.destroy_process_group = destroyed
 def test_the_group_of_an_example_is_gone_when_it_is_destroyed(start_example, tmp_path, script):
     arguments = ["--device", "cpu", "--epochs", "1"]
     if script == "imagenet/main.py":
-        arguments += ["-a", "tiny", "-j", "0", "-b", "8", "--image-size", "16", "--dummy", "8", "--output", str(tmp_path)]
+        arguments += ["-a", "tiny", "-j", "0", "-b", "8", "--image-size", "16", "--dummy", "8"]
+        arguments += ["--output", str(tmp_path)]
     done = start_example(script, *arguments, before=BEFORE)
     assert done.returncode == 0, done.stderr
     assert "the group is gone" in done.stdout.splitlines()
