@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group, which its functions would keep as a default argument
 from devices import DEVICE
 from torch import nn
 
