@@ -44,6 +44,8 @@ def _check(options: argparse.Namespace) -> None:
     after = options.explain_overflows
     if after is not None and (not after.isdecimal() or int(after) < 1):
         raise ValueError(f"--explain-overflows={after}: N is a positive integer")
+    if options.replay and after is None:
+        raise ValueError("--replay goes with --explain-overflows")
     if options.profile is not None:
         first, _, last = options.profile.partition(":")
         if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
@@ -97,7 +99,8 @@ def _run(options: argparse.Namespace) -> int:
             return _fail(f"--trace {options.trace}: no folder can be made there ({error.strerror})")
     # These are read when amp is imported.
     if options.explain_overflows is not None:
-        os.environ["APEX_NPU_EXPLAIN_OVERFLOWS"] = options.explain_overflows
+        replay = ",replay" if options.replay else ""
+        os.environ["APEX_NPU_EXPLAIN_OVERFLOWS"] = options.explain_overflows + replay
     if options.profile is not None:
         os.environ["APEX_NPU_PROFILE"] = options.profile
         os.environ["APEX_NPU_PROFILE_TRACE"] = os.path.abspath(options.trace) if options.trace else ""
@@ -152,6 +155,11 @@ RUN = Command(
             bare="2",
         ),
         Argument(
+            "--replay",
+            "with --explain-overflows: run the skipped step once more, rather than watch the next one",
+            flag=True,
+        ),
+        Argument(
             "--profile",
             "print where the time goes of the steps from A, counted from 0, to before B",
             metavar="A:B",
@@ -174,8 +182,9 @@ RUN = Command(
         Argument("-m", "run a module rather than a file", flag=True),
     ),
     usage=(
-        "[--force] [--host NAME]... [--explain-overflows[=N]] [--profile A:B [--trace DIR]] [--gradient-range STEP] "
-        "[--check-operators STEP] [--record STEP:FILE] [--model-report] [--device npu [OPTIONS]] script.py [arguments]",
+        "[--force] [--host NAME]... [--explain-overflows[=N] [--replay]] [--profile A:B [--trace DIR]] "
+        "[--gradient-range STEP] [--check-operators STEP] [--record STEP:FILE] [--model-report] "
+        "[--device npu [OPTIONS]] script.py [arguments]",
         "[the same options] -m module [arguments]",
     ),
     passes_rest=True,

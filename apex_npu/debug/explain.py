@@ -177,7 +177,7 @@ def explain_overflows(after: int | None = 2, times: int = 20, *, replay: bool = 
     The iteration that is watched takes a few times as long, the others as long as before. What the model learns does
     not depend on it. The tables are those of ``find_overflow``, logged as warnings of the logger ``apex_npu.debug``.
     With the environment variable ``APEX_NPU_EXPLAIN_OVERFLOWS=2``, or ``python -m apex_npu run --explain-overflows=2
-    script.py``, a script needs no change.
+    script.py``, a script needs no change. ``APEX_NPU_EXPLAIN_OVERFLOWS=2,replay``, or ``--replay``, is ``replay=True``.
 
     Args:
         after: Skips in a row after which an iteration is watched; 1 or more. None: no longer.
@@ -221,14 +221,18 @@ def watch_next_iteration() -> None:
 
 
 def explain_as_environment_says() -> None:
-    """Call ``explain_overflows`` where ``APEX_NPU_EXPLAIN_OVERFLOWS`` is set.
+    """Call ``explain_overflows`` where ``APEX_NPU_EXPLAIN_OVERFLOWS`` is set: to ``N`` or ``N,replay``.
 
     Raises:
-        ValueError: It is no positive integer.
+        ValueError: N is no positive integer, or something else follows.
     """
     text = os.environ.get(VARIABLE, "").strip()
     if text in ("", "0"):
         return
-    if not text.isdecimal():
-        raise ValueError(f"{VARIABLE} must be a positive integer, how many skips in a row it takes, got {text!r}")
-    explain_overflows(int(text))
+    after, comma, word = text.partition(",")
+    if not after.isdecimal() or (comma and word != "replay"):
+        raise ValueError(
+            f"{VARIABLE} must be a positive integer, how many skips in a row it takes, which ',replay' may follow; "
+            f"got {text!r}"
+        )
+    explain_overflows(int(after), replay=bool(comma))

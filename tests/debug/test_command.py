@@ -28,6 +28,7 @@ def environment(monkeypatch, tmp_path):
         (["--explain-overflows"], "2"),
         (["--explain-overflows=5"], "5"),
         (["--force", "--explain-overflows"], "2"),
+        (["--explain-overflows=1", "--replay"], "1,replay"),
     ],
 )
 def test_the_script_finds_the_variable(options, value, environment, capsys):
@@ -89,6 +90,7 @@ def test_a_report_on_the_model(environment, capsys, tmp_path, monkeypatch):
         (["--check-operators", "03", "--record", "3:a.pt"], "--record and --check-operators cannot look at the same"),
         (["--explain-overflows=0"], "--explain-overflows=0: N is a positive integer"),
         (["--explain-overflows=x"], "--explain-overflows=x: N is a positive integer"),
+        (["--replay"], "--replay goes with --explain-overflows"),
         (["--explain-overflow"], "unknown option '--explain-overflow'"),
         (["--force=1"], "unknown option '--force=1'"),
     ],

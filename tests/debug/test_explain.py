@@ -154,20 +154,57 @@ for _ in range(3):
 """
 
 
+# The second batch overflows, and no other.
+SOMETIMES = f"""
+import torch
+from apex import amp
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x.square())
+
+model = Model(4, 1).to("{DEVICE}")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dynamic_init_scale=256.0, verbosity=0)
+for largest in (1.0, 300.0, 1.0, 1.0):
+    optimizer.zero_grad()
+    loss = model(torch.full((2, 4), largest).to("{DEVICE}")).mean()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+
+
+def printed_by(folder, text, how, options, variable):
+    """What a script prints to stderr under ``run`` with ``options``, or with the variable."""
+    (folder / "train.py").write_text(text)
+    variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    if how == "variable":
+        variables["APEX_NPU_EXPLAIN_OVERFLOWS"] = variable
+        options = []
+    command = [sys.executable, *START_SCRIPT, "-m", "apex_npu", "run", *options, "train.py"]
+    ran = subprocess.run(command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["option", "variable"])
 def test_a_script_stays_as_it_is(how, tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    if how == "variable":
-        variables["APEX_NPU_EXPLAIN_OVERFLOWS"] = "2"
-    options = ["--explain-overflows=2"] if how == "option" else []
-    command = [sys.executable, *START_SCRIPT, "-m", "apex_npu", "run", *options, "train.py"]
-    ran = subprocess.run(command, cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert "math        forward  outside of modules  aten::log" in ran.stderr
-    assert "line        train.py:11  loss = (y * 0).log().mean()" in ran.stderr
-    assert ran.stderr.count("skips in a row") == 1
+    printed = printed_by(tmp_path, SCRIPT, how, ["--explain-overflows=2"], "2")
+    assert "math        forward  outside of modules  aten::log" in printed
+    assert "line        train.py:11  loss = (y * 0).log().mean()" in printed
+    assert printed.count("skips in a row") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_the_skipped_step_of_a_script_is_run_again(how, tmp_path):
+    printed = printed_by(tmp_path, SOMETIMES, how, ["--explain-overflows=1", "--replay"], "1,replay")
+    assert "overflow    forward  the model itself  aten::pow  float16 [2, 4]" in printed
+    assert "line        train.py:7  return super().forward(x.square())" in printed
+    assert "run again as it was" in printed
+    assert printed.count("1 skip in a row") == 1
 
 
 @pytest.mark.parametrize("after", [0, -1, 1.5, True, "2"])
@@ -188,9 +225,10 @@ def test_the_variable(text, monkeypatch):
         monkeypatch.setenv("APEX_NPU_EXPLAIN_OVERFLOWS", off)
         explain_as_environment_says()
         assert amp_session.settings.observer is None
-    monkeypatch.setenv("APEX_NPU_EXPLAIN_OVERFLOWS", "two")
-    with pytest.raises(ValueError, match="must be a positive integer, how many skips in a row it takes, got 'two'"):
-        explain_as_environment_says()
+    for wrong in ("two", "2,", "2,replays", "replay", "-1"):
+        monkeypatch.setenv("APEX_NPU_EXPLAIN_OVERFLOWS", wrong)
+        with pytest.raises(ValueError, match=f"how many skips in a row it takes, .*got '{wrong}'"):
+            explain_as_environment_says()
 
 
 # ---- what each row of skips begins with ------------------------------------------------------------------------------
