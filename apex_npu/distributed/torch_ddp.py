@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,10 +34,15 @@ def find_ddps(known: KnownDDPs) -> None:
 
 
 class DDPWatch:
-    """Adds to ``known`` the instances that register the module inside of them, from ``open`` to ``close``."""
+    """Adds to ``known`` the instances that register the module inside of them, from ``open`` to ``close``.
 
-    def __init__(self, known: KnownDDPs) -> None:
-        self._known = known
+    Args:
+        known: The instances that there are.
+        check: Called with the module first; may raise, which ends the constructor before it has communicated.
+    """
+
+    def __init__(self, known: KnownDDPs, check: Callable[[nn.Module], None]) -> None:
+        self._known, self._check = known, check
         self._is_open = False
         self._handle: Any = None
 
@@ -54,6 +59,8 @@ class DDPWatch:
 
     def _note(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if self._is_open and isinstance(module, DistributedDataParallel):
+            if submodule is not None:
+                self._check(submodule)
             _add(self._known, module)
 
 
@@ -69,6 +76,35 @@ def adding_to(known: KnownDDPs) -> Callable[[Callable[..., None]], Callable[...,
             _add(known, self)
 
         return set_state_and_add
+
+    return decorator
+
+
+# Called with parameters whose values have been broadcast, the process group, and the rank in it whose values they were.
+FollowBroadcast = Callable[[list[nn.Parameter], Any, int], None]
+
+
+def followed_by(follow: FollowBroadcast) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator of the function by which DistributedDataParallel broadcasts a module's values: calls ``follow``.
+
+    Its constructor does so unless ``init_sync=False``, and so does the end of ``join``.
+    """
+
+    def decorator(broadcast: Callable[..., None]) -> Callable[..., None]:
+        def broadcast_and_follow(
+            module: nn.Module,
+            process_group: Any,
+            broadcast_bucket_size: int,
+            src: int,
+            params_and_buffers_to_ignore: Container[str],
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
+            ignored = params_and_buffers_to_ignore
+            broadcast(module, process_group, broadcast_bucket_size, src, ignored, *args, **kwargs)
+            follow([p for name, p in module.named_parameters() if name not in ignored], process_group, src)
+
+        return broadcast_and_follow
 
     return decorator
 
