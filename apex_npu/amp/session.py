@@ -168,6 +168,7 @@ class Session:
         no_sync_depth: How many ``no_sync`` contexts are open.
         ddps: The DistributedDataParallel instances of this process.
         observer: Is told of blocks and skipped steps; None: nothing is looked at.
+        reached: Optimizers to whose parameters the blocks of others give gradients, and what those are called.
     """
 
     policy: Policy
@@ -189,6 +190,7 @@ class Session:
     ddps: KnownDDPs = field(default_factory=list)
     observer: Observer | None = field(default_factory=lambda: settings.observer)
     open_checks: dict[LossScaler, DeferredInfCheck] = field(default_factory=dict)
+    reached: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
     _undo: Undo = field(default_factory=Undo)
     _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
 
@@ -388,16 +390,20 @@ class Session:
         for optimizer in concerned:
             optimizer._amp_state.masters.end_broadcast()
 
-    def _look_at_clipping(self, params: list[Tensor]) -> None:
+    def _look_at_clipping(self, caller: str, params: list[Tensor]) -> None:
         given = {id(p) for p in params}
         for optimizer in self.adopted:
             state = optimizer._amp_state
+            of_model = any(id(p) in given for p in state.masters.model_params)
+            if of_model and state.grad_scale != 1.0:
+                state.check_unscaled(caller)
             if any(id(p) in given for group in optimizer.param_groups for p in group["params"]):
+                state.check_unscaled(caller)
                 if state.deferral is not None and state.deferral.check is not None:
                     state.deferral.start()  # inf clipped by value is none any more
                 if _holds_scaled(state):
                     self.warn_once(optimizer, SCALED_CLIPPED)
-            if any(id(p) in given for p in state.masters.model_params):
+            if of_model and not state.awaits_block:
                 self.warn_once(optimizer, COPIED_WRITTEN)
 
     def warn_once(self, about: Any, text: str) -> None:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from apex_npu.backends.live_objects import instances_of
 from apex_npu.backends.script_warnings import warn
 from apex_npu.fusion import grads_of, versions_of
 
@@ -26,11 +26,8 @@ def find_ddps(known: KnownDDPs) -> None:
     """Add to ``known`` the instances that exist already."""
     if not (dist.is_available() and dist.is_initialized()):
         return
-    objects = gc.get_objects()  # torch has no list of them
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}
-    if kinds:
-        for found in [o for o in objects if type(o) in kinds]:
-            _add(known, found)
+    for found in instances_of(DistributedDataParallel):
+        _add(known, found)
 
 
 class DDPWatch:

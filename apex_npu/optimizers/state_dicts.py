@@ -65,7 +65,7 @@ def _no_state_of_an_optimizer(owner: str, given: dict[str, Any]) -> str:
     inside = [key for key, value in given.items() if isinstance(value, dict) and "param_groups" in value]
     hint = f": this looks like a whole checkpoint, pass checkpoint[{inside[0]!r}]" if inside else ""
     return (
-        f"{owner}.load_state_dict takes what state_dict() of an optimizer has returned, got a dict with the keys {keys} "
+        f"{owner}.load_state_dict takes what state_dict() of an optimizer returns, got a dict with the keys {keys} "
         f"and without 'param_groups'{hint}. Nothing has been loaded"
     )
 
