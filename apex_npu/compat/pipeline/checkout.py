@@ -117,7 +117,9 @@ class Checkout:
             self.git("apply", "--cached", "--check", "--verbose", *options, str(patch))
         except PipelineError as error:
             said = str(error).removeprefix("git apply failed: ").splitlines()
-            return "\n".join(f"  {line}".rstrip() for line in said if not line.startswith(("Checking patch ", "Hunk #")))
+            return "\n".join(
+                f"  {line}".rstrip() for line in said if not line.startswith(("Checking patch ", "Hunk #"))
+            )
         return ""
 
     def applied(self, patch: Path, *options: str) -> str:
