@@ -28,8 +28,8 @@ _SHARDED = re.compile(r"torch\.distributed\..*(FullyShardedDataParallel|fully_sh
 _CLIP = re.compile(r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm|value)_?")
 _BCE = re.compile(r"torch\.nn\.(modules\.loss\.)?BCELoss")
 _AVERAGED = (
-    "gradients are averaged here, outside of amp: where those of one process overflow, the others would step with them. "
-    "Let DistributedDataParallel average them, inside of backward"
+    "gradients are averaged here, outside of amp: where those of one process overflow, the others would step with "
+    "them. Let DistributedDataParallel average them, inside of backward"
 )
 _NOT_GIVEN = {"models", "optimizers", "opt_level", "enabled", "num_losses", "fuse_unscale"} | {
     *("combine_ddp", "process_group", "overflow_group", "cast_model_type", "ddp_reduce_dtype", "cast_model_outputs")

@@ -15,7 +15,7 @@ _COLLECTIVE = re.compile(r"torch\.distributed\..*(reduce|gather|broadcast|all_to
 # Functions of other libraries and other files, by their names.
 _NAMED_SO = re.compile(r"all_?reduce|(average|reduce|sync)\w*grad", re.IGNORECASE)
 # What is made of a gradient by these is none.
-_NO_GRADIENT = frozenset("all any isfinite isinf isnan item max mean min norm numel size sum".split())
+_NO_GRADIENT = re.compile("all|any|isfinite|isinf|isnan|item|max|mean|min|norm|numel|size|sum")
 _KEPT_BY = ("add", "append", "extend", "insert")
 
 # A variable: the scope that binds it, and its name; attributes by their text alone.
@@ -45,24 +45,24 @@ class Averages:
             dotted = self.program.names.dotted(call.func) or ""
             name = getattr(call.func, "attr", getattr(call.func, "id", ""))
             elsewhere = name not in self._functions and not dotted.startswith("torch.")
-            if _COLLECTIVE.fullmatch(dotted) or (elsewhere and _NAMED_SO.search(name)):
-                if any(map(self.is_gradient, [*call.args, *(one.value for one in call.keywords)])):
-                    yield call
+            collective = _COLLECTIVE.fullmatch(dotted) or (elsewhere and _NAMED_SO.search(name))
+            if collective and any(map(self.is_gradient, [*call.args, *(one.value for one in call.keywords)])):
+                yield call
 
     def is_gradient(self, node: ast.AST) -> bool:
         """Whether an expression has gradients in it."""
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if name in _NO_GRADIENT:
+            if _NO_GRADIENT.fullmatch(name):
                 return False
             if name in self._makers:
                 return True
-        if isinstance(node, (ast.Name, ast.Attribute)):
-            if getattr(node, "attr", "") == "grad" or (text(node) and self._variable(node) in self._variables):
-                return True
+        named = isinstance(node, (ast.Name, ast.Attribute)) and text(node)
+        if getattr(node, "attr", "") == "grad" or (named and self._variable(node) in self._variables):
+            return True
         return any(map(self.is_gradient, ast.iter_child_nodes(node)))
 
-    def _variable(self, node: ast.expr) -> _Variable:
+    def _variable(self, node: ast.AST) -> _Variable:
         name = text(node)
         return (None if "." in name else self.program.names.scope(node).find(name), name)
 
@@ -93,4 +93,5 @@ class Averages:
                 given = [*zip((one.arg for one in places), node.args, strict=False)]
                 given += [(one.arg, one.value) for one in node.keywords if one.arg]
                 inside = self.program.names.scope(function.body[0])
-                yield from ((value, {(inside, name)}, set()) for name, value in given)
+                for name, value in given:
+                    yield value, {(inside, name)}, set()

@@ -33,7 +33,9 @@ _OTHER_NAMES = RENAMED | {name: new for name, (new, _) in SIMILAR.items()}
 _NOT_PORTABLE = "it names a device: portable code writes torch.get_device_module(...), or torch.amp, where it is used"
 _RANGES = "similar: msprof shows these ranges, tools of NVIDIA's do not"
 # Functions that take a sequence apart.
-_OF_SEQUENCES = frozenset({"all", "any", "enumerate", "iter", "len", "list", "map", "max", "min", "sum", "tuple", "zip"})
+_OF_SEQUENCES = frozenset(
+    {"all", "any", "enumerate", "iter", "len", "list", "map", "max", "min", "sum", "tuple", "zip"}
+)
 _PROFILERS = ("torch.autograd.profiler.profile", "torch.profiler.profile", "torch.profiler.profiler.profile")
 
 
@@ -264,12 +266,12 @@ def _use_cuda(program: Program, keyword: ast.keyword, called: str) -> None:
 
 
 def _looked_up(program: Program, node: ast.Call, function: str) -> None:
-    texts = [one.value for one in node.args[:2] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    found = [one.value for one in node.args[:2] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
     pattern = r"\bcuda\b" if function in ("eval", "exec") else r"cuda|is_cuda"
     match = re.search if function in ("eval", "exec") else re.fullmatch
-    for text in texts:
-        if match(pattern, text):
-            program.report("D153", "refused", node, message=RULES["D153"].message.format(repr(text)))
+    for one in found:
+        if match(pattern, one):
+            program.report("D153", "refused", node, message=RULES["D153"].message.format(repr(one)))
 
 
 def _needs_cuda(program: Program, node: ast.stmt | ast.alias, name: str) -> bool:

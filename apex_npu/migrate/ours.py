@@ -22,7 +22,9 @@ def torch_import(program: Program) -> ast.stmt | None:
             modules += [node.module or ""] if not node.level and not portable else []
             exported = program.options.exports.get(module_of(node), {})
             star = node.names[0].name == "*"
-            modules += [exported[name] for name in (exported if star else (one.name for one in node.names)) if name in exported]
+            modules += [
+                exported[name] for name in (exported if star else (one.name for one in node.names)) if name in exported
+            ]
         if any((module if portable else module.partition(".")[0]) == "torch" for module in modules):
             return node
     return None

@@ -29,7 +29,8 @@ TRIGGER = re.compile(
 )
 # Likewise for those for optimizers and amp.
 _TRAINING = re.compile(
-    rb"optim|backward|\.grad\b|autocast|torch\.save|GradScaler|fully_shard|FullyShard|" + b"|".join(map(str.encode, TRAINERS))
+    rb"optim|backward|\.grad\b|autocast|torch\.save|GradScaler|fully_shard|FullyShard|"
+    + b"|".join(map(str.encode, TRAINERS))
 )
 # And for advice.
 _ADVICE = re.compile(rb"DataLoader|\.long\b|int64|channels_last")

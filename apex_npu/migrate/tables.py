@@ -68,7 +68,7 @@ ANSWERS = {
     "DoubleTensor": "an NPU computes in float32: float64 is slow or refused",
 }
 # What of CUDA's device properties has a value in those of torch_npu (2026-11); the rest is None or missing there.
-NPU_PROPERTIES = frozenset({"L2_cache_size", "name", "total_memory", "uuid"})
+NPU_PROPERTIES = frozenset({"L2_cache_size", "name", "total_memory"})
 
 # Libraries and modules that need CUDA itself, and what takes their place.
 NEEDS_CUDA = {
