@@ -21,7 +21,6 @@ from apex_npu.compat.pipeline.tables import show
 from . import reports
 from .amp import LEVELS, arguments_of_initialize
 from .findings import count
-from .journal import take_back
 from .own_rules import read_api_list, read_rules
 from .planning import Plan, plan
 from .program import Options
@@ -128,8 +127,6 @@ def _migrate(options: argparse.Namespace) -> int:
         amp_args=options.amp_args or "",
         model=options.model or "",
     )
-    if options.write and take_back(options.paths or [options.data_parallel]):
-        print("apex_npu: an earlier --write was interrupted: all of its files are as they were", file=sys.stderr)
     script = options.data_parallel
     watch = None if options.q else _watched
     made = plan(options.paths or [script], chosen, options.exclude or (), options.jobs, script, watch)

@@ -9,25 +9,37 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from json.decoder import scanstring  # type: ignore[attr-defined]
-from typing import Any
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 
 from .findings import Finding
 from .rewriting import Rewritten
 from .source import Source, UnreadableError
 
-_SPACE = re.compile(r"[ \t\r\n]*")
-_ATOM = re.compile(r"[-+.\w]+")
 _ESCAPE = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|.", re.DOTALL)
 _SHELL = re.compile(r"[ \t]*[%!?]|.*\?[ \t]*$")
 _PYTHON_CELLS = re.compile(r"%%(time|timeit|capture|prun)\b")
 
 
-@dataclass(frozen=True)
-class _Text:
-    """A string of the JSON text: its value, and the offset of the first character after the quote."""
+class _Text(str):
+    """A string of the JSON text, with the offset of its first character."""
 
-    value: str
     start: int
+
+
+class _Decoder(json.JSONDecoder):
+    """Reads strings as ``_Text``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parse_string = self._located
+        self.scan_once = py_make_scanner(self)
+
+    @staticmethod
+    def _located(text: str, start: int, strict: bool = True) -> tuple[_Text, int]:  # noqa: FBT001, FBT002
+        value, end = scanstring(text, start, strict)
+        located = _Text(value)
+        located.start = start
+        return located, end
 
 
 @dataclass(frozen=True)
@@ -40,53 +52,16 @@ class _Piece:
 
     @property
     def end(self) -> int:
-        return self.start + len(self.text.value)
-
-
-def _value(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at ``at``, and the offset of its end; strings as ``_Text``."""
-    at = _skip(text, at)
-    if text[at : at + 1] == '"':
-        value, end = scanstring(text, at + 1)
-        return _Text(value, at + 1), end
-    if text[at : at + 1] not in ("[", "{"):
-        atom = _ATOM.match(text, at)
-        if atom is None:
-            raise ValueError(f"no value at offset {at}")
-        return json.loads(atom[0]), atom.end()
-    close, pairs = ("]", False) if text[at] == "[" else ("}", True)
-    items: list[Any] = []
-    at = _skip(text, at + 1)
-    while text[at : at + 1] != close:
-        item, at = _value(text, at)
-        at = _skip(text, at)
-        if pairs:
-            if text[at : at + 1] != ":":
-                raise ValueError(f"no colon at offset {at}")
-            value, at = _value(text, at + 1)
-            item = (item.value, value)
-            at = _skip(text, at)
-        items.append(item)
-        if text[at : at + 1] == ",":
-            at = _skip(text, at + 1)
-        elif text[at : at + 1] != close:
-            raise ValueError(f"no comma at offset {at}")
-    return (dict(items) if pairs else items), at + 1
-
-
-def _skip(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
-    return match.end() if match else at
+        return self.start + len(self.text)
 
 
 def _cells(text: str) -> Iterator[tuple[int, list[_Text]]]:
     """The number of each code cell, from 1, and the pieces of its source."""
-    notebook, _ = _value(text, 0)
-    for number, cell in enumerate(notebook["cells"], 1):
-        kind, source = cell["cell_type"], cell.get("source", [])
-        if kind.value == "code":
+    for number, cell in enumerate(_Decoder().decode(text)["cells"], 1):
+        source = cell.get("source", [])
+        if cell["cell_type"] == "code":
             pieces = source if isinstance(source, list) else [source]
-            first = pieces[0].value if pieces else ""
+            first = pieces[0] if pieces else ""
             if not first.startswith("%%") or _PYTHON_CELLS.match(first):
                 yield number, pieces
 
@@ -118,12 +93,11 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
     pieces: list[_Piece] = []
     program = ""
     for number, texts in cells:
-        cell = "".join(one.value for one in texts)
+        at = len(program)
         for one in texts:
-            pieces.append(
-                _Piece(one, len(program) + sum(len(p.text.value) for p in pieces if p.cell == number), number)
-            )
-        program += _python(cell) + "\n"
+            pieces.append(_Piece(one, at, number))
+            at += len(one)
+        program += _python("".join(texts)) + "\n"
     rewritten = rewrite(program)
     file, source = Source(text), Source(program)
     edits: list[tuple[int, int, str]] = []
@@ -145,7 +119,7 @@ def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]
 
 def _piece(pieces: list[_Piece], start: int, end: int, new: str) -> _Piece | None:
     """The piece that contains a span; what is inserted between two goes to the one whose line it continues."""
-    found = [piece for piece in pieces if piece.start <= start and end <= piece.end and piece.text.value]
+    found = [piece for piece in pieces if piece.start <= start and end <= piece.end and piece.text]
     return next(iter(found[:1] if new.startswith("\n") else found[-1:]), None)
 
 

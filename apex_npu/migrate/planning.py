@@ -24,9 +24,7 @@ from .rewriting import Rewritten, concerns, owned_names, rewrite, rewrite_part, 
 from .rules import RULES
 from .source import UnreadableError
 
-# Of an interrupted ``--write``, in each folder that it writes files in.
-JOURNAL = ".apex_npu-journal"
-_SKIPPED = {JOURNAL, ".git", ".hg", ".svn", "__pycache__", "build", "node_modules", "site-packages"}
+_SKIPPED = {".git", ".hg", ".svn", "__pycache__", "build", "node_modules", "site-packages"}
 _OTHERS = re.compile(r".*\.(sh|bash|ya?ml|json|cfg|ini|toml)|Dockerfile.*|.*requirements.*\.txt")
 _CUDA_LINE = re.compile(r"CUDA_VISIBLE_DEVICES|\bcuda\b|\bcuda:\d|\bnccl\b|\bapex\b")
 _MAX_OTHER = 1_000_000
@@ -216,8 +214,6 @@ def _is_program(path: str) -> bool:
 
 def _targets(path: Path, exclude: Sequence[str]) -> Iterator[Target]:
     """The files that ``path``, which the user gave, stands for."""
-    for around in (path.resolve(), *path.resolve().parents):
-        _check_whole(around)
     if path.is_symlink():
         raise PipelineError(f"{path} is a link: links are not followed. Give what it points to")
     if path.is_file():
@@ -228,7 +224,6 @@ def _targets(path: Path, exclude: Sequence[str]) -> Iterator[Target]:
     known = _known_to_git(path)
     for folder, folders, names in os.walk(path):
         at = Path(folder)
-        _check_whole(at)
         inner = (name for name in folders if name not in _SKIPPED and not (at / name / "pyvenv.cfg").exists())
         folders[:] = sorted(name for name in inner if not _excluded(at.relative_to(path) / name, exclude))
         for name in sorted(names):
@@ -238,15 +233,6 @@ def _targets(path: Path, exclude: Sequence[str]) -> Iterator[Target]:
                 continue
             if known is None or relative.as_posix() in known:
                 yield Target(path, relative.as_posix())
-
-
-def _check_whole(folder: Path) -> None:
-    """Refuse files of which some are new and others old."""
-    if os.path.lexists(folder / JOURNAL):
-        raise PipelineError(
-            f"an earlier --write in {folder} was interrupted: python -m apex_npu migrate --write {folder} takes it "
-            "back first"
-        )
 
 
 def _excluded(path: Path, patterns: Sequence[str]) -> bool:

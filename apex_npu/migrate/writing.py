@@ -1,9 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Files are replaced together: all are new, or all are as they were, also after Ctrl-C. Links are not followed.
-
-What a killed process leaves, ``journal.py`` takes back.
-"""
+"""Files are replaced together: all are new, or all are as they were, also after Ctrl-C. Links are not followed."""
 
 from __future__ import annotations
 
@@ -16,9 +13,7 @@ from pathlib import Path
 
 from apex_npu.compat.pipeline import files
 from apex_npu.compat.pipeline.errors import PipelineError
-from apex_npu.compat.pipeline.replacing import temporary_name, uninterrupted
 
-from . import journal
 from .planning import _SKIPPED, FileChange, git
 
 
@@ -39,51 +34,21 @@ def write_in_place(changes: Sequence[FileChange], *, allow_dirty: bool = False, 
         _check_unchanged(change)
         if backup and os.path.lexists(change.target.root / f"{change.target.path}.orig"):
             raise PipelineError(f"{change.target.shown}.orig exists: move it away, nothing has been changed")
-    if changes:
-        with journal.locked([change.target.root for change in changes]):
-            _write(changes, backup=backup)
-
-
-def _write(changes: Sequence[FileChange], *, backup: bool) -> None:
-    folders = tuple(dict.fromkeys(change.target.root.resolve() for change in changes))
-    made: list[FileChange] = []
+    copies: list[FileChange] = []
     try:
-        journal.begin(changes, backup=backup)
-        for change in changes:
-            root, path = change.target.root, change.target.path
-            made.append(change)
-            files.write(root, temporary_name(path), change.after, files.mode(root, path))
-            if backup:
-                files.write(root, f"{path}.orig", change.before, files.mode(root, path))
-        with uninterrupted():
-            _rename_all(changes)
-            made.clear()
-            journal.end(folders)
-    except OSError as error:
-        raise PipelineError(
-            f"{error.filename or 'a file'} cannot be written ({error.strerror}); nothing has been changed. Look at the "
-            "free space and at the permissions of its folder"
-        ) from error
-    finally:
-        with uninterrupted():
-            for change in made:
-                for left in (temporary_name(change.target.path), *([f"{change.target.path}.orig"] if backup else [])):
-                    with contextlib.suppress(OSError):
-                        files.remove(change.target.root, left)
-            journal.end(folders)
-
-
-def _rename_all(changes: Sequence[FileChange]) -> None:
-    done: list[FileChange] = []
-    try:
-        for change in changes:
-            files.rename(change.target.root, temporary_name(change.target.path), change.target.path)
-            done.append(change)
-    except OSError:
-        for change in done:
-            root, path = change.target.root, change.target.path
-            files.write(root, temporary_name(path), change.before, files.mode(root, path))
-            files.rename(root, temporary_name(path), path)
+        for change in changes if backup else ():
+            copies.append(change)
+            mode = files.mode(change.target.root, change.target.path)
+            files.write(change.target.root, f"{change.target.path}.orig", change.before, mode)
+        files.replace_all([files.Change(one.target.root, one.target.path, one.before, one.after) for one in changes])
+    except BaseException as error:
+        for change in copies:
+            with contextlib.suppress(OSError):
+                files.remove(change.target.root, f"{change.target.path}.orig")
+        if isinstance(error, OSError):
+            raise PipelineError(
+                f"{error.filename} cannot be written ({error.strerror}): nothing has changed"
+            ) from error
         raise
 
 
@@ -123,7 +88,7 @@ def write_copy(source: Path, changes: Sequence[FileChange], out: Path) -> None:
         raise PipelineError(f"{out} exists: give the name of a new folder")
     if source.resolve() in out.resolve().parents and source.is_dir():
         raise PipelineError(f"{out} is inside {source}: give a folder elsewhere")
-    staged = out.with_name(temporary_name(out.name))
+    staged = out.with_name(files.temporary_name(out.name))
     try:
         shutil.rmtree(staged, ignore_errors=True)
         if source.is_dir():
@@ -133,8 +98,7 @@ def write_copy(source: Path, changes: Sequence[FileChange], out: Path) -> None:
             shutil.copy(source, staged)
         for change in changes:
             files.write(staged, change.target.path, change.after, files.mode(staged, change.target.path))
-        with uninterrupted():
-            staged.rename(out)
+        staged.rename(out)
     except (OSError, shutil.Error) as error:
         raise PipelineError(f"{out} cannot be written ({error}); look at the free space and permissions") from error
     finally:
