@@ -8,7 +8,6 @@ import ast
 import builtins
 import functools
 import re
-from functools import partial
 from pathlib import Path
 
 from apex_npu.compat import MODULES
@@ -87,13 +86,9 @@ def _import(program: Program, alias: ast.alias) -> None:
     ours = MODULES[alias.name] if alias.asname else "apex_npu"
     name = bound if alias.asname or ours != bound else None
     span = program.source.span(alias)
-
-    def change_tree() -> None:
-        alias.name, alias.asname = ours, name
-
     if alias.asname is None and parts[0] != "apex":
         ours = MODULES[alias.name]  # apex_C and change_data_ptr, top-level modules of their own
-    edit = Edit(*span, ours if name is None else f"{ours} as {name}", change_tree)
+    edit = Edit(*span, ours if name is None else f"{ours} as {name}")
     program.report("X201", "changed", span, [edit], links=links)
 
 
@@ -120,7 +115,7 @@ def _import_from(program: Program, node: ast.ImportFrom, module: str) -> None:
         _refuse(program, node, missing, links)
         return
     new = MODULES[module]
-    edit = Edit(*found.span(1), new, partial(setattr, node, "module", new)) if found else None
+    edit = Edit(*found.span(1), new) if found else None
     program.report("X201", "changed", node, [edit], links=links)
 
 

@@ -50,13 +50,7 @@ def _save(put: Insertion, call: ast.Call, parent: ast.AST | None) -> None:
         line = put.source.line_start(put.source.place(key)[0])
         indent = put.source.text[line:key]
         space = " " if indent.strip() else put.source.newline(put.source.place(key)[0]) + indent
-        new = ast.parse(f"{put.amp}.state_dict()", mode="eval").body
-
-        def change_tree() -> None:
-            parent.keys.insert(at + 1, ast.Constant("amp"))
-            parent.values.insert(at + 1, new)
-
-        edit = Edit(end, end, f',{space}"amp": {put.amp}.state_dict()', change_tree)
+        edit = Edit(end, end, f',{space}"amp": {put.amp}.state_dict()')
         put.program.report("A304", "changed", (end, end), [edit], links=["amp"])
     elif isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Subscript) and alone(put.program, parent):
         file = text(parent.targets[0].value)

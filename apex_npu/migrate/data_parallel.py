@@ -193,12 +193,12 @@ def _enter(program: Program, torch: str) -> None:
     if any(binding != "os" for binding in bound) or (not bound and program.names.is_taken("os")):
         raise UnclearError(program.tree.body[0], "P601", "the name os is taken")
     anchor, source = _start(program), program.source
-    body, offset = body_of(program, anchor), source.line_start(anchor.lineno)
+    offset = source.line_start(anchor.lineno)
     indent = source.text[offset : source.span(anchor)[0]]
     if indent.strip():
         raise UnclearError(anchor, "P601", "the first statement shares its line: give it one of its own")
     lines = target_of(program).joined(torch)
-    edit = _inserted(program, body, anchor, lines, indent)
+    edit = _inserted(program, anchor, lines, indent)
     program.report("P601", "changed", (offset, offset), [edit], links=_links(program))
 
 
@@ -216,10 +216,8 @@ def _leave(program: Program, torch: str) -> None:
     inner = "\t" if "\t" in indent else "    "
     there, destroyed = (f"{torch}.distributed.{name}()" for name in ("is_initialized", "destroy_process_group"))
     lines = [f"if {there}:", f"{inner}{destroyed}"]
-    (block,) = ast.parse("\n".join(lines)).body
     written = "".join(f"{newline}{indent}{line}" for line in lines)
-    edit = Edit(offset, offset, written, lambda: body.append(block))
-    program.report("P607", "changed", (offset, offset), [edit], links=_links(program))
+    program.report("P607", "changed", (offset, offset), [Edit(offset, offset, written)], links=_links(program))
 
 
 def _start(program: Program) -> ast.stmt:
@@ -241,12 +239,13 @@ def _start(program: Program) -> ast.stmt:
     raise UnclearError(program.tree.body[-1], "P601", "nothing is done when this file is started")
 
 
-def _inserted(program: Program, body: list[ast.stmt], anchor: ast.stmt, lines: list[str], indent: str) -> Edit:
+def _inserted(program: Program, anchor: ast.stmt, lines: list[str], indent: str) -> Edit:
     """Statements of ``lines`` before ``anchor``."""
     newline = program.source.newline(anchor.lineno)
     inner = "\t" if "\t" in indent else "    "
     written = "".join(f"{indent}{line.replace('    ', inner)}{newline}" for line in lines)
-    return program.insert(body, anchor, program.source.line_start(anchor.lineno), "\n".join(lines), written, after=0)
+    offset = program.source.line_start(anchor.lineno)
+    return Edit(offset, offset, written)
 
 
 def _links(program: Program) -> list[str]:
@@ -274,7 +273,7 @@ def _sample(put: Insertion, torch: str) -> None:
             f"if isinstance({name}.sampler, {torch}.utils.data.DistributedSampler):",
             f"    {name}.sampler.set_epoch({loop.target.id})",
         ]
-        edit = _inserted(program, loop.body, anchor, lines, indent)
+        edit = _inserted(program, anchor, lines, indent)
         program.report("P603", "changed", (offset, offset), [edit], links=links)
     for call in loaders.others:
         program.report("P602", "note", call, message="every process goes over all of these data")
@@ -310,7 +309,6 @@ def _sample_one(program: Program, call: ast.Call, torch: str, links: list[str]) 
         raise UnclearError(call, "P602", "its argument shuffle is on several lines")
     there = f"{torch}.distributed.is_initialized()"
     part = f"{torch}.utils.data.DistributedSampler({text(dataset)}, shuffle={shuffled or 'False'})"
-    sampler = f"{part} if {there} else None"
     edits: list[Edit] = []
     is_off = shuffle is None or (isinstance(shuffle, ast.Constant) and not shuffle.value)
     if shuffle is not None and not is_off:
@@ -321,12 +319,7 @@ def _sample_one(program: Program, call: ast.Call, torch: str, links: list[str]) 
     end = source.span(last)[1]
     while source.text[end : end + 1] == ")" and end + 1 < source.span(call)[1]:
         end += 1  # parentheses around the last argument
-    value = ast.parse(sampler, mode="eval").body
-
-    def change_tree() -> None:
-        call.keywords.append(ast.keyword("sampler", value))
-
-    edits.append(Edit(end, end, f", sampler={sampler}", change_tree))
+    edits.append(Edit(end, end, f", sampler={part} if {there} else None"))
     message = "the batch of each process is as large as it was, and so the learning rate may have to grow: see to both"
     for edit in edits:
         program.report("P602", "changed", (edit.start, edit.end), [edit], message if edit is edits[-1] else "", links)
@@ -344,8 +337,7 @@ def _average(put: Insertion, torch: str) -> None:
     made = put.training.made
     only = put.program.options.model
     models = [one for one in dict.fromkeys(name for each in made for name in each.models) if only in ("", one)]
-    place, after = _initialized(put) or place_of(put), 1
-    after += any(draft.rule == "A301" for draft in put.program.changes())
+    place = _initialized(put) or place_of(put)
     scope = put.program.names.scope(place)
     for model in models:
         if "." not in model and put.training.scope_of(place, model) is not scope:
@@ -355,7 +347,7 @@ def _average(put: Insertion, torch: str) -> None:
     check_moves(put, models, place)
     for model in models:
         Wrapped(put, model).unwrap(place, _links(put.program))
-    put.put_after("P604", place, lines, links=_links(put.program), after=after)
+    put.put_after("P604", place, lines, links=_links(put.program))
 
 
 def _initialized(put: Insertion) -> ast.stmt | None:
@@ -388,8 +380,7 @@ def _guard_saves(program: Program) -> None:
         inner = "\t" if "\t" in indent else "    "
         header = f"if not {torch}.distributed.is_initialized() or {torch}.distributed.get_rank() == 0:"
         written = f"{header}{source.newline(statement.lineno)}{indent}{inner}"
-        edit = Edit(start, start, written, _Guard(program, statement, header))
-        program.report("P605", "changed", (start, start), [edit], links=[PARALLEL])
+        program.report("P605", "changed", (start, start), [Edit(start, start, written)], links=[PARALLEL])
         program.report("P605", "changed", node.func, links=[PARALLEL])  # where the name is kept, this is
 
 
@@ -410,17 +401,3 @@ def _is_open(program: Program, call: ast.Call) -> bool:
 def _opens(call: ast.Call) -> bool:
     called = call.func.attr if isinstance(call.func, ast.Attribute) else text(call.func)
     return called in ("open", "fdopen", "BytesIO") or called.endswith("TemporaryFile")
-
-
-class _Guard:
-    """Puts a statement into an ``if``."""
-
-    def __init__(self, program: Program, statement: ast.stmt, header: str) -> None:
-        self.program, self.statement, self.header = program, statement, header
-
-    def __call__(self) -> None:
-        body = body_of(self.program, self.statement)
-        (block,) = ast.parse(f"{self.header}\n    pass").body
-        assert isinstance(block, ast.If)
-        body[body.index(self.statement)] = block
-        block.body = [self.statement]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from functools import partial
 
 from .program import Program
 from .rules import RULES
@@ -256,13 +255,7 @@ def _use_cuda(program: Program, keyword: ast.keyword, called: str) -> None:
         message = 'write use_device="npu" where it is true, and leave the argument out where it is not'
         program.report("D110", "refused", span, message=message)
         return
-
-    device = target_of(program).profiled()
-
-    def change_tree() -> None:
-        keyword.arg, keyword.value = "use_device", ast.parse(device, mode="eval").body
-
-    program.report("D110", "changed", span, [Edit(*span, f"use_device={device}", change_tree)])
+    program.report("D110", "changed", span, [Edit(*span, f"use_device={target_of(program).profiled()}")])
 
 
 def _looked_up(program: Program, node: ast.Call, function: str) -> None:
@@ -300,7 +293,7 @@ def _import(program: Program, node: ast.Import) -> None:
         start, _ = program.source.span(alias)
         end = start + len(alias.name)
         exact = program.source.text[start:end] == alias.name
-        edit = Edit(start, end, new, partial(setattr, alias, "name", new)) if exact else None
+        edit = Edit(start, end, new) if exact else None
         program.report("D102", "changed", alias, [edit], _RANGES if is_similar else "", links)
 
 
@@ -331,11 +324,7 @@ def _from_torch(program: Program, alias: ast.alias) -> None:
     name = alias.asname or alias.name
     span = program.source.span(alias)
     refusal = _two_imports(program, alias) or ("" if target_of(program).imports else _NOT_PORTABLE)
-
-    def change_tree() -> None:
-        alias.name, alias.asname = "npu", name
-
-    edits = [] if refusal else [Edit(*span, f"npu as {name}", change_tree)]
+    edits = [] if refusal else [Edit(*span, f"npu as {name}")]
     program.report("D102", "refused" if refusal else "changed", span, edits, refusal, [f"name {name}"])
 
 
@@ -356,20 +345,14 @@ def _from_torch_cuda(program: Program, node: ast.ImportFrom, module: str) -> Non
     start, end = program.source.span(node)
     found = _FROM.match(program.source.text, start, end)
     new = "torch_npu.npu." + ".".join(parts) if parts else "torch.npu"
-    edits = [Edit(*found.span(1), new, partial(setattr, node, "module", new)) if found else None]
+    edits = [Edit(*found.span(1), new) if found else None]
     edits += [_renamed(program, alias) for alias in node.names if not parts and alias.name in _OTHER_NAMES]
     ranges = _RANGES if any(name[0] in SIMILAR for name in names) else ""
     program.report("D102", "changed", node, edits, ranges, links)
 
 
 def _renamed(program: Program, alias: ast.alias) -> Edit:
-    span, kept = program.source.span(alias), alias.asname or alias.name
-    new = _OTHER_NAMES[alias.name]
-
-    def change_tree() -> None:
-        alias.name, alias.asname = new, kept
-
-    return Edit(*span, f"{new} as {kept}", change_tree)
+    return Edit(*program.source.span(alias), f"{_OTHER_NAMES[alias.name]} as {alias.asname or alias.name}")
 
 
 def _class(program: Program, node: ast.ClassDef) -> None:
@@ -388,5 +371,4 @@ def _class(program: Program, node: ast.ClassDef) -> None:
     first = program.source.line_start(min([method.lineno, *(one.lineno for one in method.decorator_list)]))
     indent = re.match(r"[ \t\f]*", program.source.text[first:])
     text = program.source.newline(method.end_lineno) + (indent[0] if indent else "") + "npu = cuda"
-    edit = program.insert(node.body, method, offset, "npu = cuda", text, after=True)
-    program.report("D114", "changed", (offset, offset), [edit])
+    program.report("D114", "changed", (offset, offset), [Edit(offset, offset, text)])

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 
 from .ours import name_of
 from .program import Program
+from .source import Edit
 from .torch_amp import TorchAmp
-from .training import Training, UnclearError, body_of
+from .training import Training, UnclearError
 
 # What ``amp.initialize`` gets so that several processes average their gradients; ``{}`` is torch.
 COMBINE = "combine_grad=True, combine_ddp={}.distributed.is_initialized()"
@@ -51,9 +52,7 @@ class Insertion:
         left = any(one.rule == "O501" and one.status == "refused" for one in self.program.drafts)
         return starts <= fused and not left and options.has("O501")
 
-    def put_after(
-        self, rule: str, anchor: ast.stmt, statements: list[str], links: Iterable[str] = ("amp",), after: int = 1
-    ) -> None:
+    def put_after(self, rule: str, anchor: ast.stmt, statements: list[str], links: Iterable[str] = ("amp",)) -> None:
         """Put statements after another: the first one, with what belongs to it, on a line of its own."""
         program, source = self.program, self.source
         if self.torch_amp.holds(anchor):
@@ -63,5 +62,4 @@ class Insertion:
         offset = source.line_end(anchor.end_lineno or 0)
         inner = "\t" if "\t" in indent else "    "
         lines = "".join(f"{newline}{indent}{line.replace('    ', inner)}" for line in statements)
-        edit = program.insert(body_of(program, anchor), anchor, offset, "\n".join(statements), lines, after=after)
-        program.report(rule, "changed", (offset, offset), [edit], links=links)
+        program.report(rule, "changed", (offset, offset), [Edit(offset, offset, lines)], links=links)

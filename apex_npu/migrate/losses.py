@@ -10,7 +10,7 @@ from .insertion import Insertion
 from .program import Program
 from .source import Edit
 from .targets import replaced
-from .training import MOVES, Backward, UnclearError, body_of, function_of, is_argument, text
+from .training import MOVES, Backward, UnclearError, function_of, is_argument, text
 
 
 def scale(put: Insertion, backward: Backward) -> None:
@@ -33,22 +33,10 @@ def scale(put: Insertion, backward: Backward) -> None:
     scaled = "scaled_loss"
     while program.names.is_taken(scaled):
         scaled = f"amp_{scaled}"
-    header = f"with {put.amp}.scale_loss(loss, {optimizers}) as {scaled}:"
     inner = "\t" if "\t" in indent else "    "
     rest = f", {optimizers}) as {scaled}:{source.newline(statement.lineno)}{indent}{inner}{scaled}"
 
-    def change_tree() -> None:
-        (block,) = ast.parse(f"{header}\n    pass").body
-        assert isinstance(block, ast.With)
-        assert isinstance(block.items[0].context_expr, ast.Call)
-        assert isinstance(call.func, ast.Attribute)
-        block.items[0].context_expr.args[0] = loss
-        call.func.value = ast.Name(scaled, ast.Load())
-        body = body_of(program, statement)
-        body[body.index(statement)] = block
-        block.body = [statement]
-
-    edits = [Edit(start, first, f"with {put.amp}.scale_loss(", change_tree), Edit(last, dot, rest, lambda: None)]
+    edits = [Edit(start, first, f"with {put.amp}.scale_loss("), Edit(last, dot, rest)]
     program.report(rule, "changed", (start, dot), edits, links=["amp"])
 
 
@@ -114,12 +102,8 @@ def float_input(put: Insertion, call: ast.Call) -> None:
     simple = isinstance(given, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
     if done or put.source.text[start:end].endswith(".float()"):
         return
-
-    def change_tree() -> None:
-        call.args[0] = ast.Call(ast.Attribute(given, "float", ast.Load()), [], [])
-
-    edits = [] if simple else [Edit(start, start, "(", lambda: None)]
-    edits.append(Edit(end, end, ".float()" if simple else ").float()", change_tree))
+    edits = [] if simple else [Edit(start, start, "(")]
+    edits.append(Edit(end, end, ".float()" if simple else ").float()"))
     put.program.report("A306", "changed", (start, end), edits, links=["amp"])
 
 

@@ -35,7 +35,7 @@ class _Decoder(json.JSONDecoder):
         self.scan_once = py_make_scanner(self)
 
     @staticmethod
-    def _located(text: str, start: int, strict: bool = True) -> tuple[_Text, int]:  # noqa: FBT001, FBT002
+    def _located(text: str, start: int, strict: bool = True) -> tuple[_Text, int]:
         value, end = scanstring(text, start, strict)
         located = _Text(value)
         located.start = start

@@ -8,7 +8,6 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 from .own_rules import Argument, Keep, OwnRule, Refuse, Rename
 from .program import Program
@@ -164,9 +163,9 @@ def _replace(program: Program, node: ast.Attribute, rule: Rename, links: list[st
     program.report("R801", "changed", node, [replaced(program, node, rule.new)], links=links)
     if not bound and anchor is not None:
         program.names.module.bindings[root] = [root]
-        source, line = program.source, f"import {module}"
+        source = program.source
         offset = source.line_end(anchor.end_lineno or 0)
-        edit = program.insert(program.tree.body, anchor, offset, line, source.newline(anchor.lineno) + line, after=1)
+        edit = Edit(offset, offset, f"{source.newline(anchor.lineno)}import {module}")
         program.report("R801", "changed", (offset, offset), [edit], links=links)
 
 
@@ -174,7 +173,7 @@ def _rename_module(program: Program, node: ast.ImportFrom, rule: Rename, links: 
     """``from old import x``: names that are imported from a module of another name."""
     found = _FROM.match(program.source.text, *program.source.span(node))
     new = rule.new + (node.module or "")[len(rule.old) :]
-    edit = Edit(*found.span(1), new, partial(setattr, node, "module", new)) if found else None
+    edit = Edit(*found.span(1), new) if found else None
     program.report("R801", "changed", node, [edit], links=links)
 
 
@@ -188,11 +187,7 @@ def _rename_import(program: Program, alias: ast.alias, name: str, rule: Rename, 
         program.report("R801", "refused", alias, message=message, links=links)
         return
     asname = name if plain else alias.asname
-
-    def change_tree() -> None:
-        alias.name, alias.asname = new, asname
-
-    edit = Edit(*program.source.span(alias), f"{new} as {asname}" if asname else new, change_tree)
+    edit = Edit(*program.source.span(alias), f"{new} as {asname}" if asname else new)
     program.report("R801", "changed", alias, [edit], links=links)
 
 
@@ -207,11 +202,6 @@ def _rename_imported(program: Program, alias: ast.alias, rule: Rename, links: li
         return
     named = asname if asname != last else None
     written = f"{last} as {asname}" if named else last
-
-    def change_tree() -> None:
-        alias.name, alias.asname = last, named
-        node.module = node.module if beside else module
-
     span = program.source.span(alias if beside else node)
-    edit = Edit(*span, written if beside else f"from {module} import {written}", change_tree)
+    edit = Edit(*span, written if beside else f"from {module} import {written}")
     program.report("R801", "changed", span, [edit], links=links)

@@ -9,13 +9,12 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from .findings import Finding, once
 from .names import Exports, Names
 from .own_rules import OwnRule
 from .rules import RULES
-from .source import Edit, Source, UnreadableError, apply_edits, parse, same_tree
+from .source import Edit, Source, UnreadableError, apply_edits, parse, same_elsewhere, same_tree
 
 _LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
 _KEEP = re.compile(r"#\s*migrate:\s*keep\b")
@@ -182,7 +181,7 @@ class Program:
         start = end - len(node.attr)
         if self.source.text[start:end] != node.attr or not self._is_exact(node):
             return None
-        return Edit(start, end, name, partial(setattr, node, "attr", name))
+        return Edit(start, end, name)
 
     def method_span(self, node: ast.Attribute) -> tuple[int, int]:
         """The span of the dot and the name."""
@@ -199,17 +198,7 @@ class Program:
         if quote is None or self.source.text[quote.end() : end] != node.value + quote[2] or not self._is_exact(node):
             return None
         value += "" if length is None else node.value[length:]
-        return Edit(quote.end(), end - len(quote[2]), value, partial(setattr, node, "value", value))
-
-    def insert(
-        self, body: list[ast.stmt], anchor: ast.stmt, offset: int, statement: str, text: str, after: int
-    ) -> Edit:
-        """Put a statement ``after`` places after ``anchor``, 0: before it. ``text`` contains it, at ``offset``."""
-
-        def change_tree() -> None:
-            body.insert(body.index(anchor) + after, ast.parse(statement).body[0])
-
-        return Edit(offset, offset, text, change_tree)
+        return Edit(quote.end(), end - len(quote[2]), value)
 
     def settle(self) -> None:
         """Decide what is unsure, what a comment keeps, and what stands or falls together."""
@@ -248,17 +237,11 @@ class Program:
         """The new text.
 
         Raises:
-            UnreadableError: It is not the old one with these changes.
+            UnreadableError: It does not parse, or something else is changed in it.
         """
         edits = [edit for draft in self.changes() for edit in draft.edits]
         text = apply_edits(self.source.text, edits)
-        for edit in edits:
-            edit.change_tree()
-        try:
-            same = same_tree(self.tree, parse(text))
-        except UnreadableError:
-            same = False
-        if not same:
+        if not same_elsewhere(self.source, self.tree, edits, text):
             raise UnreadableError("F909", RULES["F909"].message)
         return text
 

@@ -315,11 +315,7 @@ def _beside_torch(program: Program, node: ast.stmt, lines: dict[str, list[str]])
     before = used and program.options.to == "npu"
     offset = source.line_start(anchor.lineno) if before else source.line_end(last)
     newline = source.newline(anchor.lineno if before else last)
-    number = 0
     for rule, statements in lines.items():
-        edits: list[Edit] = []
-        for line in statements:
-            number += not before
-            text = line + newline if before else newline + line
-            edits.append(program.insert(body, anchor, offset, line, text, after=number))
-        program.drafts += [Draft(rule, "changed", offset, offset, tuple(edits))] if edits else []
+        text = "".join(line + newline if before else newline + line for line in statements)
+        edit = Edit(offset, offset, text)
+        program.drafts += [Draft(rule, "changed", offset, offset, (edit,))] if text else []

@@ -19,6 +19,7 @@ import linecache
 import os
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -121,10 +122,11 @@ class Rewriter(importlib.abc.MetaPathFinder):
             try:
                 program = examined(data, options)
                 self.findings += program.findings(path)
-                edits = [edit for draft in program.changes() for edit in draft.edits if "\n" not in edit.text]
-                text = apply_edits(program.source.text, edits)
-                program.rewritten()
-                tree = ast.fix_missing_locations(program.tree)
+                edits = [edit for draft in program.changes() for edit in draft.edits]
+                tree = ast.parse(program.rewritten())
+                added = sorted(program.source.place(edit.start)[0] for edit in edits if "\n" in edit.text)
+                _take_back_lines(tree, added)
+                text = apply_edits(program.source.text, [edit for edit in edits if "\n" not in edit.text])
                 linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
             except UnreadableError as error:
                 self.findings.append(unreadable(path, error.rule, error.reason, error.line))
@@ -144,6 +146,16 @@ class Rewriter(importlib.abc.MetaPathFinder):
                 Path(self.settings.changes).write_bytes(reports.write_report(self.settings.changes, findings))
             except OSError as error:
                 print(f"apex_npu: {self.settings.changes} cannot be written ({error.strerror})", file=sys.stderr)
+
+
+def _take_back_lines(tree: ast.Module, added: list[int]) -> None:
+    """Give nodes the lines that they had before one was added after each of ``added``."""
+    after = [line + number for number, line in enumerate(added, 1)]
+    for node in ast.walk(tree) if added else ():
+        for name in ("lineno", "end_lineno"):
+            if hasattr(node, name):
+                line = getattr(node, name)
+                setattr(node, name, line - bisect_right(after, line))
 
 
 class _Loader(SourceFileLoader):

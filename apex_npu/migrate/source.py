@@ -10,10 +10,12 @@ import io
 import re
 import tokenize
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 _LINE_END = re.compile(r"\r\n|\r|\n")
+_BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
 _MAX_BYTES = 5_000_000
 
 
@@ -27,19 +29,17 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class Edit:
-    """A span of the text and what takes its place, with the same change of the tree.
+    """A span of the text and what takes its place.
 
     Attributes:
         start: Offset of the first character.
         end: Offset after the last one.
         text: What stands there afterwards.
-        change_tree: Makes the change in the syntax tree of the old text.
     """
 
     start: int
     end: int
     text: str
-    change_tree: Callable[[], object]
 
 
 def apply_edits(text: str, edits: Iterable[Edit], start: int = 0, end: int | None = None) -> str:
@@ -166,7 +166,7 @@ def _unparsable(text: str, error: SyntaxError) -> tuple[str, str]:
     return "F901", f"it does not parse ({error.msg}); a newer Python may read it"
 
 
-def same_tree(one: ast.AST, other: ast.AST) -> bool:
+def same_tree(one: object, other: object) -> bool:
     """True where two trees are equal but for positions. Without recursion: expressions can be deep."""
     todo: list[tuple[object, object]] = [(one, other)]
     while todo:
@@ -182,3 +182,45 @@ def same_tree(one: ast.AST, other: ast.AST) -> bool:
         elif a != b and not (a != a and b != b):
             return False
     return True
+
+
+def same_elsewhere(source: Source, tree: ast.Module, edits: Sequence[Edit], text: str) -> bool:
+    """Whether ``text`` parses, and every statement that no edit touches is in it, at its place, as it was.
+
+    Args:
+        source: The old text.
+        tree: Its syntax tree.
+        edits: What has been changed in it.
+        text: The new one.
+    """
+    edits = sorted(edits, key=lambda edit: (edit.start, edit.end))
+    # What comes after a statement that is removed is inside of the span of its line.
+    if any(one.end > other.start and (one.text or other.end > other.start) for one, other in pairwise(edits)):
+        return False
+    try:
+        new, parsed = Source(text), parse(text)
+    except UnreadableError:
+        return False
+    there = {_first(new, node): node for node in ast.walk(parsed) if isinstance(node, ast.stmt)}
+    ends = [edit.end for edit in edits]
+    shifts = [0, *accumulate(len(edit.text) - (edit.end - edit.start) for edit in edits)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt):
+            start, (_, end) = _first(source, node), source.span(node)
+            inner = next((one for one in ast.walk(node) if isinstance(one, ast.stmt) and one is not node), None)
+            number = bisect_right(ends, start)
+            untouched = number == len(edits) or edits[number].start >= (_first(source, inner) if inner else end)
+            if untouched and not same_tree(_parts(node), _parts(there.get(start + shifts[number]))):
+                return False
+    return True
+
+
+def _first(source: Source, node: ast.stmt) -> int:
+    """Where a statement begins, or its first decorator."""
+    return min(source.span(one)[0] for one in (node, *getattr(node, "decorator_list", ())))
+
+
+def _parts(node: ast.stmt | None) -> list[object]:
+    """A statement but for those inside of it."""
+    fields = [] if node is None else [value for name, value in ast.iter_fields(node) if name not in _BODIES]
+    return [type(node), *fields]

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
-from functools import partial
 
 from .program import Program
 from .source import Edit
@@ -45,7 +43,7 @@ class Npu:
 
     def fstring(self, node: ast.JoinedStr, span: tuple[int, int]) -> Edit:
         """An f-string that begins with "cuda:", where ``span`` is that of "cuda"."""
-        return Edit(*span, "npu", partial(setattr, node.values[0], "value", "npu:"))
+        return Edit(*span, "npu")
 
     def backend(self, program: Program, node: ast.Constant) -> Edit | None:
         """A literal "nccl", or one with backends of several devices."""
@@ -114,13 +112,7 @@ class Portable(Npu):
 
     def fstring(self, node: ast.JoinedStr, span: tuple[int, int]) -> Edit:
         """See ``Npu``."""
-        new = ast.parse(f'f"{{{_ACCELERATOR}}}:"', mode="eval").body
-        assert isinstance(new, ast.JoinedStr)
-
-        def change_tree() -> None:
-            node.values[:1] = new.values
-
-        return Edit(*span, f"{{{_ACCELERATOR}}}", change_tree)
+        return Edit(*span, f"{{{_ACCELERATOR}}}")
 
     def backend(self, program: Program, node: ast.Constant) -> Edit | None:
         """See ``Npu``."""
@@ -169,9 +161,8 @@ class Portable(Npu):
         opened = _OPEN.match(program.source.text, first.end)
         if opened is None:
             return [None]
-        new = ast.Name(_ACCELERATOR, ast.Load())
         text = f"{_ACCELERATOR}, " if call.keywords else _ACCELERATOR
-        return [first, Edit(opened.end(), opened.end(), text, partial(call.args.insert, 0, new))]
+        return [first, Edit(opened.end(), opened.end(), text)]
 
     def is_on(self, program: Program, node: ast.Attribute) -> list[tuple[tuple[int, int], Edit | None]]:
         """See ``Npu``."""
@@ -180,16 +171,12 @@ class Portable(Npu):
         bare = isinstance(parent, _LOOSE) or (isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not))
         bare = bare or (isinstance(parent, ast.Call) and node in parent.args)
 
-        def change_tree() -> None:
-            kind = ast.Attribute(ast.Attribute(node.value, "device", ast.Load()), "type", ast.Load())
-            _become(node, ast.Compare(kind, [ast.Eq()], [ast.Name(_ACCELERATOR, ast.Load())]))
-
         placed = program.rename(node, "") is not None
         text = f".device.type == {_ACCELERATOR}{'' if bare else ')'}"
-        edits: list[tuple[tuple[int, int], Edit | None]] = [(span, Edit(*span, text, change_tree) if placed else None)]
+        edits: list[tuple[tuple[int, int], Edit | None]] = [(span, Edit(*span, text) if placed else None)]
         if not bare and placed:
             start = program.source.span(node)[0]
-            edits.append(((start, start), Edit(start, start, "(", lambda: None)))
+            edits.append(((start, start), Edit(start, start, "(")))
         return edits
 
     def profiled(self) -> str:
@@ -225,16 +212,9 @@ def torch_name(program: Program) -> str | None:
     return next(found, None)
 
 
-def _become(node: ast.expr, new: ast.expr) -> None:
-    vars(node).clear()
-    node.__class__ = type(new)
-    vars(node).update(vars(new))
-
-
 def replaced(program: Program, node: ast.expr, text: str) -> Edit:
     """``text`` in place of ``node``, apart from names next to it."""
     (start, end), whole = program.source.span(node), program.source.text
-    change: Callable[[], object] = partial(_become, node, ast.parse(text, mode="eval").body)
     before = " " if re.match(r"\w", whole[start - 1 : start]) else ""
     after = " " if re.match(r"\w", whole[end : end + 1]) else ""
-    return Edit(start, end, f"{before}{text}{after}", change)
+    return Edit(start, end, f"{before}{text}{after}")

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from functools import partial
 
 from .program import Program
 from .source import Edit
@@ -151,22 +150,18 @@ class TorchAmp:
         gone.append(statement)
         start, end = source.span(statement)
         if len(gone) == len(body):
-            change = partial(_put, body, statement, [ast.Pass()])
-            program.report(rule, "changed", statement, [Edit(start, end, "pass", change)], links=["amp"])
+            program.report(rule, "changed", statement, [Edit(start, end, "pass")], links=["amp"])
             return
         if source.line_end(statement.end_lineno or 0) == end:
             start, end = source.line_start(statement.lineno), end + len(source.newline(statement.end_lineno or 0))
-        edit = Edit(start, min(end, len(source.text)), "", partial(_put, body, statement, []))
+        edit = Edit(start, min(end, len(source.text)), "")
         program.report(rule, "changed", (start, edit.end), [edit], links=["amp"])
 
     def _step(self, call: ast.Call) -> None:
         source, optimizer = self.program.source, call.args[0]
         (start, end), (first, last) = source.span(call), source.span(optimizer)
 
-        def change_tree() -> None:
-            call.func, call.args = ast.Attribute(optimizer, "step", ast.Load()), []
-
-        edits = [Edit(start, first, "", change_tree), Edit(last, end, ".step()", lambda: None)]
+        edits = [Edit(start, first, ""), Edit(last, end, ".step()")]
         self.program.report("T403", "changed", call, edits, links=["amp"])
 
     def _take_off(self, block: ast.With, item: ast.withitem) -> None:
@@ -180,14 +175,11 @@ class TorchAmp:
                 start = source.span(block.items[at - 1].optional_vars or block.items[at - 1].context_expr)[1]
             else:
                 end = source.span(block.items[1].context_expr)[0]
-            edit = Edit(start, end, "", partial(block.items.remove, item))
+            edit = Edit(start, end, "")
             program.report("T406", "changed", (start, end), [edit], links=["amp"])
             return
         edits = list(self._dedented(block))
-        first = edits[0]
-        body = body_of(program, block)
-        edits[0] = Edit(first.start, first.end, "", lambda: _put(body, block, block.body))
-        program.report("T406", "changed", (first.start, edits[-1].end), edits, links=["amp"])
+        program.report("T406", "changed", (edits[0].start, edits[-1].end), edits, links=["amp"])
 
     def _dedented(self, block: ast.With) -> Iterator[Edit]:
         """Without its first line, and with the others moved to the left; lines inside of texts stay."""
@@ -202,20 +194,15 @@ class TorchAmp:
         if len(indent) == len(outer):
             raise UnclearError(block, "A355", "the block of autocast shares a line")
         end = start + source.text[start:].index("#") if "#" in rest else source.line_start(header + 1)
-        yield Edit(start if "#" in rest else source.line_start(block.lineno), end, "", lambda: None)
+        yield Edit(start if "#" in rest else source.line_start(block.lineno), end, "")
         texts = [one for one in ast.walk(block) if isinstance(one, (ast.Constant, ast.JoinedStr))]
         kept = {line for one in texts for line in range(one.lineno + 1, (one.end_lineno or 0) + 1)}
         for line in range(header + 1, (block.end_lineno or 0) + 1):
             begin = source.line_start(line)
             if line not in kept and source.text.startswith(indent, begin, source.line_end(line)):
-                yield Edit(begin + len(outer), begin + len(indent), "", lambda: None)
+                yield Edit(begin + len(outer), begin + len(indent), "")
 
     def holds(self, node: ast.AST) -> bool:
         """Whether ``node`` is in a block of autocast."""
         blocks = [block for block, _ in self.blocks]
         return any(one is block for one in around(self.program, node) for block in blocks)
-
-
-def _put(body: list[ast.stmt], statement: ast.stmt, others: list[ast.stmt]) -> None:
-    at = body.index(statement)
-    body[at : at + 1] = others

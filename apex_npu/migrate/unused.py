@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from functools import partial
 from pathlib import PurePath
 
 from .ours import torch_import
@@ -64,7 +63,7 @@ def _remove(program: Program, node: ast.Import | ast.ImportFrom, unused: list[as
             return
         start, end = source.line_start(node.lineno), source.line_end(node.end_lineno or 0)
         end = min(end + len(source.newline(node.end_lineno or 0)), len(source.text))
-        edit = Edit(start, end, "", lambda: body.remove(node))
+        edit = Edit(start, end, "")
         program.report("X203", "changed", (start, end), [edit])
         return
     kept = [number for number, alias in enumerate(node.names) if alias not in unused]
@@ -78,9 +77,5 @@ def _remove(program: Program, node: ast.Import | ast.ImportFrom, unused: list[as
         else:
             start = source.span(node.names[at - 1])[1]
         if "\n" not in source.text[start:end]:
-            edit = Edit(start, end, "", partial(_take_out, node, run))
+            edit = Edit(start, end, "")
             program.report("X203", "changed", (start, end), [edit])
-
-
-def _take_out(node: ast.Import | ast.ImportFrom, names: list[ast.alias]) -> None:
-    node.names = [alias for alias in node.names if alias not in names]
