@@ -10,15 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
-from . import advice, amp, apex, data_parallel, device, fused, own, similar, strings, unused
-from .findings import Finding
-from .names import Names
-from .ours import missing_imports, torch_import
-from .program import Draft, Options, Program
-from .rules import RULES
-from .source import Edit, Source, UnreadableError
-from .tables import TRAINERS
-from .targets import target_of, torch_name
+from apex_npu.migrate.amp import check as amp
+from apex_npu.migrate.engine.findings import Finding
+from apex_npu.migrate.engine.names import Names
+from apex_npu.migrate.engine.program import Draft, Options, Program
+from apex_npu.migrate.engine.source import Edit, Source, UnreadableError
+from apex_npu.migrate.parallel import convert as data_parallel
+from apex_npu.migrate.rules import advice, apex, device, fused, own, similar, strings, unused
+from apex_npu.migrate.rules.catalogue import RULES
+from apex_npu.migrate.rules.ours import missing_imports, torch_import
+from apex_npu.migrate.rules.tables import TRAINERS
+from apex_npu.migrate.rules.targets import target_of, torch_name
 
 __all__ = ["TRIGGER", "Rewritten", "rewrite"]
 

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from apex_npu.migrate.rules import (
+from apex_npu.migrate.rules.catalogue import (
     ADVICE_RULES,
     AMP_RULES,
     APEX_RULES,
@@ -21,7 +21,7 @@ from apex_npu.migrate.rules import (
     PARALLEL_RULES,
     Rule,
 )
-from apex_npu.migrate.tables import INSTEAD, NEEDS_CUDA, RENAMED, SAME_NAMES
+from apex_npu.migrate.rules.tables import INSTEAD, NEEDS_CUDA, RENAMED, SAME_NAMES
 
 from . import chinese
 from .public.table import WAYS, Row, read

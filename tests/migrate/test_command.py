@@ -15,7 +15,8 @@ import pytest
 
 from apex_npu.__main__ import main
 from apex_npu.compat.pipeline import files
-from apex_npu.migrate import Options, command, plan
+from apex_npu.migrate import Options, plan
+from apex_npu.migrate.files import command
 
 ROOT = Path(__file__).parents[2]
 BEFORE = "import torch\nx = torch.ones(2).cuda()\n"

@@ -11,9 +11,11 @@ from devices import DEVICE, VENDOR
 from migrate import golden
 
 from apex_npu import compat
-from apex_npu.migrate import Options, apex, reports, rewrite
-from apex_npu.migrate.rules import ADVICE_RULES, AMP_RULES, OWN_RULES, PARALLEL_RULES, RULES
-from apex_npu.migrate.tables import NPU_PROPERTIES, PROFILER_NAMES, RENAMED, SAME_NAMES, SIMILAR, SUBMODULES
+from apex_npu.migrate import Options, rewrite
+from apex_npu.migrate.files import reports
+from apex_npu.migrate.rules import apex
+from apex_npu.migrate.rules.catalogue import ADVICE_RULES, AMP_RULES, OWN_RULES, PARALLEL_RULES, RULES
+from apex_npu.migrate.rules.tables import NPU_PROPERTIES, PROFILER_NAMES, RENAMED, SAME_NAMES, SIMILAR, SUBMODULES
 
 CASES = sorted(golden.CASES.glob("*.txt"))
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apex_npu.migrate import Options, rewrite
+from apex_npu.migrate.engine.source import Edit, Source, apply_edits, same_elsewhere
 from apex_npu.migrate.rewriting import TRIGGER
-from apex_npu.migrate.source import Edit, Source, apply_edits, same_elsewhere
 
 PACKAGES = Path(torch.__file__).parent.parent
 
