@@ -14,6 +14,7 @@ from pathlib import PurePath
 
 from apex_npu.migrate.engine.findings import Finding, count
 from apex_npu.migrate.engine.source import Source, UnreadableError
+from apex_npu.migrate.rewriting import rewrite
 from apex_npu.migrate.rules.catalogue import RULES, Rule
 
 from .planning import Plan
@@ -153,8 +154,9 @@ def _result(finding: Finding) -> dict[str, object]:
 
 def explanation(rule: Rule) -> str:
     """A rule with its example."""
-    after = "" if rule.after == rule.before else f"\nbecomes\n\n{_indented(rule.after)}"
-    example = f"\n{_indented(rule.before)}{after}" if rule.before.strip() else ""
+    new = rewrite(rule.example, options=rule.options).source
+    after = "" if new == rule.example else f"\nbecomes\n\n{_indented(str(new))}"
+    example = f"\n{_indented(rule.example)}{after}" if rule.example.strip() else ""
     message = f"\n{rule.message.format(*rule.found)}\n" if rule.message else ""
     return f"{rule.id}: {rule.title}\n{example}{message}\n{rule.source}"
 
