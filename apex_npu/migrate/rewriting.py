@@ -38,6 +38,7 @@ _TRAINING = re.compile(
 _ADVICE = re.compile(rb"DataLoader|\.long\b|int64|channels_last")
 # What may define a name, that rules rename, as the program's own.
 _DEFINES = re.compile(rb"\bis_cuda\s*[:=]|\bdef\s+(is_)?cuda\b|[\"']-{1,2}is[-_]cuda")
+_SHARED_LINE = "what follows the import of torch on its line needs another line in between: give it a line of its own"
 _FAMILIES: tuple[Callable[[Program], None], ...] = (
     *(
         device.check,
@@ -314,7 +315,9 @@ def _beside_torch(program: Program, node: ast.stmt, lines: dict[str, list[str]])
         index += 1  # statements of this line come after
         anchor = body[index]
         last = anchor.end_lineno or last
-    before = used and program.options.to == "npu"
+    if used and program.options.to == "portable":
+        raise UnreadableError("F909", _SHARED_LINE, first)
+    before = used
     offset = source.line_start(anchor.lineno) if before else source.line_end(last)
     newline = source.newline(anchor.lineno if before else last)
     for rule, statements in lines.items():
