@@ -14,7 +14,7 @@ from apex_npu.migrate.amp import check as amp
 from apex_npu.migrate.engine.findings import Finding
 from apex_npu.migrate.engine.names import Names
 from apex_npu.migrate.engine.program import Draft, Options, Program
-from apex_npu.migrate.engine.source import Edit, Source, UnreadableError
+from apex_npu.migrate.engine.source import Source, UnreadableError
 from apex_npu.migrate.parallel import convert as data_parallel
 from apex_npu.migrate.rules import advice, apex, device, fused, own, similar, strings, unused
 from apex_npu.migrate.rules.catalogue import RULES
@@ -304,8 +304,7 @@ def _leave_all(program: Program, message: str) -> None:
 
 def _beside_torch(program: Program, node: ast.stmt, lines: dict[str, list[str]]) -> None:
     assert node.end_lineno is not None
-    source, first, last = program.source, node.lineno, node.end_lineno
-    body = program.tree.body
+    source, first, last, body = program.source, node.lineno, node.end_lineno, program.tree.body
     used = any(first <= source.place(draft.start)[0] <= last for draft in program.changes())
     index = body.index(node)
     while used and index and (body[index - 1].end_lineno or 0) >= first:
@@ -317,10 +316,6 @@ def _beside_torch(program: Program, node: ast.stmt, lines: dict[str, list[str]])
         last = anchor.end_lineno or last
     if used and program.options.to == "portable":
         raise UnreadableError("F909", _SHARED_LINE, first)
-    before = used
-    offset = source.line_start(anchor.lineno) if before else source.line_end(last)
-    newline = source.newline(anchor.lineno if before else last)
     for rule, statements in lines.items():
-        text = "".join(line + newline if before else newline + line for line in statements)
-        edit = Edit(offset, offset, text)
-        program.drafts += [Draft(rule, "changed", offset, offset, (edit,))] if text else []
+        edit = program.lines(anchor, statements, before=used)
+        program.drafts += [Draft(rule, "changed", edit.start, edit.end, (edit,))] if statements else []

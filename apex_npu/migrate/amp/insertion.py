@@ -8,7 +8,6 @@ import ast
 from collections.abc import Iterable
 
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.source import Edit
 from apex_npu.migrate.rules.ours import name_of
 
 from .torch_amp import TorchAmp
@@ -55,12 +54,7 @@ class Insertion:
 
     def put_after(self, rule: str, anchor: ast.stmt, statements: list[str], links: Iterable[str] = ("amp",)) -> None:
         """Put statements after another: the first one, with what belongs to it, on a line of its own."""
-        program, source = self.program, self.source
         if self.torch_amp.holds(anchor):
             raise UnclearError(anchor, "A355", "it is inside of autocast, which is taken off")
-        indent = source.text[source.line_start(anchor.lineno) : source.span(anchor)[0]]
-        newline = source.newline(anchor.lineno)
-        offset = source.line_end(anchor.end_lineno or 0)
-        inner = "\t" if "\t" in indent else "    "
-        lines = "".join(f"{newline}{indent}{line.replace('    ', inner)}" for line in statements)
-        program.report(rule, "changed", (offset, offset), [Edit(offset, offset, lines)], links=links)
+        edit = self.program.lines(anchor, statements)
+        self.program.report(rule, "changed", (edit.start, edit.end), [edit], links=links)

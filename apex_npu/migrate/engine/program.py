@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from .names import Exports, Names
 from .source import Edit, Source, UnreadableError, apply_edits, parse, same_elsewhere, same_tree
 
 _LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
+_INDENT = re.compile(r"[ \t\f]*")
 _KEEP = re.compile(r"#\s*migrate:\s*keep\b")
 # Before 3.12 Python gives places inside an f-string that may be wrong.
 _EXACT_FSTRINGS = sys.version_info >= (3, 12)
@@ -199,6 +200,18 @@ class Program:
             return None
         value += "" if length is None else node.value[length:]
         return Edit(quote.end(), end - len(quote[2]), value)
+
+    def lines(self, anchor: ast.stmt, lines: Sequence[str], *, before: bool = False) -> Edit:
+        """Statements after another one, or before it; four spaces in ``lines`` are one more indentation."""
+        source = self.source
+        start = source.line_start(anchor.lineno)
+        indent = _INDENT.match(source.text, start)[0]  # type: ignore[index]
+        inner, newline = "\t" if "\t" in indent else "    ", source.newline(anchor.lineno)
+        written = [indent + line.replace("    ", inner) for line in lines]
+        if before:
+            return Edit(start, start, "".join(line + newline for line in written))
+        end = source.line_end(anchor.end_lineno or 0)
+        return Edit(end, end, "".join(newline + line for line in written))
 
     def settle(self) -> None:
         """Decide what is unsure, what a comment keeps, and what stands or falls together."""

@@ -195,31 +195,22 @@ def _enter(program: Program, torch: str) -> None:
     if any(binding != "os" for binding in bound) or (not bound and program.names.is_taken("os")):
         raise UnclearError(program.tree.body[0], "P601", "the name os is taken")
     anchor, source = _start(program), program.source
-    offset = source.line_start(anchor.lineno)
-    indent = source.text[offset : source.span(anchor)[0]]
-    if indent.strip():
+    if source.text[source.line_start(anchor.lineno) : source.span(anchor)[0]].strip():
         raise UnclearError(anchor, "P601", "the first statement shares its line: give it one of its own")
-    lines = target_of(program).joined(torch)
-    edit = _inserted(program, anchor, lines, indent)
-    program.report("P601", "changed", (offset, offset), [edit], links=_links(program))
+    edit = program.lines(anchor, target_of(program).joined(torch), before=True)
+    program.report("P601", "changed", (edit.start, edit.end), [edit], links=_links(program))
 
 
 def _leave(program: Program, torch: str) -> None:
     """Destroy the group after the last statement, as torch asks for: its threads and communicators end there."""
-    first, source = _start(program), program.source
-    body = body_of(program, first)
-    last = body[-1]
+    last = body_of(program, _start(program))[-1]
     called = last.value if isinstance(last, ast.Expr) else None
     if isinstance(last, ast.Raise) or (isinstance(called, ast.Call) and text(called.func) in _EXITS):
         program.report("P607", "note", last, message=RULES["P607"].message, links=[PARALLEL])
         return
-    offset, start = source.line_end(last.end_lineno or 0), source.line_start(first.lineno)
-    indent, newline = source.text[start : source.span(first)[0]], source.newline(last.lineno)
-    inner = "\t" if "\t" in indent else "    "
     there, destroyed = (f"{torch}.distributed.{name}()" for name in ("is_initialized", "destroy_process_group"))
-    lines = [f"if {there}:", f"{inner}{destroyed}"]
-    written = "".join(f"{newline}{indent}{line}" for line in lines)
-    program.report("P607", "changed", (offset, offset), [Edit(offset, offset, written)], links=_links(program))
+    edit = program.lines(last, [f"if {there}:", f"    {destroyed}"])
+    program.report("P607", "changed", (edit.start, edit.end), [edit], links=_links(program))
 
 
 def _start(program: Program) -> ast.stmt:
@@ -241,15 +232,6 @@ def _start(program: Program) -> ast.stmt:
     raise UnclearError(program.tree.body[-1], "P601", "nothing is done when this file is started")
 
 
-def _inserted(program: Program, anchor: ast.stmt, lines: list[str], indent: str) -> Edit:
-    """Statements of ``lines`` before ``anchor``."""
-    newline = program.source.newline(anchor.lineno)
-    inner = "\t" if "\t" in indent else "    "
-    written = "".join(f"{indent}{line.replace('    ', inner)}{newline}" for line in lines)
-    offset = program.source.line_start(anchor.lineno)
-    return Edit(offset, offset, written)
-
-
 def _links(program: Program) -> list[str]:
     """What is changed together: with the rules of amp, where they are applied."""
     return [PARALLEL, *(["amp"] if any("amp" in draft.links for draft in program.drafts) else [])]
@@ -264,8 +246,7 @@ def _sample(put: Insertion, torch: str) -> None:
         _sample_one(program, call, torch, links)
     for loop, name in loaders.epochs:
         anchor = loop.body[0]
-        offset = program.source.line_start(anchor.lineno)
-        indent = program.source.text[offset : program.source.span(anchor)[0]]
+        indent = program.source.text[program.source.line_start(anchor.lineno) : program.source.span(anchor)[0]]
         inside = [one for one in put.training.assigned(name, loop) if loop in around(program, one)]
         if inside:
             raise UnclearError(inside[0], "P603", "a DataLoader in the loop over epochs: make it before that")
@@ -275,8 +256,8 @@ def _sample(put: Insertion, torch: str) -> None:
             f"if isinstance({name}.sampler, {torch}.utils.data.DistributedSampler):",
             f"    {name}.sampler.set_epoch({loop.target.id})",
         ]
-        edit = _inserted(program, anchor, lines, indent)
-        program.report("P603", "changed", (offset, offset), [edit], links=links)
+        edit = program.lines(anchor, lines, before=True)
+        program.report("P603", "changed", (edit.start, edit.end), [edit], links=links)
     for call in loaders.others:
         program.report("P602", "note", call, message="every process goes over all of these data")
     for call in loaders.counted():

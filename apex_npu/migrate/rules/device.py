@@ -361,15 +361,12 @@ def _class(program: Program, node: ast.ClassDef) -> None:
     method = methods.get("cuda")
     if method is None or not target_of(program).imports:
         return
-    assert method.end_lineno is not None
     if "npu = cuda" in map(ast.unparse, node.body):
         return
     assigned = [target for one in node.body if isinstance(one, ast.Assign) for target in one.targets]
-    offset = program.source.line_end(method.end_lineno)
+    edit = program.lines(method, ["npu = cuda"])
+    place = edit.start, edit.end
     if "npu" in {*methods, *(target.id for target in assigned if isinstance(target, ast.Name))}:
-        program.report("D114", "refused", (offset, offset), message=RULES["D114"].message)
-        return
-    first = program.source.line_start(min([method.lineno, *(one.lineno for one in method.decorator_list)]))
-    indent = re.match(r"[ \t\f]*", program.source.text[first:])
-    text = program.source.newline(method.end_lineno) + (indent[0] if indent else "") + "npu = cuda"
-    program.report("D114", "changed", (offset, offset), [Edit(offset, offset, text)])
+        program.report("D114", "refused", place, message=RULES["D114"].message)
+    else:
+        program.report("D114", "changed", place, [edit])

@@ -164,10 +164,8 @@ def _replace(program: Program, node: ast.Attribute, rule: Rename, links: list[st
     program.report("R801", "changed", node, [replaced(program, node, rule.new)], links=links)
     if not bound and anchor is not None:
         program.names.module.bindings[root] = [root]
-        source = program.source
-        offset = source.line_end(anchor.end_lineno or 0)
-        edit = Edit(offset, offset, f"{source.newline(anchor.lineno)}import {module}")
-        program.report("R801", "changed", (offset, offset), [edit], links=links)
+        edit = program.lines(anchor, [f"import {module}"])
+        program.report("R801", "changed", (edit.start, edit.end), [edit], links=links)
 
 
 def _rename_module(program: Program, node: ast.ImportFrom, rule: Rename, links: list[str]) -> None:
