@@ -11,16 +11,14 @@ from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from apex_npu.migrate.amp import check as amp
-from apex_npu.migrate.engine.findings import Finding
 from apex_npu.migrate.engine.names import Names
-from apex_npu.migrate.engine.program import Draft, Options, Program
+from apex_npu.migrate.engine.program import Draft, Finding, Options, Program
 from apex_npu.migrate.engine.source import Source, UnreadableError
 from apex_npu.migrate.parallel import convert as data_parallel
-from apex_npu.migrate.rules import advice, apex, device, fused, own, similar, strings, unused
+from apex_npu.migrate.rules import apex, device, fused, on_request, own, strings
 from apex_npu.migrate.rules.catalogue import RULES
-from apex_npu.migrate.rules.ours import missing_imports, torch_import
 from apex_npu.migrate.rules.tables import TRAINERS
-from apex_npu.migrate.rules.targets import target_of, torch_name
+from apex_npu.migrate.rules.targets import missing_imports, target_of, torch_import, torch_name
 
 __all__ = ["TRIGGER", "Rewritten", "rewrite"]
 
@@ -42,13 +40,13 @@ _SHARED_LINE = "what follows the import of torch on its line needs another line 
 _FAMILIES: tuple[Callable[[Program], None], ...] = (
     *(
         device.check,
-        similar.check,
+        on_request.check_similar,
         strings.check,
         apex.check,
         fused.check,
         amp.check,
         data_parallel.check,
-        advice.check,
+        on_request.check_advice,
         own.check,
     ),
 )
@@ -145,7 +143,7 @@ def examined(source: str | bytes, options: Options, path: str = "") -> Program:
     _respect_unread(program)
     _respect_npu(program, unsure)
     amp.drop_covered(program)
-    unused.check(program, path)
+    fused.check_imports(program, path)
     _add_first_lines(program)
     return program
 

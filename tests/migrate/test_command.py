@@ -3,7 +3,6 @@
 """The command: searching, exit statuses, reports, files in place and copies, what goes wrong."""
 
 import csv
-import importlib.util
 import json
 import os
 import stat
@@ -320,22 +319,6 @@ def test_reports(tree, tmp_path):
         assert (region["startLine"], region["startColumn"]) == (row["line"], row["column"])
         assert ("fixes" in result) == (row["after"] is not None)
     assert {result["level"] for result in results} == {"note", "warning", "error"}
-
-
-def test_a_long_run_shows_how_far_it_is(tree, monkeypatch, capsys):
-    monkeypatch.setattr(command, "_LONG", 2)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert migrate(tree) == 0
-    with_bar = capsys.readouterr()
-    assert migrate("-q", tree) == 0
-    quiet = capsys.readouterr()
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert migrate(tree) == 0
-    without = capsys.readouterr()
-    assert with_bar.out == without.out
-    assert quiet.err == without.err == ""
-    if importlib.util.find_spec("rich"):
-        assert "reading" in with_bar.err
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "x"])

@@ -10,18 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from apex_npu.migrate.engine.findings import Finding
-from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.program import Finding, Program
 from apex_npu.migrate.engine.syntax import around
 from apex_npu.migrate.rules.catalogue import RULES
-from apex_npu.migrate.rules.ours import UNNAMED
 from apex_npu.migrate.rules.tables import TRAINERS
+from apex_npu.migrate.rules.targets import UNNAMED
 
 from .averaging import Averages
-from .checkpoints import put_checkpoints
-from .initialize import put_initialize
-from .insertion import Insertion
-from .losses import clip, float_input, float_inputs, scale
+from .initialize import Insertion, put_initialize
+from .losses import clip, float_input, float_inputs, put_checkpoints, scale
 from .training import UnclearError
 
 LEVELS = ("O1", "O2", "O4", "O5")

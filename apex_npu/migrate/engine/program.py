@@ -1,19 +1,73 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Program``: one file as the rules see it, and what they have said of it so far."""
+"""``Program``: one file as the rules see it, and what they have said of it so far; ``Finding``: a row of a report."""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .findings import Finding, once
 from .names import Exports, Names
 from .source import Edit, Source, UnreadableError, apply_edits, parse, same_elsewhere, same_tree
+
+STATUSES = ("changed", "unsure", "refused", "note", "kept")
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """What a rule says of one place.
+
+    Attributes:
+        path: The file.
+        line: Of the first character, from 1; ``column`` likewise, in characters.
+        column: See ``line``.
+        rule: Its id, as in ``rules.py``.
+        status: "changed"; "unsure", applied with ``--unsure`` alone; "refused", left for a person; "note";
+            "kept", by a comment in the source.
+        end_line: Of the character after the last one; ``end_column`` likewise.
+        end_column: See ``end_line``.
+        before: The text of the span.
+        after: What takes its place; None where nothing does.
+        message: The reason and the way out; for a change what there is to know about it, if anything.
+
+    Example::
+
+        >>> migrate.rewrite("x = x.cuda()").findings[0].after
+        '.npu'
+    """
+
+    path: str
+    line: int
+    column: int
+    rule: str
+    status: str
+    end_line: int
+    end_column: int
+    before: str
+    after: str | None
+    message: str
+
+
+def count(findings: Iterable[Finding], *statuses: str) -> int:
+    """How many findings have one of ``statuses``."""
+    return sum(finding.status in statuses for finding in findings)
+
+
+def once(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """The findings of a file, with each note at its first place alone, which says how many more there are."""
+    notes = Counter((one.rule, one.message) for one in findings if one.status == "note")
+    for finding in findings:
+        places = notes.pop((finding.rule, finding.message), 0) if finding.status == "note" else 1
+        if places > 1:
+            yield replace(finding, message=f"{finding.message}; {places - 1} more place{'s' * (places > 2)}")
+        elif places:
+            yield finding
+
 
 _LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
 _INDENT = re.compile(r"[ \t\f]*")
@@ -59,7 +113,7 @@ class Options:
         ignore: Ids of rules or families that do not.
         unsure: Apply what is unsure.
         force: Change files that speak of npu already.
-        own: A person's rules, as ``rules/own_rules.py`` reads them.
+        own: A person's rules, as ``rules/own.py`` reads them.
         similar: Use what is only similar to what CUDA has.
         owned: Names of attributes that the files define themselves.
         to: "npu", or "portable": code that runs on npu, cuda, xpu and the CPU.

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -18,19 +16,14 @@ from apex_npu._cli.command_line import Argument, Command
 from apex_npu._cli.tables import show
 from apex_npu.compat.pipeline.errors import PipelineError
 from apex_npu.migrate.amp.check import LEVELS, arguments_of_initialize
-from apex_npu.migrate.engine.findings import count
-from apex_npu.migrate.engine.program import Options
-from apex_npu.migrate.rewriting import Rewritten
+from apex_npu.migrate.engine.program import Options, count
 from apex_npu.migrate.rules.catalogue import RULES, Rule
-from apex_npu.migrate.rules.own_rules import read_api_list, read_rules
+from apex_npu.migrate.rules.own import read_api_list, read_rules
 from apex_npu.migrate.rules.targets import TARGETS
 
 from . import reports
 from .planning import Plan, plan
 from .writing import write_copy, write_in_place
-
-# Files that a run with a progress bar has.
-_LONG = 200
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -128,8 +121,7 @@ def _migrate(options: argparse.Namespace) -> int:
         model=options.model or "",
     )
     script = options.data_parallel
-    watch = None if options.q else _watched
-    made = plan(options.paths or [script], chosen, options.exclude or (), options.jobs, script, watch)
+    made = plan(options.paths or [script], chosen, options.exclude or (), options.jobs, script)
     if options.report:
         _save(options.report, reports.write_report(options.report, made.findings))
     if options.diff:
@@ -144,19 +136,6 @@ def _migrate(options: argparse.Namespace) -> int:
         write_copy((options.paths or [options.data_parallel])[0], made.files, options.out)
     print(reports.summary(made, written=bool(options.write or options.out)), file=sys.stderr if options.diff else None)
     return _status(made, check=options.check)
-
-
-def _watched(results: Iterator[Rewritten], number: int) -> Iterable[Rewritten]:
-    """Show how far a long run is, on a terminal, where rich is installed."""
-    if number < _LONG or not sys.stderr.isatty():
-        return results
-    try:
-        console, progress = importlib.import_module("rich.console"), importlib.import_module("rich.progress")
-    except ImportError:
-        return results
-    shown = console.Console(stderr=True)
-    tracked: Iterable[Rewritten] = progress.track(results, "reading", number, console=shown, transient=True)
-    return tracked
 
 
 def _jobs(text: str) -> int:

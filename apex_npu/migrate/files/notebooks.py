@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 
-from apex_npu.migrate.engine.findings import Finding
+from apex_npu.migrate.engine.program import Finding
 from apex_npu.migrate.engine.source import Source, UnreadableError
 from apex_npu.migrate.rewriting import Rewritten
 

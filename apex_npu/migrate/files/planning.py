@@ -8,21 +8,19 @@ import fnmatch
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from apex_npu.compat.pipeline import files
 from apex_npu.compat.pipeline.errors import PipelineError
-from apex_npu.migrate.amp.factories import factories
-from apex_npu.migrate.engine.findings import Finding
-from apex_npu.migrate.engine.program import Options
+from apex_npu.migrate.engine.program import Finding, Options
 from apex_npu.migrate.engine.source import UnreadableError
 from apex_npu.migrate.rewriting import Rewritten, concerns, owned_names, rewrite, rewrite_part, unreadable
 from apex_npu.migrate.rules.catalogue import RULES
 
 from .notebooks import rewrite_notebook
-from .programs import exports, left_out, with_imports
+from .programs import exports, factories, left_out, with_imports
 
 _SKIPPED = {".git", ".hg", ".svn", "__pycache__", "build", "node_modules", "site-packages"}
 _OTHERS = re.compile(r".*\.(sh|bash|ya?ml|json|cfg|ini|toml)|Dockerfile.*|.*requirements.*\.txt")
@@ -75,7 +73,6 @@ def plan(
     exclude: Sequence[str] = (),
     jobs: int = 1,
     data_parallel: str | Path | None = None,
-    watch: Callable[[Iterator[Rewritten], int], Iterable[Rewritten]] | None = None,
 ) -> Plan:
     """Apply the rules to files, and to the .py and .ipynb files of folders. Nothing is written.
 
@@ -85,7 +82,6 @@ def plan(
         exclude: Patterns of paths below the folders, or of names, that are skipped.
         jobs: How many processes share the work.
         data_parallel: A script among the files that becomes one for several cards.
-        watch: Gets the results as they are made, and how many there will be; hands them on.
 
     Raises:
         PipelineError: A path does not exist, or is a link.
@@ -113,9 +109,7 @@ def plan(
         chosen.update(_several_cards(Path(data_parallel), programs, options))
     work = [(shown, programs[by_path[shown]], one) for shown, one in chosen.items()]
     work = [one for one in work if concerns(*one[1:])]
-    results = _all_rewritten(work, jobs)
-    watched = results if watch is None else watch(results, len(work))
-    done = {shown: rewritten for (shown, *_), rewritten in zip(work, watched, strict=True)}
+    done = {shown: new for (shown, *_), new in zip(work, _all_rewritten(work, jobs), strict=True)}
     if data_parallel is not None:
         done.update(_one_card(work, done, chosen))
     if options.amp:

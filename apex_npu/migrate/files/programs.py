@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which files are one program, by their imports, and what names they get from one another.
+"""Which files are one program, by their imports, and what they get from one another: names, optimizers.
 
 amp is put into all files of a program, or into none.
 """
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from apex_npu.migrate.amp.check import why_left
-from apex_npu.migrate.engine.findings import Finding
 from apex_npu.migrate.engine.names import Names, module_of
+from apex_npu.migrate.engine.program import Finding
 from apex_npu.migrate.engine.source import Source, UnreadableError
 
 # Names by which files pass torch on; others are followed through star imports alone.
@@ -131,3 +131,50 @@ def _exported(file: Path, around: frozenset[Path]) -> dict[str, str | None]:
     meanings = {name: names.meanings(name, names.module) for name in public}
     known = {name: next(iter(found)) if len(found) == 1 else None for name, found in meanings.items()}
     return {name: None if (meaning or ".").startswith(".") else meaning for name, meaning in known.items()}
+
+
+_LOOPS = (ast.For, ast.While, ast.AsyncFor, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def factories(programs: Mapping[Path, bytes], findings: Mapping[Path, Sequence[Finding]]) -> frozenset[str]:
+    """``module.function`` of those that get ``amp.initialize``, return its optimizer, and are called once.
+
+    Args:
+        programs: The files that can import one another.
+        findings: What the rules have said of them.
+    """
+    places = {path: [one for one in found if _is_initialize(one)] for path, found in findings.items()}
+    makers = [
+        (path, maker) for path, found in places.items() for one in found for maker in _makers(programs[path], one)
+    ]
+    if not makers:
+        return frozenset()
+    calls = [name for data in programs.values() for name in _calls(data)]
+    return frozenset(f"{path.stem}.{maker}" for path, maker in makers if calls.count(maker) == 1)
+
+
+def _is_initialize(finding: Finding) -> bool:
+    return (finding.rule, finding.status) == ("A301", "changed")
+
+
+def _makers(data: bytes, finding: Finding) -> Iterator[str]:
+    """The function of a module around an ``amp.initialize``, if it returns nothing but that optimizer."""
+    targets = (finding.after or "").partition(" = ")[0].split(", ")
+    for node in Source(data).parse().body:
+        if isinstance(node, ast.FunctionDef) and node.lineno <= finding.line <= (node.end_lineno or 0):
+            returned = {ast.unparse(one.value) for one in ast.walk(node) if isinstance(one, ast.Return) and one.value}
+            if len(returned) == 1 and targets[-1].strip() in returned:
+                yield node.name
+
+
+def _calls(data: bytes) -> Iterator[str]:
+    """The last names of what is called; of what is called in loops several times."""
+    try:
+        tree = Source(data).parse()
+    except UnreadableError:
+        return
+    for around in ast.walk(tree):
+        if around is tree or isinstance(around, _LOOPS):
+            for node in ast.walk(around):
+                if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
+                    yield node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import PurePath
 
-from apex_npu.migrate.engine.findings import Finding, count
+from apex_npu.migrate.engine.program import Finding, count
 from apex_npu.migrate.engine.source import Source, UnreadableError
 from apex_npu.migrate.rewriting import rewrite
 from apex_npu.migrate.rules.catalogue import RULES, Rule

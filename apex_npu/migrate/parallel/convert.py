@@ -11,8 +11,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import replace
 
-from apex_npu.migrate.amp.initialize import check_moves, place_of
-from apex_npu.migrate.amp.insertion import COMBINE, PARALLEL, Insertion
+from apex_npu.migrate.amp.initialize import COMBINE, PARALLEL, Insertion, check_moves, place_of
 from apex_npu.migrate.amp.training import UnclearError
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit

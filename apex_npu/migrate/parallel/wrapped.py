@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 import re
 
-from apex_npu.migrate.amp.insertion import Insertion
+from apex_npu.migrate.amp.initialize import Insertion
 from apex_npu.migrate.amp.training import Training, UnclearError
 from apex_npu.migrate.engine.names import Scope
 from apex_npu.migrate.engine.program import Program

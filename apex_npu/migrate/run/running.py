@@ -27,8 +27,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from apex_npu.migrate.engine.findings import Finding, count
-from apex_npu.migrate.engine.program import Options
+from apex_npu.migrate.engine.program import Finding, Options, count
 from apex_npu.migrate.engine.source import UnreadableError, apply_edits
 from apex_npu.migrate.files import reports
 from apex_npu.migrate.files.programs import exports
