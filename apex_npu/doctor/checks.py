@@ -28,7 +28,7 @@ import torch.distributed as dist
 import apex_npu
 from apex_npu import _extension
 from apex_npu.compat.apex_name import names_taken
-from apex_npu.doctor.precision import native_dtypes, speed_of_low_precision
+from apex_npu.doctor.precision import LAYERS, native_dtypes, speed_of_low_precision
 from apex_npu.ops import cpu, cuda, npu
 
 _OLDEST_TORCH = (2, 6)
@@ -182,7 +182,7 @@ def _devices() -> Iterator[Finding]:
     model, units = _cpu()
     threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     yield Finding("cpu", f"{model}, {threads}, {capability}, {', '.join(units) or 'no unit for low precision'}")
-    yield _precision("cpu")
+    yield from _precision("cpu")
     if torch.version.cuda and not torch.cuda.is_available():
         remedy = "nvidia-smi shows whether the driver sees a GPU, and which CUDA it supports"
         yield Finding("cuda", "this torch is built for it, and sees no GPU", State.NOTE, remedy)
@@ -198,7 +198,7 @@ def _accelerators(kind: str) -> Iterator[Finding]:
         yield _guarded(f"{kind}:{index}", functools.partial(_accelerator, module, index))
     if kind == "npu":
         yield _guarded("npu, overflow", _overflow)
-    yield _precision(kind)
+    yield from _precision(kind)
 
 
 def _accelerator(module: Any, index: int) -> str:
@@ -213,16 +213,16 @@ def _overflow() -> str:
     return "saturates: a sticky flag says so, and amp reads it" if saturates else "gives inf and NaN"
 
 
-def _precision(kind: str) -> Finding:
-    def measured() -> str:
-        speeds = speed_of_low_precision(kind)
-        native = native_dtypes(speeds)
+def _precision(kind: str) -> Iterator[Finding]:
+    def measured(layers: str) -> str:
+        speeds = speed_of_low_precision(layers, kind)
         times = ", ".join(f"{_name(dtype)} {speed:.2g} times as fast as float32" for dtype, speed in speeds.items())
         levels = {torch.float16: "O1, O2", torch.bfloat16: "O4, O5"}
-        advice = "; ".join(f"{_name(dtype)}: levels {levels[dtype]}" for dtype in native)
+        advice = "; ".join(f"{_name(dtype)}: levels {levels[dtype]}" for dtype in native_dtypes(speeds))
         return f"{times} ({advice or 'neither is native: mixed precision is correct here, not fast'})"
 
-    return _guarded(f"{kind}, low precision", measured)
+    for layers in LAYERS:
+        yield _guarded(f"{kind}, {layers}", functools.partial(measured, layers))
 
 
 def _guarded(name: str, ask: Callable[[], str]) -> Finding:
