@@ -113,6 +113,26 @@ def test_a_torch_npu_that_does_not_load(examine, monkeypatch, tmp_path):
     assert "set_env.sh" in finding["remedy"]
 
 
+def test_a_torch_npu_that_ends_the_process(examine, monkeypatch, tmp_path):
+    # As torch_npu 2.14 does beside a torch 2.14 that is built for CUDA.
+    said = "terminate called after throwing an instance of 'c10::ValueError'\n  what():  Duplicated key 'size' found\nat"
+    program = f"import os, signal, sys\nsys.stderr.write({said!r})\nos.kill(os.getpid(), signal.SIGABRT)"
+    (tmp_path / "torch_npu").mkdir()
+    (tmp_path / "torch_npu" / "__init__.py").write_text(program)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    importlib.invalidate_caches()
+    status, found = examine()
+    finding = found["Versions"]["import torch_npu"]
+    assert status == 1
+    assert finding["value"] == (
+        "RuntimeError: a process that imports it ends with SIGABRT: Duplicated key 'size' found"
+    )
+    assert finding["remedy"].startswith("it needs a torch for the CPU, this one is for CUDA 13.0: pip install torch==")
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -137,6 +157,17 @@ def test_a_torch_that_is_too_old(examine, monkeypatch):
     status, found = examine()
     assert status == 1
     assert found["Versions"]["torch"]["remedy"] == "torch 2.6 or newer is needed: pip install --upgrade torch"
+
+
+def test_it_says_which_versions_of_torch_have_been_tested(examine, monkeypatch):
+    _, found = examine()
+    assert "within what has been tested: torch 2.6 to 2.14" in found["Versions"]["torch"]["value"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "torch 2.6 to 2.14" in " ".join(readme.split())
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
+    finding = examine()[1]["Versions"]["torch"]
+    assert finding["state"] == "note"
+    assert finding["value"].endswith("newer than what has been tested: torch 2.6 to 2.14")
 
 
 def test_a_device_that_fails_is_a_finding(examine, monkeypatch):
