@@ -115,7 +115,7 @@ def test_a_torch_npu_that_does_not_load(examine, monkeypatch, tmp_path):
 
 def test_a_torch_npu_that_ends_the_process(examine, monkeypatch, tmp_path):
     # As torch_npu 2.14 does beside a torch 2.14 that is built for CUDA.
-    said = "terminate called after throwing an instance of 'c10::ValueError'\n  what():  Duplicated key 'size' found\nat"
+    said = "terminate called after an exception\n  what():  Duplicated key 'size' found\nat"
     program = f"import os, signal, sys\nsys.stderr.write({said!r})\nos.kill(os.getpid(), signal.SIGABRT)"
     (tmp_path / "torch_npu").mkdir()
     (tmp_path / "torch_npu" / "__init__.py").write_text(program)
