@@ -119,12 +119,6 @@ def test_a_source_that_the_patch_does_not_fit_leaves_nothing(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["apex"]
 
 
-def test_what_a_killed_run_has_left_is_cleared(tree_2025, tmp_path):
-    (tmp_path / ".out.unfinished" / "half").mkdir(parents=True)
-    generate(str(tree_2025), None, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["an apex", "out"]
-
-
 def test_a_place_that_cannot_be_written_is_named(tree_2025, tmp_path):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "apex", Path("/proc/apex_npu/apex")):
