@@ -159,8 +159,8 @@ def _torch_npu(module: ModuleType | Exception | None) -> Iterator[Finding]:
         reason = f"{type(module).__name__}: {module}".splitlines()[0]
         remedy = "install CANN and source its set_env.sh; without an NPU: uninstall torch_npu"
         if torch.version.cuda:
-            version = torch.__version__.partition("+")[0]
-            wheel = f"pip install torch=={version} --index-url https://download.pytorch.org/whl/cpu"
+            public = torch.__version__.partition("+")[0]
+            wheel = f"pip install torch=={public} --index-url https://download.pytorch.org/whl/cpu"
             remedy = f"it needs a torch for the CPU, this one is {_built_for()}: {wheel}; then {remedy}"
         yield Finding("import torch_npu", reason, State.BROKEN, remedy)
     elif module is None:
