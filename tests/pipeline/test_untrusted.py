@@ -316,7 +316,7 @@ def what_is_run(script, cdpath, tmp_path, *arguments):
 
 @pytest.mark.parametrize(
     ("script", "arguments", "expected"),
-    [("build.sh", ("--python={python}",), str(ROOT)), ("pipeline.sh", ("patch",), str(ROOT / "apex_npu" / "compat"))],
+    [("build.sh", ("--python={python}",), str(ROOT)), ("pipeline.sh", ("patch",), str(ROOT))],
     ids=["build.sh", "pipeline.sh"],
 )
 @pytest.mark.parametrize("exported", [False, True])

@@ -7,7 +7,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from .command_line import parse
+from apex_npu._cli.command_line import parse
+
 from .commands import COMMANDS
 
 
