@@ -147,4 +147,6 @@ def options() -> dict:
 
 if __name__ == "__main__":
     os.chdir(Path(__file__).resolve().parent)
+    # A torch_npu that is installed has no driver where images are built, and torch must be imported there all the same.
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     setup(**options())
