@@ -35,7 +35,7 @@ CHECKED := apex_npu benchmarks examples scripts tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ddp docs test test-all test-rest test-torch-npu test-torch-npu-quick test-hosts test-hosts-quick bench bench-quick bench-deps upstream patch-check wheel wheels dev lint types clean setup-demo setup-dev setup-torch-npu setup-hosts setup-hosts-transformers4 pytest-quick pytest-slow test-clang sanitize
+.PHONY: help demo demo-ddp docs test test-all test-rest test-torch-npu test-torch-npu-quick test-hosts test-hosts-quick bench bench-quick bench-deps upstream patch-check wheel wheels dev lint types clean setup-demo setup-dev setup-torch-npu setup-hosts setup-hosts-transformers4 pytest-quick pytest-slow test-cpp test-clang sanitize
 
 help: ## this list
 	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
@@ -43,7 +43,8 @@ help: ## this list
 	@echo 'make test       lint, types, import contracts and the quick tests (under 10 minutes on 2 cores)'
 	@echo 'make test-all   the same, then those of test-rest'
 	@echo 'make test-rest  the site, the slow tests, those of the simulated NPU, test-clang, test-hosts-quick (three frameworks), and test-torch-npu-quick'
-	@echo 'make test-clang  the extension built by clang++, where that is installed: ops, fusion, optimizers, amp'
+	@echo 'make test-cpp   of the quick tests those of ops, fusion, optimizers and amp: what the extension computes'
+	@echo 'make test-clang  the same with the extension built by clang++, where that is installed'
 	@echo 'make test-hosts  the integrations inside the training frameworks themselves, in .venv-hosts (HOSTS="timm ignite": these alone)'
 	@echo "make test-torch-npu  all npu tests on the vendor's torch_npu, without an NPU (over an hour)"
 	@echo 'make test-torch-npu-quick  the quick ones of amp, optimizers and data parallel training, once'
@@ -166,6 +167,12 @@ pytest-quick: setup-dev
 	@if $(HAS_SIMULATOR); then echo '==> quick tests on the simulated NPU'; \
 	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m 'not slow' $(ON_NPU); fi
 
+# What the extension computes, wherever it is built. Where there is none, most of the tests would pass in pure torch.
+CPP := tests/ops tests/fusion tests/optimizers tests/amp
+test-cpp: setup-dev
+	@$(PY) -c 'import torch, apex_npu._C'
+	@$(PYTEST) -m 'not slow' $(CPP)
+
 pytest-slow: setup-dev
 	@echo '==> slow tests'
 	@$(PYTEST) -m slow --ignore tests/simulator --ignore tests/vendor
@@ -228,8 +235,7 @@ test-clang: setup-dev
 	@if ! command -v clang++ > /dev/null; then echo "==> no clang++ here: tests of what it builds are skipped"; else \
 	    echo '==> building the extension with clang++ (about 1 minute)' && { $(call BUILD,clang,CXX=clang++); } && \
 	    echo '==> tests of the extension built by clang++' && \
-	    $(call TEST_BUILD,clang) -n $(WORKERS) --dist worksteal -m 'not slow' \
-	        tests/ops tests/fusion tests/optimizers tests/amp; fi
+	    $(call TEST_BUILD,clang) -n $(WORKERS) --dist worksteal -m 'not slow' $(CPP); fi
 
 # torch's libraries know nothing of sanitizers, hence the preloading; Python leaks at exit by design.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined
