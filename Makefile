@@ -227,7 +227,7 @@ BUILD = rm -rf build/$(1)/apex_npu && mkdir -p build/$(1) && cp -R apex_npu buil
     $(PY) setup.py -q build_ext --build-lib build/$(1) --build-temp build/$(1)/objects > build/$(1)/log 2>&1 || \
     { cat build/$(1)/log; exit 1; }
 TEST_BUILD = $(PY) -c 'import os, sys; sys.path[0] = os.path.abspath("build/$(1)"); import torch, apex_npu._C, pytest; sys.exit(pytest.main(sys.argv[1:]))' \
-    -q -o pythonpath=tests
+    -q -o 'pythonpath=tests tests/host_cann benchmarks'
 
 # clang evaluates arguments from the left, g++ from the right: what depends on it, which is an error that no compiler
 # reports, differs from the references of the tests in one of them.
