@@ -36,14 +36,14 @@ CHECKED := apex_npu benchmarks examples scripts tests setup.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ddp docs test test-all test-rest test-torch-npu test-torch-npu-quick test-hosts test-hosts-quick bench bench-quick bench-deps upstream patch-check wheel wheels dev lint types clean setup-demo setup-dev setup-torch-npu setup-hosts setup-hosts-transformers4 pytest-quick pytest-slow sanitize
+.PHONY: help demo demo-ddp docs test test-all test-devices test-torch-npu test-torch-npu-quick test-hosts test-hosts-quick bench bench-quick bench-deps upstream patch-check wheel wheels dev lint types clean setup-demo setup-dev setup-torch-npu setup-hosts setup-hosts-transformers4 pytest-quick pytest-devices pytest-sweeps sanitize
 
 help: ## this list
 	@echo 'make demo       train a small network three ways and compare them (writes digits.png)'
 	@echo 'make demo-ddp   the same network on two processes, averaged by amp and by torch (SIMULATED_NPU=1: on hccl)'
-	@echo 'make test       lint, types, import contracts and the quick tests (under 10 minutes on 2 cores)'
-	@echo 'make test-all   the same, then those of test-rest'
-	@echo 'make test-rest  the site, the slow tests, those of the simulated NPU, test-hosts-quick (three frameworks), and test-torch-npu-quick'
+	@echo 'make test       lint, types, import contracts and the quick tests (about 6 minutes on 2 cores)'
+	@echo 'make test-devices  tests of several processes, scripts and builds, on the simulated NPU, in three frameworks, and test-torch-npu-quick'
+	@echo 'make test-all   both, the site, and sweeps over rules, dtypes, options and seeds'
 	@echo 'make test-hosts  the integrations inside the training frameworks themselves, in .venv-hosts (HOSTS="timm ignite": these alone)'
 	@echo "make test-torch-npu  all npu tests on the vendor's torch_npu, without an NPU (over an hour)"
 	@echo 'make test-torch-npu-quick  the quick ones of amp, optimizers and data parallel training, once'
@@ -86,9 +86,9 @@ docs: setup-dev ## warnings are errors; needs nothing from the network once it i
 
 test: lint types pytest-quick
 
-test-all: test test-rest
+test-devices: pytest-devices test-hosts-quick test-torch-npu-quick
 
-test-rest: bench-deps docs pytest-slow test-hosts-quick test-torch-npu-quick
+test-all: test test-devices bench-deps docs pytest-sweeps
 
 bench-deps: setup-dev ## other people's optimizers, to compare with (benchmarks, tests/optimizers/test_baselines.py)
 	@$(PY) -m pip install -qq --no-deps adamp==0.3.0 timm==1.0.22 pytorch_optimizer==4.1.0
@@ -159,21 +159,25 @@ HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.fi
 # As many at a time as there are cores; each uses one thread.
 WORKERS ?= $(shell nproc 2> /dev/null || echo 2)
 PYTEST = $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
+NOT_HERE := --ignore tests/simulator --ignore tests/vendor
 
 pytest-quick: setup-dev
 	@echo '==> quick tests'
-	@$(PYTEST) -m 'not slow' --ignore tests/simulator --ignore tests/vendor
-	@if $(HAS_SIMULATOR); then echo '==> quick tests on the simulated NPU'; \
-	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m 'not slow' $(ON_NPU); fi
+	@$(PYTEST) -m 'not slow and not sweep' $(NOT_HERE)
 
-pytest-slow: setup-dev
-	@echo '==> slow tests'
-	@$(PYTEST) -m slow --ignore tests/simulator --ignore tests/vendor
-	@if $(HAS_SIMULATOR); then echo '==> tests of the simulated NPU'; $(PYTEST) --disable-warnings tests/simulator; fi
-	@if $(HAS_SIMULATOR); then echo '==> slow tests on the simulated NPU'; \
-	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m slow $(ON_NPU) && APEX_NPU_TEST_DEVICE=npu $(PYTEST) tests/known_faults && \
-	    echo '==> quick tests of the diagnostics on the simulated NPU' && \
-	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m 'not slow' tests/debug; fi
+pytest-devices: setup-dev
+	@echo '==> tests of several processes, of scripts and of builds'
+	@$(PYTEST) -m slow $(NOT_HERE)
+	@if $(HAS_SIMULATOR); then echo '==> tests of the simulated NPU'; $(PYTEST) --disable-warnings -m 'not sweep' tests/simulator && \
+	    echo '==> tests on the simulated NPU' && APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m 'not sweep' $(ON_NPU) && \
+	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m 'not slow and not sweep' tests/debug; fi
+
+pytest-sweeps: setup-dev
+	@echo '==> sweeps'
+	@$(PYTEST) -m sweep $(NOT_HERE)
+	@if $(HAS_SIMULATOR); then echo '==> sweeps on the simulated NPU'; $(PYTEST) --disable-warnings -m sweep tests/simulator && \
+	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m sweep $(ON_NPU) && \
+	    APEX_NPU_TEST_DEVICE=npu $(PYTEST) -m 'slow or sweep' tests/debug; fi
 
 # The vendor's torch_npu, with CANN's libraries replaced by ones that compute in host memory (tests/host_cann).
 HAS_TORCH_NPU = [ -f '$(VENV_NPU)/.apex_npu/torch_npu' ]
@@ -183,14 +187,14 @@ QUICK_ON_TORCH_NPU := tests/vendor $(IN_EVERY_PASS)
 
 test-torch-npu-quick: setup-torch-npu
 	@if $(HAS_TORCH_NPU); then echo "==> quick tests on the vendor's torch_npu"; \
-	    $(RUN_ON_TORCH_NPU) $(QUICK_ON_TORCH_NPU) -- -m 'not slow'; fi
+	    $(RUN_ON_TORCH_NPU) --together 6 $(QUICK_ON_TORCH_NPU) -- -m 'not slow and not sweep'; fi
 
 test-torch-npu: setup-torch-npu
 	@if $(HAS_TORCH_NPU); then echo "==> all tests on the vendor's torch_npu"; $(RUN_ON_TORCH_NPU) tests/vendor $(ON_NPU) && \
 	    echo '==> quick tests on a chip that saturates' && \
-	    HOST_CANN_SOC=Ascend910ProA $(RUN_ON_TORCH_NPU) $(IN_EVERY_PASS) -- -m 'not slow' && \
+	    HOST_CANN_SOC=Ascend910ProA $(RUN_ON_TORCH_NPU) $(IN_EVERY_PASS) -- -m 'not slow and not sweep' && \
 	    echo "==> quick tests with the data types of CANN's documentation" && \
-	    HOST_CANN_DTYPES=1 $(RUN_ON_TORCH_NPU) $(IN_EVERY_PASS) -- -m 'not slow'; fi
+	    HOST_CANN_DTYPES=1 $(RUN_ON_TORCH_NPU) $(IN_EVERY_PASS) -- -m 'not slow and not sweep'; fi
 
 # Inside of the training frameworks. A test skips where its framework is missing.
 QUICK_HOSTS := ignite lightning timm
