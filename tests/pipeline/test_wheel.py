@@ -172,7 +172,7 @@ def test_two_copies_are_noticed_when_apex_is_imported(environment, tmp_path):
 
 @pytest.mark.slow
 def test_a_patched_tree_may_be_installed_beside_apex_npu(environment, tmp_path):
-    """`python -m apex_npu patch DIR`, then pip: the wheel requires apex_npu and does not set_state it."""
+    """`python -m apex_npu patch DIR`, then pip: the wheel requires apex_npu and does not bring it."""
     from apex_npu.compat.pipeline.checkout import Checkout
     from apex_npu.compat.pipeline.patching import State, set_state
 
