@@ -153,11 +153,11 @@ types: setup-dev
 	@$(PY) -m mypy
 
 # On the simulated NPU, where it is installed, the tests that take their device from the environment.
-DISTRIBUTED := $(addprefix tests/distributed/test_,data_parallel.py restart.py)
+DISTRIBUTED := $(addprefix tests/distributed/test_,data_parallel.py restart.py under_amp.py)
 ON_NPU := tests/amp $(DISTRIBUTED) tests/fp16_utils tests/normalization tests/scripts \
-    tests/parallel/test_larc.py tests/fusion/test_host_copy.py \
+    tests/parallel/test_larc.py tests/fusion/test_host_copy.py tests/test_apex_names.py \
     $(addprefix tests/examples/test_,imagenet.py gan.py language_model.py) \
-    $(addprefix tests/optimizers/test_,capture.py fused_optimizers.py random_programs.py unusual_use.py novograd.py failures.py)
+    $(addprefix tests/optimizers/test_,capture.py fused_optimizers.py random_programs.py unusual_use.py novograd.py failures.py arguments.py)
 HAS_SIMULATOR = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("npu_simulator") is None)'
 
 # As many at a time as there are cores; each uses one thread.
