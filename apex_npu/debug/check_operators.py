@@ -21,6 +21,7 @@ from apex_npu.backends import for_device
 from apex_npu.backends._torch_private import autocast_disabler
 from apex_npu.debug.calls import Call
 from apex_npu.debug.causes import name_of
+from apex_npu.debug.lineage import span_of
 from apex_npu.debug.opening import check_models, models_to_watch
 from apex_npu.debug.operators import Operator, tensors_in
 from apex_npu.debug.places import Caller, Names, Place
@@ -284,8 +285,7 @@ def _call_on_host(
     def placed(value: Any) -> Any:
         if isinstance(value, Tensor):
             host = value.detach().cpu()
-            host = host.contiguous() if dense else host
-            return host.clone() if operator.written else host
+            return host.contiguous().clone() if dense else _copy(host)  # the kernel may write what it does not declare
         if isinstance(value, torch.device):
             return torch.device("cpu")
         return type(value)(map(placed, value)) if isinstance(value, (list, tuple)) else value
@@ -293,6 +293,15 @@ def _call_on_host(
     args, kwargs = placed(args), {name: placed(value) for name, value in kwargs.items()}
     with torch.no_grad(), autocast_disabler()():
         return results_of(operator, func(*args, **kwargs), args, kwargs)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """``tensor`` in memory of its own, with the same strides."""
+    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+        return tensor.clone()
+    span = span_of(tensor)
+    elements = (span.end - span.begin) // tensor.element_size()
+    return tensor.as_strided((elements,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
 
 
 def _error(exact: Tensor, result: Tensor, floor: float = 0.0) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from apex_npu.amp.optimizer_state import AmpOptimizerState, adopted_inside, inner_optimizer, state_of
@@ -218,6 +219,7 @@ class Recorder(Watch):
         """``tensor``, or the part of it that is here, if its elements can be read."""
         local = local_part(tensor)
         readable = local.layout == torch.strided and local.device.type != "meta" and not local.is_nested
+        readable = readable and not is_lazy(local)
         return local if readable and local.numel() and not has_python_dispatch(local) else None
 
     def _reads_scaled(self, operator: Operator, given: Arguments) -> bool:

@@ -57,12 +57,12 @@ class Opinion:
 
 
 def widen(value: Any) -> Any:
-    """``value``, an argument, for an operator that computes in float64 on the host."""
+    """``value``, an argument, for an operator that computes in float64 on the host; tensors are copies.
+
+    An operator may write more than its schema declares, as a batch norm does with its running averages.
+    """
     if isinstance(value, Tensor):
-        host = value.detach().cpu()
-        if value.dtype.is_complex:
-            return host.to(torch.complex128)
-        return host.double() if value.dtype.is_floating_point else host
+        return value.detach().to("cpu", widen(value.dtype), copy=True)
     if isinstance(value, torch.dtype):
         return torch.float64 if value.is_floating_point else torch.complex128 if value.is_complex else value
     if isinstance(value, torch.device):
