@@ -20,12 +20,12 @@ from torch.utils.flop_counter import flop_registry
 from apex_npu.backends import for_device
 from apex_npu.backends._torch_private import autocast_disabler
 from apex_npu.debug.calls import Call
-from apex_npu.debug.causes import name_of
 from apex_npu.debug.lineage import span_of
 from apex_npu.debug.opening import check_models, models_to_watch
 from apex_npu.debug.operators import Operator, tensors_in
 from apex_npu.debug.places import Caller, Names, Place
 from apex_npu.debug.second_opinion import call_wide, results_of
+from apex_npu.debug.text import fitted, name_of
 from apex_npu.debug.watch import Arguments, Watch
 
 # In units of the coarsest dtype's eps: beyond the first the CPU's own kernel is asked, beyond so many times what that
@@ -134,7 +134,7 @@ class CheckedOperators:
             lines.append(f"the largest error of the others: {others[0].error:.3g} eps, {others[0]}")
         if not blamed and self.checked:
             lines.append("no operator differs by more than rounding explains")
-        return "\n".join(lines)
+        return fitted("\n".join(lines))
 
 
 class Check(Watch):

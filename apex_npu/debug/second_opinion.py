@@ -120,6 +120,16 @@ def stays_bad(
         return not all(bool(t.isfinite().all()) for t in results if t.dtype.is_floating_point)
 
 
+def largest_of(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The largest magnitude of the results in float64; 0 where they cannot be computed."""
+    with torch.no_grad():
+        try:
+            found = [float(t.abs().max()) for t in call_wide(func, operator, args, kwargs) if t.numel()]
+        except _FAILURES:
+            return 0.0
+    return max(found, default=0.0)
+
+
 def call_wide(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Call ``func`` in float64 on the host, with tensors that are there, or are brought there."""
     named = {name: widen(value) for name, value in kwargs.items() if name not in ("generator", "pin_memory")}

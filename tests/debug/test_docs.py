@@ -24,6 +24,7 @@ def test_a_block_prints_what_is_shown(block, tmp_path, monkeypatch, capsys, capl
     code, shown = BLOCKS[block]
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS")
     (tmp_path / "train.py").write_text(code, encoding="utf-8")
     with caplog.at_level(logging.WARNING, logger="apex_npu.debug"):
         exec(compile(code, str(tmp_path / "train.py"), "exec"), {"__name__": "__main__"})
