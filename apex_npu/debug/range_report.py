@@ -250,6 +250,7 @@ def _lines_of(found: GradientRange) -> Iterator[str]:
             f"largest: from 2^{total.largest} on, unscaled; a loss scale of 2^{total.largest_scale} takes it to the "
             f"largest {name}"
         )
+    if total.true_nonzero:
         yield ""
         yield from _histogram(total)
     yield ""
