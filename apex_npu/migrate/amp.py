@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from .averaging import Averages
 from .checkpoints import put_checkpoints
 from .findings import Finding
 from .initialize import put_initialize
@@ -26,6 +27,10 @@ _OURS = re.compile(r"apex(_npu)?\.amp(\..*)?|apex(_npu)?\.fp16_utils(\..*)?")
 _SHARDED = re.compile(r"torch\.distributed\..*(FullyShardedDataParallel|fully_shard|distribute_\w+|parallelize_module)")
 _CLIP = re.compile(r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm|value)_?")
 _BCE = re.compile(r"torch\.nn\.(modules\.loss\.)?BCELoss")
+_AVERAGED = (
+    "gradients are averaged here, outside of amp: where those of one process overflow, the others would step with "
+    "them. Let DistributedDataParallel average them, inside of backward"
+)
 _NOT_GIVEN = {"models", "optimizers", "opt_level", "enabled", "num_losses", "fuse_unscale"} | {
     *("combine_ddp", "process_group", "overflow_group", "cast_model_type", "ddp_reduce_dtype", "cast_model_outputs")
 }
@@ -130,6 +135,9 @@ def _report(put: Insertion) -> None:
 
 def _check_libraries(put: Insertion) -> None:
     training, names = put.training, put.program.names
+    averaged = next(Averages(put.program).calls(), None)
+    if averaged is not None:
+        raise UnclearError(averaged, "A354", _AVERAGED)
     for node in names.nodes:
         if isinstance(node, (ast.Name, ast.Attribute)):
             dotted = names.dotted(node) or ""

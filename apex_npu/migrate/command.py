@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from apex_npu.compat.pipeline.command_line import Argument, Command
+from apex_npu._cli.command_line import Argument, Command
+from apex_npu._cli.tables import show
 from apex_npu.compat.pipeline.errors import PipelineError
-from apex_npu.compat.pipeline.tables import show
 
 from . import reports
 from .amp import LEVELS, arguments_of_initialize

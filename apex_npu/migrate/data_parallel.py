@@ -141,8 +141,8 @@ def _check_cards(program: Program) -> None:
             numbered = [*node.args[:1], *given]
             if dotted.startswith("torch.") and dotted.rpartition(".")[2] in _INDEXED:
                 named = f"{name or dotted}()"
-            elif dotted in _CARDS:
-                named = f"{dotted}()"
+            elif dotted in _CARDS or (name == "device" and _is_device_module(program, node.func)):
+                named = f"{dotted or name}()"
             elif dotted == "torch.device" and len(node.args) + len(node.keywords) > 1:
                 named = "torch.device(type, index)"
             elif name in ("cuda", "npu") and not dotted and numbered and not _is_flag(numbered[0]):
@@ -153,6 +153,12 @@ def _check_cards(program: Program) -> None:
             assert isinstance(node, ast.expr)
             reason = f"{named} names a card, and every process has its own: write the device without its number"
             raise UnclearError(node, "P601", reason)
+
+
+def _is_device_module(program: Program, node: ast.expr) -> bool:
+    """Whether a name is one of ``torch.get_device_module(...)``."""
+    module = node.value if isinstance(node, ast.Attribute) else None
+    return isinstance(module, ast.Call) and program.names.dotted(module.func) == "torch.get_device_module"
 
 
 def _check_visible(program: Program) -> None:

@@ -6,19 +6,36 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import partial
 
 from .program import Program
 from .rules import RULES
 from .source import Edit
-from .tables import ANSWERS, INSTEAD, NEEDS_CUDA, NO_EFFECT, OTHER_LIBRARIES, RENAMED, SAME_NAMES, SIMILAR, SUBMODULES
+from .tables import (
+    ANSWERS,
+    INSTEAD,
+    NEEDS_CUDA,
+    NO_EFFECT,
+    NPU_PROPERTIES,
+    OTHER_LIBRARIES,
+    RENAMED,
+    SAME_NAMES,
+    SIMILAR,
+    SUBMODULES,
+)
 from .targets import target_of
+from .training import text
 
 _FROM = re.compile(r"from[ \t\f]+(torch\.cuda(?:\.\w+)*)(?!\w|\.)")
 _DATA_PARALLEL = re.compile(r"torch\.nn\.(parallel\.)?(data_parallel\.)?(DataParallel|data_parallel)")
 _OTHER_NAMES = RENAMED | {name: new for name, (new, _) in SIMILAR.items()}
 _NOT_PORTABLE = "it names a device: portable code writes torch.get_device_module(...), or torch.amp, where it is used"
 _RANGES = "similar: msprof shows these ranges, tools of NVIDIA's do not"
+# Functions that take a sequence apart.
+_OF_SEQUENCES = frozenset(
+    {"all", "any", "enumerate", "iter", "len", "list", "map", "max", "min", "sum", "tuple", "zip"}
+)
 _PROFILERS = ("torch.autograd.profiler.profile", "torch.profiler.profile", "torch.profiler.profiler.profile")
 
 
@@ -107,9 +124,56 @@ def _torch_cuda(program: Program, node: ast.Attribute | ast.Name, parts: list[st
     if not parts and (target is None or program.names.dotted(target) != "torch.cuda"):
         program.report("D153", "refused", node, message=RULES["D153"].message.format("torch.cuda"), links=links)
         return
+    answer = ANSWERS.get(".".join(parts), "")
+    failing = _failing_use(program, node, parts) if answer else ""
+    if failing:
+        program.report("D156", "refused", node, message=f"{answer}, and {failing}", links=links)
+        return
     program.report(_rule_of(parts), "changed", node, target_of(program).name(program, node, parts), links=links)
-    if parts and parts[0] in ANSWERS:
-        program.report("D156", "note", node, message=ANSWERS[parts[0]])
+    if answer:
+        program.report("D156", "note", node, message=answer)
+
+
+def _failing_use(program: Program, node: ast.expr, parts: list[str]) -> str:
+    """What a program does with the answer of a function that an NPU has no such answer to; "": nothing is seen."""
+    for value, parent in _uses_of(program, program.parent(node)):
+        line = f"(line {value.lineno}): ask for what the check is for, as is_bf16_supported() does, or leave it out"
+        if parts == ["get_device_properties"]:
+            if isinstance(parent, ast.Attribute) and parent.attr not in NPU_PROPERTIES:
+                return f"{parent.attr} is used {line}"
+        elif _takes_apart(parent, value):
+            return f"is unpacked or compared {line}"
+    return ""
+
+
+def _uses_of(program: Program, node: ast.AST | None) -> Iterator[tuple[ast.expr, ast.AST | None]]:
+    """A call, and the names that it is assigned to where they are used, each with the node around it."""
+    if not isinstance(node, ast.Call):
+        return
+    at: ast.AST | None = node
+    names: set[str] = set()
+    while at is node or isinstance(at, (ast.IfExp, ast.BoolOp, ast.NamedExpr)):
+        assert isinstance(at, ast.expr)
+        names |= {at.target.id} if isinstance(at, ast.NamedExpr) else set()
+        yield at, program.parent(at)
+        at = program.parent(at)
+    names |= {text(target) for target in getattr(at, "targets", [])} - {""}
+    for one in program.names.nodes if names else ():
+        if isinstance(one, (ast.Name, ast.Attribute)) and isinstance(one.ctx, ast.Load) and text(one) in names:
+            scopes = [program.names.scope(each).find(text(one).partition(".")[0]) for each in (one, node)]
+            if scopes[0] is scopes[1] or "." in text(one):
+                yield one, program.parent(one)
+
+
+def _takes_apart(parent: ast.AST | None, value: ast.expr) -> bool:
+    """Whether the expression around a value fails, or is false, where it is None in place of two numbers."""
+    if isinstance(parent, ast.Compare):
+        return not all(isinstance(one, (ast.Is, ast.IsNot)) for one in parent.ops)
+    if isinstance(parent, ast.Call):
+        return value in parent.args and isinstance(parent.func, ast.Name) and parent.func.id in _OF_SEQUENCES
+    if isinstance(parent, ast.Assign):
+        return any(isinstance(target, (ast.Tuple, ast.List)) for target in parent.targets)
+    return isinstance(parent, (ast.Subscript, ast.Starred, ast.BinOp, ast.For, ast.comprehension, ast.Attribute))
 
 
 def _assigned(program: Program, node: ast.expr) -> ast.Name | None:
@@ -134,7 +198,7 @@ def _torch(program: Program, node: ast.Attribute, dotted: str) -> None:
     elif any(dotted == name or dotted.startswith(f"{name}.") for name in NO_EFFECT):
         program.report("D155", "note", node, message=RULES["D155"].message.format(dotted))
     elif dotted in NEEDS_CUDA:
-        program.report("D152", "refused", node, message=RULES["D152"].message.format(dotted) + NEEDS_CUDA[dotted])
+        program.report("D152", "refused", node, message=RULES["D152"].message.format(dotted, NEEDS_CUDA[dotted]))
 
 
 def _data_parallel(program: Program, node: ast.expr, dotted: str) -> None:
@@ -202,18 +266,18 @@ def _use_cuda(program: Program, keyword: ast.keyword, called: str) -> None:
 
 
 def _looked_up(program: Program, node: ast.Call, function: str) -> None:
-    texts = [one.value for one in node.args[:2] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    found = [one.value for one in node.args[:2] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
     pattern = r"\bcuda\b" if function in ("eval", "exec") else r"cuda|is_cuda"
     match = re.search if function in ("eval", "exec") else re.fullmatch
-    for text in texts:
-        if match(pattern, text):
-            program.report("D153", "refused", node, message=RULES["D153"].message.format(repr(text)))
+    for one in found:
+        if match(pattern, one):
+            program.report("D153", "refused", node, message=RULES["D153"].message.format(repr(one)))
 
 
 def _needs_cuda(program: Program, node: ast.stmt | ast.alias, name: str) -> bool:
     for library, instead in NEEDS_CUDA.items():
         if name == library or name.startswith(f"{library}."):
-            program.report("D152", "refused", node, message=RULES["D152"].message.format(library) + instead)
+            program.report("D152", "refused", node, message=RULES["D152"].message.format(library, instead))
             return True
     return False
 
@@ -314,6 +378,8 @@ def _class(program: Program, node: ast.ClassDef) -> None:
     if method is None or not target_of(program).imports:
         return
     assert method.end_lineno is not None
+    if "npu = cuda" in map(ast.unparse, node.body):
+        return
     assigned = [target for one in node.body if isinstance(one, ast.Assign) for target in one.targets]
     offset = program.source.line_end(method.end_lineno)
     if "npu" in {*methods, *(target.id for target in assigned if isinstance(target, ast.Name))}:

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 STATUSES = ("changed", "unsure", "refused", "note", "kept")
 
@@ -48,3 +49,14 @@ class Finding:
 def count(findings: Iterable[Finding], *statuses: str) -> int:
     """How many findings have one of ``statuses``."""
     return sum(finding.status in statuses for finding in findings)
+
+
+def once(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """The findings of a file, with each note at its first place alone, which says how many more there are."""
+    notes = Counter((one.rule, one.message) for one in findings if one.status == "note")
+    for finding in findings:
+        places = notes.pop((finding.rule, finding.message), 0) if finding.status == "note" else 1
+        if places > 1:
+            yield replace(finding, message=f"{finding.message}; {places - 1} more place{'s' * (places > 2)}")
+        elif places:
+            yield finding

@@ -67,7 +67,7 @@ def clip(put: Insertion, call: ast.Call) -> None:
     optimizer = put.training.stepped_by(steps[-1]) if steps else ""
     made = [one for one in put.training.made if one.target == optimizer and put.training.is_same(one, call)]
     passed = is_argument(put.program, call, optimizer) and is_argument(put.program, call, model)
-    if is_all and model and (any(one.models == (model,) for one in made) or (not made and passed)):
+    if is_all and model and (any(one.parts == (model,) for one in made) or (not made and passed)):
         assert lists is not None
         edit = replaced(put.program, lists, f"{put.amp}.master_params({optimizer})")
         put.program.report("A303", "changed", lists, [edit], links=["amp"])

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 # A binding to anything but an import, or to a name that is an import's.
@@ -15,6 +16,8 @@ _SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.boolop)
 
 # What a name can be: the full name of an import, an expression that it was assigned, or _OPAQUE.
 Binding = str | ast.expr | None
+# Of modules, as import statements write them: their names, and the full names of the imports that these are.
+Exports = Mapping[str, Mapping[str, str]]
 
 
 @dataclass(eq=False)
@@ -25,7 +28,6 @@ class Scope:
     outer: Scope | None = None
     bindings: dict[str, list[Binding]] = field(default_factory=dict)
     elsewhere: dict[str, type[ast.AST]] = field(default_factory=dict)  # global and nonlocal
-    stars: list[str] = field(default_factory=list)
 
     def bind(self, name: str, binding: Binding) -> None:
         """Record one way in which ``name`` is bound here, or where ``global`` or ``nonlocal`` says."""
@@ -57,13 +59,20 @@ class Scope:
 class Names:
     """The scopes of a program.
 
+    Args:
+        tree: Its syntax tree.
+        exports: Names of modules that it imports names from, and the imports that these are: ``programs.exports``.
+
     Attributes:
         nodes: All nodes but those without a place, outer ones first.
         parents: The node that contains each.
         module: The outermost scope.
+        stars: The modules of star imports, which may bring names that ``exports`` does not have.
     """
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, exports: Exports | None = None) -> None:
+        self._exports = exports or {}
+        self.stars: list[str] = []
         self.nodes: list[ast.AST] = []
         self.parents: dict[ast.AST, ast.AST] = {}
         self.module = Scope(tree)
@@ -103,12 +112,15 @@ class Names:
                 name = alias.name if alias.asname else alias.name.partition(".")[0]
                 late.append((scope, alias.asname or name, name))
         elif isinstance(node, ast.ImportFrom):
-            source = "." * node.level + (node.module or "")
+            source = module_of(node)
+            exported = self._exports.get(source, {})
             for alias in node.names:
                 if alias.name == "*":
-                    scope.stars.append(source)
+                    late.extend((scope, *exported_name) for exported_name in exported.items())
+                    self.stars.append(source)
                 else:
-                    late.append((scope, alias.asname or alias.name, f"{source}.{alias.name}"))
+                    name = f"{source}.{alias.name}"
+                    late.append((scope, alias.asname or alias.name, exported.get(alias.name, name)))
         elif isinstance(node, (ast.Global, ast.Nonlocal)):
             scope.elsewhere.update(dict.fromkeys(node.names, type(node)))
         elif not isinstance(node, (ast.alias, ast.Attribute)):
@@ -166,6 +178,11 @@ class Names:
         return {
             node.id for node in self.nodes if isinstance(node, ast.Name) and self._scopes[node].find(node.id) is None
         }
+
+
+def module_of(node: ast.ImportFrom) -> str:
+    """The module that names are imported from, as the statement writes it."""
+    return "." * node.level + (node.module or "")
 
 
 def _could_be_module(node: ast.expr) -> bool:

@@ -7,17 +7,24 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
+from .names import module_of
 from .program import Program
 
 UNNAMED = "torch is not imported at the top level, where apex_npu would be imported, or the name apex_npu is taken"
 
 
 def torch_import(program: Program) -> ast.stmt | None:
-    """The first import of torch at the top level; for portable code one that gives the name."""
+    """The first import of torch at the top level, also by way of another file; for portable code one of the name."""
     portable = program.options.to == "portable"
     for node in program.tree.body:
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level and not portable else []
+        if isinstance(node, ast.ImportFrom):
+            modules += [node.module or ""] if not node.level and not portable else []
+            exported = program.options.exports.get(module_of(node), {})
+            star = node.names[0].name == "*"
+            modules += [
+                exported[name] for name in (exported if star else (one.name for one in node.names)) if name in exported
+            ]
         if any((module if portable else module.partition(".")[0]) == "torch" for module in modules):
             return node
     return None

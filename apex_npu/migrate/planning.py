@@ -19,7 +19,7 @@ from .factories import factories
 from .findings import Finding
 from .notebooks import rewrite_notebook
 from .program import Options
-from .programs import left_out, with_imports
+from .programs import exports, left_out, with_imports
 from .rewriting import Rewritten, concerns, owned_names, rewrite, rewrite_part, unreadable
 from .rules import RULES
 from .source import UnreadableError
@@ -199,9 +199,13 @@ def _all_rewritten(work: list[tuple[str, bytes, Options]], jobs: int) -> Iterato
 def _rewritten(work: tuple[str, bytes, Options]) -> Rewritten:
     shown, data, options = work
     if not shown.endswith(".ipynb"):
-        return rewrite_part(data, shown, options)
+        return rewrite_part(data, shown, replace(options, exports=exports(Path(shown), data)))
+
+    def rewrite_cells(program: str) -> Rewritten:
+        return rewrite(program, shown, replace(options, exports=exports(Path(shown), program.encode())))
+
     try:
-        return rewrite_notebook(data, shown, lambda program: rewrite(program, shown, options))
+        return rewrite_notebook(data, shown, rewrite_cells)
     except UnreadableError as error:
         return Rewritten(data, (unreadable(shown, error.rule, error.reason),))
 
@@ -268,9 +272,11 @@ def _known_to_git(folder: Path) -> set[str] | None:
 def _other(target: Target, data: bytes) -> Iterator[Finding]:
     if len(data) > _MAX_OTHER:
         return
-    for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
-        if found := _CUDA_LINE.search(line):
-            hint = " (npu: ASCEND_RT_VISIBLE_DEVICES)" if found[0] == "CUDA_VISIBLE_DEVICES" else ""
-            message = RULES["F908"].message.format(line.strip()[:120]) + hint
-            column, end = found.start() + 1, found.end() + 1
-            yield Finding(target.shown, number, column, "F908", "note", number, end, found[0], None, message)
+    lines = enumerate(data.decode("utf-8", "replace").splitlines(), 1)
+    places = [(number, line, found) for number, line in lines if (found := _CUDA_LINE.search(line))]
+    for number, line, found in places[:1]:
+        hint = " (npu: ASCEND_RT_VISIBLE_DEVICES)" if found[0] == "CUDA_VISIBLE_DEVICES" else ""
+        message = RULES["F908"].message.format(line.strip()[:120]) + hint
+        message += f"; {len(places) - 1} more line{'s' * (len(places) > 2)}" if len(places) > 1 else ""
+        column, end = found.start() + 1, found.end() + 1
+        yield Finding(target.shown, number, column, "F908", "note", number, end, found[0], None, message)

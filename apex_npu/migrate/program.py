@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from .findings import Finding
-from .names import Names
+from .findings import Finding, once
+from .names import Exports, Names
 from .own_rules import OwnRule
 from .rules import RULES
 from .source import Edit, Source, UnreadableError, apply_edits, parse, same_tree
@@ -67,6 +67,7 @@ class Options:
         amp_args: Further arguments of ``amp.initialize``, as a program has them.
         amp_left: Why amp stays out of the program; "": it does not.
         factories: ``module.function`` of functions in other files that make an optimizer, with amp.
+        exports: Of modules that this file imports names from: their names that are imports.
         data_parallel: "main": the script becomes one for several cards; "other": it is imported by one.
         model: The name of the model that is trained on several cards; "": all of them.
         parallel_left: Why the script stays one for one card; "": it does not.
@@ -89,6 +90,7 @@ class Options:
     amp_args: str = ""
     amp_left: str = ""
     factories: frozenset[str] = frozenset()
+    exports: Exports = field(default_factory=dict)
     data_parallel: str = ""
     model: str = ""
     parallel_left: str = ""
@@ -121,7 +123,7 @@ class Program:
     def __init__(self, source: Source, options: Options) -> None:
         self.source, self.options = source, options
         self.tree = source.parse()
-        self.names = Names(self.tree)
+        self.names = Names(self.tree, options.exports)
         self.drafts: list[Draft] = []
 
     def parent(self, node: ast.AST) -> ast.AST | None:
@@ -263,7 +265,7 @@ class Program:
     def findings(self, path: str) -> list[Finding]:
         """The rows of the report."""
         found = {(draft.rule, draft.start): self._finding(path, draft) for draft in self.drafts}
-        return sorted(found.values())
+        return list(once(sorted(found.values())))
 
     def _finding(self, path: str, draft: Draft) -> Finding:
         text = self.source.text

@@ -1,6 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which files are one program, by their imports: amp is put into all files of a program, or into none."""
+"""Which files are one program, by their imports, and what names they get from one another.
+
+amp is put into all files of a program, or into none.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,11 @@ from pathlib import Path
 
 from .amp import why_left
 from .findings import Finding
+from .names import Names, module_of
 from .source import Source, UnreadableError
+
+# Names by which files pass torch on; others are followed through star imports alone.
+_PASSED_ON = ("*", "torch", "cuda")
 
 
 def left_out(programs: Mapping[Path, bytes], findings: Mapping[Path, Sequence[Finding]]) -> dict[Path, str]:
@@ -63,18 +70,64 @@ def _imports(path: Path, data: bytes, programs: Mapping[Path, bytes]) -> Iterato
         return
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        folders = path.parents
         if isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            names = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
-            folders = path.parents[node.level - 1 : node.level] if node.level else folders
-        for name in filter(None, names):
-            parts = name.split(".")
-            options = (
-                at.joinpath(*parts[:-1], end)
-                for at in folders
-                for end in (f"{parts[-1]}.py", f"{parts[-1]}/__init__.py")
-            )
-            found = next((option for option in options if option in programs), None)
+            module = module_of(node)
+            names = [module, *(f"{module}{'.' if node.module else ''}{alias.name}" for alias in node.names)]
+        for name in names:
+            found = next((option for option in _files(path, name) if option in programs), None)
             if found is not None and found != path:
                 yield found
+
+
+def _files(path: Path, module: str) -> Iterator[Path]:
+    """The files that a module can be, as an import in the file ``path`` writes it: beside it, or in folders around."""
+    name = module.lstrip(".")
+    level = len(module) - len(name)
+    for folder in path.parents[level - 1 : level] if level else path.parents:
+        at = folder.joinpath(*name.split("."))
+        if name:
+            yield at.with_name(f"{at.name}.py")
+        yield at / "__init__.py"
+
+
+def exports(path: Path, data: bytes, around: frozenset[Path] = frozenset()) -> dict[str, dict[str, str]]:
+    """What a file gets from others by star imports, or torch by its name: modules, their names, and what these are.
+
+    The modules are read from beside the file, or from the folders around it; those elsewhere are left out.
+    """
+    if b"import" not in data:
+        return {}
+    try:
+        tree = Source(data).parse()
+    except UnreadableError:
+        return {}
+    path = path.absolute()
+    found = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or not any(alias.name in _PASSED_ON for alias in node.names):
+            continue
+        module = module_of(node)
+        files = (file for file in _files(path, module) if module.partition(".")[0] != "torch" and file.is_file())
+        file = next(files, None)
+        if file is not None and file not in around:
+            names = _exported(file, around | {path})
+            found[module] = {name: meaning or f"{module}.{name}" for name, meaning in names.items()}
+    return found
+
+
+def _exported(file: Path, around: frozenset[Path]) -> dict[str, str | None]:
+    """The public names of a file, and the imports that they are."""
+    try:
+        data = file.read_bytes()
+        tree = Source(data).parse()
+    except (OSError, UnreadableError):
+        return {}
+    names = Names(tree, exports(file, data, around))
+    public = {name for name in names.module.bindings if not name.startswith("_")}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            listed = [one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant)]
+            public = {name for name in names.module.bindings if name in listed}
+    meanings = {name: names.meanings(name, names.module) for name in public}
+    known = {name: next(iter(found)) if len(found) == 1 else None for name, found in meanings.items()}
+    return {name: None if (meaning or ".").startswith(".") else meaning for name, meaning in known.items()}

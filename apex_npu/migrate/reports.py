@@ -154,7 +154,7 @@ def explanation(rule: Rule) -> str:
     """A rule with its example."""
     after = "" if rule.after == rule.before else f"\nbecomes\n\n{_indented(rule.after)}"
     example = f"\n{_indented(rule.before)}{after}" if rule.before.strip() else ""
-    message = f"\n{rule.message.format('NAME')}\n" if rule.message else ""
+    message = f"\n{rule.message.format(*rule.found)}\n" if rule.message else ""
     return f"{rule.id}: {rule.title}\n{example}{message}\n{rule.source}"
 
 

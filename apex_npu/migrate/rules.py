@@ -21,6 +21,7 @@ class Rule:
         after: The same program rewritten; equal to ``before`` where the rule reports alone.
         message: What the report says; ``{}`` is filled in with what was found.
         source: Where the behaviour is documented.
+        found: What fills it in an explanation.
     """
 
     id: str
@@ -29,19 +30,20 @@ class Rule:
     after: str
     message: str = ""
     source: str = _NPU
+    found: tuple[str, ...] = ()
 
 
 _IMPORT = "import torch\nimport torch_npu  # noqa: F401\n"
 
 
-def _torch(id: str, title: str, before: str, after: str, message: str = "", source: str = _NPU) -> Rule:
+def _torch(id: str, title: str, before: str, after: str, message: str = "", source: str = _NPU, *found: str) -> Rule:
     """A rule whose example begins with ``import torch``."""
-    return Rule(id, title, f"import torch\n{before}\n", f"{_IMPORT}{after}\n", message, source)
+    return Rule(id, title, f"import torch\n{before}\n", f"{_IMPORT}{after}\n", message, source, found)
 
 
-def _left(id: str, title: str, program: str, message: str, source: str = _NPU) -> Rule:
+def _left(id: str, title: str, program: str, message: str, *found: str, source: str = _NPU) -> Rule:
     """A rule that changes nothing."""
-    return Rule(id, title, f"{program}\n", f"{program}\n", message, source)
+    return Rule(id, title, f"{program}\n", f"{program}\n", message, source, found)
 
 
 DEVICE_RULES = (
@@ -51,7 +53,6 @@ DEVICE_RULES = (
         "imports of torch.cuda",
         "from torch import cuda\n",
         "import torch_npu  # noqa: F401\nfrom torch import npu as cuda\n",
-        "{} has no counterpart on npu: the import stays as it is",
     ),
     _torch(
         "D103",
@@ -60,6 +61,7 @@ DEVICE_RULES = (
         "x = torch.ones(2).npu()",
         "{} is a library with arrays of its own",
         _TORCH + "generated/torch.Tensor.cuda.html",
+        "cupy",
     ),
     _torch("D104", "is_cuda of tensors", "on_device = torch.ones(2).is_cuda", "on_device = torch.ones(2).is_npu"),
     _torch(
@@ -109,6 +111,7 @@ DEVICE_RULES = (
         'import os\nos.environ["CUDA_VISIBLE_DEVICES"] = "0"\n',
         'import os\nos.environ["ASCEND_RT_VISIBLE_DEVICES"] = "0"\n',
         "{} has no effect on npu",
+        found=("NCCL_DEBUG",),
     ),
     _torch(
         "D113",
@@ -129,19 +132,29 @@ DEVICE_RULES = (
         "DataParallel",
         "import torch\nmodel = torch.nn.DataParallel(model)",
         "{} does not run on npu. Start one process per device (torchrun) and wrap with DistributedDataParallel",
+        "nn.DataParallel",
     ),
     _left(
         "D151",
         "names of torch.cuda without a counterpart",
         "import torch\ntorch.cuda.nvtx.range_push('step')",
         "{} has no counterpart on npu",
+        "torch.cuda.nvtx",
     ),
-    _left("D152", "what needs CUDA itself", "import flash_attn", "{} needs CUDA: "),
+    _left(
+        "D152",
+        "what needs CUDA itself",
+        "import flash_attn",
+        "{} needs CUDA: {}",
+        "flash_attn",
+        "use torch.nn.functional.scaled_dot_product_attention",
+    ),
     _left(
         "D153",
         "what is looked up by its name",
         'import torch\ncuda = getattr(torch, "cuda")',
         "{} is looked up or passed on: what becomes of it cannot be told. Write the npu name by hand",
+        "'cuda'",
     ),
     _left(
         "D154",
@@ -154,6 +167,7 @@ DEVICE_RULES = (
         "settings of CUDA's libraries",
         "import torch\ntorch.backends.cudnn.benchmark = True",
         "{} has no effect on npu",
+        "torch.backends.cudnn.benchmark",
     ),
     Rule(
         "D156",
@@ -161,12 +175,14 @@ DEVICE_RULES = (
         "import torch\nprint(torch.cuda.get_device_capability())\n",
         _IMPORT + "print(torch.npu.get_device_capability())\n",
         "{}",
+        found=("it returns None on npu",),
     ),
     _left(
         "D159",
         "a file that speaks of npu already",
         'import torch\ndevice = "npu" if hasattr(torch, "npu") else torch.device("cuda")',
         "the file speaks of npu already (line {}): try it as it is, or give --force (run: --force-files)",
+        "2",
     ),
 )
 APEX_RULES = (
@@ -196,7 +212,8 @@ APEX_RULES = (
         "names of apex without a counterpart",
         "from apex.transformer import parallel_state",
         "{} is no public name of apex_npu",
-        "https://nvidia.github.io/apex/",
+        "apex.transformer",
+        source="https://nvidia.github.io/apex/",
     ),
 )
 OPTIMIZER_RULES = (
@@ -230,7 +247,7 @@ def _amp(
 
 
 def _no_amp(id: str, title: str, program: str, message: str = "") -> Rule:
-    return _left(id, title, program, message, "https://nvidia.github.io/apex/amp.html")
+    return _left(id, title, program, message, source="https://nvidia.github.io/apex/amp.html")
 
 
 _PLAIN = "    loss.backward()\n" + _STEP
@@ -387,9 +404,15 @@ ADVICE_RULES = (
 OWN_RULES = (
     _left("R801", "names that --rules gives", "import mylib", ""),
     _left("R802", "arguments that --rules gives", "import mylib", ""),
-    _left("R803", "names that --rules refuses", "import mylib", "{} is refused by a rule of --rules"),
+    _left("R803", "names that --rules refuses", "import mylib", "{} is refused by a rule of --rules", "mylib.kernel"),
     _left("R804", "names that --rules keeps", "import mylib", "a rule of --rules says so"),
-    _left("D170", "names of --api-list", "import mylib", "{} is in the list of APIs that are not supported"),
+    _left(
+        "D170",
+        "names of --api-list",
+        "import mylib",
+        "{} is in the list of APIs that are not supported",
+        "torch.nn.Fold",
+    ),
 )
 FILE_RULES = (
     _left("F901", "a file that does not parse", "x = (", ""),
@@ -398,7 +421,7 @@ FILE_RULES = (
     _left("F904", "a file that is nested too deeply", "(" * 300, ""),
     _left("F905", "a file above 5 MB", "", ""),
     _left("F906", "a file that cannot be read", "", ""),
-    _left("F908", "other files that name CUDA, nccl or apex", "", "{}: it is not changed"),
+    _left("F908", "other files that name CUDA, nccl or apex", "", "{}: it is not changed", "CUDA_VISIBLE_DEVICES=0"),
     _left(
         "F909",
         "a fault of this program",

@@ -29,6 +29,7 @@ from typing import Any
 from . import reports
 from .findings import Finding, count
 from .program import Options
+from .programs import exports
 from .rewriting import TRIGGER, examined, owned_names, unreadable
 from .source import UnreadableError, apply_edits
 
@@ -115,7 +116,8 @@ class Rewriter(importlib.abc.MetaPathFinder):
         tree: ast.Module | bytes = data
         if TRIGGER.search(data):
             unsure, force = self.settings.unsure, self.settings.force
-            options = Options(("D",), ("D113",), unsure=unsure, force=force, owned=owned_names(data))
+            own, others = owned_names(data), exports(Path(path), data)
+            options = Options(("D",), ("D113",), unsure=unsure, force=force, owned=own, exports=others)
             try:
                 program = examined(data, options)
                 self.findings += program.findings(path)

@@ -17,6 +17,7 @@ _DEVICE = re.compile(r"cuda(:\d*)?")
 _COMPOSED = re.compile(r"cuda:(%[dsi]|\{\w*\})")
 _TYPE = re.compile(r"torch\.cuda\.(\w+(?:Tensor|Storage))")
 _NAME = re.compile(r"torch\.cuda(\.\w+)*")
+_MODULES = ("torch.cuda.", "torch.npu.")
 _BACKENDS = re.compile(r"\w+:\w+(,\w+:\w+)*")
 _VARIABLE = re.compile(r"(CUDA|NCCL|CUBLAS|CUDNN|TORCH_NCCL)_[A-Z0-9_]+")
 _FSTRING = re.compile(r"""([fF][rR]?|[rR][fF])(\"""|'''|"|')(cuda)(?=:\{)""")
@@ -211,7 +212,7 @@ class Devices:
         return name == "type" or name in self._names or _speaks_of_device(name)
 
     def _asks_for_cuda(self, test: ast.expr) -> bool:
-        return any((self.program.names.dotted(node) or "").startswith("torch.cuda.") for node in ast.walk(test))
+        return any((self.program.names.dotted(node) or "").startswith(_MODULES) for node in ast.walk(test))
 
     def _is_keyword(self, keyword: ast.keyword) -> bool:
         call = self.program.parent(keyword)
@@ -231,7 +232,7 @@ class Devices:
         place = call.args.index(argument)  # type: ignore[arg-type]
         if dotted in DEVICE_ARGUMENTS:
             return DEVICE_ARGUMENTS[dotted] == place
-        if (dotted or "").startswith("torch.cuda.") or name == "to" or _speaks_of_device(name):
+        if (dotted or "").startswith(_MODULES) or name == "to" or _speaks_of_device(name):
             return True
         if isinstance(call.func, ast.Attribute) and self._has_device(call.func.value):
             return name in ("startswith", "endswith", "index", "find", "count", "__eq__", "split", "replace")

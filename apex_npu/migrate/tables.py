@@ -63,10 +63,12 @@ INSTEAD = {
 # Names that are there and answer otherwise.
 ANSWERS = {
     "get_device_capability": "it returns None on npu",
-    "get_device_properties": "what it returns has no major and minor on npu",
+    "get_device_properties": "major, minor and others of what it returns are None on npu, or missing",
     "fused": "fused optimizers of torch's have to know npu: if this fails, leave fused out",
     "DoubleTensor": "an NPU computes in float32: float64 is slow or refused",
 }
+# What of CUDA's device properties has a value in those of torch_npu (2026-11); the rest is None or missing there.
+NPU_PROPERTIES = frozenset({"L2_cache_size", "name", "total_memory"})
 
 # Libraries and modules that need CUDA itself, and what takes their place.
 NEEDS_CUDA = {

@@ -18,6 +18,9 @@ _OPTIMIZER = re.compile(
 _INITIALIZE = re.compile(r"apex(_npu)?\.amp\.initialize")
 # Methods that move or cast a module, and return it.
 MOVES = ("to", "cuda", "npu", "half", "float", "double", "bfloat16", "type")
+# What modules have, and other objects with parts do not.
+_OF_MODULES = (*MOVES[:5], "parameters", "named_parameters", "modules", "children", "eval")
+_NOT_WHOLE = "the model is {}: amp takes whole models, by a name"
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
@@ -39,12 +42,14 @@ class Made:
         statement: The assignment.
         target: The name or attribute, as in the program; ``models`` likewise, those of its parameters.
         models: See ``target``.
+        parts: What its parameters are of: the models, or modules in them.
     """
 
     call: ast.Call
     statement: ast.Assign
     target: str
     models: tuple[str, ...]
+    parts: tuple[str, ...]
 
 
 @dataclass(eq=False)
@@ -156,15 +161,16 @@ class Training:
         self._check_alone(statement)
         if any(isinstance(one, _LOOPS) for one in around(program, call)):
             raise UnclearError(call, "A351", "an optimizer is made in a loop: call amp.initialize for one of them")
-        models = tuple(dict.fromkeys(self._models(call)))
-        return Made(call, statement, text(statement.targets[0]), models)
+        parts = tuple(dict.fromkeys(self._parts(call)))
+        models = tuple(dict.fromkeys(self._model_of(part, call) for part in parts))
+        return Made(call, statement, text(statement.targets[0]), models, parts)
 
     def _check_alone(self, statement: ast.stmt) -> None:
         if not alone(self.program, statement):
             raise UnclearError(statement, "A351", "the statement shares its line: give it one of its own")
 
-    def _models(self, call: ast.Call) -> Iterator[str]:
-        """The models whose ``parameters()`` the optimizer is made of."""
+    def _parts(self, call: ast.Call) -> Iterator[str]:
+        """The modules whose ``parameters()`` the optimizer is made of."""
         given = [*call.args[:1], *(one.value for one in call.keywords if one.arg == "params")]
         if given and isinstance(given[0], ast.Name):
             home = self.program.names.scope(call).find(given[0].id)
@@ -175,14 +181,32 @@ class Training:
         found = [node for one in given[:1] for node in ast.walk(one) if isinstance(node, ast.Call)]
         named = [node.func.value for node in found if isinstance(node.func, ast.Attribute) and _lists(node.func.attr)]
         for model in named:
-            plain = isinstance(model, ast.Name) and model.id != "self"
-            if not plain and not (isinstance(model, ast.Attribute) and text(model.value) == "self"):
-                raise UnclearError(
-                    call, "A352", f"the model is {ast.unparse(model)}: amp takes whole models, by a name"
-                )
+            if text(model) in ("", "self"):
+                raise UnclearError(call, "A352", _NOT_WHOLE.format(ast.unparse(model)))
             yield text(model)
         if not named:
             raise UnclearError(call, "A352", "the model of its parameters cannot be told")
+
+    def _model_of(self, part: str, call: ast.Call) -> str:
+        """The model that a module is, or is in: a name, or an attribute of self, that is used as a module."""
+        names = part.split(".")
+        count = 1 + (names[0] == "self")
+        model = ".".join(names[:count])
+        if model != part and not self._is_module(model, call):
+            raise UnclearError(call, "A352", _NOT_WHOLE.format(part))
+        return model
+
+    def _is_module(self, name: str, node: ast.AST) -> bool:
+        """Whether what ``name`` is at ``node`` is called, moved, or asked for its parts as a module is."""
+        home = self.scope_of(node, name)
+        for call in self.calls:
+            owner, method = method_of(call)
+            used = text(call.func) == name or (owner == name and method in _OF_MODULES)
+            if used and (name.startswith("self.") or self.scope_of(call, name) is home):
+                return True
+        values = [one.value for one in self.assigned(name, node)]
+        methods = (one.func.attr for one in values if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute))
+        return any(method in MOVES for method in methods)
 
     def scope_of(self, node: ast.AST, name: str) -> Scope | None:
         """Where the name, or the first name of an attribute, is bound."""
@@ -263,13 +287,10 @@ class Training:
         ends = [self.offset(call) for call in events if self.offset(call) < at and self._steps(call)]
         calls = (call for call in self._methods("zero_grad") if function_of(self.program, call) is function)
         cleared = {method_of(call)[0] for call in calls if max(ends, default=0) <= self.offset(call) < first}
-        models = {model for one in self.made if one.target == name for model in one.models}
+        made = [one for one in self.made if one.target == name]
+        parts = {part for one in made for part in one.parts if not {part, self._model_of(part, one.call)} & cleared}
         loops = [one for one in ast.walk(function) if isinstance(one, ast.For) and text(one.target) in cleared]
-        return (
-            name in cleared
-            or (bool(models) and models <= cleared)
-            or any(self._is_known_list(one.iter) for one in loops)
-        )
+        return name in cleared or (bool(made) and not parts) or any(self._is_known_list(one.iter) for one in loops)
 
     def _steps(self, call: ast.Call) -> bool:
         """Whether this is the step of an optimizer, rather than of a schedule."""

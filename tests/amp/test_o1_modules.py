@@ -437,7 +437,7 @@ def test_func_grad_of_a_float_region_runs_in_float() -> None:
     assert torch.equal(torch.func.grad(loss)(torch.ones_like(x)), torch.full_like(x, 6.0e6))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(not ON_CPU, reason="no inductor for this device")
 @pytest.mark.skipif(" " in torch.__file__, reason="inductor gives its own folder to the linker without quotes")
 def test_inductor_equals_eager() -> None:

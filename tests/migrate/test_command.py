@@ -17,7 +17,7 @@ import pytest
 
 from apex_npu.__main__ import main
 from apex_npu.compat.pipeline import files
-from apex_npu.migrate import command, plan
+from apex_npu.migrate import Options, command, plan
 
 ROOT = Path(__file__).parents[2]
 BEFORE = "import torch\nx = torch.ones(2).cuda()\n"
@@ -199,6 +199,57 @@ def test_an_attribute_of_another_file_is_the_programs_own(tree):
     (tree / "a.py").write_text("class A:\n    def is_cuda(self): pass\n")
     (tree / "c.py").write_text("print(a.is_cuda)\n")
     assert {finding.rule for finding in plan([tree]).findings if finding.path.endswith("c.py")} == {"D154"}
+
+
+STAR = """from parts.utils import *
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+optimizer = optim.SGD(nn.Linear(2, 1).to(device).parameters(), lr=0.1)
+"""
+
+
+@pytest.mark.parametrize("statement", ["from parts.utils import *", "from parts.utils import torch, nn, optim"])
+def test_torch_that_another_file_imports_is_followed(tree, statement):
+    (tree / "parts").mkdir()
+    (tree / "parts/utils.py").write_text("from .base import *\nfrom torch import optim\nfrom math import *\n")
+    (tree / "parts/base.py").write_text("import torch\nimport torch.nn as nn\n__all__ = ['torch', 'nn']\n")
+    (tree / "d.py").write_text(STAR.replace("from parts.utils import *", statement))
+    made = plan([tree / "d.py"], Options(ignore=("O",)))
+    after = STAR.replace("cuda", "npu").replace(
+        "from parts.utils import *", f"{statement}\nimport torch_npu  # noqa: F401"
+    )
+    assert [change.after.decode() for change in made.files] == [after]
+    assert {finding.status for finding in made.findings} == {"changed"}
+
+
+def test_torch_that_is_not_followed_leaves_the_file(tree, capsys):
+    (tree / "d.py").write_text(STAR)
+    assert migrate("--check", tree / "d.py") == 1
+    assert "D102 refused  torch comes by an import from parts.utils, which is not read here" in capsys.readouterr().out
+    assert not plan([tree / "d.py"]).files
+
+
+def test_unsure_changes_after_the_others(tree):
+    program = "import torch\nx = pick('cuda')\ny = torch.ones(2).cuda()\n"
+    for folder in ("one", "two"):
+        (tree / folder).mkdir()
+        (tree / folder / "d.py").write_text(program)
+    assert migrate("--write", "--allow-dirty", tree / "one") == 1
+    assert migrate("--write", "--allow-dirty", "--unsure", tree / "one") == 0
+    assert migrate("--write", "--allow-dirty", "--unsure", tree / "two") == 0
+    assert contents(tree / "one") == contents(tree / "two")
+    assert contents(tree / "one")["d.py"].decode().count("npu") == 3
+
+
+def test_notes_come_once_for_a_file(tree, capsys):
+    (tree / "c.py").write_text("import torch\n" + "torch.backends.cudnn.benchmark = True\n" * 3)
+    (tree / "run.sh").write_text("CUDA_VISIBLE_DEVICES=0 python a.py\npython b.py --device cuda\n")
+    assert migrate(tree) == 0
+    printed = capsys.readouterr().out
+    assert "c.py:2:1" in printed
+    assert "torch.backends.cudnn.benchmark has no effect on npu; 2 more places" in printed
+    assert "(npu: ASCEND_RT_VISIBLE_DEVICES); 1 more line\n" in printed
+    assert "; 2 notes." in printed
 
 
 @pytest.mark.parametrize("call", range(1, 7))

@@ -2,17 +2,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Each rule's example and each golden case; the tables against what they are about."""
 
+from dataclasses import replace
 from operator import attrgetter
 
 import pytest
 import torch
-from devices import VENDOR
+from devices import DEVICE, VENDOR
 from migrate import golden
 
 from apex_npu import compat
 from apex_npu.migrate import Options, apex, reports, rewrite
 from apex_npu.migrate.rules import ADVICE_RULES, AMP_RULES, OWN_RULES, PARALLEL_RULES, RULES
-from apex_npu.migrate.tables import PROFILER_NAMES, RENAMED, SAME_NAMES, SIMILAR, SUBMODULES
+from apex_npu.migrate.tables import NPU_PROPERTIES, PROFILER_NAMES, RENAMED, SAME_NAMES, SIMILAR, SUBMODULES
 
 CASES = sorted(golden.CASES.glob("*.txt"))
 
@@ -40,6 +41,16 @@ def test_a_golden_case(case):
 def test_a_second_run_changes_nothing(case):
     after = golden.parts(case)[1]
     assert rewrite(after, options=golden.options_of(after)).source == after
+
+
+@pytest.mark.parametrize("to", ["npu", "portable"])
+def test_unsure_changes_may_follow_later(to):
+    for case in CASES:
+        before = golden.parts(case)[0]
+        sure = replace(golden.options_of(before), to=to, unsure=False)
+        every = replace(sure, unsure=True)
+        later = rewrite(rewrite(before, options=sure).source, options=every)
+        assert later.source == rewrite(before, options=every).source, case
 
 
 def test_every_rule_has_a_golden_case():
@@ -77,6 +88,22 @@ def test_names_of_apex_are_read_from_the_sources():
         names = apex.exports(ours)
         module = __import__(ours, fromlist=["x"])
         assert all(hasattr(module, name) for name in names), old
+
+
+def test_properties_of_an_npu():
+    if DEVICE.type == "npu":
+        given = torch.npu.get_device_properties(0)
+        assert all(getattr(given, name) for name in NPU_PROPERTIES)
+        assert getattr(given, "major", None) is getattr(given, "multi_processor_count", None) is None
+        assert torch.npu.get_device_capability() is None
+
+
+def test_explanations_have_no_placeholders():
+    for rule in RULES.values():
+        message = rule.message.format(*rule.found)
+        assert "{}" not in message
+        assert bool(rule.found) == ("{}" in rule.message)
+        assert message in reports.explanation(rule)
 
 
 def test_an_explanation_shows_the_example():

@@ -99,7 +99,7 @@ FIRST_IMPORTS = [
     "import apex.contrib.combine_tensors; apex.contrib.combine_tensors.combine_npu",
     "import apex.optimizers.npu_fused_adam; apex.optimizers.npu_fused_adam.NpuFusedAdam",
     "import importlib.util as u; assert u.find_spec('apex.amp') and not u.find_spec('apex.amp._initialize')",
-    "from apex_npu.packing import Distribution; import apex",
+    "from apex_npu.compat.packing import Distribution; import apex",
     "import apex.contrib.xentropy as x; assert x.LOSS == 'upstream'",
     "import apex, importlib; importlib.reload(apex); from apex import amp; amp.initialize",
 ]

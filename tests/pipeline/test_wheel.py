@@ -159,7 +159,7 @@ def test_two_copies_are_noticed_when_apex_is_imported(environment, tmp_path):
     shutil.copytree(ROOT / "apex_npu", environment.site / "apex_npu", ignore=ignored)
     (environment.site / "apex").mkdir()
     (environment.site / "apex" / "__init__.py").write_text(
-        "from apex_npu.beside_upstream import serve; serve(__file__)\n__apex_npu__ = True\n"
+        "from apex_npu.compat.apex_hook import serve; serve(__file__)\n__apex_npu__ = True\n"
     )
     assert environment.run("-c", "from apex import amp").returncode == 0
     before = environment.run("-c", "from apex import amp", PYTHONPATH=str(ROOT)).stderr

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from .command_line import Argument, Command
+from apex_npu._cli.command_line import Argument, Command
+
 from .errors import PipelineError
 
 

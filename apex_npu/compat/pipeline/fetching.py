@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import re
-import shutil
+import tempfile
 from pathlib import Path
 
 from . import eras
 from .checkout import Checkout, git
 from .errors import PipelineError
 from .patching import State, bring, inspect
-from .replacing import alone
 
 
 def generate(source: str | None, ref: str | None, out: Path) -> str:
@@ -70,12 +69,10 @@ def clone(source: str, target: Path) -> None:
 
 
 def _clone(source: str, commit: str | None, out: Path) -> str:
-    unfinished = out.with_name(f".{out.name}.unfinished")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with alone(out.parent):
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()  # fails for a link, into which git would clone
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+            unfinished = Path(folder) / out.name
             try:
                 clone(source, unfinished)
                 checkout = Checkout(unfinished)
@@ -84,11 +81,10 @@ def _clone(source: str, commit: str | None, out: Path) -> str:
                     raise PipelineError(f"{source} has no commit, tag or branch {commit!r}")
                 git("checkout", "--quiet", "--detach", found, cwd=unfinished)
                 said = bring(Checkout(unfinished), State.PATCHED)
-                unfinished.rename(out)
             except PipelineError as error:
                 raise PipelineError(str(error).replace(str(unfinished.resolve()), str(out.resolve()))) from None
-            finally:
-                shutil.rmtree(unfinished, ignore_errors=True)
+            said = said.replace(str(unfinished.resolve()), str(out.resolve()))
+            unfinished.rename(out)
     except OSError as error:
         raise PipelineError(f"{out} cannot be written ({error.strerror}): nothing has been left there") from error
-    return said.replace(str(unfinished.resolve()), str(out.resolve()))
+    return said

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from apex_npu.compat.pipeline.tables import show
+from apex_npu._cli.tables import show
 
 LINES = ["torch  2.13", "numpy  [bold]2.4"]
 ROWS = [("torch", "2.13"), ("numpy", "[bold]2.4")]

@@ -30,7 +30,7 @@ def show(
 
     Example::
 
-        >>> from apex_npu.compat.pipeline.tables import show
+        >>> from apex_npu._cli.tables import show
         >>> show(["torch  2.13"], ("package", "version"), [("torch", "2.13")])
         torch  2.13
     """
