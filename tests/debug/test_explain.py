@@ -395,11 +395,14 @@ def test_a_cause_that_stays_is_told_once(caplog):
     assert tables(caplog)[1:] == ["the cause above was found again in 6 later iterations"]
 
 
+FINE = SCRIPT.replace("(y * 0).log()", "y").replace("verbosity=0", "loss_scale=1.0")
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("from apex import amp", "no scale_loss block of amp has run in it"),
-        (SCRIPT.replace("(y * 0).log()", "y").replace("verbosity=0", "loss_scale=1.0"), "3 blocks, 0 skipped steps: all losses were finite, and nothing has "),
+        (FINE, "3 blocks, 0 skipped steps: all losses were finite, and nothing has "),
         (SCRIPT, "3 blocks, 3 skipped steps; 1 table above"),
         (SCRIPT.replace("range(3)", "range(1)"), "none was explained, as that takes 2 in a row and an iteration after"),
     ],

@@ -272,7 +272,7 @@ def as_bits(tensor):
     return real.contiguous().flatten().view(torch.uint8) if real.numel() else real
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the samples of torch's database are on the host")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
