@@ -62,7 +62,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
-        self.first = nn.Linear(8, 12)
+        self.first = nn.Linear(8, 12, bias=False)  # a bias before a batch norm has no gradient but rounding
         self.norm = nn.BatchNorm1d(12)
         self.scale = nn.Parameter(torch.empty(()))
         self.second = nn.Linear(12, 5, bias=False)

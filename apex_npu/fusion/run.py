@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which parts of a fused group step in one go, how often they have, and what an update rule finds there."""
+"""Which slots of an arena step in one go, how often they have, and what an update rule finds there."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _T = TypeVar("_T")
 
 
 class Run:
-    """Consecutive slots that take part in a step and share a step count; usually the whole buffer.
+    """Consecutive slots that take part in a step, and share a step count and a param group.
 
     Attributes:
-        slots: Which slots of the group.
+        slots: Which slots of the arena.
+        group_index: Which entry of ``param_groups`` has their hyper-parameters.
         params: The parameters themselves.
         param: 1-D, dtype of the parameters; padding between slots included.
         external: A gradient is outside of its slot.
         step: How many times these slots have been updated, this time included. A 0-dim tensor where the device counts.
-        counted: What ``StepCounts.take_back`` needs to take this step back; None: it is not counted.
         grad_scale: What gradients have yet to be divided by, one float32 number; None: they are as they should be.
         found_inf: Where not 0, nothing is to be written: one float32 number; None: gradients have not overflowed.
     """
@@ -39,7 +39,7 @@ class Run:
         # Weakly, since the group holds its runs: a cycle would keep all memory until garbage collection.
         self._of = weakref.ref(group)
         self._counts = counts
-        self.slots = slots
+        self.slots, self.group_index = slots, group.group_of[slots.start]
         self.params = group.params[slots.start : slots.stop]
         self.external = external
         begin, end = group.span(slots)
@@ -48,7 +48,6 @@ class Run:
         self._span = slice(begin, end)
         self.param = group.param_flat[self._span]
         self.step: int | Tensor = 0
-        self.counted: float | Tensor | None = None
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
         self._slices: dict[tuple[str, str], Tensor] = {}
@@ -72,7 +71,7 @@ class Run:
 
     def take_back(self) -> None:
         """Count the step that ``Runs.count`` has counted no longer: it could not be taken."""
-        self._counts.take_back(self)
+        self._counts.take_back(self.slots)
 
     def state(self, name: str) -> Tensor:
         """The flat state ``name``: float32 for low-precision parameters, else of their dtype; zeros at first."""
@@ -213,6 +212,7 @@ class StepCounts:
     def __init__(self, count: int) -> None:
         self._buffer = FlatBuffer(count, torch.float32, torch.device("cpu"))
         self._counts = self._buffer.flat.numpy()  # the same memory; numpy is quicker with a handful of numbers
+        self._before = self._after = self._counts.copy()
 
     def view(self, index: int) -> Tensor:
         """The count of one slot: float32, 0-dim."""
@@ -231,29 +231,31 @@ class StepCounts:
         counts: list[Hashable] = self._counts.tolist()
         return counts
 
-    def are_uniform(self, runs: Sequence[Run]) -> bool:
-        """True where each of ``runs`` is known to have one count still."""
-        for run in runs:
-            counts = self._counts[run.slots.start : run.slots.stop]
-            if (counts != counts[0]).any():
-                return False
-        return True
+    def is_written(self) -> bool:
+        """True where counts are not what the last ``add`` has left: runs may not have one count any more."""
+        return bool((self._counts != self._after).any())
 
-    def add(self, run: Run, addend: float | Tensor) -> int | Tensor:
-        """Add to the counts of ``run``, and return what it is then: on a device a 0-dim tensor."""
-        slots = run.slots
-        run.counted = before = float(self._counts[slots.start])
-        self._counts[slots.start : slots.stop] = before + float(addend)
-        return int(self._counts[slots.start])
+    def begin(self) -> None:
+        """A step begins: ``take_back`` does nothing until ``add``."""
+        self._before = self._counts.copy()
 
-    def take_back(self, run: Run) -> None:
-        """Undo ``add``, if it has been called."""
-        if run.counted is not None:
-            self._counts[run.slots.start : run.slots.stop] = run.counted
+    def add(self, parts: Sequence[slice], addend: float | Tensor) -> None:
+        """Add to the counts of all slots in ``parts``."""
+        for part in parts:
+            self._counts[part] += float(addend)
+        self._after = self._counts.copy()
+
+    def steps(self, slots: Sequence[int]) -> Sequence[int | Tensor]:
+        """The counts of ``slots``: on a device 0-dim tensors."""
+        return list(map(int, self._counts[slots].tolist()))
+
+    def take_back(self, slots: range) -> None:
+        """Undo ``add`` for ``slots``, if it has been called since ``begin``."""
+        self._counts[slots.start : slots.stop] = self._before[slots.start : slots.stop]
 
 
 class Runs:
-    """The runs that the slots of a group are cut into, for as long as the same slots step together.
+    """The runs that the slots of an arena are cut into, for as long as the same slots step together.
 
     Attributes:
         counts: How often each slot has been stepped.
@@ -267,6 +269,8 @@ class Runs:
         self.counts = counts
         self.current: list[Run] = []
         self._states: bytes | None = None
+        self._stretches: list[slice] = []
+        self._firsts: list[int] = []
 
     def cut(self, group: GroupBuffers, states: bytes, on_join: Callable[[int], None]) -> list[Run]:
         """Cut the slots of ``group`` that have a gradient into runs, unless they are; ``count`` counts a step for them.
@@ -281,30 +285,35 @@ class Runs:
             self.current = self._cut(group, states)
             for index in (i for run in self.current for i in run.slots):
                 on_join(index)
+            stepping = [None if state == NONE else True for state in states]
+            self._stretches = [slice(slots.start, slots.stop) for slots in _equal_neighbours(stepping)]
+            self._firsts = [run.slots.start for run in self.current]
             self._states = states
-        for run in self.current:
-            run.counted = None
+        self.counts.begin()
         return self.current
 
     def count(self, addend: float | Tensor = 1.0) -> None:
         """Count one step for each run; 0 where the rule keeps no state, or the step is one to be skipped."""
-        for run in self.current:
-            run.step = self.counts.add(run, addend)
+        self.counts.add(self._stretches, addend)
+        for run, step in zip(self.current, self.counts.steps(self._firsts), strict=True):
+            run.step = step
 
     def is_cut(self, states: bytes) -> bool:
         """True where ``cut`` would give the same runs as the last time."""
-        return states == self._states and self.counts.are_uniform(self.current)
+        return states == self._states and not self.counts.is_written()
 
     def forget(self) -> None:
-        """Counts have been set: the next step cuts the runs again."""
+        """Counts or param groups have been set: the next step cuts the runs again."""
         self._states = None
 
     def _cut(self, group: GroupBuffers, states: bytes) -> list[Run]:
         labels = self.counts.labels([state != NONE for state in states])
-        keys: list[Hashable] = [None if state == NONE else key for key, state in zip(labels, states, strict=True)]
+        keys: list[Hashable] = [
+            None if state == NONE else key for *key, state in zip(labels, group.group_of, states, strict=True)
+        ]
         for i, state in enumerate(states):
             if state == EXTERNAL and not group.grads.reads_in_place and not group.grads.reads_lists:
-                keys[i] = (i,)  # alone
+                keys[i] = i  # alone
         return [
             Run(group, self.counts, slots, external=EXTERNAL in states[slots.start : slots.stop])
             for slots in _equal_neighbours(keys)
