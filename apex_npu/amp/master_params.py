@@ -286,7 +286,6 @@ class FlatModel:
         held = {id(p) for group in self.groups for p in group.params}
         return [pair.model_param for pair in self.unfused if id(pair.master_param) in held]
 
-    @torch.no_grad()
     def copy_masters(self, skipped: Tensor | None = None) -> None:
         """Round every master into its model parameter; see ``copy_masters_to_model``."""
         for group, buffer in self.buffers:
@@ -312,6 +311,7 @@ def copy_masters_to_model(pairs: list[MasterPair], skipped: Tensor | None = None
         torch._foreach_copy_([p.model_param for p in pairs], [p.master_param for p in pairs])
 
 
+@torch.no_grad()
 def write_unless(skipped: Tensor | None, target: Tensor, source: Tensor) -> None:
     """Round ``source`` into ``target``, but where ``skipped``, one number on a device, is there and not 0."""
     if skipped is not None:

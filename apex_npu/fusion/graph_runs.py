@@ -7,7 +7,7 @@ The host only records which of them are equal.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class _DeviceStepCounts(StepCounts):
         self._new = [True] * count
         self._written = False
         self._versions = 0
-        self._added: float | Tensor | None = None
+        self.added = None
 
     def view(self, index: int) -> Tensor:
         view = self._views.get(index)
@@ -100,23 +100,18 @@ class _DeviceStepCounts(StepCounts):
         ]
         return list(self._labels)
 
-    def begin(self) -> None:
-        self._added = None
-
-    def add(self, parts: Sequence[slice], addend: float | Tensor) -> None:
+    def add(self, parts: Sequence[slice], addend: float | Tensor, firsts: Sequence[int]) -> Iterable[int | Tensor]:
         for part in parts:
             if isinstance(addend, Tensor) or addend:
                 self._buffer.flat[part].add_(addend)
             self._new[part] = [False] * (part.stop - part.start)
-        self._added = addend
+        self.added = addend
         self._versions = self._version()  # in pure torch views count what is written to the buffer, too
-
-    def steps(self, slots: Sequence[int]) -> Sequence[int | Tensor]:
-        return [self._buffer.flat[slot] for slot in slots]
+        return map(self._buffer.flat.__getitem__, firsts)
 
     def take_back(self, slots: range) -> None:
-        if self._added is not None:
-            self._buffer.flat[slots.start : slots.stop].sub_(self._added)
+        if self.added is not None:
+            self._buffer.flat[slots.start : slots.stop].sub_(self.added)
             self._written = True  # to be read again: some may never have been stepped
 
     def is_written(self) -> bool:

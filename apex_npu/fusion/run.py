@@ -20,6 +20,21 @@ from apex_npu.ops.reference_segments import segment_ids
 _T = TypeVar("_T")
 
 
+class _Slices(dict[str, Tensor]):
+    """A range of the flat tensors of an arena that have names; each slice is made once."""
+
+    def __init__(
+        self, of: Callable[[], GroupBuffers | None], flat: Callable[[GroupBuffers, str], Tensor], span: slice
+    ) -> None:
+        self._of, self._flat, self._span = of, flat, span
+
+    def __missing__(self, name: str) -> Tensor:
+        group = self._of()
+        assert group is not None
+        self[name] = found = self._flat(group, name)[self._span]
+        return found
+
+
 class Run:
     """Consecutive slots that take part in a step, and share a step count and a param group.
 
@@ -29,6 +44,10 @@ class Run:
         params: The parameters themselves.
         param: 1-D, dtype of the parameters; padding between slots included.
         external: A gradient is outside of its slot.
+        state: Called with a name, it gives that flat state: float32 for low-precision parameters, else of their dtype;
+            zeros at first.
+        scratch: Likewise flat memory for this step's intermediate values, of the state's dtype; what it holds is
+            arbitrary.
         step: How many times these slots have been updated, this time included. A 0-dim tensor where the device counts.
         grad_scale: What gradients have yet to be divided by, one float32 number; None: they are as they should be.
         found_inf: Where not 0, nothing is to be written: one float32 number; None: gradients have not overflowed.
@@ -50,7 +69,10 @@ class Run:
         self.step: int | Tensor = 0
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
-        self._slices: dict[tuple[str, str], Tensor] = {}
+        self._grad: Tensor | None = None
+        # The flat state of a name, and scratch memory: bound methods, as each step asks for some.
+        self.state = _Slices(self._of, GroupBuffers.state_flat, self._span).__getitem__
+        self.scratch = _Slices(self._of, GroupBuffers.scratch_flat, self._span).__getitem__
         self._remembered: dict[str, tuple[object, Any]] = {}
         self._kept: list[Any] | None = None
 
@@ -73,23 +95,9 @@ class Run:
         """Count the step that ``Runs.count`` has counted no longer: it could not be taken."""
         self._counts.take_back(self.slots)
 
-    def state(self, name: str) -> Tensor:
-        """The flat state ``name``: float32 for low-precision parameters, else of their dtype; zeros at first."""
-        found = self._slices.get(("state", name))
-        return self._slice("state", name, self._group.state_flat(name)) if found is None else found
-
-    def scratch(self, name: str) -> Tensor:
-        """Flat memory for this step's intermediate values, of the state's dtype; what it holds is arbitrary."""
-        found = self._slices.get(("scratch", name))
-        return self._slice("scratch", name, self._group.scratch_flat(name)) if found is None else found
-
     def per_param(self, name: str) -> Tensor:
         """The state ``name`` of one number for each parameter: 1-D, of the state's dtype."""
         return self._group.scalar_flat(name)[self.slots.start : self.slots.stop]
-
-    def _slice(self, kind: str, name: str, flat: Tensor) -> Tensor:
-        self._slices[kind, name] = found = flat[self._span]
-        return found
 
     def remember(self, name: str, value: object, make: Callable[[], _T]) -> _T:
         """What ``make`` gives, made once for as long as the same slots step together and ``value`` is the same."""
@@ -123,8 +131,9 @@ class Run:
         """
         if self.external:
             return self._external_grad()
-        found = self._slices.get(("grad", ""))
-        return self._slice("grad", "", self._group.grads.flat) if found is None else found
+        if self._grad is None:
+            self._grad = self._group.grads.flat[self._span]
+        return self._grad
 
     def _external_grad(self) -> Tensor:
         """Built in each step: a reference would keep the gradients' memory."""
@@ -207,12 +216,16 @@ class StepCounts:
     """How many times each slot has been stepped, on the host: float32 numbers, which torch.optim shows as ``step``.
 
     The buffer is the truth: it is what a checkpoint shows, and a user may have written to a ``view`` of it.
+
+    Attributes:
+        added: What ``take_back`` needs to undo ``add``; None: it has not been called in this step.
     """
 
     def __init__(self, count: int) -> None:
         self._buffer = FlatBuffer(count, torch.float32, torch.device("cpu"))
         self._counts = self._buffer.flat.numpy()  # the same memory; numpy is quicker with a handful of numbers
-        self._before = self._after = self._counts.copy()
+        self._after = self._counts.tobytes()
+        self.added: Any = None
 
     def view(self, index: int) -> Tensor:
         """The count of one slot: float32, 0-dim."""
@@ -233,25 +246,20 @@ class StepCounts:
 
     def is_written(self) -> bool:
         """True where counts are not what the last ``add`` has left: runs may not have one count any more."""
-        return bool((self._counts != self._after).any())
+        return self._counts.tobytes() != self._after
 
-    def begin(self) -> None:
-        """A step begins: ``take_back`` does nothing until ``add``."""
-        self._before = self._counts.copy()
-
-    def add(self, parts: Sequence[slice], addend: float | Tensor) -> None:
-        """Add to the counts of all slots in ``parts``."""
+    def add(self, parts: Sequence[slice], addend: float | Tensor, firsts: Sequence[int]) -> Iterable[int | Tensor]:
+        """Add to the counts of all slots in ``parts``, and return those of ``firsts``: on a device 0-dim tensors."""
+        self.added = self._counts.copy()
         for part in parts:
             self._counts[part] += float(addend)
-        self._after = self._counts.copy()
-
-    def steps(self, slots: Sequence[int]) -> Sequence[int | Tensor]:
-        """The counts of ``slots``: on a device 0-dim tensors."""
-        return list(map(int, self._counts[slots].tolist()))
+        self._after = self._counts.tobytes()
+        return map(int, self._counts[firsts].tolist())
 
     def take_back(self, slots: range) -> None:
-        """Undo ``add`` for ``slots``, if it has been called since ``begin``."""
-        self._counts[slots.start : slots.stop] = self._before[slots.start : slots.stop]
+        """Undo ``add`` for ``slots``, if it has been called."""
+        if self.added is not None:
+            self._counts[slots.start : slots.stop] = self.added[slots.start : slots.stop]
 
 
 class Runs:
@@ -289,13 +297,12 @@ class Runs:
             self._stretches = [slice(slots.start, slots.stop) for slots in _equal_neighbours(stepping)]
             self._firsts = [run.slots.start for run in self.current]
             self._states = states
-        self.counts.begin()
+        self.counts.added = None
         return self.current
 
     def count(self, addend: float | Tensor = 1.0) -> None:
         """Count one step for each run; 0 where the rule keeps no state, or the step is one to be skipped."""
-        self.counts.add(self._stretches, addend)
-        for run, step in zip(self.current, self.counts.steps(self._firsts), strict=True):
+        for run, step in zip(self.current, self.counts.add(self._stretches, addend, self._firsts), strict=True):
             run.step = step
 
     def is_cut(self, states: bytes) -> bool:

@@ -458,8 +458,11 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def _is_fused(self, *, for_step: bool) -> bool:
         """True while parameters, their memory and the names of their states are those that were fused."""
         record = self._fused
-        if not record.are_listed(self._lists()) or (for_step and self._state_names() != record.state_names):
+        if len(record.listed) != len(self.param_groups):
             return False
+        for group, listed, names in zip(self.param_groups, record.listed, record.state_names, strict=True):
+            if not are_same(group["params"], listed) or (for_step and self.state_names(group) != names):
+                return False
         if (record.owners or record.unfused) and record.is_rarely_outdated(self.param_groups):
             return False
         for fused in record.groups:
