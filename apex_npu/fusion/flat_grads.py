@@ -108,6 +108,11 @@ class FlatGrads:
         return self._buffer
 
     @property
+    def has_buffer(self) -> bool:
+        """Whether the buffer is allocated."""
+        return self._buffer is not None
+
+    @property
     def flat(self) -> Tensor:
         """All slots and their padding, which is zero. Slots that are NONE hold whatever was there last."""
         return self._allocate().flat
