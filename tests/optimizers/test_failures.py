@@ -9,7 +9,8 @@ from lockstep import assert_equal_params, assert_equal_states
 from optimizer_specs import SPECS
 from torch import nn
 
-from apex_npu.fusion import FusedGroup, flat_buffer
+from apex_npu.fusion import flat_buffer
+from apex_npu.fusion.group_buffers import GroupBuffers
 from apex_npu.optimizers import NpuFusedAdam, NpuFusedLamb
 
 
@@ -127,7 +128,7 @@ def test_memory_that_runs_out_after_a_buffer_has_been_stepped_cannot_be_undone(m
     params[2].data = params[2].data.bfloat16()
     optimizer = NpuFusedLamb(params, lr=0.1)
     set_grads(params, 0)
-    make, made = FusedGroup.scratch_flat, []
+    make, made = GroupBuffers.scratch_flat, []
 
     def scarce(group, name):
         made.append(group)
@@ -135,7 +136,7 @@ def test_memory_that_runs_out_after_a_buffer_has_been_stepped_cannot_be_undone(m
             raise flat_buffer.NoRoomError("not enough memory")
         return make(group, name)
 
-    monkeypatch.setattr(FusedGroup, "scratch_flat", scarce)
+    monkeypatch.setattr(GroupBuffers, "scratch_flat", scarce)
     before = [p.detach().clone() for p in params]
     with pytest.raises(RuntimeError, match="cannot be repeated"):
         optimizer.step()
