@@ -100,8 +100,8 @@ class CombinedAccessors(HasFusedGroups):
         """All parameters that are trained, over all param groups: one flat buffer for each device and dtype.
 
         Under amp with masters these are the first, and parameters without one have a buffer after it. What is written
-        to a buffer, the parameters have. The first call after parameters were fused, added or unfrozen moves those of
-        several groups into one buffer; call it in each step, since a buffer from before has none of them any more.
+        to a buffer, the parameters have. The first call after parameters were fused, added or unfrozen may move them
+        into one buffer; call it in each step, since a buffer from before has none of them any more.
 
         Raises:
             RuntimeError: A parameter shares its memory with other tensors, or is sharded over processes; or, where
