@@ -325,6 +325,7 @@ class FlatGrads:
         if others:
             self.take(sources, slots=None if len(others) == len(self.params) else others)
 
+    @torch.no_grad()
     def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
         """Multiply all gradients, where they are or on their way into their slots.
 
@@ -355,6 +356,7 @@ class FlatGrads:
             self._copier = GradCopier(self.flat, self.offsets, self._shapes)
         return self._copier
 
+    @torch.no_grad()
     def _take_batches(
         self,
         sources: Sequence[Tensor],

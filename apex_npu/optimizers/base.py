@@ -279,12 +279,11 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                 model_params.written = 0
             if not any(states):
                 continue  # its runs stay, for steps in which it takes part again
-            cut = fused.runs.cut(fused, states, partial(self._join, fused))
-            runs += [(run, groups[run.group_index]) for run in cut]  # first: what is counted can be taken back
-            fused.runs.count(addend)
             scale = None if grad_scale is None else grad_scale.to(fused.param_flat.device, torch.float32).reshape(1)
-            for run in cut:
+            for run in fused.runs.cut(fused, states, partial(self._join, fused)):
                 run.grad_scale, run.found_inf = scale, found_inf
+                runs.append((run, groups[run.group_index]))
+            fused.runs.count(addend)  # last: what is counted can be taken back
         if len(gathered) > 1:
             # In the order of param_groups, as torch does: parameters may share memory.
             runs.sort(key=lambda pair: pair[0].group_index)
