@@ -20,7 +20,8 @@ struct Adam {
     T *m = exp_avg + begin, *v = exp_avg_sq + begin;
     if (max_exp_avg_sq == nullptr) {
       const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
-        move(p[i], m[i], update_moments(gradient(g[i], p[i]), m[i], v[i]));
+        const T square = update_moments(gradient(g[i], p[i]), m[i], v[i]);  // before m[i] is read below
+        move(p[i], m[i], square);
       };
       for_each<T>(n, body, p, g, m, v);
     } else {
