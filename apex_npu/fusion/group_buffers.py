@@ -23,7 +23,7 @@ class GroupBuffers:
 
     Attributes:
         params: Of one dtype and device, dense, not overlapping.
-        group_of: For each the index of its entry of ``param_groups``. Those of one need not be neighbours.
+        places: For each the index of its entry of ``param_groups``, and its place there. Slots are in any order.
         param_flat: 1-D over the memory of all of them.
         grads: Their gradients, laid out alike.
         table: Where each parameter lay when it was fused.
@@ -35,9 +35,9 @@ class GroupBuffers:
     owns_memory = True
 
     def __init__(self, params: Sequence[Tensor], param_flat: Tensor, offsets: Sequence[int]) -> None:
-        """Wrap ``param_flat``, which holds ``params``: all of one param group, until ``group_of`` is set."""
+        """Wrap ``param_flat``, which holds ``params``: those of one param group, until ``places`` are set."""
         self.params = list(params)
-        self.group_of = [0] * len(self.params)
+        self.places = [(0, place) for place in range(len(self.params))]
         self.param_flat = param_flat
         self.grads = FlatGrads(self.params, offsets, param_flat.numel())
         self.table = slot_table(self.params)

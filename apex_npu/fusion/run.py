@@ -40,7 +40,8 @@ class Run:
 
     Attributes:
         slots: Which slots of the arena.
-        group_index: Which entry of ``param_groups`` has their hyper-parameters.
+        place: Of the first of them: the index of its entry of ``param_groups``, whose hyper-parameters all have, and
+            its place there.
         params: The parameters themselves.
         param: 1-D, dtype of the parameters; padding between slots included.
         external: A gradient is outside of its slot.
@@ -58,7 +59,7 @@ class Run:
         # Weakly, since the group holds its runs: a cycle would keep all memory until garbage collection.
         self._of = weakref.ref(group)
         self._counts = counts
-        self.slots, self.group_index = slots, group.group_of[slots.start]
+        self.slots, self.place = slots, group.places[slots.start]
         self.params = group.params[slots.start : slots.stop]
         self.external = external
         begin, end = group.span(slots)
@@ -316,7 +317,8 @@ class Runs:
     def _cut(self, group: GroupBuffers, states: bytes) -> list[Run]:
         labels = self.counts.labels([state != NONE for state in states])
         keys: list[Hashable] = [
-            None if state == NONE else key for *key, state in zip(labels, group.group_of, states, strict=True)
+            None if state == NONE else (label, index)
+            for label, (index, _), state in zip(labels, group.places, states, strict=True)
         ]
         for i, state in enumerate(states):
             if state == EXTERNAL and not group.grads.reads_in_place and not group.grads.reads_lists:

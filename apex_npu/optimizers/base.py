@@ -259,7 +259,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         return found
 
     def _takes_lists(self, fused: FusedGroup) -> bool:
-        return all(self.takes_lists(self.param_groups[index], fused) for index in set(fused.group_of))
+        return all(self.takes_lists(self.param_groups[index], fused) for index in {index for index, _ in fused.places})
 
     def _count(
         self,
@@ -271,7 +271,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         grad_scale = getattr(self, "grad_scale", None)
         groups, names = self.param_groups, self._fused.state_names
         for fused, states in gathered:
-            addend: float | Tensor = 1.0 if self.has_step_state or names[fused.group_of[0]] else 0.0
+            addend: float | Tensor = 1.0 if self.has_step_state or names[fused.places[0][0]] else 0.0
             if found_inf is not None and addend:
                 addend = (found_inf == 0).to(torch.float32)
             model_params = fused.model_params()
@@ -282,11 +282,11 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             scale = None if grad_scale is None else grad_scale.to(fused.param_flat.device, torch.float32).reshape(1)
             for run in fused.runs.cut(fused, states, partial(self._join, fused)):
                 run.grad_scale, run.found_inf = scale, found_inf
-                runs.append((run, groups[run.group_index]))
+                runs.append((run, groups[run.place[0]]))
             fused.runs.count(addend)  # last: what is counted can be taken back
         if len(gathered) > 1:
-            # In the order of param_groups, as torch does: parameters may share memory.
-            runs.sort(key=lambda pair: pair[0].group_index)
+            # In the order of the lists, as torch does: parameters may share memory.
+            runs.sort(key=lambda pair: pair[0].place)
 
     def _join(self, fused: FusedGroup, index: int) -> None:
         self._shown.join(self, self._slot(fused, index))
@@ -514,7 +514,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                 yield self._slot(fused, index)
 
     def _slot(self, fused: FusedGroup, index: int) -> StateSlot:
-        group = self.param_groups[fused.group_of[index]]
+        group = self.param_groups[fused.places[index][0]]
         return StateSlot(group, fused, index, self._fused.owner_of(fused.params[index]))
 
 

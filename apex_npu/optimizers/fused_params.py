@@ -121,8 +121,8 @@ class FusedParams:
         self._report(moved, report)
         parts = self._parts_of(params)
         owners = {id(part): p for part, p in zip(parts, params, strict=True) if part is not p}
-        index_of = dict(zip(map(id, parts), _indices(lists), strict=True))
-        kind_of = {part: state_names[index] for part, index in index_of.items()}
+        place_of = _places_in(lists, parts)
+        kind_of = {part: state_names[index] for part, (index, _) in place_of.items()}
         groups = self._still_fit(moved, kind_of)
         unfused = _without_members(parts, groups)
         if any(owners.get(id(p), p).requires_grad and not can_be_stepped(p) for p in unfused):
@@ -141,13 +141,12 @@ class FusedParams:
         groups += fuse(copies, kind_of=kind_of, capturable=self.capturable)
         unfused = _without_members(unfused, groups)
         # Parameters that share memory are stepped one after the other: in the order of the list, as torch does.
-        place = {id(p): i for i, p in enumerate(parts)}
-        groups.sort(key=lambda group: min(place[id(p)] for p in group.params))
+        groups.sort(key=lambda group: min(place_of[id(p)] for p in group.params))
         same = are_same(groups, self.groups) and are_same(parts, self._params) and self.are_listed(lists)
         same = same and state_names == self.state_names
         listed = list(map(list, lists))
         for group in groups:
-            _number(group, index_of)
+            _number(group, place_of)
         # All at once: an interrupt between two of them would leave parameters that no later call steps, or twice.
         self.groups, self.unfused, self.owners = groups, unfused, owners
         self.listed, self._params, self.state_names, self._moving = listed, parts, state_names, set()
@@ -161,7 +160,7 @@ class FusedParams:
         left: dict[int, list[Tensor]] = {}
         for group, found in zip(self.groups, moved, strict=True):
             for i in found:
-                left.setdefault(group.group_of[i], []).append(group.params[i])
+                left.setdefault(group.places[i][0], []).append(group.params[i])
         for index, params in left.items():
             if any(id(p) not in self._moving for p in params):
                 report(index, params)
@@ -203,9 +202,9 @@ class FusedParams:
 
     def take(self, groups: list[FusedGroup]) -> None:
         """Have ``groups`` that combine all that has been released."""
-        index_of = dict(zip(map(id, self._params), _indices(self.listed), strict=True))
+        place_of = _places_in(self.listed, self._params)
         for group in groups:
-            _number(group, index_of)
+            _number(group, place_of)
         self._combined = True
         self.groups, self.unfused = groups, _without_members(self.unfused, groups)
 
@@ -325,16 +324,17 @@ def _has_gaps(param: Tensor, because: str, error: type[Exception] = RuntimeError
     )
 
 
-def _indices(lists: Sequence[list[Tensor]]) -> list[int]:
-    """For each parameter in ``lists`` the index of its list."""
-    return [index for index, params in enumerate(lists) for _ in params]
+def _places_in(lists: Sequence[list[Tensor]], parts: list[Tensor]) -> dict[int, tuple[int, int]]:
+    """``id(part)`` → the index of its list, and its place in that list."""
+    places = [(index, place) for index, params in enumerate(lists) for place in range(len(params))]
+    return dict(zip(map(id, parts), places, strict=True))
 
 
-def _number(group: FusedGroup, index_of: dict[int, int]) -> None:
-    """Note for each slot of ``group`` whose hyper-parameters it has."""
-    group_of = [index_of[id(p)] for p in group.params]
-    if group_of != group.group_of:
-        group.group_of = group_of
+def _number(group: FusedGroup, place_of: dict[int, tuple[int, int]]) -> None:
+    """Note for each slot of ``group`` where its parameter is listed."""
+    places = [place_of[id(p)] for p in group.params]
+    if places != group.places:
+        group.places = places
         group.runs.forget()
 
 
