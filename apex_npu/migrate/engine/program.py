@@ -15,8 +15,6 @@ from typing import Any
 from .names import Exports, Names
 from .source import Edit, Source, UnreadableError, apply_edits, parse, same_elsewhere, same_tree
 
-STATUSES = ("changed", "unsure", "refused", "note", "kept")
-
 
 @dataclass(frozen=True, order=True)
 class Finding:
