@@ -21,7 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import DEVICE
-from known_faults.common import (
+from interrupting import Interrupt
+from small_programs import (
     WITH_MASTERS,
     Weights,
     assert_values,
@@ -30,7 +31,6 @@ from known_faults.common import (
     values,
     vector,
 )
-from known_faults.interrupting import Interrupt
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 

@@ -5,9 +5,10 @@
 What is saved is right on any device.
 """
 
+import pytest
 import torch
 from devices import DEVICE
-from known_faults.common import (
+from small_programs import (
     LEVELS,
     Weights,
     assert_values,
@@ -58,46 +59,33 @@ def double_on_load(model):
     model.register_load_state_dict_pre_hook(double)
 
 
+@pytest.mark.parametrize("before", [False, True])
 @levels(LEVELS)
-def test_a_hook_registered_after_initialize_that_changes_the_values(level):
-    model, optimizer = load_and_train(Single(), {"weight": torch.full((3,), 4.0)}, level, double_on_load)
+def test_a_hook_that_changes_the_values(level, before):
+    """Registered before ``initialize``, or after it."""
+    model = Single()
+    if before:
+        double_on_load(model)
+    state = {"weight": torch.full((3,), 4.0)}
+    model, optimizer = load_and_train(model, state, level, lambda model: before or double_on_load(model))
     assert_values(model.parameters(), 7.0)
     assert_values(amp.master_params(optimizer), 7.0)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
 @levels(LEVELS)
-def test_a_hook_registered_before_initialize_that_changes_the_values(level):
-    model = Single()
-    double_on_load(model)
-    model, optimizer = load_and_train(model, {"weight": torch.full((3,), 4.0)}, level)
-    assert_values(amp.master_params(optimizer), 7.0)
-
-
-@levels(LEVELS)
-def test_a_parameter_without_dims_is_loaded_from_one_element(level):
-    _, optimizer = load_and_train(Single(()), {"weight": torch.full((1,), 5.0)}, level)
-    assert_values(amp.master_params(optimizer), 4.0)
-
-
-@levels(LEVELS)
-def test_a_parameter_without_dims_is_loaded_from_its_like(level):
-    _, optimizer = load_and_train(Single(()), {"weight": torch.tensor(5.0)}, level)
+def test_a_parameter_without_dims(level, shape):
+    _, optimizer = load_and_train(Single(()), {"weight": torch.full(shape, 5.0)}, level)
     assert_values(amp.master_params(optimizer), 4.0)
 
 
 @levels(LEVELS)
 def test_a_class_that_loads_by_itself(level):
-    _, optimizer = load_and_train(LoadsByItself(), {"log2": torch.full((3,), 3.0)}, level)
+    model, optimizer = load_and_train(LoadsByItself(), {"log2": torch.full((3,), 3.0)}, level)
     assert_values(amp.master_params(optimizer), 7.0)
-
-
-@levels(LEVELS)
-def test_a_class_that_loads_by_itself_in_the_middle_of_a_training(level):
-    model, optimizer = start(LoadsByItself(), level=level)
+    model.load_state_dict({"log2": torch.full((3,), 5.0)})  # in the middle of a training
     train_step(model, optimizer, (1.0, 1.0, 1.0))
-    model.load_state_dict({"log2": torch.full((3,), 3.0)})
-    train_step(model, optimizer, (1.0, 1.0, 1.0))
-    assert_values(amp.master_params(optimizer), 7.0)
+    assert_values(amp.master_params(optimizer), 31.0)
 
 
 @levels(LEVELS)

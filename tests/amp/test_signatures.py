@@ -2,14 +2,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Arguments and results: methods of a script's own optimizer, arguments that torch accepts."""
 
-import math
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from devices import DEVICE
-from known_faults.common import (
+from small_programs import (
     LEVELS,
     WITH_MASTERS,
     Weights,
@@ -58,36 +57,12 @@ def own(level):
 
 @levels(LEVELS)
 @pytest.mark.parametrize("positional", [False, True])
-def test_arguments_of_a_step_of_ones_own(positional, level):
+def test_a_step_and_a_zero_grad_of_ones_own(positional, level):
     model, optimizer = own(level)
-    optimizer.step(None, 2.0) if positional else optimizer.step(factor=2.0)
+    assert (optimizer.step(None, 2.0) if positional else optimizer.step(factor=2.0)) == "stepped"
     assert_values(model.parameters(), 10.0 - 2.0 * torch.tensor(X))
-
-
-@levels(LEVELS)
-def test_the_result_of_a_step_of_ones_own(level):
-    _, optimizer = own(level)
-    assert optimizer.step() == "stepped"
-
-
-@levels(LEVELS)
-def test_arguments_of_a_zero_grad_of_ones_own(level):
-    _, optimizer = own(level)
-    optimizer.zero_grad(reason="epoch")
+    assert optimizer.zero_grad(reason="epoch") == "cleared"
     assert optimizer.reason == "epoch"
-
-
-@levels(LEVELS)
-def test_the_result_of_a_zero_grad_of_ones_own(level):
-    _, optimizer = own(level)
-    assert optimizer.zero_grad() == "cleared"
-
-
-@levels(LEVELS)
-def test_a_step_of_ones_own_steps(level):
-    model, optimizer = own(level)
-    optimizer.step()
-    assert_values(model.parameters(), 10.0 - torch.tensor(X))
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="arrays are in the host's memory")
@@ -141,64 +116,6 @@ def plain_model_and_optimizer():
     model = Weights(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     return model, optimizer, get_optimizer_state_dict(model, optimizer)
-
-
-def parameter():
-    return nn.Parameter(torch.ones(3, device=DEVICE))
-
-
-ALL = {name: cls for name, cls in vars(optimizers).items() if isinstance(cls, type) and name != "FusedOptimizer"}
-FUSED = {name: cls for name, cls in ALL.items() if issubclass(cls, optimizers.FusedOptimizer)}
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_every_fused_optimizer_takes_fuse_grad_scaler(name):
-    param = parameter()
-    optimizer = FUSED[name]([param], lr=0.1, fuse_grad_scaler=True)
-    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=64.0)
-    other = parameter()
-    plain = FUSED[name]([other], lr=0.1)
-    scaler.scale((param * vector(*X)).sum()).backward()
-    scaler.step(optimizer)
-    (other * vector(*X)).sum().backward()
-    plain.step()
-    torch.testing.assert_close(param, other)
-
-
-@pytest.mark.parametrize("count", [1.5, torch.tensor(1.5), -1, math.nan], ids=str)
-def test_a_step_that_is_no_count_is_refused(count):
-    param = parameter()
-    optimizer = optimizers.NpuFusedAdam([param])
-    param.sum().backward()
-    optimizer.step()
-    state = optimizer.state_dict()
-    state["state"][0]["step"] = count
-    with pytest.raises(ValueError, match="count"):
-        optimizer.load_state_dict(state)
-
-
-def test_the_state_of_fused_adagrad_goes_on_in_torchs():
-    ours, theirs = parameter(), parameter()
-    first = optimizers.FusedAdagrad([ours], lr=0.1, eps=1e-10)
-    reference = torch.optim.Adagrad([theirs], lr=0.1, eps=1e-10)
-    for param, optimizer in ((ours, first), (theirs, reference)):
-        (param * vector(*X)).sum().backward()
-        optimizer.step()
-    second = torch.optim.Adagrad([ours], lr=0.1, eps=1e-10)
-    second.load_state_dict(first.state_dict())
-    second.step()
-    reference.step()
-    torch.testing.assert_close(ours, theirs)
-
-
-def test_the_default_learning_rate_of_sgd_is_torchs():
-    assert optimizers.NpuFusedSGD([parameter()]).defaults["lr"] == torch.optim.SGD([parameter()]).defaults["lr"]
-
-
-@pytest.mark.parametrize("cls", [optimizers.NpuFusedAdam, optimizers.NpuFusedAdamW])
-def test_betas_of_a_float_and_a_tensor_are_refused_as_in_torch(cls):
-    with pytest.raises(ValueError, match="betas"):
-        cls([parameter()], betas=(0.9, torch.tensor(0.999)))
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")

@@ -12,18 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from devices import DEVICE
-from known_faults.common import (
-    Weights,
-    assert_values,
-    initialize,
-    levels,
-    start,
+from small_programs import (
     vector,
 )
 from torch import nn
 
 import apex_npu
-from apex_npu import amp, optimizers
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,41 +103,3 @@ def test_a_launcher_of_several_processes(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.glob("--*")} == {f"--world-size-2---rank-{rank}" for rank in range(2)}
-
-
-# ---------------------------------------------------------------------------------------------------------- partial FC
-
-
-def addresses(level, *, together):
-    """Addresses of the backbone's parameter over steps at each of which the classes' parameter is another one."""
-    model = Weights(10.0, 20.0)
-    if together:
-        model, first = start(model, [{"params": [w]} for w in model.w], level=level)
-        chosen = [first]
-    else:
-        chosen = [optimizers.NpuFusedSGD([w], lr=1.0) for w in model.w]
-        model, chosen = initialize(model, chosen, level)
-    found = []
-    for _ in range(4):
-        sampled = nn.Parameter(torch.full((3,), 20.0, device=DEVICE))
-        chosen[-1].param_groups[-1]["params"][0] = sampled
-        loss = model(vector(1.0, 1.0, 1.0), only=(0,)) + sampled.sum()
-        with amp.scale_loss(loss, chosen) as scaled_loss:
-            scaled_loss.backward()
-        for optimizer in chosen:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_values([sampled], 19.0)
-        found.append((model.w[0].data_ptr(), next(iter(amp.master_params(chosen[0]))).data_ptr()))
-    assert_values([model.w[0]], 6.0)
-    return found
-
-
-@levels(("O0", "O1", "O2", "O5"))
-def test_parameters_of_another_optimizer_stay_where_they_are(level):
-    assert len(set(addresses(level, together=False))) == 1
-
-
-@levels(("O0", "O1", "O2", "O5"))
-def test_parameters_of_another_group_stay_where_they_are(level):
-    assert len(set(addresses(level, together=True))) == 1

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Helpers of the tests of known faults: the mark, "right or refused", and models with simple gradients."""
+"""Models with simple gradients, trained under amp in few lines; "right or refused"; the mark of a known fault."""
 
 import functools
 
@@ -29,11 +29,6 @@ kinds = functools.partial(pytest.mark.parametrize, "kind")
 def known_fault(reason, raises=AssertionError):
     """A test that states what is right and fails today, in just this way."""
     return pytest.mark.xfail(strict=True, raises=raises, reason=reason)
-
-
-def levels_where(right, wrong, reason, raises=AssertionError):
-    """Both, of which ``wrong`` fail today."""
-    return levels([*right, *(pytest.param(level, marks=known_fault(reason, raises)) for level in wrong)])
 
 
 class Weights(nn.Module):

@@ -7,7 +7,7 @@ Apex makes masters at the first ``scale_loss``, from what the model holds then.
 
 import pytest
 import torch
-from known_faults.common import WITH_MASTERS, Weights, X, assert_values, kinds, levels, start, train_step
+from small_programs import WITH_MASTERS, Weights, X, assert_values, kinds, levels, start, train_step
 from torch import nn
 
 

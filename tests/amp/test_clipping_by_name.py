@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from known_faults.common import (
+from small_programs import (
     CASTING,
     WITH_MASTERS,
     Weights,

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.fx
 from devices import DEVICE
-from known_faults.common import (
+from small_programs import (
     CASTING,
     LEVELS,
     WITH_MASTERS,

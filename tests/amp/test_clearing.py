@@ -6,8 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from known_faults.common import (
-    CASTING,
+from small_programs import (
     LEVELS,
     WITH_MASTERS,
     Weights,
@@ -22,7 +21,6 @@ from known_faults.common import (
 
 from apex_npu import amp
 
-WITHOUT_MASTERS = ("O0", *CASTING)
 ALL_KINDS = ("torch", "combine_grad", "fused", "fuse_unscale")
 
 
@@ -47,7 +45,10 @@ def ready(kind, level, **options):
     return model, optimizer, vector(1.0, 1.0, 1.0)
 
 
-def step_after_clearing(clear, kind, level):
+@kinds(ALL_KINDS)
+@levels(LEVELS)
+@pytest.mark.parametrize("clear", [by_the_model, by_assignment, to_zeros], ids=lambda clear: clear.__name__)
+def test_a_step_after_clearing_moves_nothing(clear, level, kind):
     model, optimizer, x = ready(kind, level)
     backward(model(x), optimizer)
     clear(model)
@@ -56,43 +57,13 @@ def step_after_clearing(clear, kind, level):
 
 
 @kinds(ALL_KINDS)
-@levels(WITH_MASTERS)
-@clears
-def test_a_step_after_clearing_does_nothing(clear, level, kind):
-    step_after_clearing(clear, kind, level)
-
-
-@kinds(ALL_KINDS)
-@levels(WITHOUT_MASTERS)
-@clears
-def test_a_step_after_clearing_does_nothing_without_masters(clear, level, kind):
-    step_after_clearing(clear, kind, level)
-
-
-@kinds(ALL_KINDS)
-@levels(WITH_MASTERS)
-def test_a_step_after_zeroing_moves_nothing(level, kind):
-    step_after_clearing(to_zeros, kind, level)
-
-
-def one_parameter_cleared(kind, level):
+@levels(LEVELS)
+def test_a_parameter_whose_gradient_alone_is_dropped_is_not_stepped(level, kind):
     model, optimizer, x = ready(kind, level)
     backward(model(x), optimizer)
     model.w[1].grad = None
     optimizer.step()
     assert_values(model.parameters(), 9.0, 10.0)
-
-
-@kinds(ALL_KINDS)
-@levels(WITH_MASTERS)
-def test_a_parameter_whose_gradient_alone_is_dropped_is_not_stepped(level, kind):
-    one_parameter_cleared(kind, level)
-
-
-@kinds(ALL_KINDS)
-@levels(WITHOUT_MASTERS)
-def test_a_parameter_whose_gradient_alone_is_dropped_is_not_stepped_without_masters(level, kind):
-    one_parameter_cleared(kind, level)
 
 
 @kinds(ALL_KINDS)
@@ -129,29 +100,22 @@ def interrupted(model, optimizer, x, inside):
 @pytest.mark.parametrize("inside", [False, True], ids=["before backward", "after backward"])
 @kinds(ALL_KINDS)
 @levels(LEVELS)
-def test_after_a_block_that_an_exception_ended_a_step_does_nothing(level, kind, inside):
+def test_after_a_block_that_an_exception_ended_the_next_one_alone_is_stepped(level, kind, inside):
     model, optimizer, x = ready(kind, level)
     backward(model(x), optimizer)
     interrupted(model, optimizer, x, inside)
     by_the_model(model)
     optimizer.step()
     assert_values(model.parameters(), 10.0, 10.0)
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["before backward", "after backward"])
-@kinds(ALL_KINDS)
-@levels(LEVELS)
-def test_after_a_block_that_an_exception_ended_the_next_one_alone_is_stepped(level, kind, inside):
-    model, optimizer, x = ready(kind, level)
-    backward(model(x), optimizer)
-    interrupted(model, optimizer, x, inside)
-    by_the_model(model)
     backward(model(x, only=(0,)), optimizer)
     optimizer.step()
     assert_values(model.parameters(), 9.0, 10.0)
 
 
-def skipped(level, kind, *, between):
+@pytest.mark.parametrize("between", [False, True], ids=["", "after an exception"])
+@kinds(ALL_KINDS)
+@levels(LEVELS)
+def test_a_skip_goes_with_the_gradients_that_are_dropped(level, kind, between):
     model, optimizer, x = ready(kind, level, loss_scale="dynamic", dynamic_init_scale=16.0)
     backward(model(x * torch.inf), optimizer)
     if between:
@@ -160,18 +124,6 @@ def skipped(level, kind, *, between):
     backward(model(x), optimizer)
     optimizer.step()
     assert_values(model.parameters(), 9.0, 9.0)
-
-
-@kinds(ALL_KINDS)
-@levels(LEVELS)
-def test_a_skip_goes_with_the_gradients_that_are_dropped(level, kind):
-    skipped(level, kind, between=False)
-
-
-@kinds(ALL_KINDS)
-@levels(LEVELS)
-def test_a_skip_goes_with_the_gradients_that_are_dropped_after_an_exception(level, kind):
-    skipped(level, kind, between=True)
 
 
 @levels(LEVELS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import DEVICE
-from known_faults.common import (
+from small_programs import (
     CASTING,
     WITH_MASTERS,
     Weights,

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from devices import DEVICE
-from known_faults.common import (
+from small_programs import (
     LEVELS,
     Weights,
     initialize,

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from devices import DEVICE
-from known_faults.common import (
+from small_programs import (
     LEVELS,
     WITH_MASTERS,
     Weights,

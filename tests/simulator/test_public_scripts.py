@@ -10,14 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import DEVICE
 from torch import nn
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(
-    DEVICE.type != "npu" or "npu_simulator" not in sys.modules, reason="needs the simulated npu"
-)
-
 
 SCRIPT = """
 import sys, torch, torch_npu

@@ -5,7 +5,7 @@
 import pytest
 import torch
 from devices import DEVICE
-from known_faults.common import (
+from small_programs import (
     CASTING,
     WITH_MASTERS,
     Weights,

@@ -7,7 +7,7 @@ PCGrad, GradNorm, and whatever compares a gradient with the last step's, keep th
 
 import pytest
 import torch
-from known_faults.common import Weights, assert_values, backward, levels, start, train_step, vector
+from small_programs import Weights, assert_values, backward, levels, start, train_step, vector
 
 from apex_npu import amp, optimizers
 
