@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.syntax import text
+from apex_npu.migrate.engine.syntax import given_to, text
 
 _COLLECTIVE = re.compile(r"torch\.distributed\..*(reduce|gather|broadcast|all_to_all)\w*")
 # Functions of other libraries and other files, by their names.
@@ -95,10 +95,6 @@ class Averages:
                 yield from ((one, self._stored(kept), set()) for one in node.args)
             function = self._functions.get(text(node.func).rpartition(".")[2])
             if function is not None:
-                places = [*function.args.posonlyargs, *function.args.args]
-                places = places[len(places) and places[0].arg == "self" :]
-                given = [*zip((one.arg for one in places), node.args, strict=False)]
-                given += [(one.arg, one.value) for one in node.keywords if one.arg]
                 inside = self.program.names.scope(function.body[0])
-                for name, value in given:
+                for name, value in given_to(function, node).items():
                     yield value, {(inside, name)}, set()
