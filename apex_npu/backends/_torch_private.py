@@ -68,6 +68,8 @@ NAMES: dict[str, str] = {
     "torch.utils.checkpoint._CheckpointFrame": "patched, so that models are computed again with the casts they had",
     "torch.nn.utils.clip_grad._no_grad": "wraps the clipping functions; what the wrapper calls is patched",
     "torch.autograd.profiler._is_profiler_enabled": "whether a profiler is on that ranges are to be opened for",
+    # Data parallel training
+    "torch.nn.parallel.distributed._sync_module_states": "patched, so that masters follow what it broadcasts",
     # Checkpoints
     "torch.distributed.checkpoint.state_dict._init_optim_state": "patched, so that optimizers with masters are refused",
     # Data loading
