@@ -69,5 +69,6 @@ def test_the_changelog_begins_with_this_version_in_sections():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     newest = re.split(r"^## ", text, flags=re.MULTILINE)[1]
     assert newest.startswith(f"{apex_npu.__version__} ")
-    assert re.findall(r"^### (.*)$", newest, flags=re.MULTILINE) == ["Added", "Changed", "Fixed"]
+    sections = re.findall(r"^### (.*)$", newest, flags=re.MULTILINE)
+    assert sections == [name for name in ("Added", "Changed", "Fixed") if name in sections] != []
     assert re.findall(r"^(?!- |  \S|###|$).+", newest.partition("\n")[2], flags=re.MULTILINE) == []
