@@ -52,7 +52,8 @@ def test_the_chinese_readme_shows_the_same_code_and_names_the_same_things():
 
 def test_contributing_names_files_that_exist():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    there = {path.as_posix() for folder in ("apex_npu", "docs", "scripts", "tests") for path in (ROOT / folder).rglob("*.*")}
+    folders = [ROOT / name for name in ("apex_npu", "docs", "scripts", "tests")]
+    there = {path.as_posix() for folder in folders for path in folder.rglob("*.*")}
     named = {name for name in re.findall(r"`([\w/]+\.(?:py|csv|md|txt))`", text) if "NAME" not in name}
     assert len(named) > 15
     assert {n for n in named if not (ROOT / n).exists() and not any(p.endswith(f"/{n}") for p in there)} == set()
