@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from apex_npu.ops.gather import join_
+from apex_npu.ops.gather import join_, joins_lists
 from apex_npu.ops.reference import chunk_numel
 
 logger = logging.getLogger("apex_npu")
@@ -91,10 +91,10 @@ def product_dtype(device: torch.device) -> torch.dtype:
 def orthogonalize_(
     flat: Tensor, matrices: Matrices, *, coefficients: Sequence[float], steps: int, eps: float
 ) -> None:
-    """Replace each matrix by ``factor`` times ``newton_schulz`` of it; what is between them becomes zero.
+    """Replace each matrix by ``factor`` times ``newton_schulz`` of it.
 
     Args:
-        flat: 1-D, of float32 or float64.
+        flat: 1-D, of float32 or float64; zeros between matrices.
         matrices: In ``flat``.
         coefficients: See ``newton_schulz``.
         steps: Likewise.
@@ -102,7 +102,8 @@ def orthogonalize_(
     """
     dtype = matrices.zeros.dtype
     pieces = flat.split_with_sizes(matrices.sizes)[::2]
-    found = [matrices.zeros[:0]] * len(pieces)
+    joins = joins_lists(flat.device)
+    results = [matrices.zeros[:0]] * len(pieces)
     for rows, columns, factor, members in matrices.stacks:
         count = _batch_size(rows * columns, flat.device)
         for batch in (members[i : i + count] for i in range(0, len(members), count)):
@@ -113,9 +114,13 @@ def orthogonalize_(
             wide = wide.to(dtype, copy=True, memory_format=torch.contiguous_format)
             result = newton_schulz(wide, coefficients=coefficients, steps=steps, eps=eps, factor=factor)
             result = (result.mT if rows > columns else result).reshape(len(batch), -1)
+            if not joins:
+                torch._foreach_copy_([pieces[i] for i in batch], list(result.unbind()))
+                continue
             for i, each in zip(batch, result.unbind(), strict=True):
-                found[i] = each
-    join_(flat, found, matrices.sizes[1::2], matrices.zeros)
+                results[i] = each
+    if joins:
+        join_(flat, results, matrices.sizes[1::2], matrices.zeros)
 
 
 def newton_schulz(
