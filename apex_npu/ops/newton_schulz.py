@@ -100,27 +100,32 @@ def orthogonalize_(
         steps: Likewise.
         eps: Likewise.
     """
-    dtype = matrices.zeros.dtype
     pieces = flat.split_with_sizes(matrices.sizes)[::2]
     joins = joins_lists(flat.device)
     results = [matrices.zeros[:0]] * len(pieces)
     for rows, columns, factor, members in matrices.stacks:
         count = _batch_size(rows * columns, flat.device)
         for batch in (members[i : i + count] for i in range(0, len(members), count)):
-            x = torch.stack([pieces[i] for i in batch]) if len(batch) > 1 else pieces[batch[0]]
+            x = _gathered([pieces[i] for i in batch], matrices.zeros.dtype, joins=joins)
             x = x.view(-1, rows, columns) if len(batch) > 1 else x.view(rows, columns)
-            wide = x.mT if rows > columns else x
-            # A copy in any case: what is divided next.
-            wide = wide.to(dtype, copy=True, memory_format=torch.contiguous_format)
-            result = newton_schulz(wide, coefficients=coefficients, steps=steps, eps=eps, factor=factor)
-            result = (result.mT if rows > columns else result).reshape(len(batch), -1)
+            x = newton_schulz(x, coefficients=coefficients, steps=steps, eps=eps, factor=factor)
+            rows_of = x.reshape(len(batch), -1).unbind()
             if not joins:
-                torch._foreach_copy_([pieces[i] for i in batch], list(result.unbind()))
+                torch._foreach_copy_([pieces[i] for i in batch], list(rows_of))
                 continue
-            for i, each in zip(batch, result.unbind(), strict=True):
-                results[i] = each
+            for i, row in zip(batch, rows_of, strict=True):
+                results[i] = row
     if joins:
         join_(flat, results, matrices.sizes[1::2], matrices.zeros)
+
+
+def _gathered(pieces: list[Tensor], dtype: torch.dtype, *, joins: bool) -> Tensor:
+    """Copies of ``pieces`` in rows, of ``dtype``."""
+    if joins:
+        return torch.stack(pieces).to(dtype)
+    rows = pieces[0].new_empty(len(pieces), pieces[0].numel(), dtype=dtype)
+    torch._foreach_copy_(list(rows.unbind()), pieces)
+    return rows
 
 
 def newton_schulz(
@@ -132,11 +137,12 @@ def newton_schulz(
 
         x ← x / max(‖x‖, eps)
         A = x xᵀ;  x ← a · x + (b · A + c · A A) x      ``steps`` times
+        A = xᵀx;   x ← a · x + x (b · A + c · A A)      where x has more rows than columns: A is the smaller of both
 
     with the Frobenius norm of each matrix. Each iteration applies a · s + b · s³ + c · s⁵ to all singular values.
 
     Args:
-        x: One matrix, or a stack of them, with no more rows than columns; written.
+        x: One matrix, or a stack of them; written.
         coefficients: a, b and c.
         steps: How many iterations.
         eps: Smallest divisor.
@@ -145,16 +151,19 @@ def newton_schulz(
     Returns:
         Likewise, of the dtype of ``x``.
     """
+    if x.dim() == 2 and x.size(0) > x.size(1):  # one is quicker transposed, a stack as it is
+        return newton_schulz(x.T, coefficients=coefficients, steps=steps, eps=eps, factor=factor).T
     multiply, multiply_add = (torch.mm, torch.addmm) if x.dim() == 2 else (torch.bmm, torch.baddbmm)
+    tall = x.size(-2) > x.size(-1)
     a, b, c = coefficients
     x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=eps))
     if not steps:
         return x.mul_(factor)
     for step in range(1, steps + 1):
         times = factor if step == steps else 1.0
-        gram = multiply(x, x.mT)
+        gram = multiply(x.mT, x) if tall else multiply(x, x.mT)
         polynomial = multiply_add(gram, gram, gram, beta=b, alpha=c)
-        x = multiply_add(x, polynomial, x, beta=a * times, alpha=times)
+        x = multiply_add(x, *((x, polynomial) if tall else (polynomial, x)), beta=a * times, alpha=times)
     return x
 
 
