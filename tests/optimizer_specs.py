@@ -79,7 +79,7 @@ _BAD_RMSPROP = (
 
 
 class Muon(optimizers.NpuFusedMuon):
-    """Takes parameters of any shape, and multiplies in the states' dtype, in which a wrong rule is not within rounding."""
+    """Takes parameters of any shape, and multiplies in the states' dtype: bfloat16's rounding would hide mistakes."""
 
     supports_capture = True
 
@@ -87,7 +87,7 @@ class Muon(optimizers.NpuFusedMuon):
         super().__init__(params, lr, fuse_grad_scaler=fuse_grad_scaler, **{"use_muon": "auto", **options})
 
     def update(self, run, group):
-        with mock.patch.object(newton_schulz, "product_dtype", lambda device: wide_dtype(run.param.dtype)):
+        with mock.patch.object(newton_schulz, "product_dtype", return_value=wide_dtype(run.param.dtype)):
             super().update(run, group)
 
 

@@ -351,8 +351,8 @@ class Muon(ReferenceOptimizer):
     """Muon for matrices, and AdamW for all others; each group is split in two, as NpuFusedMuon does for "auto"."""
 
     defaults_: ClassVar = {
-        "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_coefficients": (3.4445, -4.775, 2.0315),
-        "eps": 1e-7, "ns_steps": 5, "adjust_lr_fn": None,
+        "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True,
+        "ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-7, "ns_steps": 5, "adjust_lr_fn": None,
     }  # fmt: skip
     adamw: ClassVar = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 

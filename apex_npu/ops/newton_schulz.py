@@ -1,9 +1,9 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Newton-Schulz iterations on the matrices of a flat buffer: those of equal shape are multiplied by one batched product.
+"""Newton-Schulz iterations on the matrices of a flat buffer, those of equal shape by batched products.
 
-No kernel of its own: the work is in matrix products, which every device has the best of. The number of products and of
-other launches depends on the number of different shapes, not on that of the matrices.
+They need no kernel of their own: almost all of the work is in torch's products. How many products and other launches
+there are depends on the number of different shapes, not on that of the matrices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from apex_npu.ops.reference import chunk_numel
 
 logger = logging.getLogger("apex_npu")
 
-# On a CPU a batch is to stay in a core's cache; and where a matrix is larger than this, its products are as quick alone.
+# On a CPU a batch is to stay in the cache of a core, and products of larger matrices are as quick alone.
 _BATCH_NUMEL = 1 << 19
 _ALONE_NUMEL = 1 << 16
 
@@ -88,9 +88,7 @@ def product_dtype(device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def orthogonalize_(
-    flat: Tensor, matrices: Matrices, *, coefficients: Sequence[float], steps: int, eps: float
-) -> None:
+def orthogonalize_(flat: Tensor, matrices: Matrices, *, coefficients: Sequence[float], steps: int, eps: float) -> None:
     """Replace each matrix by ``factor`` times ``newton_schulz`` of it.
 
     Args:
@@ -128,9 +126,7 @@ def _gathered(pieces: list[Tensor], dtype: torch.dtype, *, joins: bool) -> Tenso
     return rows
 
 
-def newton_schulz(
-    x: Tensor, *, coefficients: Sequence[float], steps: int, eps: float, factor: float = 1.0
-) -> Tensor:
+def newton_schulz(x: Tensor, *, coefficients: Sequence[float], steps: int, eps: float, factor: float = 1.0) -> Tensor:
     """Bring the singular values of matrices near to 1: U diag(s) Vᵀ becomes about U Vᵀ, without a decomposition.
 
     ::

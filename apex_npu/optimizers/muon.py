@@ -7,9 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -221,14 +220,11 @@ class NpuFusedMuon(NpuFusedAdamW):
             yield group if rule else {**_ADAMW, **group}
             return
         params = group["params"]
-        if not isinstance(params, Tensor | set | frozenset):
-            params = list(params)
-            matrices, others = ([p for p in params if _is_matrix(p) is kind] for kind in (True, False))
-        elif isinstance(params, Tensor):
-            matrices, others = ([p for p in [params] if _is_matrix(p) is kind] for kind in (True, False))
-        else:
+        if isinstance(params, set):
             yield {**group, "use_muon": True}  # likewise
             return
+        listed = [params] if isinstance(params, Tensor) else list(params)
+        matrices, others = ([p for p in listed if _is_matrix(p) is kind] for kind in (True, False))
         if matrices or not others:
             yield {**group, "params": matrices, "use_muon": True}
         if others:
