@@ -226,7 +226,8 @@ class NpuFusedMuon(NpuFusedAdamW):
         listed = [params] if isinstance(params, Tensor) else list(params)
         matrices, others = ([p for p in listed if _is_matrix(p) is kind] for kind in (True, False))
         if matrices or not others:
-            yield {**group, "params": matrices, "use_muon": True}
+            kept = {name: value for name, value in group.items() if name in self.defaults or name not in _ADAMW}
+            yield {**kept, "params": matrices, "use_muon": True}
         if others:
             kept = {name: value for name, value in group.items() if name in _ADAMW or name not in self.defaults}
             yield {**_ADAMW, **kept, "params": others, "use_muon": False}
