@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from apex_npu.compat.finder import serve_moved_modules
+from apex_npu.compat.finder import serve_aliases
 
 if TYPE_CHECKING:
     from apex_npu import amp, optimizers
@@ -28,14 +28,15 @@ __all__ = [
     "uninstall_apex",
 ]
 
-serve_moved_modules()
+serve_aliases()
 
 
 def __getattr__(name: str) -> Any:
     if name in ("install_as_apex", "uninstall_apex"):
         return getattr(importlib.import_module("apex_npu.compat"), name)
     if name in __all__:
-        return importlib.import_module(f"apex_npu.{name}")
+        home = "apex_npu" if name in ("amp", "optimizers") else "apex_npu.compat"
+        return importlib.import_module(f"{home}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -14,14 +14,14 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from apex_npu._cli.command_line import HELP, Argument, Command, parse, split_rest
 from apex_npu.compat import install_as_apex
-from apex_npu.compat.pipeline.command_line import HELP, Argument, Command, parse, split_rest
 from apex_npu.compat.pipeline.commands import PATCH
 from apex_npu.doctor.bench_command import BENCH
 from apex_npu.doctor.command import DOCTOR
 from apex_npu.doctor.compare_command import COMPARE
 from apex_npu.export.command import CONVERT
-from apex_npu.migrate.command import MIGRATE
+from apex_npu.migrate.files.command import MIGRATE
 
 PROGRAM = "python -m apex_npu"
 # The training frameworks whose integration has something to register.
@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
             importlib.import_module("torch_npu")
         except ImportError as error:
             return _fail(f"--device npu needs torch_npu ({error})")
-        from apex_npu.migrate import running
+        from apex_npu.migrate.run import running
 
         also, unsure = tuple(options.also or ()), not options.no_unsure
         changes = os.path.abspath(options.changes) if options.changes else ""

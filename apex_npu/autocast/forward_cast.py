@@ -409,8 +409,8 @@ class _Replicate:
     of: ModelRef
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``state``; that of an earlier version has the model alone."""
-        self.model, self.of = state["model"], state.get("of") or ModelRef()
+        """Restore ``state``, and let the hooks of submodules refer to this model."""
+        self.__dict__.update(state)
         self.of.refer_to(self.model)
 
     def __call__(self) -> nn.Module:

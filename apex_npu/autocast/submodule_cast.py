@@ -73,11 +73,6 @@ class CastInputs:
         self.of = of
         self.alone = False
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``state``; that of an earlier version has the model."""
-        self.of = state["of"] if "of" in state else ModelRef(state["model"])
-        self.alone = state["alone"]
-
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cast the inputs, unless the model itself is running in this thread, or is no longer wrapped.
 

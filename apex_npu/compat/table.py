@@ -1,10 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which module answers to an old name: those of the package ``apex``, and those that modules of ours had before."""
+"""Which module answers to an old name: those of the package ``apex``, and shorter ones of this package."""
 
 from __future__ import annotations
 
-__all__ = ["APEX", "MOVED"]
+__all__ = ["ALIASES", "APEX"]
 
 # The names of Apex, and of what Ascend's patch builds: served by ``install_as_apex``, and in a patched Apex.
 APEX = {
@@ -60,28 +60,16 @@ APEX = {
     "apex_C": "apex_npu.compat.flattening",
     "change_data_ptr": "apex_npu.compat.contrib.combine_tensors",
 }
-# Former names of ours, their submodules included: served always, by the very same modules.
-MOVED = {
-    "apex_npu.amp.cast_lists": "apex_npu.autocast.cast_lists",
-    "apex_npu.amp.casting": "apex_npu.autocast.casting",
-    "apex_npu.amp.containers": "apex_npu.autocast.containers",
-    "apex_npu.amp.forward_cast": "apex_npu.autocast.forward_cast",
-    "apex_npu.amp.legacy": "apex_npu.compat.amp",
-    "apex_npu.amp.optimizer_adapter": "apex_npu.compat.version_0_1",
-    "apex_npu.amp.optimizer_record": "apex_npu.compat.version_0_1",
-    "apex_npu.amp.patched_functions": "apex_npu.autocast.monkey_patches",
-    "apex_npu.amp.ranks": "apex_npu.distributed.consistency",
-    "apex_npu.amp.step_report": "apex_npu.compat.version_0_1",
-    "apex_npu.amp.submodule_cast": "apex_npu.autocast.submodule_cast",
+# The same names in this package, and those that trees import which have been patched by ``patch/`` before.
+ALIASES = {
     "apex_npu.beside_upstream": "apex_npu.compat.apex_hook",
     "apex_npu.contrib": "apex_npu.compat.contrib",
-    "apex_npu.convert": "apex_npu.export",
-    "apex_npu.fusion.grad_reducer": "apex_npu.distributed.grad_reducer",
+    "apex_npu.contrib.combine_tensors": "apex_npu.compat.contrib.combine_tensors",
     "apex_npu.fp16_utils": "apex_npu.compat.fp16_utils",
     "apex_npu.multi_tensor_apply": "apex_npu.compat.multi_tensor_apply",
     "apex_npu.names": "apex_npu.compat.names",
+    "apex_npu.names.change_data_ptr": "apex_npu.compat.names.change_data_ptr",
     "apex_npu.normalization": "apex_npu.compat.normalization",
     "apex_npu.packing": "apex_npu.compat.packing",
     "apex_npu.parallel": "apex_npu.compat.parallel",
-    "apex_npu.pipeline": "apex_npu.compat.pipeline",
 }

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from apex_npu.compat.pipeline.command_line import Argument, Command
-from apex_npu.compat.pipeline.tables import show
+from apex_npu._cli.command_line import Argument, Command
+from apex_npu._cli.tables import show
 
 if TYPE_CHECKING:
     from apex_npu.doctor.checks import Section

@@ -7,8 +7,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from apex_npu.compat.pipeline.command_line import Argument, Command
-from apex_npu.compat.pipeline.tables import show
+from apex_npu._cli.command_line import Argument, Command
+from apex_npu._cli.tables import show
 
 
 def _run(options: argparse.Namespace) -> int:

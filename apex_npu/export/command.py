@@ -8,8 +8,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from apex_npu.compat.pipeline.command_line import Argument, Command
-from apex_npu.compat.pipeline.tables import show
+from apex_npu._cli.command_line import Argument, Command
+from apex_npu._cli.tables import show
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -8,15 +8,17 @@ import ast
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
-from . import advice, amp, apex, data_parallel, device, fused, own, similar, strings, unused
-from .findings import Finding
-from .ours import missing_imports, torch_import
-from .program import Draft, Options, Program
-from .rules import RULES
-from .source import Edit, Source, UnreadableError
-from .tables import TRAINERS
-from .targets import target_of, torch_name
+from apex_npu.migrate.amp import check as amp
+from apex_npu.migrate.engine.names import Names
+from apex_npu.migrate.engine.program import Draft, Finding, Options, Program
+from apex_npu.migrate.engine.source import Source, UnreadableError
+from apex_npu.migrate.parallel import convert as data_parallel
+from apex_npu.migrate.rules import apex, device, fused, on_request, own, strings
+from apex_npu.migrate.rules.catalogue import RULES
+from apex_npu.migrate.rules.tables import TRAINERS
+from apex_npu.migrate.rules.targets import missing_imports, target_of, torch_import, torch_name
 
 __all__ = ["TRIGGER", "Rewritten", "rewrite"]
 
@@ -27,22 +29,24 @@ TRIGGER = re.compile(
 )
 # Likewise for those for optimizers and amp.
 _TRAINING = re.compile(
-    rb"optim|backward|autocast|torch\.save|GradScaler|fully_shard|FullyShard|" + b"|".join(map(str.encode, TRAINERS))
+    rb"optim|backward|\.grad\b|autocast|torch\.save|GradScaler|fully_shard|FullyShard|"
+    + b"|".join(map(str.encode, TRAINERS))
 )
 # And for advice.
 _ADVICE = re.compile(rb"DataLoader|\.long\b|int64|channels_last")
 # What may define a name, that rules rename, as the program's own.
 _DEFINES = re.compile(rb"\bis_cuda\s*[:=]|\bdef\s+(is_)?cuda\b|[\"']-{1,2}is[-_]cuda")
+_SHARED_LINE = "what follows the import of torch on its line needs another line in between: give it a line of its own"
 _FAMILIES: tuple[Callable[[Program], None], ...] = (
     *(
         device.check,
-        similar.check,
+        on_request.check_similar,
         strings.check,
         apex.check,
         fused.check,
         amp.check,
         data_parallel.check,
-        advice.check,
+        on_request.check_advice,
         own.check,
     ),
 )
@@ -133,11 +137,13 @@ def examined(source: str | bytes, options: Options, path: str = "") -> Program:
     program = Program(Source(source), options)
     for check in _FAMILIES:
         check(program)
+    unsure = {draft.start for draft in program.drafts if draft.status == "unsure"}
     program.settle()
     _refuse_gated(program)
-    _respect_npu(program)
+    _respect_unread(program)
+    _respect_npu(program, unsure)
     amp.drop_covered(program)
-    unused.check(program, path)
+    fused.check_imports(program, path)
     _add_first_lines(program)
     return program
 
@@ -172,7 +178,8 @@ def unreadable(path: str, rule: str, reason: str, line: int = 1) -> Finding:
 
 def _refuse_gated(program: Program) -> None:
     """Leave device strings in the arms of a conditional whose test stays as it is."""
-    stay = [draft for draft in program.drafts if draft.status in ("refused", "kept") and draft.rule in ("D101", "D151")]
+    left = [draft for draft in program.drafts if draft.status in ("refused", "kept")]
+    stay = [draft for draft in left if draft.rule in ("D101", "D151", "D156")]
     if not stay:
         return
     for node in program.names.nodes:
@@ -191,34 +198,73 @@ def _refuse_gated(program: Program) -> None:
         ]
 
 
-def _respect_npu(program: Program) -> None:
-    """Leave a file that has an npu path of its own: both arms of its conditionals would say npu."""
-    changes = [draft for draft in program.drafts if draft.rule[0] == "D" and draft.status in ("changed", "unsure")]
-    place = None if program.options.force or not changes else _speaks_of_npu(program)
-    if place is None:
-        return
-    message = RULES["D159"].message.format(program.source.place(place)[0])
-    start = changes[0].start
-    first = Draft("D159", "refused", start, start, message=f"{message}; {len(changes)} places are left")
+def _respect_unread(program: Program) -> None:
+    """Leave a file that gets torch by way of a file that is not read: a part of its places would be changed."""
+    names = program.names
+    places = [node for node in names.nodes if isinstance(node, ast.Name) and node.id in ("torch", "cuda")]
+    places = [node for node in places if _is_unread(names, node)]
+    cuda = any(node.id == "cuda" or getattr(program.parent(node), "attr", "") == "cuda" for node in places)
+    if places and (cuda or _device_changes(program)):
+        module = names.stars[0] if names.stars else (names.dotted(places[0]) or "").rpartition(".")[0]
+        message = f"{places[0].id} comes by an import from {module}, which is not read here: import it by its name"
+        _leave_file(program, "D102", program.source.span(places[0])[0], message)
+
+
+def _is_unread(names: Names, node: ast.Name) -> bool:
+    """Whether a name may be that of an import in another file, which is not known."""
+    known = names.dotted(node)
+    unbound = bool(names.stars) and names.scope(node).find(node.id) is None
+    return unbound if known is None else known.endswith(".torch")
+
+
+def _device_changes(program: Program) -> list[Draft]:
+    return [draft for draft in program.drafts if draft.rule[0] == "D" and draft.status in ("changed", "unsure")]
+
+
+def _leave_file(program: Program, rule: str, place: int, message: str) -> None:
+    changes = _device_changes(program)
+    count = f"; {len(changes)} places are left" if changes else ""
+    first = Draft(rule, "refused", place, place, message=message + count)
     program.drafts = [draft for draft in program.drafts if draft not in changes] + [first]
 
 
-def _speaks_of_npu(program: Program) -> int | None:
-    """Where the program names an NPU in code, as an offset."""
+def _respect_npu(program: Program, unsure: set[int]) -> None:
+    """Leave a file that has an npu path of its own: both arms of its conditionals would say npu.
+
+    One in which nothing but what is ``unsure`` is left to change may be one that these rules have changed.
+    """
+    changes = _device_changes(program)
+    ours = unsure.issuperset(draft.start for draft in changes)
+    place = None if program.options.force or not changes else _speaks_of_npu(program, ours=ours)
+    if place is not None:
+        message = RULES["D159"].message.format(program.source.place(place)[0])
+        _leave_file(program, "D159", changes[0].start, message)
+
+
+def _speaks_of_npu(program: Program, *, ours: bool) -> int | None:
+    """Where the program names an NPU in code, as an offset; with ``ours``, in a way that the sure rules do not."""
+    devices = strings.Devices(program)
+    for node in program.names.nodes if ours else ():
+        if _is_npu(node):
+            devices.follow(node)
     for node in program.names.nodes:
-        names: list[object] = []
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [alias.name.partition(".")[0] for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [(node.module or "").partition(".")[0]] if isinstance(node, ast.ImportFrom) else []
-            found = "torch_npu" in names
-        elif isinstance(node, ast.Constant):
-            found = isinstance(node.value, str) and re.fullmatch(r"npu(:\d+)?", node.value) is not None
-        else:
-            found = isinstance(node, ast.Attribute) and node.attr in ("npu", "is_npu")
+        found = False
+        if isinstance(node, ast.Constant):
+            found = _is_npu(node) and not (ours and devices.is_place(node))
+        elif isinstance(node, ast.Import) and not ours:
+            found = any(alias.name.partition(".")[0] == "torch_npu" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not ours:
+            found = (node.module or "").partition(".")[0] == "torch_npu"
+        elif isinstance(node, ast.Attribute) and not ours:
+            found = node.attr in ("npu", "is_npu")
         if found:
             assert isinstance(node, (ast.stmt, ast.expr))
             return program.source.span(node)[0]
     return None
+
+
+def _is_npu(node: ast.AST) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and re.fullmatch(r"npu(:\d+)?", str(node.value)) is not None
 
 
 def _add_first_lines(program: Program) -> None:
@@ -228,7 +274,7 @@ def _add_first_lines(program: Program) -> None:
     lines: dict[str, list[str]] = {}
     needed = any(draft.rule in _NPU_NAMES for draft in program.changes())
     needed &= portable or program.options.has("D113")
-    if needed and not (portable and "ACCELERATOR" in program.names.module.bindings):
+    if needed and ("ACCELERATOR" if portable else "torch_npu") not in program.names.module.bindings:
         first = min(draft.start for draft in program.changes() if draft.rule in _NPU_NAMES)
         if portable and (node is None or first < program.source.span(node)[1]):
             _leave_all(
@@ -256,8 +302,7 @@ def _leave_all(program: Program, message: str) -> None:
 
 def _beside_torch(program: Program, node: ast.stmt, lines: dict[str, list[str]]) -> None:
     assert node.end_lineno is not None
-    source, first, last = program.source, node.lineno, node.end_lineno
-    body = program.tree.body
+    source, first, last, body = program.source, node.lineno, node.end_lineno, program.tree.body
     used = any(first <= source.place(draft.start)[0] <= last for draft in program.changes())
     index = body.index(node)
     while used and index and (body[index - 1].end_lineno or 0) >= first:
@@ -267,14 +312,8 @@ def _beside_torch(program: Program, node: ast.stmt, lines: dict[str, list[str]])
         index += 1  # statements of this line come after
         anchor = body[index]
         last = anchor.end_lineno or last
-    before = used and program.options.to == "npu"
-    offset = source.line_start(anchor.lineno) if before else source.line_end(last)
-    newline = source.newline(anchor.lineno if before else last)
-    number = 0
+    if used and program.options.to == "portable":
+        raise UnreadableError("F909", _SHARED_LINE, first)
     for rule, statements in lines.items():
-        edits: list[Edit] = []
-        for line in statements:
-            number += not before
-            text = line + newline if before else newline + line
-            edits.append(program.insert(body, anchor, offset, line, text, after=number))
-        program.drafts += [Draft(rule, "changed", offset, offset, tuple(edits))] if edits else []
+        edit = program.lines(anchor, statements, before=used)
+        program.drafts += [Draft(rule, "changed", edit.start, edit.end, (edit,))] if statements else []

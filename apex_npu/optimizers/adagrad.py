@@ -80,7 +80,7 @@ class FusedAdagrad(FusedOptimizer):
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``state``, which may be of a version whose groups lack torch's options."""
+        """Restore ``state``, which may be of Apex's FusedAdagrad, whose groups lack torch's options."""
         super().__setstate__(state)
         for group in (self.defaults, *self.param_groups):
             for name, value in _OF_TORCH.items():

@@ -436,9 +436,6 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         super().__setstate__(state)
         if "_fused" not in self.__dict__:
             self._forget_fusion()
-            self._step_supports_amp_scaling = state.get("_step_supports_amp_scaling", False)
-            self.capturable = state.get("capturable", False)
-            self.set_grad_none = state.get("set_grad_none", True)
 
     # Fusion
 

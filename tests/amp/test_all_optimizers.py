@@ -244,7 +244,7 @@ def test_random_programs(spec, level, program):
     check(spec, spec.variants[-1], level, program)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize(("spec", "kwargs"), CASES, ids=CASE_IDS)
 @settings(RANDOM, max_examples=12 if DEVICE.type == "cpu" else 4)  # amp's part of a step is the same on all devices

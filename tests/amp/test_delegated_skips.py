@@ -175,7 +175,7 @@ def run_program(seed, capturable):
 
 
 @needs_device
-@pytest.mark.parametrize("seed", [*range(60), *(pytest.param(s, marks=pytest.mark.slow) for s in range(60, 600))])
+@pytest.mark.parametrize("seed", [*range(60), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(60, 600))])
 def test_random_programs_do_what_they_do_where_the_host_decides(seed):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # overflows drive the scale down

@@ -265,7 +265,7 @@ def test_lazy_modules():
 @pytest.mark.parametrize(
     ("level", "maker", "combine_grad"),
     [
-        pytest.param(*case, marks=[] if case == ("O2", optimizers.NpuFusedAdam, True) else pytest.mark.slow)
+        pytest.param(*case, marks=[] if case == ("O2", optimizers.NpuFusedAdam, True) else pytest.mark.sweep)
         for case in itertools.product(("O0", "O1", "O2"), (torch.optim.Adam, optimizers.NpuFusedAdam), (None, True))
     ],
 )

@@ -27,7 +27,7 @@ def test_programs(first):
     check(range(first, first + 10))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("first", range(QUICK, QUICK + SLOW, 50))
 def test_more_programs(first):
     check(range(first, first + 50))

@@ -123,7 +123,7 @@ def everything_global():
     return functions, kernels, autocast
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_two_hundred_cycles_restore_torch():
     def cycle(number):
         level = LEVELS[number % len(LEVELS)]

@@ -63,7 +63,7 @@ def run(main, folder, tmp_path):
 
 def level(name: str, *options: str, quick: bool = False):
     return pytest.param(
-        ["--opt-level", name, *options], id=" ".join([name, *options]), marks=[] if quick else pytest.mark.slow
+        ["--opt-level", name, *options], id=" ".join([name, *options]), marks=[] if quick else pytest.mark.sweep
     )
 
 

@@ -42,7 +42,7 @@ def run(main, text, tmp_path):
 
 def level(name: str, *options: str, quick: bool = False):
     return pytest.param(
-        ["--opt-level", name, *options], id=" ".join([name, *options]), marks=[] if quick else pytest.mark.slow
+        ["--opt-level", name, *options], id=" ".join([name, *options]), marks=[] if quick else pytest.mark.sweep
     )
 
 

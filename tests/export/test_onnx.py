@@ -115,7 +115,7 @@ def test_masters_of_o2(tmp_path):
     assert types <= {"FLOAT", "INT64"}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_digits_model_at_every_level(tmp_path, level, dtype):
@@ -127,7 +127,7 @@ def test_the_digits_model_at_every_level(tmp_path, level, dtype):
     assert types <= {"FLOAT" if dtype == torch.float32 else "FLOAT16", "INT64"}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_newest_operators(tmp_path, level):
     onnx, _, runtime = needs_onnx()
@@ -166,7 +166,7 @@ def test_an_encoder(tmp_path, level, dtype):
     assert "Cast" not in names
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("level", LEVELS)
 def test_bert(tmp_path, level):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -193,7 +193,7 @@ def test_bert(tmp_path, level):
     assert "Cast" not in names
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_resnet(tmp_path, monkeypatch, level):
     needs_onnx()

@@ -14,8 +14,8 @@ from devices import DEVICE
 from apex_npu import amp, optimizers
 from apex_npu.__main__ import main
 from apex_npu.migrate import Options, plan, rewrite
-from apex_npu.migrate.amp import LEVELS, arguments_of_initialize
-from apex_npu.migrate.tables import FUSED, FUSED_KEYWORDS
+from apex_npu.migrate.amp.check import LEVELS, arguments_of_initialize
+from apex_npu.migrate.rules.tables import FUSED, FUSED_KEYWORDS
 
 PROGRAMS = sorted((Path(__file__).parent / "training").glob("*.py"))
 # Device rules where the device is an npu; on others programs find none, and run on the CPU.
@@ -178,6 +178,51 @@ def test_what_two_programs_share_follows_both(tmp_path):
     assert {*changed} == {"script.py"}  # in the same folder, and a program of its own
 
 
+AVERAGED = """
+import torch.distributed as dist
+
+def reduce_all(tensors):
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+
+def average(model):
+    reduce_all([p.grad for p in model.parameters()])
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        AVERAGED,
+        "import horovod.torch as hvd\nfor p in model.parameters():\n    p.grad = hvd.allreduce(p.grad)\n",
+        "from utils import average_gradients\naverage_gradients([p.grad for p in model.parameters()])\n",
+        AVERAGED.replace("reduce_all([p", "found = {}\n    found.setdefault(0, []).append([p")
+        + "    reduce_all(found[0])\n",
+        AVERAGED.replace("model):", "model): return [p.grad for p in model.parameters()]\ndef g(model):").replace(
+            "reduce_all([p.grad for p in model.parameters()]", "reduce_all(average(model)"
+        ),
+    ],
+)
+def test_gradients_that_are_averaged_by_hand_keep_amp_out(program, tmp_path):
+    changed, refused = planned(tmp_path, main=SCRIPT + "import other", other=program)
+    assert changed == {}
+    assert any("gradients are averaged here" in message for message in refused)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        AVERAGED.replace("p.grad", "p.data"),
+        AVERAGED.replace("p.grad", "p.grad.norm()"),
+        "from functools import reduce\ntotal = reduce(add, [p.grad for p in model.parameters()])\n",
+    ],
+)
+def test_other_collectives_do_not_keep_amp_out(program, tmp_path):
+    changed, refused = planned(tmp_path, main=SCRIPT + "import other", other=program)
+    assert {*changed} == {"main.py"}
+    assert not refused
+
+
 def test_relative_imports_make_a_program(tmp_path):
     main = MAIN.replace("from engine", "from .parts.engine")
     changed, refused = planned(tmp_path, pack__main=main, pack__parts__engine=ENGINE, pack__parts____init__="")
@@ -221,9 +266,9 @@ def test_the_command_puts_amp_in(tmp_path, capsys):
 
 
 def test_the_command_says_why_amp_stays_out(tmp_path, capsys):
-    (tmp_path / "script.py").write_text(SCRIPT.replace("model.parameters", "model.head.parameters"))
+    (tmp_path / "script.py").write_text(SCRIPT.replace("model.parameters", "args.model.parameters"))
     assert main(["migrate", "--amp", "O1", "--ignore", "O", str(tmp_path)]) == 1
-    assert "A352 refused  the model is model.head: amp takes whole models" in capsys.readouterr().out
+    assert "A352 refused  the model is args.model: amp takes whole models" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

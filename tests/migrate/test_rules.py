@@ -2,17 +2,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Each rule's example and each golden case; the tables against what they are about."""
 
+from dataclasses import replace
 from operator import attrgetter
 
 import pytest
 import torch
-from devices import VENDOR
+from devices import DEVICE, VENDOR
 from migrate import golden
 
 from apex_npu import compat
-from apex_npu.migrate import Options, apex, reports, rewrite
-from apex_npu.migrate.rules import ADVICE_RULES, AMP_RULES, OWN_RULES, PARALLEL_RULES, RULES
-from apex_npu.migrate.tables import PROFILER_NAMES, RENAMED, SAME_NAMES, SIMILAR, SUBMODULES
+from apex_npu.migrate import rewrite
+from apex_npu.migrate.files import reports
+from apex_npu.migrate.rules import apex
+from apex_npu.migrate.rules.catalogue import ADVICE_RULES, OWN_RULES, RULES
+from apex_npu.migrate.rules.tables import NPU_PROPERTIES, PROFILER_NAMES, RENAMED, SAME_NAMES, SIMILAR, SUBMODULES
 
 CASES = sorted(golden.CASES.glob("*.txt"))
 
@@ -21,14 +24,9 @@ CASES = sorted(golden.CASES.glob("*.txt"))
     "rule", [rule for rule in RULES.values() if rule.id[0] != "F" and rule not in OWN_RULES], ids=lambda rule: rule.id
 )
 def test_the_example_of_a_rule(rule):
-    options = Options(amp="O1", ignore=("D", "O")) if rule in AMP_RULES else Options()
-    options = Options(data_parallel="main", ignore=("O",)) if rule in PARALLEL_RULES else options
-    options = Options(select=("N",)) if rule in ADVICE_RULES else options
-    rewritten = rewrite(rule.before, options=options)
-    assert rewritten.source == rule.after
+    rewritten = rewrite(rule.example, options=rule.options)
     assert rule.id in {finding.rule for finding in rewritten.findings}
-    if rule.after != rule.before:
-        assert rewrite(rule.after, options=options).source == rule.after
+    assert rewrite(rewritten.source, options=rule.options).source == rewritten.source
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.stem)
@@ -40,6 +38,16 @@ def test_a_golden_case(case):
 def test_a_second_run_changes_nothing(case):
     after = golden.parts(case)[1]
     assert rewrite(after, options=golden.options_of(after)).source == after
+
+
+@pytest.mark.parametrize("to", ["npu", "portable"])
+def test_unsure_changes_may_follow_later(to):
+    for case in CASES:
+        before = golden.parts(case)[0]
+        sure = replace(golden.options_of(before), to=to, unsure=False)
+        every = replace(sure, unsure=True)
+        later = rewrite(rewrite(before, options=sure).source, options=every)
+        assert later.source == rewrite(before, options=every).source, case
 
 
 def test_every_rule_has_a_golden_case():
@@ -77,6 +85,22 @@ def test_names_of_apex_are_read_from_the_sources():
         names = apex.exports(ours)
         module = __import__(ours, fromlist=["x"])
         assert all(hasattr(module, name) for name in names), old
+
+
+def test_properties_of_an_npu():
+    if DEVICE.type == "npu":
+        given = torch.npu.get_device_properties(0)
+        assert all(getattr(given, name) for name in NPU_PROPERTIES)
+        assert getattr(given, "major", None) is getattr(given, "multi_processor_count", None) is None
+        assert torch.npu.get_device_capability() is None
+
+
+def test_explanations_have_no_placeholders():
+    for rule in RULES.values():
+        message = rule.message.format(*rule.found)
+        assert "{}" not in message
+        assert bool(rule.found) == ("{}" in rule.message)
+        assert message in reports.explanation(rule)
 
 
 def test_an_explanation_shows_the_example():

@@ -6,6 +6,7 @@ import atexit
 import importlib
 import inspect
 import json
+import linecache
 import os
 import subprocess
 import sys
@@ -18,8 +19,8 @@ import torch
 from devices import DEVICE, SIMULATOR
 
 from apex_npu.__main__ import main
-from apex_npu.migrate import running
-from apex_npu.migrate.running import Rewriter, Run, npu_arguments
+from apex_npu.migrate.run import running
+from apex_npu.migrate.run.running import Rewriter, Run, npu_arguments
 
 ROOT = Path(__file__).parents[2]
 MODULE = '''"""Rewritten."""
@@ -54,6 +55,14 @@ def rewriter(tmp_path, monkeypatch):
     yield rewriter
     for name in ("rewritten_module", "other_module"):
         sys.modules.pop(name, None)
+
+
+def test_torch_of_another_module_is_followed(rewriter, tmp_path):
+    (tmp_path / "ours/passes_torch_on.py").write_text("import torch\n")
+    path = str(tmp_path / "ours/main.py")
+    program = b'from passes_torch_on import *\ndevice = "cuda" if torch.cuda.is_available() else "cpu"\n'
+    rewriter.compile(program, path)
+    assert linecache.getline(path, 2) == 'device = "npu" if torch.npu.is_available() else "cpu"\n'
 
 
 def test_a_module_below_the_folder(rewriter, tmp_path):

@@ -74,7 +74,7 @@ def test_no_hyper_parameter_step_or_length_is_compiled_in(compiled):
     assert compiled[-1] == {"compiled_for_other_numbers": 0}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("arch", [75, 90, 100])
 def test_every_dtype_and_option_compiles_for_every_architecture(tmp_path, arch):
     launches = compile_for(tmp_path, str(arch), "--all")[:-1]

@@ -106,8 +106,8 @@ def test_any_length_at_any_place_and_nothing_beside_it(op, numel):
     [
         (torch.float16, torch.float32),
         (torch.float32, torch.float64),
-        pytest.param(torch.bfloat16, torch.float32, marks=pytest.mark.slow),
-        pytest.param(torch.float64, torch.float32, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, torch.float32, marks=pytest.mark.sweep),
+        pytest.param(torch.float64, torch.float32, marks=pytest.mark.sweep),
     ],
 )
 @pytest.mark.parametrize("op", OPS)
@@ -249,7 +249,9 @@ def test_segment_add(dtype, aligned):
     assert torch.equal(got[0][outside], x[outside])
 
 
-@pytest.mark.parametrize("dtypes", [DTYPES[0], *(pytest.param(d, marks=pytest.mark.slow) for d in DTYPES[1:])], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [DTYPES[0], *(pytest.param(d, marks=pytest.mark.sweep) for d in DTYPES[1:])], ids=str
+)
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize(("op", "change"), SEGMENTED_CHANGES)
 def test_every_rule_that_looks_at_segments_gives_what_float64_gives(op, change, aligned, dtypes):

@@ -13,7 +13,7 @@ from torch import nn
 
 from apex_npu import optimizers
 
-pytestmark = pytest.mark.slow  # with `make bench-deps`, which `make test` does not install
+pytestmark = pytest.mark.sweep  # with `make bench-deps`, which `make test` does not install
 
 SHAPES = [(15, 23), (17,), (16, 1), (8, 3, 3, 3), (30, 2)]
 

@@ -56,7 +56,7 @@ def params():
 @pytest.mark.parametrize(
     ("spec", "variant"),
     [
-        pytest.param(spec, variant, id=f"{spec}-{variant}", marks=[pytest.mark.slow] if variant else [])
+        pytest.param(spec, variant, id=f"{spec}-{variant}", marks=[pytest.mark.sweep] if variant else [])
         for spec in SPECS
         for variant in range(min(len(spec.variants), 2 if "Adam" in spec.cls.__name__ else 3))
     ],

@@ -286,7 +286,7 @@ def test_first_variants(spec, dtype, data):
     check(spec, spec.variants[0], dtype, data.draw(st.lists(actions(dtype), min_size=4, max_size=25)))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(("spec", "kwargs", "dtype"), [case for case in MATRIX if not seldom_defined(case.values[1])])
 @settings(RANDOM, max_examples=30)
 @given(st.data())

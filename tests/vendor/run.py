@@ -1,11 +1,13 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Runs test files on the vendor's torch_npu, a process for each: an error of the device's is asynchronous, and spoils
-whatever the same process computes afterwards.
+"""Runs test files on the vendor's torch_npu, a few to a process.
 
-    python tests/vendor/run.py [--workers N] [--log FOLDER] FILE_OR_FOLDER... [-- PYTEST_OPTION...]
+    python tests/vendor/run.py [--workers N] [--together N] [--log FOLDER] FILE_OR_FOLDER... [-- PYTEST_OPTION...]
 
-Prints a line for each file, the output of those that fail, the reasons of what was skipped, and the operators that
+An error of the device's is asynchronous, and spoils whatever the same process computes afterwards: where a process
+fails that has run several files, each of them is run again in a process of its own, and these results count.
+
+Prints a line for each process, the output of those that fail, the reasons of what was skipped, and the operators that
 torch_npu has looked for in vain. Exit status 1 where a test has failed, or an operator is missing that it cannot do
 without.
 """
@@ -53,9 +55,9 @@ CALLED_IN_VAIN = {"aclop StrideAdd"}
 
 @dataclass(frozen=True)
 class Result:
-    """What one file has come to."""
+    """What the files of one process have come to."""
 
-    file: Path
+    files: tuple[Path, ...]
     counts: Counter[str]
     skips: Counter[str]
     seconds: float
@@ -72,8 +74,23 @@ def test_files(paths: list[Path]) -> list[Path]:
     return sorted(dict.fromkeys(found), key=lambda file: file.stem not in LONGEST_FIRST)
 
 
-def run(file: Path, options: list[str], not_found: Path) -> Result:
-    """Run the tests of ``file`` in a process of their own."""
+def grouped(files: list[Path], together: int) -> list[tuple[Path, ...]]:
+    """At most so many files a process; those of tests/vendor, which set up the process, and the longest are alone."""
+    alone = [file for file in files if file.parent.name == "vendor" or file.stem in LONGEST_FIRST]
+    others = [file for file in files if file not in alone]
+    return [(file,) for file in alone] + [tuple(others[i : i + together]) for i in range(0, len(others), together)]
+
+
+def run(files: tuple[Path, ...], options: list[str], not_found: Path) -> list[Result]:
+    """Run the tests of ``files`` in a process of their own; where one fails, those of each file."""
+    result = run_process(files, options, not_found)
+    if len(files) > 1 and result.failed:
+        return [run_process((file,), options, not_found) for file in files]
+    return [result]
+
+
+def run_process(files: tuple[Path, ...], options: list[str], not_found: Path) -> Result:
+    """Run the tests of ``files`` in one process."""
     begun = time.monotonic()
     environment = {
         "HOST_CANN_QUIET": "1",
@@ -82,14 +99,15 @@ def run(file: Path, options: list[str], not_found: Path) -> Result:
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch would import torch_npu before there is anything to run it on
         "HOST_CANN_NOT_FOUND": str(not_found),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *options, str(file)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *options]
+    command += map(str, files)
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     counts = Counter({name: int(n) for n, name in re.findall(r"(\d+) (\w+?)s?\b", _last_line(done.stdout))})
     if done.returncode not in (0, 1, 5) or (done.returncode == 1 and not counts["failed"] + counts["error"]):
         counts["error"] += 1  # it was ended, or could not be collected
-    return Result(file, counts, Counter(dict(_skips(done.stdout))), time.monotonic() - begun, done.stdout)
+    return Result(files, counts, Counter(dict(_skips(done.stdout))), time.monotonic() - begun, done.stdout)
 
 
 def _last_line(output: str) -> str:
@@ -112,24 +130,26 @@ def missing_operators(not_found: Path) -> list[str]:
 def report(result: Result, log: Path | None) -> None:
     """Print a line, and the output of a file that failed; keep all output in the folder ``log``."""
     said = ", ".join(f"{result.counts[name]} {name}" for name in OUTCOMES if result.counts[name])
-    print(f"{result.file.relative_to(ROOT)}: {said or 'nothing to run'} ({result.seconds:.0f} s)", flush=True)
+    names = ", ".join(str(file.relative_to(ROOT)) for file in result.files)
+    print(f"{names}: {said or 'nothing to run'} ({result.seconds:.0f} s)", flush=True)
     if result.failed:
         print(result.output, flush=True)
     if log:
-        (log / f"{result.file.parent.name}.{result.file.stem}.log").write_text(result.output)
+        (log / f"{result.files[0].parent.name}.{result.files[0].stem}.log").write_text(result.output)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", type=Path, nargs="+", metavar="FILE_OR_FOLDER")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="files that run at a time (default 2)")
-    parser.add_argument("--log", type=Path, metavar="FOLDER", help="keeps the output of every file")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes at a time (default 2)")
+    parser.add_argument("--together", type=int, default=1, metavar="N", help="files to a process (default 1)")
+    parser.add_argument("--log", type=Path, metavar="FOLDER", help="keeps the output of every process")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments, options = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     if reason := host_cann.unavailable():
         print(f"tests on the vendor's torch_npu are skipped: {reason}")
         return 0
-    files = test_files([path.resolve() for path in arguments.paths])
+    groups = grouped(test_files([path.resolve() for path in arguments.paths]), arguments.together)
     if arguments.log:
         arguments.log.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
@@ -137,12 +157,13 @@ def main() -> int:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.workers) as pool:
         not_found = Path(folder) / "not_found"
-        submitted = [pool.submit(run, file, options, not_found) for file in files]
+        submitted = [pool.submit(run, files, options, not_found) for files in groups]
         try:
             for done in as_completed(submitted):
-                report(done.result(), arguments.log)
-                counts += done.result().counts
-                skips += done.result().skips
+                for result in done.result():
+                    report(result, arguments.log)
+                    counts += result.counts
+                    skips += result.skips
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)
             return 130

@@ -1,13 +1,14 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex_npu.pipeline``, and what ``scripts/*.sh`` run; see ``commands.py``."""
+"""``python -m apex_npu.compat.pipeline``, and what ``scripts/*.sh`` run; see ``commands.py``."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from .command_line import parse
+from apex_npu._cli.command_line import parse
+
 from .commands import COMMANDS
 
 

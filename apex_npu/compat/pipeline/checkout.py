@@ -13,6 +13,7 @@ from pathlib import Path
 
 from . import files
 from .errors import PipelineError
+from .files import Change
 
 # Neither hooks nor a file system monitor run, nothing is fetched to complete a partial clone, and no index is written.
 _OPTIONS = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
@@ -50,8 +51,6 @@ class Checkout:
 
     Attributes:
         folder: Its absolute path.
-        git_folder: Where a journal is kept: ``.git``, or ``folder`` where git's files are elsewhere, in a linked work
-            tree for instance.
         head: The commit.
 
     Raises:
@@ -77,8 +76,6 @@ class Checkout:
             self.head = self._ask("--verify", "HEAD^{commit}")
         except PipelineError:
             raise PipelineError(f"{folder} has no commit yet: it is not a clone of NVIDIA's Apex") from None
-        git_folder = self.folder / ".git"
-        self.git_folder = git_folder if git_folder.is_dir() and not git_folder.is_symlink() else self.folder
         self._own = _git_folder_of(self.folder / self._ask("--git-path", "objects"), self.head)
         weakref.finalize(self, shutil.rmtree, self._own, ignore_errors=True)
 
@@ -100,13 +97,42 @@ class Checkout:
                 continue
         return None
 
-    def committed(self, path: str) -> bytes | None:
-        """What HEAD has at ``path``, None where it has nothing."""
-        return self.git("cat-file", "blob", f"HEAD:{path}") if self.has_committed(path) else None
-
     def has_committed(self, path: str) -> bool:
         """Whether HEAD has ``path``."""
-        return bool(self.git("ls-tree", "HEAD", "--", path))
+        return self._content("HEAD", path) is not None
+
+    def _content(self, tree: str, path: str) -> bytes | None:
+        entry = self.git("ls-tree", tree, "--", path).split()
+        return self.git("cat-file", "blob", entry[2].decode()) if entry[1:2] == [b"blob"] else None
+
+    def misfit(self, patch: Path, *options: str) -> str:
+        """Why ``git apply`` refuses the file ``patch``, with the lines that it has searched for; "" where it fits.
+
+        Args:
+            patch: For the files of the commit; those of the checkout do not matter.
+            options: Further ones of ``git apply``: ``--reverse``.
+        """
+        self.git("read-tree", "HEAD")
+        try:
+            self.git("apply", "--cached", "--check", "--verbose", *options, str(patch))
+        except PipelineError as error:
+            said = str(error).removeprefix("git apply failed: ").splitlines()
+            return "\n".join(
+                f"  {line}".rstrip() for line in said if not line.startswith(("Checking patch ", "Hunk #"))
+            )
+        return ""
+
+    def applied(self, patch: Path, *options: str) -> str:
+        """The tree that a patch which fits makes of the commit."""
+        self.git("read-tree", "HEAD")
+        self.git("apply", "--cached", *options, str(patch))
+        return self.git("write-tree").decode().strip()
+
+    def between(self, before: str, after: str) -> tuple[Change, ...]:
+        """The files in which two trees differ."""
+        listed = self.git("diff-tree", "-r", "-z", "--name-only", "--no-renames", before, after)
+        paths = [os.fsdecode(path) for path in listed.split(b"\0") if path]
+        return tuple(Change(self.folder, p, self._content(before, p), self._content(after, p)) for p in paths)
 
     def present(self, path: str) -> bytes | None:
         """The contents of the file at ``path``, None where there is no file."""
@@ -131,6 +157,8 @@ def _git_folder_of(objects: Path, head: str) -> Path:
     (folder / "objects" / "info").mkdir(parents=True)
     (folder / "objects" / "info" / "alternates").write_bytes(os.fsencode(objects) + b"\n")
     (folder / "HEAD").write_text(f"{head}\n", encoding="ascii")
-    # A file is compared by its contents: not every file system has modes.
-    (folder / "config").write_text("[core]\n\tbare = false\n\tfileMode = false\n", encoding="ascii")
+    # A file is compared by its contents: not every file system has modes. Patches fit to the byte, whatever is set
+    # for all repositories.
+    settings = "[core]\n\tbare = false\n\tfileMode = false\n[apply]\n\twhitespace = nowarn\n\tignoreWhitespace = no\n"
+    (folder / "config").write_text(settings, encoding="ascii")
     return folder

@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import re
-import shutil
+import tempfile
 from pathlib import Path
 
 from . import eras
 from .checkout import Checkout, git
 from .errors import PipelineError
-from .patching import State, bring, inspect
-from .replacing import alone
+from .patching import State, inspect, set_state
 
 
 def generate(source: str | None, ref: str | None, out: Path) -> str:
@@ -37,7 +36,7 @@ def generate(source: str | None, ref: str | None, out: Path) -> str:
         if there.head != wanted:
             expected = f"{ref} ({(wanted or 'no such commit')[:12]})"
             raise PipelineError(f"expected {expected} in {out}, found {there.describe()}")
-        return bring(there, State.PATCHED)
+        return set_state(there, State.PATCHED)
     commit = era.commit if era is not None else ref
     if source is None or _is_url(source):
         source = source or known.url
@@ -70,12 +69,10 @@ def clone(source: str, target: Path) -> None:
 
 
 def _clone(source: str, commit: str | None, out: Path) -> str:
-    unfinished = out.with_name(f".{out.name}.unfinished")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with alone(out.parent):
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()  # fails for a link, into which git would clone
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+            unfinished = Path(folder) / out.name
             try:
                 clone(source, unfinished)
                 checkout = Checkout(unfinished)
@@ -83,12 +80,11 @@ def _clone(source: str, commit: str | None, out: Path) -> str:
                 if found is None:
                     raise PipelineError(f"{source} has no commit, tag or branch {commit!r}")
                 git("checkout", "--quiet", "--detach", found, cwd=unfinished)
-                said = bring(Checkout(unfinished), State.PATCHED)
-                unfinished.rename(out)
+                said = set_state(Checkout(unfinished), State.PATCHED)
             except PipelineError as error:
                 raise PipelineError(str(error).replace(str(unfinished.resolve()), str(out.resolve()))) from None
-            finally:
-                shutil.rmtree(unfinished, ignore_errors=True)
+            said = said.replace(str(unfinished.resolve()), str(out.resolve()))
+            unfinished.rename(out)
     except OSError as error:
         raise PipelineError(f"{out} cannot be written ({error.strerror}): nothing has been left there") from error
-    return said.replace(str(unfinished.resolve()), str(out.resolve()))
+    return said

@@ -11,12 +11,27 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import PipelineError
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the file at ``path`` in the folder ``root`` holds before and after; None where there is none."""
+
+    root: Path
+    path: str
+    before: bytes | None
+    after: bytes | None
+
+    def reversed(self) -> Change:
+        """The same, backwards."""
+        return Change(self.root, self.path, self.after, self.before)
 
 
 @contextlib.contextmanager
@@ -89,3 +104,56 @@ def remove(root: Path, path: str) -> None:
     """Remove a file or a link; nothing where there is none."""
     with _parent(root, path) as (folder, name), contextlib.suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
+
+
+def temporary_name(path: str) -> str:
+    """Of a file, the name of its new content until that takes its place."""
+    folder, slash, name = path.rpartition("/")
+    return f"{folder}{slash}.{name}.apex_npu-tmp"
+
+
+def replace_all(changes: Sequence[Change]) -> None:
+    """Bring every file from ``before`` to ``after``: all, or none. Permissions stay.
+
+    New contents are written under temporary names first, so that a full disk changes no file.
+
+    Raises:
+        PipelineError: A file cannot be written.
+        KeyboardInterrupt: After either, all files are as they were. Only SIGKILL leaves some of them new.
+    """
+    modes = {change: mode(change.root, change.path) for change in changes}
+    placed: list[Change] = []
+    try:
+        for change in changes:
+            _write_aside(change, modes[change])
+        for change in changes:
+            placed.append(change)
+            _place(change)
+    except BaseException as error:
+        for change in placed:
+            _write_aside(change.reversed(), modes[change])
+            _place(change.reversed())
+        if not isinstance(error, OSError):
+            raise
+        raise PipelineError(
+            f"{changes[0].root} cannot be written ({error.strerror}: {error.filename}); it is as it was. Look at the "
+            "free space and at the permissions of the folder"
+        ) from error
+    finally:
+        for change in changes:
+            with contextlib.suppress(OSError):
+                remove(change.root, temporary_name(change.path))
+
+
+def _write_aside(change: Change, mode: int | None) -> None:
+    """Write the new content under its temporary name."""
+    if change.after is not None:
+        write(change.root, temporary_name(change.path), change.after, mode)
+
+
+def _place(change: Change) -> None:
+    """Rename the new content to the file's name, or remove the file."""
+    if change.after is None:
+        remove(change.root, change.path)
+    else:
+        rename(change.root, temporary_name(change.path), change.path)

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
-from . import diffs, eras
+from . import eras
 from .checkout import Checkout
 from .errors import PipelineError
 
@@ -33,18 +34,36 @@ def difference(checkout: Checkout) -> bytes:
     return checkout.git("diff", "--cached", *_OPTIONS, "HEAD")
 
 
-def check_limits(patch: bytes) -> None:
-    """Raise unless ``patch`` is small, and says why it is there."""
-    files = diffs.parse(patch)
-    lines = sum(file.changed_lines for file in files)
+def changed_lines(patch: bytes) -> dict[str, int]:
+    """Of each file in ``patch`` how many lines are added or removed.
+
+    Raises:
+        PipelineError: It is more than a patch of text that says why it is there.
+    """
+    found = {}
+    for part in re.split(rb"^diff --git .*\n", patch, flags=re.MULTILINE)[1:]:
+        head, *hunks = re.split(rb"^(?=@@ )", part, flags=re.MULTILINE)
+        new = re.search(rb"^\+\+\+ b/(.+)$", head, flags=re.MULTILINE)
+        if new is None or b"\nrename " in head or not hunks:
+            raise PipelineError("a patch may change and add files of text, nothing else")
+        if not all(re.search(rb"^\+\s*# apex_npu: ", hunk, flags=re.MULTILINE) for hunk in hunks):
+            raise PipelineError(
+                f"every hunk says why in a comment `# apex_npu: ...`; one of {new[1].decode()} does not"
+            )
+        found[new[1].decode()] = sum(line[:1] in (b"+", b"-") for hunk in hunks for line in hunk.splitlines())
+    return found
+
+
+def check_limits(patch: bytes) -> dict[str, int]:
+    """Raise unless ``patch`` is small, and says why it is there; ``changed_lines`` otherwise."""
+    files = changed_lines(patch)
+    lines = sum(files.values())
     if len(files) > MAX_FILES or lines > MAX_LINES:
         raise PipelineError(
             f"a patch points at apex_npu, in at most {MAX_FILES} files and {MAX_LINES} lines; this one has "
-            f"{len(files)} and {lines} ({', '.join(file.path for file in files)}): put the logic into apex_npu"
+            f"{len(files)} and {lines} ({', '.join(files)}): put the logic into apex_npu"
         )
-    for file in files:
-        if not all(any(b"# apex_npu: " in line for line in hunk.new) for hunk in file.hunks):
-            raise PipelineError(f"every hunk says why in a comment `# apex_npu: ...`; one of {file.path} does not")
+    return files
 
 
 def make_patch(checkout: Checkout, folder: Path = eras.FOLDER) -> str:

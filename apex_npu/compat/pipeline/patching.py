@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from . import diffs, eras
+from . import eras
 from .checkout import Checkout
 from .errors import PipelineError
-from .replacing import Change, alone, replace_all, take_back
+from .files import Change, replace_all
 
 
 class State(Enum):
@@ -37,7 +37,7 @@ class Tree:
     changes: tuple[Change, ...]
 
 
-def bring(checkout: Checkout, wanted: State) -> str:
+def set_state(checkout: Checkout, wanted: State) -> str:
     """Patch the checkout, or take the patch out.
 
     Returns:
@@ -46,18 +46,12 @@ def bring(checkout: Checkout, wanted: State) -> str:
     Raises:
         PipelineError: The checkout is in neither state; it stays as it is.
     """
-    with alone(checkout.git_folder):
-        restored = take_back(checkout, _changes(checkout, _era(checkout)))
-        tree = inspect(checkout)
-        what = f"{checkout.folder}, Apex {checkout.head[:8]} (era {tree.era.name})"
-        note = " (an interrupted run was taken back first)" if restored else ""
-        if tree.state is wanted:
-            return f"already {wanted.value}: {what}{note}"
-        steps = tree.changes
-        if wanted is State.ORIGINAL:
-            steps = tuple(Change(change.path, change.after, change.before) for change in steps)
-        replace_all(checkout, steps)
-        return f"now {wanted.value}: {what}{note}"
+    tree = inspect(checkout)
+    what = f"{checkout.folder}, Apex {checkout.head[:8]} (era {tree.era.name})"
+    if tree.state is wanted:
+        return f"already {wanted.value}: {what}"
+    replace_all(tree.changes if wanted is State.PATCHED else [change.reversed() for change in tree.changes])
+    return f"now {wanted.value}: {what}"
 
 
 def inspect(checkout: Checkout) -> Tree:
@@ -78,10 +72,6 @@ def _era(checkout: Checkout) -> eras.Era:
     if era is None:
         raise PipelineError(_unknown(checkout, known))
     return era
-
-
-def _patch(era: eras.Era) -> tuple[diffs.FileDiff, ...]:
-    return diffs.parse(era.patch_file().read_bytes())
 
 
 def _refuse_others_patch(checkout: Checkout) -> None:
@@ -112,20 +102,16 @@ def _unknown(checkout: Checkout, known: eras.Eras) -> str:
 
 def _changes(checkout: Checkout, era: eras.Era) -> tuple[Change, ...]:
     """What the patch does to the files of the commit, which may hold it already."""
-    files = _patch(era)
-    committed = {file.path: checkout.committed(file.path) for file in files}
-    forward = {file.path: file.apply(committed[file.path]) for file in files}
-    reasons = [reason for _, failed in forward.values() for reason in failed]
-    if not reasons:
-        return tuple(Change(path, committed[path], after) for path, (after, _) in forward.items())
-    backward = {file.path: file.reversed().apply(committed[file.path]) for file in files}
-    if not any(failed for _, failed in backward.values()):
-        return tuple(Change(path, before, committed[path]) for path, (before, _) in backward.items())
+    patch = era.patch_file()
+    misfit = checkout.misfit(patch)
+    if not misfit:
+        return checkout.between("HEAD", checkout.applied(patch))
+    if not checkout.misfit(patch, "--reverse"):
+        return checkout.between(checkout.applied(patch, "--reverse"), "HEAD")
     pin = "" if checkout.head == era.commit else f", made for {era.commit[:8]},"
-    listed = "".join(f"\n  {reason}" for reason in reasons)
     raise PipelineError(
-        f"the patch of era {era.name}{pin} does not fit the commit of {checkout.folder}, {checkout.describe()}:"
-        f"{listed}\nNothing has been changed. Check out {era.commit[:8]}, or adapt the patch (patch/README.md says how)"
+        f"the patch of era {era.name}{pin} does not fit the commit of {checkout.folder}, {checkout.describe()}:\n"
+        f"{misfit}\nNothing has been changed. Check out {era.commit[:8]}, or adapt the patch (patch/README.md says how)"
     )
 
 

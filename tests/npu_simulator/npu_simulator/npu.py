@@ -105,9 +105,14 @@ def get_device_name(device: DeviceLike = None) -> str:
     return "Ascend simulated"
 
 
+# Properties that torch_npu has for the sake of programs for CUDA, without a value.
+_OF_CUDA = ("major", "minor", "multi_processor_count", "max_threads_per_multi_processor", "warp_size", "gcnArchName")
+
+
 def get_device_properties(device: DeviceLike = None) -> SimpleNamespace:
-    total = mem_get_info(device)[1]
-    return SimpleNamespace(name=get_device_name(device), total_memory=total, major=0, minor=0, multi_processor_count=1)
+    known = {"name": get_device_name(device), "total_memory": mem_get_info(device)[1], "uuid": "0" * 32}
+    cores = {"cube_core_num": 1, "vector_core_num": 2, "L2_cache_size": 1 << 20}
+    return SimpleNamespace(**known, **cores, **dict.fromkeys(_OF_CUDA))
 
 
 def get_device_capability(device: DeviceLike = None) -> None:

@@ -1,0 +1,225 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which name is what: imports followed by scope. A parameter, local, loop or class variable of that name shadows."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# A binding to anything but an import, or to a name that is an import's.
+_OPAQUE = None
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.boolop)
+
+# What a name can be: the full name of an import, an expression that it was assigned, or _OPAQUE.
+Binding = str | ast.expr | None
+# Of modules, as import statements write them: their names, and the full names of the imports that these are.
+Exports = Mapping[str, Mapping[str, str]]
+
+
+@dataclass(eq=False)
+class Scope:
+    """The names that one module, class, function or comprehension binds."""
+
+    node: ast.AST
+    outer: Scope | None = None
+    bindings: dict[str, list[Binding]] = field(default_factory=dict)
+    elsewhere: dict[str, type[ast.AST]] = field(default_factory=dict)  # global and nonlocal
+
+    def bind(self, name: str, binding: Binding) -> None:
+        """Record one way in which ``name`` is bound here, or where ``global`` or ``nonlocal`` says."""
+        scope = self
+        if self.elsewhere.get(name) is ast.Global:
+            scope = self.module()
+        elif name in self.elsewhere:
+            scope = self.outer_with(name) or self
+        scope.bindings.setdefault(name, []).append(binding)
+
+    def module(self) -> Scope:
+        """The outermost scope."""
+        return self if self.outer is None else self.outer.module()
+
+    def outer_with(self, name: str) -> Scope | None:
+        """The nearest scope around this one that binds ``name``; class bodies are not seen from inside."""
+        scope = self.outer
+        while scope is not None and (name not in scope.bindings or isinstance(scope.node, ast.ClassDef)):
+            scope = scope.outer
+        return scope
+
+    def find(self, name: str) -> Scope | None:
+        """The scope that ``name`` is of, where it is used here."""
+        if self.elsewhere.get(name) is ast.Global:
+            return self.module() if name in self.module().bindings else None
+        return self if name in self.bindings else self.outer_with(name)
+
+
+class Names:
+    """The scopes of a program.
+
+    Args:
+        tree: Its syntax tree.
+        exports: Names of modules that it imports names from, and the imports that these are: ``programs.exports``.
+
+    Attributes:
+        nodes: All nodes but those without a place, outer ones first.
+        parents: The node that contains each.
+        module: The outermost scope.
+        stars: The modules of star imports, which may bring names that ``exports`` does not have.
+    """
+
+    def __init__(self, tree: ast.Module, exports: Exports | None = None) -> None:
+        self._exports = exports or {}
+        self.stars: list[str] = []
+        self.nodes: list[ast.AST] = []
+        self.parents: dict[ast.AST, ast.AST] = {}
+        self.module = Scope(tree)
+        self._scopes: dict[ast.AST, Scope] = {}
+        self._assigned: set[ast.AST] = set()
+        self._late: list[tuple[Scope, str, Binding]] = []  # bound once all nonlocal names are known
+        outside: set[ast.AST] = set()  # defaults, annotations, first iterables: of the scope around
+        todo: list[tuple[ast.AST, Scope]] = [(tree, self.module)]
+        while todo:
+            node, scope = todo.pop()
+            self.nodes.append(node)
+            self._scopes[node] = scope
+            self._bind(node, scope)
+            inner = Scope(node, scope) if isinstance(node, (*_FUNCTIONS, *_COMPREHENSIONS, ast.ClassDef)) else scope
+            inside = _inside(node)
+            outside.update(_outside(node))
+            children = [child for child in ast.iter_child_nodes(node) if not isinstance(child, _SKIPPED)]
+            for child in reversed(children):
+                self.parents[child] = node
+                around = scope.outer if child in outside else None
+                todo.append((child, around or (inner if child in inside else scope)))
+        for scope, name, binding in self._late:
+            scope.bind(name, binding)
+
+    def _bind(self, node: ast.AST, scope: Scope) -> None:
+        late = self._late
+        if isinstance(node, ast.Name):
+            if not isinstance(node.ctx, ast.Load) and node not in self._assigned:
+                late.append((_of_comprehension(scope, self.parents.get(node)), node.id, _OPAQUE))
+        elif isinstance(node, ast.Assign):
+            target = node.targets[0]
+            if isinstance(target, ast.Name) and len(node.targets) == 1 and _could_be_module(node.value):
+                self._assigned.add(target)
+                late.append((scope, target.id, node.value))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                name = alias.name if alias.asname else alias.name.partition(".")[0]
+                late.append((scope, alias.asname or name, name))
+        elif isinstance(node, ast.ImportFrom):
+            source = module_of(node)
+            exported = self._exports.get(source, {})
+            for alias in node.names:
+                if alias.name == "*":
+                    late.extend((scope, *exported_name) for exported_name in exported.items())
+                    self.stars.append(source)
+                else:
+                    name = f"{source}.{alias.name}"
+                    late.append((scope, alias.asname or alias.name, exported.get(alias.name, name)))
+        elif isinstance(node, (ast.Global, ast.Nonlocal)):
+            scope.elsewhere.update(dict.fromkeys(node.names, type(node)))
+        elif not isinstance(node, (ast.alias, ast.Attribute)):
+            # Functions, classes, parameters, handlers of exceptions and patterns bind by a field of theirs.
+            named = (
+                getattr(node, field, None) for field in ("name", "rest", "arg" if isinstance(node, ast.arg) else "")
+            )
+            late.extend((scope, name, _OPAQUE) for name in named if isinstance(name, str))
+
+    def scope(self, node: ast.AST) -> Scope:
+        """The scope in which ``node`` is evaluated."""
+        return self._scopes[node]
+
+    def meanings(self, name: str, scope: Scope) -> set[str | None]:
+        """The imports that ``name`` can be, and None where it can be something else."""
+        return self._meanings(name, scope, frozenset())
+
+    def _meanings(self, name: str, scope: Scope, seen: frozenset[tuple[int, str]]) -> set[str | None]:
+        home = scope.find(name)
+        if home is None or (id(home), name) in seen:
+            return {None}
+        seen |= {(id(home), name)}
+        found: set[str | None] = set()
+        for binding in home.bindings[name]:
+            if isinstance(binding, ast.Constant):
+                continue  # except ImportError: name = None
+            found |= self._dotted(binding, home, seen) if isinstance(binding, ast.expr) else {binding}
+        return found or {None}
+
+    def _dotted(self, node: ast.expr, scope: Scope, seen: frozenset[tuple[int, str]]) -> set[str | None]:
+        attributes: list[str] = []
+        while isinstance(node, ast.Attribute):
+            attributes.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return {None}
+        tail = "".join(f".{name}" for name in reversed(attributes))
+        return {None if root is None else root + tail for root in self._meanings(node.id, scope, seen)}
+
+    def dotted(self, node: ast.AST) -> str | None:
+        """The full name of an import that a name, or attributes of a name, refer to; None where they do not."""
+        if not isinstance(node, (ast.Name, ast.Attribute)):
+            return None
+        found = self._dotted(node, self._scopes[node], frozenset())
+        return found.pop() if len(found) == 1 else None
+
+    def is_taken(self, name: str, imported: str = "") -> bool:
+        """Whether ``name`` means something in any scope; an import of ``imported`` at the top level does not count."""
+        if any(name in scope.bindings for scope in {*self._scopes.values()} - {self.module}) or name in self.unbound():
+            return True
+        return any(binding != imported for binding in self.module.bindings.get(name, ()))
+
+    def unbound(self) -> set[str]:
+        """The names that are used and that no scope binds."""
+        return {
+            node.id for node in self.nodes if isinstance(node, ast.Name) and self._scopes[node].find(node.id) is None
+        }
+
+
+def module_of(node: ast.ImportFrom) -> str:
+    """The module that names are imported from, as the statement writes it."""
+    return "." * node.level + (node.module or "")
+
+
+def _could_be_module(node: ast.expr) -> bool:
+    if isinstance(node, ast.Constant):
+        return node.value is None
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name)
+
+
+def _inside(node: ast.AST) -> set[ast.AST]:
+    """The children of ``node`` that are evaluated in the scope that it opens."""
+    if isinstance(node, ast.Lambda):
+        return {node.args, node.body}
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return {node.args, *node.body}
+    if isinstance(node, ast.ClassDef):
+        return set(node.body)
+    if isinstance(node, _COMPREHENSIONS):
+        return set(ast.iter_child_nodes(node))
+    return set()
+
+
+def _outside(node: ast.AST) -> list[ast.AST]:
+    """The children of ``node`` that are evaluated in the scope around its own."""
+    if isinstance(node, ast.arguments):
+        return [default for default in (*node.defaults, *node.kw_defaults) if default is not None]
+    if isinstance(node, ast.arg):
+        return [] if node.annotation is None else [node.annotation]
+    if isinstance(node, _COMPREHENSIONS):
+        return [node.generators[0].iter]
+    return []
+
+
+def _of_comprehension(scope: Scope, parent: ast.AST | None) -> Scope:
+    """Where a name is stored: ``:=`` inside a comprehension binds in the function around it."""
+    if isinstance(parent, ast.NamedExpr):
+        while isinstance(scope.node, _COMPREHENSIONS) and scope.outer is not None:
+            scope = scope.outer
+    return scope
