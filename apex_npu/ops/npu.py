@@ -391,8 +391,8 @@ _KERNELS: dict[str, tuple[Callable[[], bool], Callable[..., None], Callable[...,
     ),
     "_fused_sgd_": (
         lambda: has_aten_kernel("_fused_sgd_"),
-        functools.partial(_step_sgd, aten_fused.sgd_),
-        functools.partial(_step_sgd, elementwise.sgd_.reference),
+        lambda *operands: _step_sgd(aten_fused.sgd_, *operands),
+        lambda *operands: _step_sgd(elementwise.sgd_.reference, *operands),
     ),
 }
 # Those that ``works`` tells of.

@@ -76,10 +76,10 @@ class NpuFusedMuon(NpuFusedAdamW):
 
     Example::
 
-        >>> hidden = [p for p in model.blocks.parameters() if p.ndim == 2]
-        >>> others = [p for p in model.parameters() if all(p is not matrix for matrix in hidden)]
+        >>> matrices = [p for p in model.parameters() if p.ndim == 2]  # without embeddings and the head
+        >>> others = [p for p in model.parameters() if p.ndim != 2]
         >>> optimizer = optimizers.NpuFusedMuon(
-        ...     [{"params": hidden}, {"params": others, "use_muon": False, "lr": 3e-4, "betas": (0.9, 0.95)}], lr=0.02
+        ...     [{"params": matrices}, {"params": others, "use_muon": False, "lr": 3e-4, "betas": (0.9, 0.95)}], lr=0.02
         ... )
         >>> optimizer.zero_grad()
         >>> loss_fn(model(input), target).backward()
