@@ -20,8 +20,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import bare_steps
-import gathered_first
 import iterations
+import muon_steps
 import overhead
 import torch
 import whole_steps
@@ -39,13 +39,12 @@ def _comparisons() -> dict[str, Make]:
     found: dict[str, Make] = {
         f"step of {rule}": lambda bench, rule=rule: bare_steps.variants(rule, bench) for rule in bare_steps.RULES
     }
+    found["step of Muon"] = muon_steps.variants
     for precision in whole_steps.REFERENCE:
         whole: Make = lambda bench, precision=precision: whole_steps.variants(precision, bench)  # noqa: E731
         found[f"whole {precision} step"] = found[f"{NO_COMPILER}whole {precision} step"] = whole
     for what in ("step", "O1", "O2"):
         found[f"overhead of {what}"] = lambda bench, what=what: overhead.variants(what, bench)
-    for step in gathered_first.STEPS:
-        found[f"gradients of {step}"] = lambda bench, step=step: gathered_first.variants(step, bench)
     for model in iterations.MODELS:
         found[f"iteration of {model}"] = lambda bench, model=model: iterations.variants(model, bench.device)
     return found

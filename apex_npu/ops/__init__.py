@@ -19,6 +19,7 @@ from apex_npu.ops.gather import (
     unscale_grads,
 )
 from apex_npu.ops.lists import sgd_list_, takes_sgd_lists
+from apex_npu.ops.newton_schulz import Matrices, orthogonalize_
 from apex_npu.ops.reference import FLOATS, LOW_PRECISION, chunks, wide_dtype
 from apex_npu.ops.segmented import adamp_, lamb_, norm, segment_add_, segment_dot
 from apex_npu.ops.segments import Segments
@@ -26,6 +27,7 @@ from apex_npu.ops.segments import Segments
 __all__ = [
     "FLOATS",
     "LOW_PRECISION",
+    "Matrices",
     "Segments",
     "adadelta_",
     "adagrad_",
@@ -43,6 +45,7 @@ __all__ = [
     "masks_writes",
     "multiply_",
     "norm",
+    "orthogonalize_",
     "rmsprop_",
     "segment_add_",
     "segment_dot",
