@@ -232,6 +232,8 @@ class AmpOptimizerState:
         Gradients that overflowed are filled with zeros; where all have been cleared the decision is dropped with them.
         """
         self.drop_cleared()
+        if self.deferral is not None:
+            self.deferral.clear()  # what they were to be clipped by, NaN maybe
         if any(group.has_grads() for group in self.grads.groups):
             for group in self.grads.groups:
                 group.zero_()

@@ -14,19 +14,18 @@ from torch.optim import Optimizer
 
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.block import (
-    AnyBlock,
     Block,
     BlockArgs,
-    CapturedBlock,
+    BlockPart,
     Delay,
     DelayingBlock,
-    SaturatingBlock,
+    Saturation,
     UnscaledBlock,
     Work,
 )
-from apex_npu.amp.capture import check_block
+from apex_npu.amp.capture import Captured, check_block
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
-from apex_npu.amp.grad_sync import NoSyncBlock, SyncedBlock
+from apex_npu.amp.grad_sync import Agreement, UnknownAverages
 from apex_npu.amp.loss_graph import check_backward, check_optimizers
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer
 from apex_npu.amp.session import Session, require, settings
@@ -133,7 +132,7 @@ def _warn_of_constant_loss(session: Session, loss_id: int) -> None:
 
 
 @disable_dynamo
-def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, delay: Delay | None) -> AnyBlock:
+def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, delay: Delay | None) -> Block:
     """The block for ``optimizers``: the ordinary one, unless something about them or the session is special."""
     scaler = session.scaler(loss_id)
     listed = [optimizers] if isinstance(optimizers, OptimizerAccessors) else _listed(optimizers)
@@ -195,13 +194,12 @@ def _state_for_block(optimizer: Optimizer) -> AmpOptimizerState:
     return state
 
 
-def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | None) -> AnyBlock:
-    """What is rare: each kind is an object of its own, around or in place of the ordinary block."""
+def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | None) -> Block:
+    """What is rare: parts of a block, or a kind of block in place of the ordinary one."""
     session, work = args.session, args.work
     states = [state for state, _ in work]
     for state in states:
-        if state.deferral is not None:
-            state.deferral.resolve_step()  # what the device alone knows, if the block before was another session's
+        state.resolve()  # what is not known of blocks before, those of another session included
     _check_fusing(given, states)
     _check_parallel(states)
     if any(state.report is None for state in states):
@@ -209,23 +207,19 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
     ddps = _may_keep_grads(session, work)
     if ddps and is_capturing() and any(state.masters.masters for state in states):
         check_block(args.optimizers, args.scaler, delays=True)
-    saturating = any(state.grads.saturates for state in states)
+    parts: list[BlockPart] = [UnknownAverages(ddps)] if ddps else []
     synced = session.overflow_group is not None or any(state.sync is not None for state in states)
-    if any(state.deferral is not None for state in states):
-        may_defer = not saturating and not synced
-        inner: Block = DeferringBlock(args, delay, may_defer=may_defer)
-    elif delay is not None or ddps:
-        inner = DelayingBlock(args, delay)
-    else:
-        inner = Block(args)
-    unsynced = SaturatingBlock(inner, _open_states(session)) if saturating else inner
-    block: AnyBlock = unsynced
     if synced:
-        block = SyncedBlock(unsynced, inner, [] if session.overflow_group is None else [session.overflow_group()])
-    if ddps:
-        assert isinstance(inner, DelayingBlock)
-        block = NoSyncBlock(block, inner, ddps)
-    return CapturedBlock(block, states) if is_capturing() else block
+        deciding = [] if session.overflow_group is None else [session.overflow_group()]
+        parts.append(Agreement(states, args.optimizers, deciding))
+    saturating = any(state.grads.saturates for state in states)
+    if saturating:
+        parts.append(Saturation(_open_states(session)))
+    if is_capturing():
+        parts.append(Captured())
+    if any(state.deferral is not None for state in states):
+        return DeferringBlock(args, parts, delay, may_defer=not saturating and not synced)
+    return DelayingBlock(args, parts, delay) if delay is not None or ddps else Block(args, parts)
 
 
 def _open_states(session: Session) -> list[AmpOptimizerState]:

@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.profiler import record_function
 
-from apex_npu.amp.block import AnyBlock, WrappedBlock
 from apex_npu.amp.session import current, settings
 from apex_npu.autocast.monkey_patches import patch_attribute
 from apex_npu.autocast.undo import Undo
@@ -70,7 +69,7 @@ def _copying(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, *args: (labelled if params.masters else original)(params, *args)
 
 
-def _opening(original: Callable[..., AnyBlock]) -> Callable[..., AnyBlock]:
+def _opening(original: Callable[..., Any]) -> Callable[..., LabelledBlock]:
     return lambda *args: LabelledBlock(original(*args))
 
 
@@ -80,10 +79,13 @@ def _owner(path: str) -> Any:
     return getattr(found, name) if name else found
 
 
-class LabelledBlock(WrappedBlock):
+class LabelledBlock:
     """A block, with a range for what it does before backward, for backward, and for what it does afterwards."""
 
-    _backward: record_function | None = None
+    def __init__(self, block: Any) -> None:
+        self._block = block
+        self.scale: float = block.scale
+        self._backward: record_function | None = None
 
     def begin(self) -> None:
         """See ``Block``."""
