@@ -21,7 +21,6 @@ from torch.optim import LBFGS, Optimizer
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.bad_gradients import explain_skip
 from apex_npu.amp.capture import check_step
-from apex_npu.amp.checkpoint_guard import CHECKPOINTS
 from apex_npu.amp.data_parallel import GradSync
 from apex_npu.amp.deferred_inf_check import Deferral, DeferredInfCheck
 from apex_npu.amp.deferred_step import (
@@ -115,26 +114,6 @@ class AmpOptimizerMixin(OptimizerAccessors):
             result = super().zero_grad(set_to_none, *args, **kwargs)
         state.clear(set_to_none)
         return result
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer.
-
-        Raises:
-            RuntimeError: ``torch.distributed.checkpoint.state_dict`` looks for the model's parameters in the groups,
-                which have masters; it would fail with a KeyError.
-        """
-        frame = inspect.currentframe()
-        caller = None if frame is None or frame.f_back is None else frame.f_back.f_globals.get("__name__")
-        if caller == CHECKPOINTS:  # imported after initialize
-            self._check_named_by_model()
-        return super().state_dict()
-
-    def _check_named_by_model(self) -> None:
-        if self._amp_state.masters.masters:
-            raise RuntimeError(
-                f"{CHECKPOINTS} names states by the model's parameters, which at {self._amp_state.policy.opt_level} "
-                "are not in optimizer.param_groups: their fp32 masters are. Give it amp.checkpoint_view(optimizer)"
-            )
 
     def clip_optimizer_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.amp.accessors import step_without
-from apex_npu.amp.checkpoint_guard import watch_checkpoints
 from apex_npu.amp.clip_guard import watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.deferred_inf_check import DeferredInfCheck
@@ -298,8 +297,6 @@ class Session:
         if self.policy.enabled:
             watch_clipping(self._undo, self._look_at_clipping, self._clip_of)
             average_in_float32(self._undo)
-            if self.policy.master_weights:
-                watch_checkpoints(self._undo)
             watch = DDPWatch(self.ddps, self._check_averaged_once)
             self._undo.callback(watch.close)
             watch.open()
