@@ -226,8 +226,8 @@ class Block:
                     tensor.grad = None
                 group.forget_copied(set_to_none=True)
             state.stage, state.grad_scale = Stage.READY, 1.0
-            if state.deferral is not None:
-                state.deferral.clear()
+            if state.pending is not None:
+                state.pending.clear()
             if state.sync is not None:
                 state.sync.clear()
 

@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 
 from apex_npu.amp.block import STAGE_AFTER, BlockArgs, BlockPart, Delay, DelayingBlock, decide
 from apex_npu.amp.deferred_inf_check import DeferredInfCheck
-from apex_npu.amp.deferred_step import clip_now, deferral_of, holds, supports_found_inf
 from apex_npu.amp.grad_groups import GradGroup, any_raised, look_for_overflow, unscale
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, inner_optimizer, state_of
+from apex_npu.amp.pending_step import supports_found_inf
 from apex_npu.amp.session import current
 
 
 class DeferringBlock(DelayingBlock):
-    """A block of optimizers that have a ``Deferral``: gradients are divided, or their step is skipped, later."""
+    """A block of optimizers that have a ``PendingStep``: gradients are divided, or their step is skipped, later."""
 
     def __init__(self, args: BlockArgs, parts: Sequence[BlockPart], delay: Delay | None, *, may_defer: bool) -> None:
         """Of ``may_defer`` the check may be left open: what processes decide together may not. See ``scale_loss``."""
@@ -46,7 +46,7 @@ class DeferringBlock(DelayingBlock):
     def _end_with(self, stage: Stage, grad_scale: float = 1.0) -> None:
         if stage is Stage.SCALED and self._fuses:  # what was to be clipped by the step, before backward adds to it
             for state, groups in self.work:
-                clip_now(state, groups)
+                state.pending.clip_now(groups)
         super()._end_with(stage, grad_scale)
 
     def _unscale(self) -> bool:
@@ -59,7 +59,7 @@ class DeferringBlock(DelayingBlock):
         self._end_with(STAGE_AFTER[self.delay], self.scale if self._fuses or not self.copies_grads else 1.0)
         if check is not None:
             self.decides = False  # the check does, when it is resolved
-            deferral_of(self.states[0]).check = self._session.open_checks[self._scaler] = check
+            self.states[0].pending.check = self._session.open_checks[self._scaler] = check
         return found_inf
 
     def _bring(self) -> tuple[bool, DeferredInfCheck | None]:
@@ -90,7 +90,7 @@ class DeferringBlock(DelayingBlock):
 
         def settle(found_inf: bool) -> None:
             for state in states:
-                deferral_of(state).resolve()  # this check, which is known by now
+                state.pending.resolve()  # this check, which is known by now
             decide(states, loss_id, scaler, found_inf)
 
         check = DeferredInfCheck(look, settle, on_device=on_device)
@@ -124,7 +124,7 @@ def check_fusible(given: Sequence[Any]) -> None:
             )
     session = current()
     adopted = [] if session is None else [o for o in session.adopted if o not in given]
-    holding = [o for o in adopted if (state := state_of(o)) is not None and holds(state)]
+    holding = [o for o in adopted if (state := state_of(o)) is not None and state.holds_scaled]
     if len(holding) + len(given) > 1:
         _check_unshared([*holding, *given])
 

@@ -144,7 +144,7 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
     states = []
     for optimizer in listed:
         state = _state_for_block(optimizer)
-        ordinary = ordinary and state.deferral is None and state.sync is None and not state.policy.combine_ddp
+        ordinary = ordinary and state.pending is None and state.sync is None and not state.policy.combine_ddp
         unscaled = unscaled and state.is_unscaled
         states.append(state)
     if ordinary and unscaled and not capturing:
@@ -217,7 +217,7 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
         parts.append(Saturation(_open_states(session)))
     if is_capturing():
         parts.append(Captured())
-    if any(state.deferral is not None for state in states):
+    if any(state.pending is not None for state in states):
         return DeferringBlock(args, parts, delay, may_defer=not saturating and not synced)
     return DelayingBlock(args, parts, delay) if delay is not None or ddps else Block(args, parts)
 

@@ -37,7 +37,7 @@ _LABELLED = (
     ("backends.host_copy:HostCopy", "__bool__", "amp.wait"),
     ("amp.amp_optimizer", "_skip_step", "amp.skip"),
     ("amp.amp_optimizer:AmpOptimizerMixin", "_clip_at_once", "amp.clip"),
-    ("amp.amp_optimizer", "clip_at_step", "amp.clip"),
+    ("amp.pending_step:PendingStep", "clip", "amp.clip"),
     ("amp.clip_guard", "clip_by_torch", "amp.clip"),
     ("optimizers.combined_accessors:CombinedAccessors", "clip_optimizer_grad_norm_fused", "amp.clip"),
     ("optimizers.base:FusedOptimizer", "_fuse_again", "amp.fuse"),
