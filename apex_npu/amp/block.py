@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu.amp.grad_groups import (
@@ -22,6 +23,7 @@ from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session
 from apex_npu.amp.step_decision import StepDecision
 from apex_npu.backends._torch_private import disable_dynamo
+from apex_npu.ops import LOW_PRECISION
 
 Work = list[tuple[AmpOptimizerState, list[GradGroup]]]
 Delay = Literal["delay_unscale", "delay_overflow_check", "no_sync"]
@@ -56,6 +58,9 @@ class BlockPart:
 
     def begun(self, block: Block) -> None:
         """They have been: backward follows."""
+
+    def multiplied(self, block: Block, scaled_loss: Tensor) -> None:
+        """Of ``scaled_loss``, which the user gets."""
 
     def before_unscale(self, block: Block) -> None:
         """Backward has ended."""
@@ -132,6 +137,13 @@ class Block:
             raise
         for part in self.parts:
             part.begun(self)
+
+    def multiply(self, loss: Tensor) -> Tensor:
+        """``loss`` times the loss scale; a low-precision loss in float32."""
+        scaled_loss = (loss.float() if loss.dtype in LOW_PRECISION else loss) * self.scale
+        for part in self.parts:
+            part.multiplied(self, scaled_loss)
+        return scaled_loss
 
     def _begin_group(self, group: GradGroup, factor: float) -> None:
         group.begin_block(factor)

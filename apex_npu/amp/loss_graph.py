@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the graph of a loss tells of a ``scale_loss`` block: which optimizers it is for, and what backward has run on.
 
-The graph is walked before an optimizer's first step alone, and where an error is to be found.
+It is looked at before an optimizer's first step alone: what a script has wrong it has wrong from the start.
 """
 
 from __future__ import annotations
@@ -14,8 +14,31 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 
+from apex_npu.amp.block import Block, BlockPart
 from apex_npu.amp.session import Session
 from apex_npu.backends.live_objects import instances_of
+
+
+class FirstLook(BlockPart):
+    """A block before the first step of one of its optimizers: is it for the right ones, and used as it has to be."""
+
+    def __init__(self, session: Session, loss: Tensor) -> None:
+        self._session, self._loss = session, loss
+        self._backwards: list[Tensor] = []
+
+    def before_begin(self, block: Block) -> None:
+        """See ``BlockPart``."""
+        check_optimizers(self._session, self._loss, block.optimizers, block.scale)
+
+    def multiplied(self, block: Block, scaled_loss: Tensor) -> None:
+        """See ``BlockPart``."""
+        if scaled_loss.requires_grad:
+            scaled_loss.register_hook(self._backwards.append)
+
+    def before_unscale(self, block: Block) -> None:
+        """See ``BlockPart``."""
+        if not self._backwards and block.scale != 1.0:
+            check_backward(self._loss, block.scale)
 
 
 def check_backward(loss: Tensor, scale: float) -> None:

@@ -26,13 +26,12 @@ from apex_npu.amp.block import (
 from apex_npu.amp.capture import Captured, check_block
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
 from apex_npu.amp.grad_sync import Agreement, UnknownAverages
-from apex_npu.amp.loss_graph import check_backward, check_optimizers
+from apex_npu.amp.loss_graph import FirstLook
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer
 from apex_npu.amp.session import Session, require, settings
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo, torch_profiler
 from apex_npu.distributed.torch_ddp import ddps_of, may_keep_grads
-from apex_npu.ops import LOW_PRECISION
 
 
 @contextmanager
@@ -105,13 +104,7 @@ def scale_loss(
         if observer is not None:
             observer.block_begins(loss, optimizers, loss_id, block.scale, session.scaler(loss_id).dynamic)
         block.begin()
-        scaled = [(loss.float() if loss.dtype in LOW_PRECISION else loss) * block.scale]
-        backwards: list[Any] = []
-        if block.scale != 1.0 and scaled[0].requires_grad:
-            scaled[0].grad_fn.register_prehook(backwards.append)  # type: ignore[union-attr]
-        yield scaled.pop()  # held here it would keep what a script hooks to it
-        if not backwards and block.scale != 1.0:
-            check_backward(loss, block.scale)
+        yield block.multiply(loss)  # held here it would keep what a script hooks to it
         if observer is not None:
             observer.backward_ended()
         block.end()
@@ -202,12 +195,14 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
         state.resolve()  # what is not known of blocks before, those of another session included
     _check_fusing(given, states)
     _check_parallel(states)
-    if any(state.report is None for state in states):
-        check_optimizers(session, loss, args.optimizers, args.scaler.scale)
     ddps = _may_keep_grads(session, work)
     if ddps and is_capturing() and any(state.masters.masters for state in states):
         check_block(args.optimizers, args.scaler, delays=True)
-    parts: list[BlockPart] = [UnknownAverages(ddps)] if ddps else []
+    parts: list[BlockPart] = []
+    if any(state.report is None for state in states):
+        parts.append(FirstLook(session, loss))
+    if ddps:
+        parts.append(UnknownAverages(ddps))
     synced = session.overflow_group is not None or any(state.sync is not None for state in states)
     if synced:
         deciding = [] if session.overflow_group is None else [session.overflow_group()]

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.profiler import record_function
 
@@ -93,6 +93,11 @@ class LabelledBlock:
             self._block.begin()
         self._backward = record_function("amp.backward")
         self._backward.__enter__()
+
+    def multiply(self, loss: Tensor) -> Tensor:
+        """See ``Block``."""
+        scaled_loss: Tensor = self._block.multiply(loss)
+        return scaled_loss
 
     def end(self) -> None:
         """See ``Block``."""
