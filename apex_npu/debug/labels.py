@@ -17,11 +17,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.profiler import record_function
 
-from apex_npu.amp.block import AnyBlock, WrappedBlock
 from apex_npu.amp.session import current, settings
 from apex_npu.autocast.monkey_patches import patch_attribute
 from apex_npu.autocast.undo import Undo
@@ -38,7 +37,7 @@ _LABELLED = (
     ("backends.host_copy:HostCopy", "__bool__", "amp.wait"),
     ("amp.amp_optimizer", "_skip_step", "amp.skip"),
     ("amp.amp_optimizer:AmpOptimizerMixin", "_clip_at_once", "amp.clip"),
-    ("amp.amp_optimizer", "clip_at_step", "amp.clip"),
+    ("amp.pending_step:PendingStep", "clip", "amp.clip"),
     ("amp.clip_guard", "clip_by_torch", "amp.clip"),
     ("optimizers.combined_accessors:CombinedAccessors", "clip_optimizer_grad_norm_fused", "amp.clip"),
     ("optimizers.base:FusedOptimizer", "_fuse_again", "amp.fuse"),
@@ -70,7 +69,7 @@ def _copying(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, *args: (labelled if params.masters else original)(params, *args)
 
 
-def _opening(original: Callable[..., AnyBlock]) -> Callable[..., AnyBlock]:
+def _opening(original: Callable[..., Any]) -> Callable[..., LabelledBlock]:
     return lambda *args: LabelledBlock(original(*args))
 
 
@@ -80,10 +79,13 @@ def _owner(path: str) -> Any:
     return getattr(found, name) if name else found
 
 
-class LabelledBlock(WrappedBlock):
+class LabelledBlock:
     """A block, with a range for what it does before backward, for backward, and for what it does afterwards."""
 
-    _backward: record_function | None = None
+    def __init__(self, block: Any) -> None:
+        self._block = block
+        self.scale: float = block.scale
+        self._backward: record_function | None = None
 
     def begin(self) -> None:
         """See ``Block``."""
@@ -91,6 +93,11 @@ class LabelledBlock(WrappedBlock):
             self._block.begin()
         self._backward = record_function("amp.backward")
         self._backward.__enter__()
+
+    def multiply(self, loss: Tensor) -> Tensor:
+        """See ``Block``."""
+        scaled_loss: Tensor = self._block.multiply(loss)
+        return scaled_loss
 
     def end(self) -> None:
         """See ``Block``."""
