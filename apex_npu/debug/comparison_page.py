@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-import math
+import base64
+import io
 from collections.abc import Iterator
 from html import escape
 
-from apex_npu.debug.comparison_report import HEAD, Compared, ComparedRow, summary_of, verdict_of
+from apex_npu.debug.comparison_report import HEAD, Compared, ComparedRow, plot, summary_of, verdict_of
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --bad: light-dark(#b3001b, #ff7a85); --soft: light-dark(#555, #aaa); }
@@ -24,13 +25,8 @@ th { position: sticky; top: 0; background: Canvas; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 tr.beyond td { color: var(--bad); }
 tr.first td { font-weight: bold; outline: 1px solid var(--bad); }
-svg { width: 100%; height: auto; }
-svg .axis { stroke: var(--line); } svg text { fill: var(--soft); font-size: 11px; }
-svg .row { fill: light-dark(#1a5fb4, #78aeed); } svg .beyond { fill: var(--bad); }
-svg .limit { fill: none; stroke: var(--soft); }
+img { width: 100%; height: auto; }
 """
-_WIDTH, _HEIGHT, _LEFT = 1000, 280, 50
-_LOWEST, _HIGHEST = -7.0, 1.0
 
 
 def html_of(comparison: Compared) -> str:
@@ -79,34 +75,12 @@ def _rows(comparison: Compared) -> Iterator[str]:
         yield f"<tr{f' class={chr(34)}{kind}{chr(34)}' if kind else ''}>{filled}</tr>"
 
 
-def _y(value: float) -> float:
-    exponent = _LOWEST if value <= 0 else _HIGHEST if math.isinf(value) else math.log10(value)
-    part = (min(max(exponent, _LOWEST), _HIGHEST) - _LOWEST) / (_HIGHEST - _LOWEST)
-    return round((_HEIGHT - 40) * (1 - part) + 10, 1)
-
-
 def _picture(comparison: Compared) -> str:
-    """Errors over the order of execution, with what the floor explains."""
-    rows = comparison.rows
-    step = (_WIDTH - _LEFT - 10) / max(len(rows), 1)
-    xs = [round(_LEFT + step * (i + 0.5), 1) for i in range(len(rows))]
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="errors in the order of execution">']
-    for exponent in range(int(_LOWEST) + 1, int(_HIGHEST) + 1, 2):
-        y = _y(10.0**exponent)
-        parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">1e{exponent}</text>')
-    limits = [f"{x},{_y(row.resolution)}" for x, row in zip(xs, rows, strict=True) if row.resolution is not None]
-    if limits:
-        parts.append(f'<polyline class="limit" points="{" ".join(limits)}"/>')
-    for x, row in zip(xs, rows, strict=True):
-        is_first = row is comparison.first
-        kind = "beyond" if is_first or (comparison.first is not None and _is_beyond(row)) else "row"
-        title = escape(f"{row}: {row.relative:.3g}")
-        radius = 6 if is_first else 3
-        parts.append(
-            f'<circle class="{kind}" cx="{x}" cy="{_y(row.relative)}" r="{radius}"><title>{title}</title></circle>'
-        )
-    text = "relative error of each row in the order of execution"
-    text += "; the line is what the floor explains, times 4" if limits else ""
-    parts.append(f'<text x="{_LEFT}" y="{_HEIGHT - 4}">{text}</text>')
-    return "\n".join([*parts, "</svg>"])
+    """Errors over the order of execution, as ``plot`` draws them; empty without matplotlib."""
+    drawn = io.BytesIO()
+    try:
+        plot(comparison, drawn)
+    except ImportError:
+        return ""
+    data = base64.b64encode(drawn.getvalue()).decode()
+    return f'<img alt="errors in the order of execution" src="data:image/png;base64,{data}">'

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -230,7 +231,7 @@ def lines_after(comparison: Compared, shown: Sequence[ComparedRow]) -> list[str]
     return [f"and {left} more; --html and to_html show all"] if left else []
 
 
-def plot(comparison: Compared, path: str | os.PathLike[str]) -> None:
+def plot(comparison: Compared, path: str | os.PathLike[str] | io.BytesIO) -> None:
     """See ``Comparison.plot``."""
     try:
         from matplotlib.figure import Figure
@@ -263,4 +264,4 @@ def plot(comparison: Compared, path: str | os.PathLike[str]) -> None:
     axes.set_ylabel("relative error")
     axes.set_title(f"{comparison.names[1]} beside {comparison.names[0]}", parse_math=False)
     axes.legend(loc="best", fontsize="small")
-    figure.savefig(os.fspath(path))
+    figure.savefig(path)

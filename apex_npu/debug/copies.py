@@ -1,20 +1,18 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Copies of a model in float32 on which a level is tried: of sizes and dtypes alone, or of all its values."""
+"""Copies of a model in float32 on which a level is tried: of sizes and dtypes alone."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import random
 import sys
-from collections import UserList, deque
+from collections import UserList
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import CellType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from apex_npu.amp.float32_copies import float32_copy
 from apex_npu.backends._torch_private import TorchDispatchMode, fake_modes, is_fake, tree_leaves, tree_map
-from apex_npu.debug.operators import call_operator, operator_of, tensors_in
+from apex_npu.debug.operators import call_operator, operator_of
 
 # What batch norms write, though the schemas of some do not say so.
 _STATISTICS = ("running_mean", "running_var")
-# For what keeps a tensor: how many tensors are looked at, and how far.
-_LOOKED_AT, _DEPTH = 20, 6
-_CONTAINERS = (dict, list, tuple, set, deque, CellType)
-_DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 class _EqualMasters(TorchFunctionMode):
@@ -44,12 +38,11 @@ class _WriteNothingReal(TorchDispatchMode):
 
     Args:
         fake: The mode of the fakes, inside of which this one is.
-        alive: Gets the results, by their ids.
     """
 
-    def __init__(self, fake: Any, alive: WeakValueDictionary[int, Tensor]) -> None:
+    def __init__(self, fake: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._fake, self._alive = fake, alive
+        self._fake = fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operator = operator_of(func)
@@ -59,10 +52,7 @@ class _WriteNothingReal(TorchDispatchMode):
             for name, value in zip(operator.arguments, args, strict=False)
         ]
         kwargs = {n: self._without_values(value) if n in written else value for n, value in (kwargs or {}).items()}
-        result = call_operator(func, tuple(args), kwargs)
-        for tensor in tensors_in(result):
-            self._alive[id(tensor)] = tensor
-        return result
+        return call_operator(func, tuple(args), kwargs)
 
     def _without_values(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -70,84 +60,15 @@ class _WriteNothingReal(TorchDispatchMode):
         return self._fake.from_tensor(value) if isinstance(value, Tensor) and not is_fake(value) else value
 
 
-class FakeCopies:
-    """Makes copies without values, and finds what is left of them."""
-
-    def __init__(self) -> None:
-        self._alive: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        self._modules: WeakSet[nn.Module] = WeakSet()
-
-    @contextmanager
-    def copying(self, model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
-        """A copy of ``model`` and of ``batch`` without values; what is computed in the block has none either."""
-        fake, copying = fake_modes()
-        with fake:
-            with copying, _EqualMasters():
-                made = float32_copy(model, allow_rounded=True)
-            self._modules.update(made.modules())
-            with _WriteNothingReal(fake, self._alive):
-                yield made, _copied(batch, fake.from_tensor)
-
-    def check_gone(self) -> None:
-        """Raise where something outside of the copies keeps what was computed in a block.
-
-        Raises:
-            KeptTensorError: Later iterations would take tensors without values from there, and train nothing.
-        """
-        if self._alive:
-            gc.collect()
-        left, own = list(self._alive.values()), set(map(id, self._modules))  # copies that are not freed yet
-        for tensor in left[:_LOOKED_AT]:
-            holder = _holder(tensor, own, {id(left)})
-            if holder:
-                shown = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-                raise KeptTensorError(
-                    f"{len(left)} tensors without values are kept outside of the model, {holder} has one of {shown}: "
-                    "nothing can be trained with them. Clear what keeps them, or start the process again. A cache that "
-                    "one call of the model before amp.debug.report fills has values"
-                )
-
-
-class KeptTensorError(RuntimeError):
-    """Raised where a forward has left tensors without values outside of the copy of a model."""
-
-
-def _holder(thing: Any, own: set[int], passed: set[int], path: str = "") -> str:
-    """Where in a module, class, function or object ``thing`` is; empty where none but those of ``own`` hold it."""
-    holders = gc.get_referrers(thing)
-    passed = passed | {id(holders)}  # a holder itself
-    for holder in holders:
-        if id(holder) in passed or id(holder) in own or isinstance(holder, Tensor):
-            continue
-        if isinstance(holder, (ModuleType, type)):
-            return f"{holder.__name__}{path}"
-        if isinstance(holder, FunctionType) or hasattr(holder, "cache_clear"):
-            return f"what {getattr(holder, '__qualname__', '')} keeps{path}"
-        if isinstance(holder, _CONTAINERS):
-            step = _step(holder, thing) + path
-            found = _holder(holder, own, passed | {id(holder)}, step) if len(passed) < 2 * _DEPTH else ""
-            if found:
-                return found
-        elif type(holder).__flags__ & _DEFINED_IN_PYTHON:
-            return f"an object of {type(holder).__name__}{path}"
-    return ""
-
-
-def _step(holder: Any, thing: Any) -> str:
-    """``.name`` or ``[key]`` of ``thing`` in a dict."""
-    key = next((key for key, value in holder.items() if value is thing), None) if isinstance(holder, dict) else None
-    if key is None:
-        return ""
-    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
-
-
 @contextmanager
-def real_copy(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """A deep copy of ``model``, and of ``batch``, which forward may write."""
-    yield (
-        float32_copy(model, allow_rounded=True),
-        _copied(batch, lambda t: t.detach().clone().requires_grad_(t.requires_grad)),
-    )
+def fake_copies(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """A copy of ``model`` and of ``batch`` without values; what is computed in the block has none either."""
+    fake, copying = fake_modes()
+    with fake:
+        with copying, _EqualMasters():
+            made = float32_copy(model, allow_rounded=True)
+        with _WriteNothingReal(fake):
+            yield made, _copied(batch, fake.from_tensor)
 
 
 class _CopyTensors(TorchFunctionMode):

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_state import adopted_inside, state_of
+from apex_npu.amp.optimizer_state import adopted_inside
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current
 from apex_npu.backends._torch_private import is_fake, tree_leaves
@@ -110,22 +109,12 @@ def usual_sizes(model: nn.Module) -> Sizes:
     return {title: dict.fromkeys((name for name, _ in model.named_parameters()), size) for title, size in USUAL.items()}
 
 
-def stepped_dtype(policy: Policy) -> torch.dtype:
-    """What an optimizer steps at a level: the dtype of masters where there are any."""
-    return torch.float32 if policy.master_weights else policy.model_dtype or torch.float32
-
-
-def sizes_of(optimizer: Optimizer, model: nn.Module, dtype: torch.dtype) -> Sizes:
-    """Those of ``optimizer``, which steps parameters of ``model``: counted where it has stepped, else tried.
-
-    Args:
-        optimizer: Stays as it is.
-        model: Whose parameters it steps.
-        dtype: That of the parameters that it is tried with.
+def sizes_of(optimizer: Optimizer, model: nn.Module) -> Sizes:
+    """Those of ``optimizer``, which has stepped parameters of ``model``.
 
     Raises:
         TypeError: It is no optimizer.
-        ValueError: It steps no parameter of the model, or its state cannot be found by a trial.
+        ValueError: It steps no parameter of the model, or has not stepped.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -142,42 +131,10 @@ def sizes_of(optimizer: Optimizer, model: nn.Module, dtype: torch.dtype) -> Size
         )
     state: Any = optimizer.state
     if not any(p in state for p in stepped.values()):
-        if state_of(optimizer) is not None:
-            raise ValueError(
-                f"this {title} has been passed to amp.initialize, and has no state yet: call amp.debug.report before "
-                "initialize, or after the first step, or leave optimizer out"
-            )
-        return {title: _tried(optimizer, stepped, dtype)}
-    return {title: {name: _size(p, state[p]) for name, p in stepped.items() if p in state}}
-
-
-def _tried(optimizer: Optimizer, params: dict[str, Any], dtype: torch.dtype) -> dict[str, StateSize]:
-    """A copy of ``optimizer`` steps parameters of at most two elements in each dimension."""
-    every = [p for group in optimizer.param_groups for p in group["params"]]
-    memo = {}
-    for p in every:
-        memo[id(p)] = tiny = nn.Parameter(torch.zeros([min(2, n) for n in p.shape], dtype=dtype, device=p.device))
-        tiny.grad = torch.zeros_like(tiny)
-    small: Any = copy.deepcopy(optimizer, memo)
-    try:
-        small.step()
-    except Exception as error:
         raise ValueError(
-            f"{type(optimizer).__name__} cannot be tried on a few numbers ({type(error).__name__}: {error}): call "
-            "amp.debug.report after its first step, or leave optimizer out"
-        ) from error
-    found = {}
-    for name, p in params.items():
-        tiny, state = memo[id(p)], small.state[memo[id(p)]]
-        for value in _tensors(state):
-            if value.shape != tiny.shape and value.numel() > 1 and tiny.shape != p.shape:
-                raise ValueError(
-                    f"{type(optimizer).__name__} keeps a state of another shape than its parameter's, "
-                    f"{list(value.shape)} for {list(tiny.shape)}, whose size cannot be tried on a few numbers: call "
-                    "amp.debug.report after its first step, or leave optimizer out"
-                )
-        found[name] = _size(tiny, state)
-    return found
+            f"this {title} has no state yet: call amp.debug.report after its first step, or leave optimizer out"
+        )
+    return {title: {name: _size(p, state[p]) for name, p in stepped.items() if p in state}}
 
 
 def _tensors(state: dict[str, Any]) -> list[Tensor]:

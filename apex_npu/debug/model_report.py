@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from traceback import clear_frames
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -21,20 +21,17 @@ from apex_npu.amp.user_casts import registered_patches
 from apex_npu.autocast.forward_cast import convert_model
 from apex_npu.backends._torch_private import tree_leaves
 from apex_npu.debug.copies import (
-    FakeCopies,
     KeptGradients,
     every_tensor,
+    fake_copies,
     leaves_of_graph,
-    real_copy,
     same_random_numbers,
 )
-from apex_npu.debug.memory import Sizes, measure, sizes_of, stepped_dtype, usual_sizes
+from apex_npu.debug.memory import Sizes, measure, sizes_of, usual_sizes
 from apex_npu.debug.model_table import LevelReport, ModelReport
 from apex_npu.debug.tally import Tally, refuses_hooks
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
-
-Copying = Callable[[nn.Module, Any], AbstractContextManager[tuple[nn.Module, Any]]]
 
 
 class _Refused(ValueError):
@@ -53,9 +50,8 @@ def report(
 
     The Python code of the model and of ``loss`` runs, on copies that have sizes and dtypes alone (torch's fake
     tensors): no values are computed or allocated, but of operators none of whose inputs depends on the model or the
-    batch. Where that cannot be, as with shapes that depend on data, it runs on deep copies, one after the other, and
-    the report says so. The model, all gradients, amp's session and all random generators stay as they are. Forward
-    hooks of the model are called, on the copies.
+    batch. The model, all gradients, amp's session and all random generators stay as they are. Forward hooks of the
+    model are called, on the copies.
 
     Args:
         model: Passed to ``amp.initialize`` or not; every level begins with its float32 weights. The module inside of
@@ -64,8 +60,7 @@ def report(
         loss: Gets what the model returns, and returns a scalar; targets are a closure's. None: all floating outputs
             that require a gradient get one, and no loss function is counted.
         levels: Some of "O0" to "O5", or policies of other names.
-        optimizer: Whose state is counted: one that ``amp.initialize`` has not been given, or that has stepped. None:
-            SGD with momentum and Adam.
+        optimizer: Whose state is counted, one that has stepped. None: SGD with momentum and Adam.
         kwargs: What the model is called with by name.
 
     Returns:
@@ -74,10 +69,9 @@ def report(
     Raises:
         TypeError: ``model`` is no module, ``loss`` is not callable, ``optimizer`` is no optimizer.
         ValueError: ``levels`` is empty; the batch is on another device than the model, or both are on meta; ``loss``
-            returns no scalar; ``optimizer`` steps no parameter of the model, or has been initialized and never stepped.
+            returns no scalar; ``optimizer`` steps no parameter of the model, or has never stepped.
         RuntimeError: A level is unknown; parameters have no shape yet, or low precision that amp has not given them;
-            the model has to run for real, and is one of several processes, where it could wait for the others; the
-            model or ``loss`` keeps tensors without values outside of the model, as in a cache of a class.
+            the model cannot be called without values, as where shapes depend on data.
 
     Example::
 
@@ -101,30 +95,22 @@ def report(
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        sizes = {
-            level: usual_sizes(model) if optimizer is None else sizes_of(optimizer, model, stepped_dtype(policy))
-            for level, policy in policies.items()
-        }
-        ran, refused, fakes = "", None, FakeCopies()
+        sizes = {level: usual_sizes(model) if optimizer is None else sizes_of(optimizer, model) for level in policies}
         try:
-            results = _try_all(policies, device_types, fakes.copying, model, given, loss, sizes)
-        except _Refused as error:
-            refused = error.with_traceback(None)  # whose frames hold tensors
+            results = _try_all(policies, device_types, model, given, loss, sizes)
+        except _Refused:
+            raise
         except Exception as error:
-            ran = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-            clear_frames(error.__traceback__)  # torch has logged it, and a log may keep it
-        fakes.check_gone()
-        if refused is not None:
-            raise refused
-        if ran:
-            _check_alone(ran)
-            results = _try_all(policies, device_types, real_copy, model, given, loss, sizes)
+            why = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+            raise RuntimeError(
+                f"the model cannot be reported on without values ({why}), as where sizes depend on values (x[mask], "
+                ".item()), or an operator has no rule for sizes: report on a part of it that can"
+            ) from error
     found = ModelReport(
         type(model).__name__,
         sum(p.numel() for p in model.parameters()),
         [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors],
         {one.level: one for one, _, _ in results},
-        ran,
     )
     if loss is None:
         found.notes.append("no loss function was given, and none is counted")
@@ -181,19 +167,9 @@ def _device_types(model: nn.Module, tensors: list[Tensor]) -> list[str]:
     return types
 
 
-def _check_alone(why: str) -> None:
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise RuntimeError(
-            f"the model cannot be reported on without values ({why}), and is not run for real in one of "
-            f"{distributed.get_world_size()} processes, where it could wait for the others: call amp.debug.report in a "
-            "process of its own, without torch.distributed"
-        )
-
-
 def _try_all(
     policies: Mapping[str, Policy],
     device_types: list[str],
-    copying: Copying,
     model: nn.Module,
     given: Any,
     loss: Callable[[Any], Tensor] | None,
@@ -204,7 +180,7 @@ def _try_all(
     def tried(*, counts_saved: bool) -> list[tuple[LevelReport, bool, set[int]]]:
         sessions = [Session(policy, [], device_types=device_types) for policy in policies.values()]
         tallies = [Tally() if counts_saved else Tally(saved=None) for _ in sessions]
-        return [_try(*pair, copying, model, given, loss, sizes) for pair in zip(sessions, tallies, strict=True)]
+        return [_try(*pair, model, given, loss, sizes) for pair in zip(sessions, tallies, strict=True)]
 
     try:
         return tried(counts_saved=True)
@@ -218,7 +194,6 @@ def _try_all(
 def _try(
     session: Session,
     tally: Tally,
-    copying: Copying,
     model: nn.Module,
     given: Any,
     loss: Callable[[Any], Tensor] | None,
@@ -232,7 +207,7 @@ def _try(
     session.patches = registered_patches(session.policy)
     with (
         KeptGradients(model.parameters()) as gradients,
-        copying(model, given) as (made, (args, kwargs)),
+        fake_copies(model, given) as (made, (args, kwargs)),
         standing_in(session),
     ):
         convert_model(made, session.policy, session.device_types, session.ambient)

@@ -53,7 +53,6 @@ class ModelReport:
         parameters: How many numbers its parameters are.
         batch: Dtype and shape of each tensor that it was called with.
         levels: For each level what it makes of the model.
-        ran: Why the model has run for real, on a copy; empty: nothing was computed.
         notes: What else is to be known of the figures.
     """
 
@@ -61,7 +60,6 @@ class ModelReport:
     parameters: int
     batch: list[str]
     levels: dict[str, LevelReport]
-    ran: str = ""
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -120,11 +118,7 @@ def parts_of(found: ModelReport) -> Iterator[Table | str]:
     """Tables, and lines of text."""
     batch = ", ".join(found.batch)
     yield f"{found.model}, {found.parameters:,} parameters, called with {batch or 'no tensors'}"
-    if found.ran:
-        yield "each level ran once for real, on a copy, as it cannot be known without its values:"
-        yield f"  {found.ran}"
-    else:
-        yield "from sizes and dtypes alone: no values were computed, and the model is as it was"
+    yield "from sizes and dtypes alone: no values were computed, and the model is as it was"
     yield from found.notes
     for level in found.levels:
         if level in _MEANING:  # a script's own level is in a note

@@ -18,7 +18,6 @@ from apex_npu.amp.session import current, is_first_rank
 from apex_npu.autocast.cast_policy import CastPolicy
 from apex_npu.autocast.monkey_patches import patch_attribute
 from apex_npu.autocast.undo import Undo
-from apex_npu.debug.copies import KeptTensorError
 from apex_npu.debug.model_report import LEVELS, report, unwrapped
 
 
@@ -71,8 +70,6 @@ class FirstForward:
             trains += f" with {', '.join(f'{name}={value}' for name, value in overrides.items())}: {own.opt_level}"
         try:
             found = report(module, *args, levels=levels, kwargs=kwargs)
-        except KeptTensorError:  # the script would train with tensors that have no values
-            raise
         except Exception as error:  # the script goes on, and may show why
             print(f"--model-report: {type(error).__name__}: {error}", flush=True)
             return
