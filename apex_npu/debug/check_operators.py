@@ -22,7 +22,7 @@ from apex_npu.backends._torch_private import autocast_disabler
 from apex_npu.debug.calls import Call
 from apex_npu.debug.lineage import span_of
 from apex_npu.debug.opening import check_models, models_to_watch
-from apex_npu.debug.operators import Operator, tensors_in
+from apex_npu.debug.operators import Operator, mapped, tensors_in
 from apex_npu.debug.places import Caller, Names, Place
 from apex_npu.debug.second_opinion import call_wide, results_of
 from apex_npu.debug.text import fitted, name_of
@@ -264,13 +264,12 @@ def _magnitudes(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: di
         return []
 
     def magnitude(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            real = value.dtype.is_floating_point or value.dtype.is_complex
-            return value.detach().cpu().to(_wide(value.dtype)).abs().to(_wide(value.dtype)) if real else value
-        return type(value)(map(magnitude, value)) if isinstance(value, (list, tuple)) else value
+        if isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex):
+            return value.detach().cpu().to(_wide(value.dtype)).abs().to(_wide(value.dtype))
+        return value
 
-    named = {k: abs(v) if k in ("alpha", "beta") else magnitude(v) for k, v in kwargs.items()}
-    return [t.abs() for t in call_wide(func, operator, magnitude(args), named)]
+    named = {k: abs(v) if k in ("alpha", "beta") else mapped(magnitude, v) for k, v in kwargs.items()}
+    return [t.abs() for t in call_wide(func, operator, mapped(magnitude, args), named)]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -286,11 +285,9 @@ def _call_on_host(
         if isinstance(value, Tensor):
             host = value.detach().cpu()
             return host.contiguous().clone() if dense else _copy(host)  # the kernel may write what it does not declare
-        if isinstance(value, torch.device):
-            return torch.device("cpu")
-        return type(value)(map(placed, value)) if isinstance(value, (list, tuple)) else value
+        return torch.device("cpu") if isinstance(value, torch.device) else value
 
-    args, kwargs = placed(args), {name: placed(value) for name, value in kwargs.items()}
+    args, kwargs = mapped(placed, args), {name: mapped(placed, value) for name, value in kwargs.items()}
     with torch.no_grad(), autocast_disabler()():
         return results_of(operator, func(*args, **kwargs), args, kwargs)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -77,6 +77,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
+
+
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """An argument with ``change`` applied to it, or to what is in its lists and tuples."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(change, item) for item in value)
+    return change(value)
 
 
 def nonfinite_number_in(value: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends._torch_private import autocast_disabler
-from apex_npu.debug.operators import Operator, tensors_in
+from apex_npu.debug.operators import Operator, mapped, tensors_in
 
 # What kernels raise that do not exist, or not for float64; OutOfMemoryError is a RuntimeError.
 _FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError, MemoryError)
@@ -65,11 +65,7 @@ def widen(value: Any) -> Any:
         return value.detach().to("cpu", widen(value.dtype), copy=True)
     if isinstance(value, torch.dtype):
         return torch.float64 if value.is_floating_point else torch.complex128 if value.is_complex else value
-    if isinstance(value, torch.device):
-        return torch.device("cpu")
-    if isinstance(value, (list, tuple)):
-        return type(value)(widen(item) for item in value)
-    return value
+    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def ask(
@@ -108,13 +104,12 @@ def stays_bad(
             wide = widen(value)
             host[id(value)] = wide.nan_to_num(0.0, 0.0, 0.0) if id(value) in mended else wide
             return host[id(value)]
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(placed, value))
         return value
 
     with torch.no_grad():
         try:
-            results = call_wide(func, operator, placed(args), {name: placed(v) for name, v in kwargs.items()})
+            named = {name: mapped(placed, v) for name, v in kwargs.items()}
+            results = call_wide(func, operator, mapped(placed, args), named)
         except _FAILURES:
             return None
         return not all(bool(t.isfinite().all()) for t in results if t.dtype.is_floating_point)
@@ -132,8 +127,8 @@ def largest_of(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dic
 
 def call_wide(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Call ``func`` in float64 on the host, with tensors that are there, or are brought there."""
-    named = {name: widen(value) for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
-    placed = [widen(value) for value in args]
+    named = {name: mapped(widen, value) for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
+    placed = [mapped(widen, value) for value in args]
     for i, name in enumerate(operator.arguments[: len(placed)]):
         if name == "half_to_float":  # float64 stays
             placed[i] = False

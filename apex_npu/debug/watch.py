@@ -30,6 +30,7 @@ from apex_npu.debug.operators import (
     Operator,
     call_operator,
     is_measurable,
+    mapped,
     nonfinite_number_in,
     operator_of,
     tensors_in,
@@ -286,16 +287,16 @@ class Watch(TorchDispatchMode):
             return args, kwargs
 
         def kept(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                local = self._followed(value)
-                return value if local is None else local.detach().clone()
-            return type(value)(map(kept, value)) if isinstance(value, (list, tuple)) else value
+            local = self._followed(value) if isinstance(value, Tensor) else None
+            return value if local is None else local.detach().clone()
 
         try:
             with torch.no_grad():
                 read_too = {name for name, overwritten in operator.written.items() if not overwritten}
-                placed = [kept(v) if n in read_too else v for n, v in zip(operator.arguments, args, strict=False)]
-                return tuple(placed), {n: kept(v) if n in read_too else v for n, v in kwargs.items()}
+                placed = [
+                    mapped(kept, v) if n in read_too else v for n, v in zip(operator.arguments, args, strict=False)
+                ]
+                return tuple(placed), {n: mapped(kept, v) if n in read_too else v for n, v in kwargs.items()}
         except RuntimeError:  # OutOfMemoryError is one
             return None
 

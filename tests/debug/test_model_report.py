@@ -222,7 +222,7 @@ def test_functions_casts_and_memory_are_those_of_a_run(kind, level):
 def test_the_state_is_that_of_the_optimizer(make, options, level):
     model, batch, loss = made(Net)
     optimizer = make(model.parameters(), lr=1e-3, **options)
-    with pytest.raises(ValueError, match=r"has no state yet: call amp\.debug\\.report after its first step"):
+    with pytest.raises(ValueError, match=r"has no state yet: call amp\.debug\.report after its first step"):
         amp.debug.report(model, batch, loss=loss, levels=level, optimizer=optimizer)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
     with amp.scale_loss(loss(model(batch)), optimizer) as scaled_loss:
