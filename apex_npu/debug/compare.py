@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from apex_npu.debug.comparison_page import html_of
 from apex_npu.debug.comparison_report import ComparedRow, lines_of, plot, where_of
 from apex_npu.debug.line_up import Difference, Distance, difference, line_up
-from apex_npu.debug.preconditions import check_comparable, listed, what_differs
+from apex_npu.debug.preconditions import check_comparable, what_differs
 from apex_npu.debug.recorded import Recorded, Row, load
+from apex_npu.debug.text import listed
 
 # Errors of the floor below this are taken for it, and a row parts beyond so many times its floor.
 _SMALLEST, _TIMES = 2.0**-12, 4.0

@@ -24,8 +24,8 @@ class find_overflow:
     operator, the module, the line of code, the reason, and what to do.
 
     With ``replay=True`` nothing is watched as long as no step is skipped. Each forward of the models is kept until the
-    step: its arguments and the gradients of its outputs by reference, copies of buffers and other attributes, and the
-    states of random number generators. A step that is skipped is run again from these, without collectives, the hooks
+    step: its arguments and the gradients of its outputs by reference, copies of buffers, and the states of torch's
+    random number generators. A step that is skipped is run again from these, without collectives, the hooks
     of DistributedDataParallel, and accumulation, and is watched then; the report says whether the gradients are those
     of the skipped step. What follows the models, such as a loss function, is not run again, unless it is a module that
     is passed with them.

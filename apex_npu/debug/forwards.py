@@ -22,7 +22,9 @@ from torch.utils.hooks import unserializable_hook
 
 from apex_npu.amp.session import current
 from apex_npu.backends import is_capturing
-from apex_npu.debug.kept_state import Copier, KeptState, tensors_of
+from apex_npu.backends._torch_private import tree_map
+from apex_npu.debug.copies import every_tensor
+from apex_npu.debug.kept_state import KeptState
 from apex_npu.debug.places import Place, calling_line
 
 logger = logging.getLogger("apex_npu.debug")
@@ -55,7 +57,7 @@ class Forward:
 
     def __post_init__(self) -> None:
         """Keep what tells whether the arguments are written, and how autocast is set."""
-        tensors = tensors_of(self.given)
+        tensors = list(every_tensor(self.given))
         self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
         self._autocast = _autocast_of({"cpu", *(t.device.type for t in tensors if t.device.type != "meta")})
         session = current()
@@ -73,17 +75,7 @@ class Forward:
                     f"tensor {i} of its arguments, of shape {list(tensor.shape)}, was written in place since, by the "
                     "model or by the script"
                 )
-        if self.state.scripted:
-            return "a module of torch.jit has buffers, which are out of reach"
-        if self.state.computes_parameters:
-            return "its parameters are results of operators, as with torch.func.functional_call"
-        param = self.state.written_parameter()
-        if param is not None:
-            return (
-                f"a parameter of shape {list(param.shape)} was written since, by forward itself or by the step of "
-                "another optimizer"
-            )
-        return None
+        return self.state.why_not()
 
     def release(self) -> None:
         """Keep nothing any longer: what refers to it may live on."""
@@ -120,7 +112,7 @@ class Forward:
             inputs.append(value.detach().requires_grad_())
             return inputs[-1]
 
-        args, kwargs = Copier(leaf)(self.given)
+        args, kwargs = tree_map(leaf, self.given)
         call = functools.partial(self._call, args, kwargs)
         session = current()
         with ExitStack() as stack:
@@ -254,10 +246,10 @@ class Forwards:
         outer.append((module, forward, frame.f_back.f_back))
 
     def _new_forward(self, module: nn.Module, given: Any, place: Place | None) -> Forward:
-        tensors = [*module.parameters(), *tensors_of(given)]
+        tensors = [*module.parameters(), *every_tensor(given)]
         devices = [d for d in dict.fromkeys(tensor.device for tensor in tensors) if d.type not in ("cpu", "meta")]
-        state = KeptState(module, given, devices)
-        forward = Forward(module, Copier(lambda leaf: leaf)(given), place, next(self._numbers), state)
+        state = KeptState(module, devices)
+        forward = Forward(module, tree_map(lambda leaf: leaf, given), place, next(self._numbers), state)
         self._kept.add(forward)
         return forward
 
@@ -270,8 +262,9 @@ class Forwards:
                 break
         if outer:
             return
-        outputs = [tensor for tensor in tensors_of(output) if tensor.grad_fn is not None]
+        outputs = [tensor for tensor in every_tensor(output) if tensor.grad_fn is not None]
         if hasattr(self._open, "again"):
             self._open.again(outputs)
         elif forward is not None:
+            forward.state.forward_ended()
             forward.follow(outputs, self._gradient_arrived)

@@ -33,9 +33,11 @@ def name_of(dtype: torch.dtype | None) -> str:
 def fitted(text: str, indent: int = 4) -> str:
     """``text`` with lines that are longer than the terminal is wide broken at spaces, and continued ``indent`` on."""
     columns = max(shutil.get_terminal_size((_COLUMNS, 24)).columns, 2 * indent + 20)
-    options = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
-    lines: list[str] = []
-    for line in text.split("\n"):
-        whole = len(line) <= columns
-        lines += [line] if whole else textwrap.wrap(line, columns, subsequent_indent=" " * indent, **options)
-    return "\n".join(lines)
+    wrapper = textwrap.TextWrapper(
+        columns,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+    return "\n".join("\n".join(wrapper.wrap(line)) if len(line) > columns else line for line in text.split("\n"))
