@@ -95,24 +95,17 @@ def build_options() -> dict:
         EXTENSION,
         sources(),
         include_dirs=[str(Path("csrc").resolve())],  # absolute: ninja compiles in another folder
-        # -fopenmp lets at::parallel_for use threads. Only the compiler gets it: linked in, it could bring a second
-        # OpenMP run time, and a second pool of threads, beside the one that torch ships.
         extra_compile_args=[
             *optimize,
             "-DAT_PER_OPERATOR_HEADERS",
             "-fvisibility=hidden",
-            *openmp_flags(),
+            "-fopenmp-simd",  # of OpenMP the pragmas for vectors alone; csrc/parallel.h has torch's threads
             *hardening()[0],
         ],
         extra_link_args=hardening()[1],
     )
     ninja = cpp_extension.is_ninja_available()
     return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension.with_options(use_ninja=ninja)}}
-
-
-def openmp_flags() -> list[str]:
-    """Compiler flags for OpenMP where torch's own build uses it through them (Linux)."""
-    return ["-fopenmp"] if sys.platform.startswith("linux") else []
 
 
 def hardening() -> tuple[list[str], list[str]]:
@@ -154,4 +147,6 @@ def options() -> dict:
 
 if __name__ == "__main__":
     os.chdir(Path(__file__).resolve().parent)
+    # A torch_npu that is installed has no driver where images are built, and torch must be imported there all the same.
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     setup(**options())

@@ -21,7 +21,7 @@ from apex_npu.doctor.bench_command import BENCH
 from apex_npu.doctor.command import DOCTOR
 from apex_npu.doctor.compare_command import COMPARE
 from apex_npu.export.command import CONVERT
-from apex_npu.migrate.command import MIGRATE
+from apex_npu.migrate.files.command import MIGRATE
 
 PROGRAM = "python -m apex_npu"
 # The training frameworks whose integration has something to register.
@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
             importlib.import_module("torch_npu")
         except ImportError as error:
             return _fail(f"--device npu needs torch_npu ({error})")
-        from apex_npu.migrate import running
+        from apex_npu.migrate.run import running
 
         also, unsure = tuple(options.also or ()), not options.no_unsure
         changes = os.path.abspath(options.changes) if options.changes else ""

@@ -18,6 +18,6 @@ Example::
     x = torch.ones(2).cuda()  # on npu:0
 """
 
-from apex_npu.migrate.transferring import transfer
+from apex_npu.migrate.run.transferring import transfer
 
 transfer()

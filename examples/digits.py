@@ -365,7 +365,7 @@ def native_dtype(device: torch.device) -> torch.dtype | None:
     """The low-precision dtype that the device computes natively, the faster one of two; None where there is none."""
     if device.type != "cpu":
         return torch.float16
-    return next(iter(native_dtypes(speed_of_low_precision(device))), None)
+    return next(iter(native_dtypes(speed_of_low_precision("convolutions", device))), None)
 
 
 def time_of_steps(device: torch.device) -> str:

@@ -117,6 +117,19 @@ def test_wheels_are_built_for_the_pythons_that_are_tested():
         assert pin in project["tool"]["cibuildwheel"]["before-build"]
 
 
+def test_built_where_a_backend_of_torch_has_no_driver(setup_py, tmp_path):
+    if (reason := setup_py.skip_reason()) is not None:
+        pytest.skip(reason)
+    (tmp_path / "without_driver.py").write_text("raise ImportError('libascend_hal.so')\n", encoding="utf-8")
+    about = tmp_path / "without_driver-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: without-driver\nVersion: 1\n", encoding="utf-8")
+    (about / "entry_points.txt").write_text("[torch.backends]\nnone = without_driver:load\n", encoding="utf-8")
+    # A command that compiles nothing, after the options have been made, which needs torch.
+    variables = {"PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1", "APEX_NPU_NO_EXT": ""}
+    assert "without_driver" not in run_setup("-q", "build_scripts", **variables)
+
+
 # In a process of its own: another test may have imported distutils before setuptools, which replaces parts of it.
 BUILDS = """
 import sys

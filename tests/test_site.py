@@ -92,7 +92,7 @@ def test_checkpoints_prints_what_it_shows(capsys, monkeypatch, tmp_path):
 
 
 def test_the_chinese_guides_show_the_same_code():
-    for page in ("getting_started", "faq", "migrating"):
+    for page in ("getting_started", "installing", "amp", "without_an_npu", "faq", "migrating"):
         english, chinese = (
             (ROOT / "docs" / f"{page}{language}.md").read_text(encoding="utf-8") for language in ("", ".zh")
         )

@@ -153,14 +153,14 @@ class AmpOptimizerMixin(OptimizerAccessors):
         fuses = state.policy.fuse_unscale and (state.grad_scale != 1.0 or state.masters.masters)
         if not fuses:
             return self._clip_at_once(max_norm, norm_type, error_if_nonfinite)
-        check_unscaled(state, "clipping")
+        state.check_unscaled("clipping")
         state.drop_cleared()
         flats, unfused = _gradients_of(state.grad_groups(self))
         return clip_at_step(state, flats, unfused, max_norm, norm_type, error_if_nonfinite)
 
     def _clip_at_once(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         state = self._amp_state
-        check_unscaled(state, "clipping")
+        state.check_unscaled("clipping")
         if state.deferral is not None:
             state.deferral.start()  # an inf that is clipped is none any more
         groups = state.grad_groups(self)
@@ -306,7 +306,7 @@ def _gradients_of(groups: list[GradGroup]) -> tuple[list[FlatGrads], list[Tensor
 def _combined_grads(optimizer: Optimizer, state: AmpOptimizerState) -> list[list[FlatGrads]]:
     """What each combined buffer of gradients spans; they are as ``step`` takes them, outside of blocks."""
     if state.stage is Stage.DELAYED:
-        check_unscaled(state, "reading combined gradients")
+        state.check_unscaled("reading combined gradients")
     elif state.stage is not Stage.SCALED:
         groups = state.grad_groups(optimizer)
         if state.deferral is not None:
@@ -375,7 +375,9 @@ def _evaluate(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
 def _check_ready(optimizer: Optimizer, state: AmpOptimizerState) -> None:
     """Require gradients that ``step`` can take."""
     if state.stage is not Stage.UNSCALED:
-        check_unscaled(state, "step()")
+        state.check_unscaled("step()")
+        if state.stage is Stage.READY:
+            _check_named(optimizer, state)
     if state.stage is Stage.LOCAL:
         raise RuntimeError(
             "the gradients are those of this process alone: the last scale_loss was inside of "
@@ -394,18 +396,34 @@ def _check_ready(optimizer: Optimizer, state: AmpOptimizerState) -> None:
         _warn_of_missing_gradients(optimizer, state)
 
 
-def check_unscaled(state: AmpOptimizerState, caller: str) -> None:
-    """Require a block to have ended that has unscaled the gradients, for ``caller``."""
-    if not state.awaits_block:
+def _check_named(optimizer: Optimizer, state: AmpOptimizerState) -> None:
+    """Require that gradients come from a block that names ``optimizer``, of which there was none since its last step.
+
+    Raises:
+        RuntimeError: Blocks of other optimizers give it gradients.
+    """
+    session = current()
+    named = None if session is None else session.reached.get(optimizer)
+    if named is None and state.policy.loss_scale != "dynamic":
         return
-    if state.stage is Stage.SCALED:
-        reason = f"{caller} was called inside scale_loss, at whose end they are unscaled and checked; call it after it"
+    if state.masters.masters:
+        has_grads = any(group.has_uncopied() for group in state.grad_groups(optimizer))
     else:
-        reason = (
-            "the last scale_loss had delay_unscale=True, or was inside of DistributedDataParallel.no_sync(), where "
-            f"gradients wait for their average; before {caller}, close one outside of both, or call zero_grad()"
+        has_grads = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    if has_grads and named is not None:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() was called with gradients that no amp.scale_loss block of its own has "
+            f"unscaled: a block that names {named} alone reaches its parameters, too, and leaves their gradients "
+            "multiplied by the loss scale. Pass all optimizers that the loss reaches to scale_loss, as a list, or call "
+            "zero_grad() and then backward() in a block of its own"
         )
-    raise RuntimeError(f"the gradients are still multiplied with the loss scale {state.grad_scale}: {reason}")
+    if has_grads and not state.masters.masters:
+        warn_once(
+            optimizer,
+            f"{type(optimizer).__name__}.step() was called with gradients that no amp.scale_loss has scaled and "
+            "checked since its last step: was backward() called outside amp.scale_loss? Use `with "
+            "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`",
+        )
 
 
 def _warn_of_missing_gradients(optimizer: Optimizer, state: AmpOptimizerState) -> None:
@@ -466,7 +484,7 @@ def _end_interrupted_step(optimizer: Optimizer, state: AmpOptimizerState) -> Non
 
 
 def _skip_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    check_unscaled(state, "step()")
+    state.check_unscaled("step()")
     report = state.end_step()
     say_skipped(report)
     session = current()

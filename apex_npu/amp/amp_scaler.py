@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from apex_npu.amp.amp_optimizer import check_unscaled
 from apex_npu.amp.optimizer_state import adopted_inside, state_of
 from apex_npu.amp.scale_loss import scale_loss
 from apex_npu.amp.session import require
@@ -142,7 +141,7 @@ class AmpScaler:
                 "step(): leave fuse_unscale out of amp.initialize, or clip with "
                 "optimizer.clip_optimizer_grad_norm_fused(max_norm) instead"
             )
-        check_unscaled(state, "unscale_()")
+        state.check_unscaled("unscale_()")
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step ``optimizer``, unless its gradients have overflowed; ``amp.last_step(optimizer)`` says which.

@@ -18,14 +18,14 @@ _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
 
 def watch_clipping(
     undo: Undo,
-    look: Callable[[list[Tensor]], None],
+    look: Callable[[str, list[Tensor]], None],
     clip_of: Callable[[list[Tensor]], Callable[..., Tensor] | None],
 ) -> None:
     """Stand between scripts and torch's clipping functions, also those that a script has imported by name before.
 
     Args:
         undo: Takes the callbacks that put the functions back.
-        look: Called with a function's parameters before torch clips them; may warn.
+        look: Called with a function's name and its parameters before torch clips them; may warn, or raise.
         clip_of: What clips the norm of these instead, in one pass and to the same values; None: leave it to torch.
     """
 
@@ -38,7 +38,7 @@ def watch_clipping(
             asked = len(args) > 3 or kwargs.get("foreach") is not None
             clip_at_once = None if asked or name != "clip_grad_norm_" else clip_of(listed)
             if clip_at_once is None:
-                look(listed)
+                look(f"torch.nn.utils.{name}", listed)
                 return clip_by_torch(original, listed, *args, **kwargs)
             kwargs.pop("foreach", None)
             return clip_at_once(*args, **kwargs)

@@ -21,7 +21,7 @@ from apex_npu.amp.float32_copies import CopyLink, restore_float32, show_float32,
 from apex_npu.amp.fused_unscale import check_fusible
 from apex_npu.amp.master_params import copy_masters_to_model
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer, state_of
-from apex_npu.amp.policy import PRINTED_OPTIONS, Policy, resolve
+from apex_npu.amp.policy import OVERRIDES, Policy, resolve
 from apex_npu.amp.preconditions import (
     changes_dtypes,
     check_devices,
@@ -47,10 +47,13 @@ from apex_npu.amp.step_decision import APPLIED, StepReport
 from apex_npu.amp.user_casts import registered_patches
 from apex_npu.autocast.forward_cast import convert_model, put_wrapper_back, wrapper_of
 from apex_npu.autocast.undo import Undo
+from apex_npu.backends._torch_private import onednn_computes
 from apex_npu.distributed import GroupReference, ReduceOptions
 from apex_npu.distributed.consistency import Description, broadcast_values, describe, failing_together
 from apex_npu.distributed.torch_ddp import ddps_of, find_ddps, rebuild_reducer
 from apex_npu.ops import LOW_PRECISION
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def initialize(
@@ -112,7 +115,7 @@ def initialize(
         loss_scale: "dynamic", or a positive number, also as a string.
         cast_model_outputs: Cast what the models' forward returns to this dtype; by default float32 if inputs are cast.
         num_losses: How many losses, each with a scale of its own, ``scale_loss(..., loss_id=)`` will be used with.
-        verbosity: 0 silent, 1 prints the options and every skipped step.
+        verbosity: 0 silent, 1 prints the level, what overrides it, and every skipped step.
         dynamic_init_scale: First dynamic loss scale.
         scale_growth_factor: Its growth after ``scale_window`` steps without overflow; >= 1.
         scale_backoff_factor: Its factor after an overflow; in (0, 1).
@@ -222,7 +225,7 @@ def initialize(
                     )
                 )
                 session.data_parallels.append(session.data_parallel)
-        _print_options(session)
+        _print_options(session, model_list)
         session.verbosity = verbosity  # skipped steps are announced on every rank
         _set_up(session, model_list, optimizer_list, ddps)
     else:
@@ -264,16 +267,33 @@ def _together(policy: Policy, process_group: Any) -> Iterator[list[Description]]
         yield descriptions
 
 
-def _print_options(session: Session) -> None:
+def _print_options(session: Session, models: list[nn.Module]) -> None:
+    """The level and what overrides it."""
     policy = session.policy
+    session.say(f"Selected optimization level {policy.brief}")
+    level = resolve(policy.opt_level)
+    for name in OVERRIDES:
+        value, default = getattr(policy, name), getattr(level, name)
+        if value != default:
+            session.say(f"{name:22} : {value} (default: {default})")
+    slow = _slow_convolutions(policy, models)
+    if slow is not None:
+        session.say(slow)
 
-    def lines(of: Policy) -> str:
-        return "\n".join(f"{name:22} : {getattr(of, name)}" for name in PRINTED_OPTIONS)
 
-    session.say(f"Selected optimization level {policy.brief}\n")
-    session.say(f"Defaults for this optimization level are:\n{lines(resolve(policy.opt_level))}")
-    session.say("Processing user overrides (additional kwargs that are not None)...")
-    session.say(f"After processing overrides, optimization options are:\n{lines(policy)}")
+def _slow_convolutions(policy: Policy, models: list[nn.Module]) -> str | None:
+    """What to say where torch emulates the convolutions of ``models`` in the dtype that ``policy`` casts them to."""
+    dtype = policy.autocast_dtype if policy.patch_torch_functions else policy.model_dtype
+    if dtype not in LOW_PRECISION or not torch.backends.mkldnn.is_available() or onednn_computes(dtype):
+        return None
+    layers = (layer for model in models for layer in model.modules() if isinstance(layer, _CONVOLUTIONS))
+    if not any(p.device.type == "cpu" for layer in layers for p in layer.parameters(recurse=False)):
+        return None
+    other = "O4 or O5 (bfloat16) or O0" if dtype == torch.float16 and onednn_computes(torch.bfloat16) else "O0"
+    return (
+        f"This CPU has no {str(dtype).removeprefix('torch.')} arithmetic: torch emulates it, and convolutions take up "
+        f"to 100 times as long as in float32. Opt_level {other} is faster here; `python -m apex_npu doctor` times both."
+    )
 
 
 def _set_up(

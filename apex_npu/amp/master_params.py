@@ -143,6 +143,11 @@ class MasterParams:
             follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
             self._model_when_shown[k] = self.model_params[k].detach().clone()
 
+    @torch.no_grad()
+    def end_broadcast(self) -> None:
+        """The model and the masters have the values of another process: what has been written since is to be found."""
+        self._model_when_shown = {k: self.model_params[k].detach().clone() for k in self._model_when_shown}
+
     def copy_to_model(self, groups: Sequence[FusedGroup], skipped: Tensor | None = None) -> None:
         """Round every master into its model parameter.
 

@@ -177,6 +177,25 @@ class AmpOptimizerState:
             return self.grad_scale != 1.0 or self.policy.loss_scale == "dynamic" or bool(self.policy.master_weights)
         return self.grad_scale != 1.0 and not self.policy.fuse_unscale
 
+    def check_unscaled(self, caller: str) -> None:
+        """Require a block to have ended that has unscaled the gradients, for ``caller``.
+
+        Raises:
+            RuntimeError: One is open, or the last one has left them scaled.
+        """
+        if not self.awaits_block:
+            return
+        if self.stage is Stage.SCALED:
+            reason = (
+                f"{caller} was called inside scale_loss, at whose end they are unscaled and checked; call it after it"
+            )
+        else:
+            reason = (
+                "the last scale_loss had delay_unscale=True, or was inside of DistributedDataParallel.no_sync(), where "
+                f"gradients wait for their average; before {caller}, close one outside of both, or call zero_grad()"
+            )
+        raise RuntimeError(f"the gradients are still multiplied with the loss scale {self.grad_scale}: {reason}")
+
     def clips_like_torch(self, optimizer: Optimizer) -> bool:
         """All gradients are in float32 buffers, unscaled: clipping these gives what torch's function would."""
         groups = self.grad_groups(optimizer)

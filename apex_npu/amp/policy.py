@@ -72,12 +72,6 @@ OPT_LEVELS = {
 
 _CASTING_LEVELS = " or ".join(name for name, level in OPT_LEVELS.items() if level.patch_torch_functions)
 
-# The order in which they are printed.
-PRINTED_OPTIONS = (
-    "enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights",
-    "loss_scale", "combine_grad", "combine_ddp", "ddp_replica_count", "user_cast_preferred", "check_combined_tensors",
-)  # fmt: skip
-
 
 def resolve(opt_level: str, **overrides: Any) -> Policy:
     """The policy of ``opt_level`` with every override that is not None.
@@ -198,3 +192,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "check_combined_tensors": _flag_or_error,
     "fuse_unscale": _flag,
 }
+
+# The arguments of ``initialize`` that override what a level says.
+OVERRIDES = tuple(_CHECKS)

@@ -27,6 +27,7 @@ from apex_npu.amp.block import (
 from apex_npu.amp.capture import check_block
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
 from apex_npu.amp.grad_sync import NoSyncBlock, SyncedBlock
+from apex_npu.amp.loss_graph import check_backward, check_optimizers
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer
 from apex_npu.amp.session import Session, require, settings
 from apex_npu.backends import is_capturing
@@ -97,7 +98,7 @@ def scale_loss(
     if torch_profiler._is_profiler_enabled is (settings.labels is None):  # on without ranges, or off with them
         importlib.import_module("apex_npu.debug.labels").follow_profiler()  # a package above this one
     delay: Delay | None = "delay_unscale" if delay_unscale else "delay_overflow_check" if delay_overflow_check else None
-    block = _open_block(session, optimizers, loss_id, delay)
+    block = _open_block(session, loss, optimizers, loss_id, delay)
     if not loss.requires_grad:
         _warn_of_constant_loss(session, loss_id)
     observer = session.observer
@@ -105,7 +106,13 @@ def scale_loss(
         if observer is not None:
             observer.block_begins(loss, optimizers, loss_id, block.scale, session.scaler(loss_id).dynamic)
         block.begin()
-        yield (loss.float() if loss.dtype in LOW_PRECISION else loss) * block.scale
+        scaled = [(loss.float() if loss.dtype in LOW_PRECISION else loss) * block.scale]
+        backwards: list[Any] = []
+        if block.scale != 1.0 and scaled[0].requires_grad:
+            scaled[0].grad_fn.register_prehook(backwards.append)  # type: ignore[union-attr]
+        yield scaled.pop()  # held here it would keep what a script hooks to it
+        if not backwards and block.scale != 1.0:
+            check_backward(loss, block.scale)
         if observer is not None:
             observer.backward_ended()
         block.end()
@@ -126,7 +133,7 @@ def _warn_of_constant_loss(session: Session, loss_id: int) -> None:
 
 
 @disable_dynamo
-def _open_block(session: Session, optimizers: Any, loss_id: int, delay: Delay | None) -> AnyBlock:
+def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, delay: Delay | None) -> AnyBlock:
     """The block for ``optimizers``: the ordinary one, unless something about them or the session is special."""
     scaler = session.scaler(loss_id)
     listed = [optimizers] if isinstance(optimizers, OptimizerAccessors) else _listed(optimizers)
@@ -152,11 +159,11 @@ def _open_block(session: Session, optimizers: Any, loss_id: int, delay: Delay | 
             state.masters.follow(optimizer)
             state.masters.end_following()
         work.append((state, state.grad_groups(optimizer)))
-        ordinary = ordinary and not state.grads.saturates
+        ordinary = ordinary and not state.grads.saturates and state.report is not None
     if len(work) > 1:
         work = _without_repeats(work)
     args = BlockArgs(session, listed, work, scaler, loss_id)
-    return _special_block(args, optimizers, delay) if not ordinary or capturing or session.ddps else Block(args)
+    return _special_block(args, loss, optimizers, delay) if not ordinary or capturing or session.ddps else Block(args)
 
 
 def _listed(optimizers: Any) -> list[Optimizer]:
@@ -188,7 +195,7 @@ def _state_for_block(optimizer: Optimizer) -> AmpOptimizerState:
     return state
 
 
-def _special_block(args: BlockArgs, given: Any, delay: Delay | None) -> AnyBlock:
+def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | None) -> AnyBlock:
     """What is rare: each kind is an object of its own, around or in place of the ordinary block."""
     session, work = args.session, args.work
     states = [state for state, _ in work]
@@ -197,6 +204,8 @@ def _special_block(args: BlockArgs, given: Any, delay: Delay | None) -> AnyBlock
             state.deferral.resolve_step()  # what the device alone knows, if the block before was another session's
     _check_fusing(given, states)
     _check_parallel(states)
+    if any(state.report is None for state in states):
+        check_optimizers(session, loss, args.optimizers, args.scaler.scale)
     ddps = _may_keep_grads(session, work)
     if ddps and is_capturing() and any(state.masters.masters for state in states):
         check_block(args.optimizers, args.scaler, delays=True)

@@ -35,9 +35,11 @@ from apex_npu.autocast.forward_cast import Ambient
 from apex_npu.autocast.monkey_patches import Patch, patch_attribute
 from apex_npu.autocast.undo import Undo
 from apex_npu.backends.script_warnings import warn
+from apex_npu.distributed.consistency import broadcast_values
 from apex_npu.distributed.group_reference import GroupReference
-from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, dtypes_of, follow_dtypes
+from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, dtypes_of, follow_dtypes, followed_by
 from apex_npu.fusion import are_same
+from apex_npu.ops import LOW_PRECISION
 
 # Said where torch's clipping is called, or by the step that finds gradients written.
 COPIED_WRITTEN = (
@@ -166,6 +168,7 @@ class Session:
         no_sync_depth: How many ``no_sync`` contexts are open.
         ddps: The DistributedDataParallel instances of this process.
         observer: Is told of blocks and skipped steps; None: nothing is looked at.
+        reached: Optimizers to whose parameters the blocks of others give gradients, and what those are called.
     """
 
     policy: Policy
@@ -187,6 +190,7 @@ class Session:
     ddps: KnownDDPs = field(default_factory=list)
     observer: Observer | None = field(default_factory=lambda: settings.observer)
     open_checks: dict[LossScaler, DeferredInfCheck] = field(default_factory=dict)
+    reached: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
     _undo: Undo = field(default_factory=Undo)
     _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
 
@@ -296,10 +300,13 @@ class Session:
             average_in_float32(self._undo)
             if self.policy.master_weights:
                 watch_checkpoints(self._undo)
-            watch = DDPWatch(self.ddps)
+            watch = DDPWatch(self.ddps, self._check_averaged_once)
             self._undo.callback(watch.close)
             watch.open()
             patch_attribute(self._undo, DistributedDataParallel, "__setstate__", adding_to(self.ddps))
+            patch_attribute(
+                self._undo, nn.parallel.distributed, "_sync_module_states", followed_by(self._broadcast_masters)
+            )
         self.casts = enable_casts(self.policy, self.device_types, self.patches, self._undo, self.ambient)
         if self.casts.active:
             step_without(self.casts, self._undo)
@@ -352,16 +359,51 @@ class Session:
                 return clip
         return None
 
-    def _look_at_clipping(self, params: list[Tensor]) -> None:
+    def _check_averaged_once(self, module: nn.Module) -> None:
+        """Refuse a DistributedDataParallel around parameters whose gradients combine_ddp averages.
+
+        Raises:
+            RuntimeError: ``module`` has some.
+        """
+        wrapped = {id(p) for p in module.parameters()}
+        for optimizer in self.adopted:
+            state = optimizer._amp_state
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            if state.averages and any(id(p) in wrapped for p in (*stepped, *state.masters.model_params)):
+                raise RuntimeError(
+                    f"{type(module).__name__} was given to DistributedDataParallel, but combine_ddp=True of "
+                    f"amp.initialize averages the gradients of its {type(optimizer).__name__} already; each would wait "
+                    "for the other, or the processes part. Train the model as it is, or leave combine_ddp out"
+                )
+
+    @torch.no_grad()
+    def _broadcast_masters(self, params: Sequence[Tensor], group: Any, rank: int) -> None:
+        """Give the masters of ``params`` the values of the process whose rounded ones ``params`` have got."""
+        rounded = [p for p in params if p.dtype in LOW_PRECISION]
+        ids = set(map(id, rounded))
+        concerned = [o for o in self.adopted if any(id(p) in ids for p in o._amp_state.masters.model_params)]
+        for optimizer in concerned:
+            optimizer._amp_state.masters.follow(optimizer)
+        # One for each, though it have no master here: all processes broadcast the same list.
+        values = [self.masters.get(p) for p in rounded]
+        broadcast_values([p.float() if v is None else v for p, v in zip(rounded, values, strict=True)], group, rank)
+        for optimizer in concerned:
+            optimizer._amp_state.masters.end_broadcast()
+
+    def _look_at_clipping(self, caller: str, params: list[Tensor]) -> None:
         given = {id(p) for p in params}
         for optimizer in self.adopted:
             state = optimizer._amp_state
+            of_model = any(id(p) in given for p in state.masters.model_params)
+            if of_model and state.grad_scale != 1.0:
+                state.check_unscaled(caller)
             if any(id(p) in given for group in optimizer.param_groups for p in group["params"]):
+                state.check_unscaled(caller)
                 if state.deferral is not None and state.deferral.check is not None:
                     state.deferral.start()  # inf clipped by value is none any more
                 if _holds_scaled(state):
                     self.warn_once(optimizer, SCALED_CLIPPED)
-            if any(id(p) in given for p in state.masters.model_params):
+            if of_model and not state.awaits_block:
                 self.warn_once(optimizer, COPIED_WRITTEN)
 
     def warn_once(self, about: Any, text: str) -> None:

@@ -138,7 +138,8 @@ FLOAT_OPS = (
 
 # Not Apex's: decompositions and solvers, which no device computes in half, and matrix_exp, whose half results are
 # garbage on cpu. Autocast on cpu runs most of them in float, on accelerators none.
-# (torch.nn.utils.parametrizations.orthogonal needs some.)
+# (torch.nn.utils.parametrizations.orthogonal needs some.) A name that the installed torch lacks is left out:
+# linalg_matrix_sqrth and linalg_polar came with torch 2.14.
 LINALG_FLOAT_OPS = (
     "cholesky",
     "cholesky_inverse",
@@ -166,10 +167,12 @@ LINALG_FLOAT_OPS = (
     "linalg_matrix_rank.atol_rtol_float",
     "linalg_matrix_rank.atol_rtol_tensor",
     "linalg_matrix_rank.tol_tensor",
+    "linalg_matrix_sqrth",
     "linalg_pinv",
     "linalg_pinv.atol_rtol_float",
     "linalg_pinv.atol_rtol_tensor",
     "linalg_pinv.rcond_tensor",
+    "linalg_polar",
     "linalg_qr",
     "linalg_slogdet",
     "linalg_solve",

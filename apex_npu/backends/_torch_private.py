@@ -51,6 +51,8 @@ NAMES: dict[str, str] = {
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "which modes see the operators of this thread",
     "torch.utils._python_dispatch._pop_mode": "takes a mode off that is not the innermost one",
     "torch.utils._python_dispatch._push_mode": "puts those back that were above it",
+    "torch.ops.mkldnn._is_mkldnn_fp16_supported": "whether this CPU has float16 arithmetic for oneDNN's layers",
+    "torch.ops.mkldnn._is_mkldnn_bf16_supported": "likewise of bfloat16",
     # Autocast and torch.compile
     "torch._C._DisableAutocast": "TensorGuards compare autocast's state, too",
     "torch._C._dynamo.guards.TensorGuards": "compares the sizes, strides and dtypes of many tensors in one call",
@@ -66,6 +68,8 @@ NAMES: dict[str, str] = {
     "torch.utils.checkpoint._CheckpointFrame": "patched, so that models are computed again with the casts they had",
     "torch.nn.utils.clip_grad._no_grad": "wraps the clipping functions; what the wrapper calls is patched",
     "torch.autograd.profiler._is_profiler_enabled": "whether a profiler is on that ranges are to be opened for",
+    # Data parallel training
+    "torch.nn.parallel.distributed._sync_module_states": "patched, so that masters follow what it broadcasts",
     # Checkpoints
     "torch.distributed.checkpoint.state_dict._init_optim_state": "patched, so that optimizers with masters are refused",
     # Data loading
@@ -136,6 +140,12 @@ def operators_implemented_in_python() -> set[str]:
 def keys_below(keys: Any, key: str) -> Any:
     """Those of a kernel's ``keys`` that are dispatched to after ``key``."""
     return keys & torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
+
+
+def onednn_computes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes ``dtype``, float16 or bfloat16, on this CPU; torch emulates what it does not."""
+    name = {torch.float16: "_is_mkldnn_fp16_supported", torch.bfloat16: "_is_mkldnn_bf16_supported"}[dtype]
+    return bool(getattr(torch.ops.mkldnn, name)())
 
 
 def privateuse1_device_type() -> str:

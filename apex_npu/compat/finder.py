@@ -51,7 +51,7 @@ class OldModules(MetaPathFinder, InspectLoader):
         if public is None:
             public = [n for n, value in vars(ours).items() if n[0] != "_" and not isinstance(value, ModuleType)]
         vars(module).update({name: getattr(ours, name) for name in public})
-        vars(module).update({"__doc__": ours.__doc__, "__file__": ours.__file__, MARK: True})
+        vars(module).update({"__all__": public, "__doc__": ours.__doc__, "__file__": ours.__file__, MARK: True})
         if module.__spec__ is not None:
             module.__spec__.origin = ours.__file__
         for child in self._children(old):

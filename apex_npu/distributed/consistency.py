@@ -133,9 +133,9 @@ def describe(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], setti
 
 
 @torch.no_grad()
-def broadcast_values(tensors: Iterable[Tensor], group: Any) -> None:
-    """Give ``tensors`` the values, bit for bit, that they have on the group's first process."""
-    source = dist.get_global_rank(group, 0)
+def broadcast_values(tensors: Iterable[Tensor], group: Any, rank: int = 0) -> None:
+    """Give ``tensors`` the values, bit for bit, that they have on the process that has ``rank`` in ``group``."""
+    source = dist.get_global_rank(group, rank)
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in {id(t): t for t in tensors}.values():
         if tensor.numel():

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from apex_npu.backends.live_objects import instances_of
 from apex_npu.backends.script_warnings import warn
 from apex_npu.fusion import grads_of, versions_of
 
@@ -26,18 +26,20 @@ def find_ddps(known: KnownDDPs) -> None:
     """Add to ``known`` the instances that exist already."""
     if not (dist.is_available() and dist.is_initialized()):
         return
-    objects = gc.get_objects()  # torch has no list of them
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}
-    if kinds:
-        for found in [o for o in objects if type(o) in kinds]:
-            _add(known, found)
+    for found in instances_of(DistributedDataParallel):
+        _add(known, found)
 
 
 class DDPWatch:
-    """Adds to ``known`` the instances that register the module inside of them, from ``open`` to ``close``."""
+    """Adds to ``known`` the instances that register the module inside of them, from ``open`` to ``close``.
 
-    def __init__(self, known: KnownDDPs) -> None:
-        self._known = known
+    Args:
+        known: The instances that there are.
+        check: Called with the module first; may raise, which ends the constructor before it has communicated.
+    """
+
+    def __init__(self, known: KnownDDPs, check: Callable[[nn.Module], None]) -> None:
+        self._known, self._check = known, check
         self._is_open = False
         self._handle: Any = None
 
@@ -54,6 +56,8 @@ class DDPWatch:
 
     def _note(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if self._is_open and isinstance(module, DistributedDataParallel):
+            if submodule is not None:
+                self._check(submodule)
             _add(self._known, module)
 
 
@@ -69,6 +73,35 @@ def adding_to(known: KnownDDPs) -> Callable[[Callable[..., None]], Callable[...,
             _add(known, self)
 
         return set_state_and_add
+
+    return decorator
+
+
+# Called with parameters whose values have been broadcast, the process group, and the rank in it whose values they were.
+FollowBroadcast = Callable[[list[nn.Parameter], Any, int], None]
+
+
+def followed_by(follow: FollowBroadcast) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator of the function by which DistributedDataParallel broadcasts a module's values: calls ``follow``.
+
+    Its constructor does so unless ``init_sync=False``, and so does the end of ``join``.
+    """
+
+    def decorator(broadcast: Callable[..., None]) -> Callable[..., None]:
+        def broadcast_and_follow(
+            module: nn.Module,
+            process_group: Any,
+            broadcast_bucket_size: int,
+            src: int,
+            params_and_buffers_to_ignore: Container[str],
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
+            ignored = params_and_buffers_to_ignore
+            broadcast(module, process_group, broadcast_bucket_size, src, ignored, *args, **kwargs)
+            follow([p for name, p in module.named_parameters() if name not in ignored], process_group, src)
+
+        return broadcast_and_follow
 
     return decorator
 

@@ -12,6 +12,8 @@ import logging
 import os
 import platform
 import re
+import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,10 +30,12 @@ import torch.distributed as dist
 import apex_npu
 from apex_npu import _extension
 from apex_npu.compat.apex_name import names_taken
-from apex_npu.doctor.precision import native_dtypes, speed_of_low_precision
+from apex_npu.doctor.precision import LAYERS, native_dtypes, speed_of_low_precision
 from apex_npu.ops import cpu, cuda, npu
 
 _OLDEST_TORCH = (2, 6)
+# What the tests have run with; README.md says the same.
+_NEWEST_TESTED_TORCH = (2, 14)
 _PACKAGES = ("numpy", "triton", "torch_npu", "timm", "transformers", "accelerate", "lightning", "deepspeed")
 
 
@@ -96,17 +100,22 @@ def _versions() -> Iterator[Finding]:
     yield Finding("apex_npu", f"{apex_npu.__version__} ({Path(apex_npu.__file__).parent})")
     yield Finding("Python", f"{platform.python_version()} ({sys.executable})")
     yield Finding("system", platform.platform())
-    too_old = _release(torch.__version__) < _OLDEST_TORCH
-    yield Finding(
-        "torch",
-        f"{torch.__version__} ({_built_for()})",
-        State.BROKEN if too_old else State.OK,
-        f"torch {'.'.join(map(str, _OLDEST_TORCH))} or newer is needed: pip install --upgrade torch" if too_old else "",
-    )
+    yield _torch()
     for name in _PACKAGES:
         version = _version(name)
         if version is not None:
             yield Finding(name, version)
+
+
+def _torch() -> Finding:
+    value, release = f"{torch.__version__} ({_built_for()})", _release(torch.__version__)
+    oldest, newest = (".".join(map(str, version)) for version in (_OLDEST_TORCH, _NEWEST_TESTED_TORCH))
+    if release < _OLDEST_TORCH:
+        remedy = f"torch {oldest} or newer is needed: pip install --upgrade torch"
+        return Finding("torch", value, State.BROKEN, remedy)
+    if release > _NEWEST_TESTED_TORCH:
+        return Finding("torch", f"{value}, newer than what has been tested: torch {oldest} to {newest}", State.NOTE)
+    return Finding("torch", f"{value}, within what has been tested: torch {oldest} to {newest}")
 
 
 def _built_for() -> str:
@@ -126,9 +135,19 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _import_torch_npu() -> ModuleType | Exception | None:
-    """The module; None where it is not installed; else what keeps it from being imported."""
-    if "torch_npu" not in sys.modules and importlib.util.find_spec("torch_npu") is None:
-        return None
+    """The module; None where it is not installed; else what keeps it from being imported.
+
+    It is first imported in a process of its own, since some versions abort: torch_npu 2.14 does beside a torch that is
+    built for CUDA, where both register the same key.
+    """
+    if "torch_npu" not in sys.modules:
+        if importlib.util.find_spec("torch_npu") is None:
+            return None
+        trial = subprocess.run([sys.executable, "-c", "import torch, torch_npu"], capture_output=True, check=False)
+        if trial.returncode < 0:
+            what = f"a process that imports it ends with {signal.Signals(-trial.returncode).name}"
+            cause = re.search(r"what\(\): +(.*)", trial.stderr.decode(errors="replace"))
+            return RuntimeError(f"{what}: {cause[1]}" if cause else what)
     try:
         return importlib.import_module("torch_npu")
     except Exception as error:  # a broken installation raises anything
@@ -139,6 +158,10 @@ def _torch_npu(module: ModuleType | Exception | None) -> Iterator[Finding]:
     if isinstance(module, Exception):
         reason = f"{type(module).__name__}: {module}".splitlines()[0]
         remedy = "install CANN and source its set_env.sh; without an NPU: uninstall torch_npu"
+        if torch.version.cuda:
+            public = torch.__version__.partition("+")[0]
+            wheel = f"pip install torch=={public} --index-url https://download.pytorch.org/whl/cpu"
+            remedy = f"it needs a torch for the CPU, this one is {_built_for()}: {wheel}; then {remedy}"
         yield Finding("import torch_npu", reason, State.BROKEN, remedy)
     elif module is None:
         cards = sorted(Path("/dev").glob("davinci[0-9]*"))
@@ -182,7 +205,7 @@ def _devices() -> Iterator[Finding]:
     model, units = _cpu()
     threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     yield Finding("cpu", f"{model}, {threads}, {capability}, {', '.join(units) or 'no unit for low precision'}")
-    yield _precision("cpu")
+    yield from _precision("cpu")
     if torch.version.cuda and not torch.cuda.is_available():
         remedy = "nvidia-smi shows whether the driver sees a GPU, and which CUDA it supports"
         yield Finding("cuda", "this torch is built for it, and sees no GPU", State.NOTE, remedy)
@@ -198,7 +221,7 @@ def _accelerators(kind: str) -> Iterator[Finding]:
         yield _guarded(f"{kind}:{index}", functools.partial(_accelerator, module, index))
     if kind == "npu":
         yield _guarded("npu, overflow", _overflow)
-    yield _precision(kind)
+    yield from _precision(kind)
 
 
 def _accelerator(module: Any, index: int) -> str:
@@ -213,16 +236,16 @@ def _overflow() -> str:
     return "saturates: a sticky flag says so, and amp reads it" if saturates else "gives inf and NaN"
 
 
-def _precision(kind: str) -> Finding:
-    def measured() -> str:
-        speeds = speed_of_low_precision(kind)
-        native = native_dtypes(speeds)
+def _precision(kind: str) -> Iterator[Finding]:
+    def measured(layers: str) -> str:
+        speeds = speed_of_low_precision(layers, kind)
         times = ", ".join(f"{_name(dtype)} {speed:.2g} times as fast as float32" for dtype, speed in speeds.items())
         levels = {torch.float16: "O1, O2", torch.bfloat16: "O4, O5"}
-        advice = "; ".join(f"{_name(dtype)}: levels {levels[dtype]}" for dtype in native)
+        advice = "; ".join(f"{_name(dtype)}: levels {levels[dtype]}" for dtype in native_dtypes(speeds))
         return f"{times} ({advice or 'neither is native: mixed precision is correct here, not fast'})"
 
-    return _guarded(f"{kind}, low precision", measured)
+    for layers in LAYERS:
+        yield _guarded(f"{kind}, {layers}", functools.partial(measured, layers))
 
 
 def _guarded(name: str, ask: Callable[[], str]) -> Finding:

@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+# What the layers of networks are made of. A CPU, or its torch, may compute one of them natively and not the other.
+LAYERS = ("linear layers", "convolutions")
 _DTYPES = (torch.bfloat16, torch.float16)
 # A dtype that is emulated is slower than float32 by far more than timings scatter; one that is not is faster.
 _NATIVE = 1.15
@@ -21,13 +23,14 @@ _ROUNDS = 5
 _HOPELESS = 0.5
 
 
-def speed_of_low_precision(device: torch.device | str = "cpu") -> dict[torch.dtype, float]:
-    """Time in float32 over time in bfloat16 and float16, of a linear layer and a convolution, forward and backward.
+def speed_of_low_precision(layers: str, device: torch.device | str = "cpu") -> dict[torch.dtype, float]:
+    """Time in float32 over time in bfloat16 and float16, of a layer's forward and backward.
 
     All dtypes are timed in turns; the shortest time of each counts. On a CPU it is the CPU time of one thread, so that
     other programs do not matter much, and takes about a second.
 
     Args:
+        layers: One of ``LAYERS``.
         device: Where to compute.
 
     Returns:
@@ -35,15 +38,15 @@ def speed_of_low_precision(device: torch.device | str = "cpu") -> dict[torch.dty
 
     Example::
 
-        >>> apex_npu.doctor.precision.speed_of_low_precision("cpu")
-        {torch.bfloat16: 1.9, torch.float16: 0.03}
+        >>> apex_npu.doctor.precision.speed_of_low_precision("convolutions", "cpu")
+        {torch.bfloat16: 1.7, torch.float16: 0.03}
     """
     device = torch.device(device)
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
     try:
-        return _measure(device)
+        return _measure(layers, device)
     finally:
         torch.set_num_threads(threads)
 
@@ -53,18 +56,18 @@ def native_dtypes(speeds: dict[torch.dtype, float]) -> list[torch.dtype]:
 
     Example::
 
-        >>> apex_npu.doctor.precision.native_dtypes({torch.bfloat16: 1.9, torch.float16: 0.03})
+        >>> apex_npu.doctor.precision.native_dtypes({torch.bfloat16: 1.7, torch.float16: 0.03})
         [torch.bfloat16]
     """
     return sorted((dtype for dtype, speed in speeds.items() if speed >= _NATIVE), key=lambda dtype: -speeds[dtype])
 
 
-def _measure(device: torch.device) -> dict[torch.dtype, float]:
-    works = {torch.float32: _work(torch.float32, device)}
+def _measure(layers: str, device: torch.device) -> dict[torch.dtype, float]:
+    works = {torch.float32: _work(layers, torch.float32, device)}
     speeds = dict.fromkeys(_DTYPES, 0.0)
     for dtype in _DTYPES:
         try:
-            works[dtype] = _work(dtype, device)
+            works[dtype] = _work(layers, dtype, device)
             works[dtype]()  # the first run compiles and allocates
         except (RuntimeError, TypeError):
             works.pop(dtype, None)
@@ -79,18 +82,18 @@ def _measure(device: torch.device) -> dict[torch.dtype, float]:
     return speeds
 
 
-def _work(dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """Forward and backward of two layers whose weights and inputs are ``dtype``."""
-    linear = nn.Linear(512, 512, device=device, dtype=dtype)
-    convolution = nn.Conv2d(64, 64, 3, padding=1, device=device, dtype=dtype)
-    inputs: list[tuple[nn.Module, Tensor]] = [
-        (linear, torch.ones(256, 512, device=device, dtype=dtype)),
-        (convolution, torch.ones(8, 64, 8, 8, device=device, dtype=dtype)),
-    ]
+def _work(layers: str, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+    """Forward and backward of one layer whose weights and input are ``dtype``."""
+    layer: nn.Module
+    if layers == "linear layers":
+        layer = nn.Linear(512, 512, device=device, dtype=dtype)
+        values = torch.ones(256, 512, device=device, dtype=dtype)
+    else:
+        layer = nn.Conv2d(64, 64, 3, padding=1, device=device, dtype=dtype)
+        values = torch.ones(8, 64, 16, 16, device=device, dtype=dtype)
 
     def run() -> None:
-        for layer, values in inputs:
-            layer(values).sum().backward()
+        layer(values).sum().backward()
 
     return run
 

@@ -6,9 +6,9 @@ Importing this package imports no torch. ``python -m apex_npu migrate`` is its c
 how to use it. It reads scripts for PyTorch that ran on a GPU, and leaves their logic as it was.
 """
 
-from .findings import Finding
-from .planning import Plan, plan
-from .program import Options
+from apex_npu.migrate.engine.program import Finding, Options
+from apex_npu.migrate.files.planning import Plan, plan
+
 from .rewriting import Rewritten, rewrite
 
 __all__ = ["Finding", "Options", "Plan", "Rewritten", "plan", "rewrite"]

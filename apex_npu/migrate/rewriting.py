@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
-from . import advice, amp, apex, data_parallel, device, fused, own, similar, strings, unused
-from .findings import Finding
-from .names import Names
-from .ours import missing_imports, torch_import
-from .program import Draft, Options, Program
-from .rules import RULES
-from .source import Edit, Source, UnreadableError
-from .tables import TRAINERS
-from .targets import target_of, torch_name
+from apex_npu.migrate.amp import check as amp
+from apex_npu.migrate.engine.names import Names
+from apex_npu.migrate.engine.program import Draft, Finding, Options, Program
+from apex_npu.migrate.engine.source import Source, UnreadableError
+from apex_npu.migrate.parallel import convert as data_parallel
+from apex_npu.migrate.rules import apex, device, fused, on_request, own, strings
+from apex_npu.migrate.rules.catalogue import RULES
+from apex_npu.migrate.rules.tables import TRAINERS
+from apex_npu.migrate.rules.targets import missing_imports, target_of, torch_import, torch_name
 
 __all__ = ["TRIGGER", "Rewritten", "rewrite"]
 
@@ -36,16 +36,17 @@ _TRAINING = re.compile(
 _ADVICE = re.compile(rb"DataLoader|\.long\b|int64|channels_last")
 # What may define a name, that rules rename, as the program's own.
 _DEFINES = re.compile(rb"\bis_cuda\s*[:=]|\bdef\s+(is_)?cuda\b|[\"']-{1,2}is[-_]cuda")
+_SHARED_LINE = "what follows the import of torch on its line needs another line in between: give it a line of its own"
 _FAMILIES: tuple[Callable[[Program], None], ...] = (
     *(
         device.check,
-        similar.check,
+        on_request.check_similar,
         strings.check,
         apex.check,
         fused.check,
         amp.check,
         data_parallel.check,
-        advice.check,
+        on_request.check_advice,
         own.check,
     ),
 )
@@ -142,7 +143,7 @@ def examined(source: str | bytes, options: Options, path: str = "") -> Program:
     _respect_unread(program)
     _respect_npu(program, unsure)
     amp.drop_covered(program)
-    unused.check(program, path)
+    fused.check_imports(program, path)
     _add_first_lines(program)
     return program
 
@@ -301,8 +302,7 @@ def _leave_all(program: Program, message: str) -> None:
 
 def _beside_torch(program: Program, node: ast.stmt, lines: dict[str, list[str]]) -> None:
     assert node.end_lineno is not None
-    source, first, last = program.source, node.lineno, node.end_lineno
-    body = program.tree.body
+    source, first, last, body = program.source, node.lineno, node.end_lineno, program.tree.body
     used = any(first <= source.place(draft.start)[0] <= last for draft in program.changes())
     index = body.index(node)
     while used and index and (body[index - 1].end_lineno or 0) >= first:
@@ -312,14 +312,8 @@ def _beside_torch(program: Program, node: ast.stmt, lines: dict[str, list[str]])
         index += 1  # statements of this line come after
         anchor = body[index]
         last = anchor.end_lineno or last
-    before = used and program.options.to == "npu"
-    offset = source.line_start(anchor.lineno) if before else source.line_end(last)
-    newline = source.newline(anchor.lineno if before else last)
-    number = 0
+    if used and program.options.to == "portable":
+        raise UnreadableError("F909", _SHARED_LINE, first)
     for rule, statements in lines.items():
-        edits: list[Edit] = []
-        for line in statements:
-            number += not before
-            text = line + newline if before else newline + line
-            edits.append(program.insert(body, anchor, offset, line, text, after=number))
-        program.drafts += [Draft(rule, "changed", offset, offset, tuple(edits))] if edits else []
+        edit = program.lines(anchor, statements, before=used)
+        program.drafts += [Draft(rule, "changed", edit.start, edit.end, (edit,))] if statements else []

@@ -143,6 +143,8 @@ def _with_norms_in_state(state_dict: dict[str, Any]) -> dict[str, Any]:
 
     NVIDIA's groups have them in two tensors, for float16 and for float32 parameters, in order of those with state.
     """
+    if "param_groups" not in state_dict:
+        return state_dict  # to be refused
     groups, state = list(state_dict["param_groups"]), dict(state_dict["state"])
     for i, group in enumerate(groups):
         if "exp_avg_sq" not in group:

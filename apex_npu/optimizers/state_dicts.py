@@ -33,6 +33,8 @@ def check_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
         TypeError: A hyper-parameter has the wrong type.
     """
     owner = type(optimizer).__name__
+    if "param_groups" not in state_dict:
+        raise ValueError(_no_state_of_an_optimizer(owner, state_dict))
     problems: list[str] = []
     params = dict(_indexed_params(state_dict, optimizer.param_groups))
     for group in state_dict["param_groups"]:
@@ -56,6 +58,16 @@ def check_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
             f"this state dict is not one of {owner} for these parameters: {'; '.join(problems[:10])}{more}. Nothing "
             "has been loaded"
         )
+
+
+def _no_state_of_an_optimizer(owner: str, given: dict[str, Any]) -> str:
+    keys = ", ".join(map(repr, list(given)[:5])) + (", ..." if len(given) > 5 else "")
+    inside = [key for key, value in given.items() if isinstance(value, dict) and "param_groups" in value]
+    hint = f": this looks like a whole checkpoint, pass checkpoint[{inside[0]!r}]" if inside else ""
+    return (
+        f"{owner}.load_state_dict takes what state_dict() of an optimizer returns, got a dict with the keys {keys} "
+        f"and without 'param_groups'{hint}. Nothing has been loaded"
+    )
 
 
 def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:

@@ -2,13 +2,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "debug/exponents.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <mutex>
+
+#include "parallel.h"
 
 namespace apex_npu {
 namespace {
@@ -56,7 +57,7 @@ at::Tensor count_exponents_cpu(const at::Tensor& x, double factor) {
   const float* values = x.const_data_ptr<float>();
   std::array<int64_t, kColumns> total{};
   std::mutex adding;
-  at::parallel_for(0, x.numel(), kBlockNumel, [&](int64_t begin, int64_t end) {
+  parallel_for(0, x.numel(), kBlockNumel, [&](int64_t begin, int64_t end) {
     std::array<int64_t, kColumns> counts{};
     for (; begin < end; begin += kBlockNumel) {
       add_counts(values + begin, std::min(kBlockNumel, end - begin), static_cast<float>(factor), counts);

@@ -4,12 +4,11 @@
 // Elementwise rules: one pass over all buffers, split over threads.
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 
 #include "fused_optim/operands.h"
 #include "fused_optim/vectors.h"
+#include "parallel.h"
 
 namespace apex_npu {
 
@@ -17,7 +16,7 @@ namespace apex_npu {
 template <typename T, typename Rule>
 void update_elements(const Operands& operands, const Rule& rule) {
   const int64_t blocks = (operands.numel() + kBlockNumel - 1) / kBlockNumel;
-  at::parallel_for(0, blocks, kGrainNumel / kBlockNumel, [&](int64_t first, int64_t last) {
+  parallel_for(0, blocks, kGrainNumel / kBlockNumel, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const int64_t begin = i * kBlockNumel, n = std::min(kBlockNumel, operands.numel() - begin);
       const ParamBlock<T> param(operands, begin, n);

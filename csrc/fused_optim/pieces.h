@@ -6,13 +6,13 @@
 // same.
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <vector>
 
 #include "fused_optim/vectors.h"
+#include "parallel.h"
 
 namespace apex_npu {
 
@@ -47,7 +47,7 @@ class Pieces {
   // work(i) for each piece; a thread gets neighbours, about as many elements as any other.
   template <typename Work>
   void parallel_for_each(const Work& work) const {
-    at::parallel_for(0, numel_, kGrainNumel, [&](int64_t begin, int64_t end) {
+    parallel_for(0, numel_, kGrainNumel, [&](int64_t begin, int64_t end) {
       size_t i = std::lower_bound(before_.begin(), before_.end(), begin) - before_.begin();
       for (; i < pieces_.size() && before_[i] < end; ++i) work(i);
     });

@@ -42,7 +42,8 @@ BOTH = (0, 1)
 NO_INF = lacks("inf")
 PLAIN_DEVICE = torch.device("cpu") if NO_INF else DEVICE
 
-# Operations that are not drawn: those that reach faults in tests/known_faults, and what several processes do not do.
+# Operations that are not drawn: those that reach faults whose tests are marked `known_fault`, and what several
+# processes do not do.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
     "": (),
     "combine_ddp": ("fail",),  # which drops all gradients there

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from devices import DEVICE, needs
-from known_faults.common import Weights, assert_values, backward, start, values, vector
+from small_programs import Weights, assert_values, backward, start, values, vector
 from torch import nn
 
 from apex_npu import amp, optimizers

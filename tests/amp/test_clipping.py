@@ -75,11 +75,11 @@ def test_a_norm_that_is_not_finite_raises_where_asked(fused_calls):
     assert fused_calls
 
 
-@pytest.mark.parametrize("case", ["some", "foreach", "torch's optimizer", "half", "delayed"])
+@pytest.mark.parametrize("case", ["some", "foreach", "torch's optimizer", "half"])
 def test_what_is_left_to_torch(case, fused_calls):
     cls = torch.optim.SGD if case == "torch's optimizer" else optimizers.NpuFusedSGD
     model, optimizer = make("O3" if case == "half" else "O0", cls)
-    backward(model, optimizer, delay_unscale=case == "delayed")
+    backward(model, optimizer)
     params = list(model.parameters())[: 2 if case == "some" else None]
     twins = twins_of(params)
     options = {"foreach": False} if case == "foreach" else {}

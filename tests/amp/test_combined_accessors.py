@@ -134,6 +134,15 @@ def test_clipping_the_buffers_in_every_step(level, kind, groups):
 
 
 @EVERY_COUNT
+@pytest.mark.parametrize("level", PLAIN)
+def test_gradients_of_the_model(level, groups):
+    model, optimizer = start(level, groups=groups)
+    backward(model, optimizer)
+    (flat,) = optimizer.get_model_combined_grads()
+    assert flat.norm().item() == pytest.approx(norm_of(p.grad for p in trained(optimizer)), rel=1e-5)
+
+
+@EVERY_COUNT
 @EVERY_LEVEL
 def test_combined_gradients_of_torchs_optimizers_are_allocated_once(monkeypatch, level, groups):
     model, optimizer = start(level, "combine_grad", groups)

@@ -14,8 +14,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from devices import DEVICE
-from known_faults.common import KINDS, LEVELS, Weights, values, vector
-from known_faults.interrupting import Interrupt
+from interrupting import Interrupt
+from small_programs import KINDS, LEVELS, Weights, values, vector
 
 from apex_npu import amp, optimizers
 

@@ -159,12 +159,22 @@ LINALG: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "matrix_norm": lambda a, s: torch.linalg.matrix_norm(a),
     "householder_product": lambda a, s: torch.linalg.householder_product(a.tril(-1), s[0] / 4),
 }
+if hasattr(torch.linalg, "polar"):  # torch 2.14 and newer
+    LINALG["matrix_sqrth"] = lambda a, s: torch.linalg.matrix_sqrth(s)
+    LINALG["polar"] = lambda a, s: torch.linalg.polar(a)[0]
 
 
-@pytest.mark.parametrize("given", [(HALF, HALF), (FLOAT, FLOAT), (HALF, FLOAT), (FLOAT, HALF)], ids=str)
+@pytest.mark.parametrize(
+    ("level", "given"),
+    [
+        *(("O1", given) for given in ((HALF, HALF), (FLOAT, FLOAT), (HALF, FLOAT), (FLOAT, HALF))),
+        ("O4", (torch.bfloat16, torch.bfloat16)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", LINALG)
-def test_decompositions_and_solvers_run_in_float(name: str, given: tuple[torch.dtype, torch.dtype]) -> None:
-    o1()
+def test_decompositions_and_solvers_run_in_float(name: str, level: str, given: tuple[torch.dtype, torch.dtype]) -> None:
+    amp.initialize(nn.Linear(1, 1).to(DEVICE), opt_level=level, verbosity=0)
     result = LINALG[name](SQUARE.to(DEVICE, given[0]), SYMMETRIC.to(DEVICE, given[1]))
     assert result.dtype == FLOAT
     torch.testing.assert_close(

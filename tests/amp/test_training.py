@@ -603,14 +603,35 @@ def test_closure():
 
 
 def test_what_initialize_prints(capsys):
-    model = Net().to(DEVICE)
+    model = nn.Linear(2, 2).to(DEVICE)
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", loss_scale="128.0")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master weights."
-    assert "Defaults for this optimization level are:" in lines
-    assert "loss_scale             : dynamic" in lines
-    assert "Processing user overrides (additional kwargs that are not None)..." in lines
-    assert "loss_scale             : 128.0" in lines
+    # Of the options those alone that differ from the level's.
+    assert capsys.readouterr().out.splitlines() == [
+        "Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
+        "loss_scale             : 128.0 (default: dynamic)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("level", "layer", "says"),
+    [
+        ("O1", nn.Conv2d, "no float16 arithmetic"),
+        ("O2", nn.Conv2d, "no float16 arithmetic"),
+        ("O4", nn.Conv2d, None),
+        ("O0", nn.Conv2d, None),
+        ("O1", nn.Linear, None),
+    ],
+)
+def test_convolutions_that_the_cpu_emulates_are_said_at_initialize(level, layer, says, capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules["apex_npu.amp.frontend"], "onednn_computes", lambda dtype: dtype == torch.bfloat16)
+    model = layer(2, 2, 1)
+    amp.initialize(model, opt_level=level)
+    told = [line for line in capsys.readouterr().out.splitlines() if "This CPU" in line]
+    assert len(told) == (says is not None)
+    assert all(says in line and "Opt_level O4 or O5 (bfloat16) or O0 is faster" in line for line in told)
+    amp.shutdown()
+    amp.initialize(layer(2, 2, 1), opt_level=level, verbosity=0)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.fixture

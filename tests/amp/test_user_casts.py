@@ -114,7 +114,7 @@ def test_a_decorated_operator_computes_in_the_type_of_its_cast(o1: None, operato
     assert amp.half_function(operator)(ones(FLOAT), **options).dtype == HALF
 
 
-@pytest.mark.parametrize("kind", ["half", "promote"])
+@pytest.mark.parametrize("kind", ["half", "float", "promote"])
 @pytest.mark.parametrize("how", ["decorated", "registered", "registered, of torch's"])
 def test_weights_inside_of_a_module_are_cast(kind: str, how: str) -> None:
     class Model(nn.Module):
@@ -136,7 +136,7 @@ def test_weights_inside_of_a_module_are_cast(kind: str, how: str) -> None:
     else:
         register(nn.Linear, "forward")
     model = amp.initialize(Model().to(DEVICE), opt_level="O1", verbosity=0)
-    assert model(ones(FLOAT)).dtype == HALF
+    assert model(ones(FLOAT)).dtype == (FLOAT if kind == "float" else HALF)
 
 
 def test_arguments_are_found_in_containers_and_by_name(o1: None) -> None:

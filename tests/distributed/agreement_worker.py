@@ -15,7 +15,7 @@ from devices import DEVICE, SIMULATOR, VENDOR
 from torch import nn
 from torch.distributed.algorithms import Join
 
-from apex_npu import amp
+from apex_npu import amp, optimizers
 from apex_npu.distributed.consistency import RanksDifferError
 
 
@@ -104,6 +104,72 @@ def failure_of_a_second_initialize():
         optimizer.zero_grad()
     assert_equal_on_all(list(model.parameters()))
     assert not any(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
+
+
+def another_seed():
+    """Weights and masters are those of the first process, whichever way gradients are averaged."""
+    for level in ("O0", "O1", "O2", "O3", "O4", "O5"):
+        for kind in (torch.optim.SGD, optimizers.NpuFusedSGD):
+            for combine_ddp in (False, True):
+                train_from_another_seed(level, kind, combine_ddp=combine_ddp)
+                amp.shutdown()
+
+
+def train_from_another_seed(level, kind, *, combine_ddp):
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).to(DEVICE)
+    values = [[p.detach().cpu().clone() for p in model.parameters()]]
+    dist.broadcast_object_list(values, 0)
+    optimizer = kind(model.parameters(), lr=0.05, momentum=0.9)
+    options = {"combine_grad": combine_ddp, "combine_ddp": combine_ddp, "loss_scale": 64.0}
+    model, optimizer = start(model, optimizer, level=level, **options)
+    masters = amp.masters_of(model.parameters())
+    ddp = model if combine_ddp else nn.parallel.DistributedDataParallel(model)
+    for p, first in zip(masters, values[0], strict=True):
+        assert torch.equal(p.cpu(), first.to(p.dtype)), (level, kind, combine_ddp)
+    assert_equal_on_all([*model.parameters(), *masters])
+    for step in range(20):
+        backward(loss_on(data(step, 0, rank))(ddp), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal_on_all([*model.parameters(), *masters])
+    assert not any(torch.equal(p.cpu(), first.to(p.dtype)) for p, first in zip(masters, values[0], strict=True))
+
+
+def masters_that_were_written():
+    """What the first process has written before DistributedDataParallel counts, and what all write after it."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = nn.Linear(6, 2).to(DEVICE)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+    model, optimizer = start(model, optimizer, level="O2", combine_ddp=False)
+    with torch.no_grad():
+        model.bias.fill_(1.0 + rank)
+        for flat in optimizer.get_optimizer_combined_params():
+            flat[:2] += 0.0001 * (1 + rank)  # which the model, in float16, does not show
+    written = [p.detach().clone() for p in amp.masters_of(model.parameters())]
+    ddp = nn.parallel.DistributedDataParallel(model)
+    weight, bias = amp.masters_of(model.parameters())
+    assert torch.equal(bias, torch.ones_like(bias))
+    if rank == 0:
+        assert all(map(torch.equal, (weight, bias), written))
+    with torch.no_grad():
+        model.bias.fill_(3.0)
+    backward(loss_on(data(0, 0, rank))(ddp), optimizer)
+    assert torch.equal(bias, torch.full_like(bias, 3.0))
+    optimizer.step()
+    assert_equal_on_all([*model.parameters(), weight, bias])
+
+
+def averaged_twice():
+    model, optimizer = start(mlp(), level="O2")
+    with pytest.raises(RuntimeError, match=r"combine_ddp=True.*averages the gradients of its SGD already"):
+        nn.parallel.DistributedDataParallel(model)
+    nn.parallel.DistributedDataParallel(nn.Linear(2, 2).to(DEVICE))  # of another model
+    backward(loss_on(data(0, 0, dist.get_rank()))(model), optimizer)
+    optimizer.step()
+    assert_equal_on_all(amp.masters_of(model.parameters()))
 
 
 def smaller_group():

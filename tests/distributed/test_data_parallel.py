@@ -40,6 +40,9 @@ TOGETHER = {
     "agreement": (
         "refusals",
         "failure_of_a_second_initialize",
+        "another_seed",
+        "masters_that_were_written",
+        "averaged_twice",
         "smaller_group",
         "misuse",
         "copies",

@@ -24,7 +24,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def _no_timing(monkeypatch):
     """Times are the machine's; and a test is to change nothing of the process."""
-    monkeypatch.setattr(checks, "speed_of_low_precision", lambda _: {torch.bfloat16: 2.0, torch.float16: 0.05})
+    speeds = {"linear layers": {torch.bfloat16: 2.0, torch.float16: 1.2}}
+    speeds["convolutions"] = {torch.bfloat16: 2.0, torch.float16: 0.01}
+    monkeypatch.setattr(checks, "speed_of_low_precision", lambda layers, _: speeds[layers])
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1"))
 
 
@@ -45,7 +47,9 @@ def examine(capsys):
 def test_a_machine_on_which_all_is_well(examine, capsys):
     status, found = examine()
     assert found["Versions"]["torch"]["value"].startswith(torch.__version__)
-    assert "bfloat16: levels O4, O5" in found["Devices"]["cpu, low precision"]["value"]
+    linear, convolutions = (found["Devices"][f"cpu, {layers}"]["value"] for layers in ("linear layers", "convolutions"))
+    assert linear.endswith("(bfloat16: levels O4, O5; float16: levels O1, O2)")
+    assert convolutions.endswith("float16 0.01 times as fast as float32 (bfloat16: levels O4, O5)")
     assert main(["doctor"]) == status
     text = capsys.readouterr().out
     for title in found:
@@ -109,6 +113,26 @@ def test_a_torch_npu_that_does_not_load(examine, monkeypatch, tmp_path):
     assert "set_env.sh" in finding["remedy"]
 
 
+def test_a_torch_npu_that_ends_the_process(examine, monkeypatch, tmp_path):
+    # As torch_npu 2.14 does beside a torch 2.14 that is built for CUDA.
+    said = "terminate called after an exception\n  what():  Duplicated key 'size' found\nat"
+    program = f"import os, signal, sys\nsys.stderr.write({said!r})\nos.kill(os.getpid(), signal.SIGABRT)"
+    (tmp_path / "torch_npu").mkdir()
+    (tmp_path / "torch_npu" / "__init__.py").write_text(program)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    importlib.invalidate_caches()
+    status, found = examine()
+    finding = found["Versions"]["import torch_npu"]
+    assert status == 1
+    assert finding["value"] == (
+        "RuntimeError: a process that imports it ends with SIGABRT: Duplicated key 'size' found"
+    )
+    assert finding["remedy"].startswith("it needs a torch for the CPU, this one is for CUDA 13.0: pip install torch==")
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -135,23 +159,34 @@ def test_a_torch_that_is_too_old(examine, monkeypatch):
     assert found["Versions"]["torch"]["remedy"] == "torch 2.6 or newer is needed: pip install --upgrade torch"
 
 
+def test_it_says_which_versions_of_torch_have_been_tested(examine, monkeypatch):
+    _, found = examine()
+    assert "within what has been tested: torch 2.6 to 2.14" in found["Versions"]["torch"]["value"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "torch 2.6 to 2.14" in " ".join(readme.split())
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
+    finding = examine()[1]["Versions"]["torch"]
+    assert finding["state"] == "note"
+    assert finding["value"].endswith("newer than what has been tested: torch 2.6 to 2.14")
+
+
 def test_a_device_that_fails_is_a_finding(examine, monkeypatch):
-    def fail(_):
+    def fail(*_):
         raise RuntimeError("driver\nand more")
 
     monkeypatch.setattr(checks, "speed_of_low_precision", fail)
     status, found = examine()
     assert status == 1
-    assert found["Devices"]["cpu, low precision"]["value"] == "RuntimeError: driver"
+    assert found["Devices"]["cpu, convolutions"]["value"] == "RuntimeError: driver"
 
 
 def test_speeds_are_ratios_of_the_shortest_times(monkeypatch):
     # Seconds of each run, by dtype; float16 is hopeless, and not timed a second time.
     seconds = {torch.float32: iter([4.0, 3.0, 9, 9, 9]), torch.bfloat16: iter([2.0, 1.5, 9, 9, 9])}
     seconds[torch.float16] = iter([90.0])
-    monkeypatch.setattr(precision, "_work", lambda dtype, device: functools.partial(lambda dtype: dtype, dtype))
+    monkeypatch.setattr(precision, "_work", lambda layers, dtype, device: functools.partial(lambda dtype: dtype, dtype))
     monkeypatch.setattr(precision, "_seconds", lambda work, device: next(seconds[work()]))
-    speeds = precision.speed_of_low_precision("cpu")
+    speeds = precision.speed_of_low_precision("convolutions", "cpu")
     assert speeds[torch.bfloat16] == 2.0
     assert speeds[torch.float16] < 0.05
     assert precision.native_dtypes(speeds) == [torch.bfloat16]
@@ -160,14 +195,14 @@ def test_speeds_are_ratios_of_the_shortest_times(monkeypatch):
 def test_a_dtype_that_the_device_refuses(monkeypatch):
     make = precision._work
 
-    def refuse(dtype, device):
+    def refuse(layers, dtype, device):
         if dtype == torch.float16:
             raise RuntimeError("\"slow_conv2d_cpu\" not implemented for 'Half'")
-        return make(dtype, device)
+        return make(layers, dtype, device)
 
     monkeypatch.setattr(precision, "_work", refuse)
     threads = torch.get_num_threads()
-    speeds = precision.speed_of_low_precision("cpu")
+    speeds = precision.speed_of_low_precision("convolutions", "cpu")
     assert speeds[torch.float16] == 0.0
     assert speeds[torch.bfloat16] > 0.0
     assert torch.get_num_threads() == threads
@@ -181,7 +216,7 @@ def test_on_the_simulated_npu():
     assert done.returncode == 0, done.stdout + done.stderr
     devices = [row["name"] for row in json.loads(done.stdout)["sections"]["Devices"]]
     assert "npu:0" in devices
-    assert "npu, low precision" in devices
+    assert "npu, convolutions" in devices
 
 
 def test_it_starts_without_torch():

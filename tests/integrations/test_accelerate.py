@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import DEVICE, needs
-from known_faults.common import backward
+from small_programs import backward
 from torch import nn
 
 accelerate = pytest.importorskip("accelerate")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from apex_npu.migrate import Options, reports, rewrite
+from apex_npu.migrate import Options, rewrite
+from apex_npu.migrate.files import reports
 
 CASES = Path(__file__).parent / "cases"
 _LINE = "=====\n"

@@ -12,7 +12,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from apex_npu.migrate.rules import (
+from apex_npu.migrate import rewrite
+from apex_npu.migrate.rules.catalogue import (
     ADVICE_RULES,
     AMP_RULES,
     APEX_RULES,
@@ -21,7 +22,7 @@ from apex_npu.migrate.rules import (
     PARALLEL_RULES,
     Rule,
 )
-from apex_npu.migrate.tables import INSTEAD, NEEDS_CUDA, RENAMED, SAME_NAMES
+from apex_npu.migrate.rules.tables import INSTEAD, NEEDS_CUDA, RENAMED, SAME_NAMES
 
 from . import chinese
 from .public.table import WAYS, Row, read
@@ -35,6 +36,10 @@ def _shown(program: str, rule: str) -> str:
     hidden = ("import torch",) if rule == "D113" else ("import torch", "import torch_npu  # noqa: F401")
     lines = [line for line in program.splitlines() if line not in hidden]
     return "<br>".join(f"`{line.strip()}`" for line in lines if line.strip())
+
+
+def _after(rule: Rule) -> str:
+    return str(rewrite(rule.example, options=rule.options).source)
 
 
 class Tables:
@@ -65,7 +70,7 @@ class Tables:
             return self._table(("rule", "what", "before", "after"), [self._example(rule) for rule in rules])
         if name in ("amp", "parallel", "advice"):
             rules = {"amp": AMP_RULES, "parallel": PARALLEL_RULES, "advice": ADVICE_RULES}[name]
-            made = [(rule, "changed" if rule.after != rule.before else "reported") for rule in rules]
+            made = [(rule, "changed" if _after(rule) != rule.example else "reported") for rule in rules]
             return self._table(
                 ("rule", "what", ""), [[rule.id, self.title(rule), self.word(did)] for rule, did in made]
             )
@@ -81,8 +86,8 @@ class Tables:
         return self._table(("name", "instead"), _rows(self.needs_cuda()))
 
     def _example(self, rule: Rule) -> list[str]:
-        after = _shown(rule.after, rule.id) if rule.after != rule.before else self.word("reported")
-        return [rule.id, self.title(rule), _shown(rule.before, rule.id), after]
+        after = _shown(_after(rule), rule.id) if _after(rule) != rule.example else self.word("reported")
+        return [rule.id, self.title(rule), _shown(rule.example, rule.id), after]
 
     def _scripts(self) -> str:
         rows = read()

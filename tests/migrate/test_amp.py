@@ -14,8 +14,8 @@ from devices import DEVICE
 from apex_npu import amp, optimizers
 from apex_npu.__main__ import main
 from apex_npu.migrate import Options, plan, rewrite
-from apex_npu.migrate.amp import LEVELS, arguments_of_initialize
-from apex_npu.migrate.tables import FUSED, FUSED_KEYWORDS
+from apex_npu.migrate.amp.check import LEVELS, arguments_of_initialize
+from apex_npu.migrate.rules.tables import FUSED, FUSED_KEYWORDS
 
 PROGRAMS = sorted((Path(__file__).parent / "training").glob("*.py"))
 # Device rules where the device is an npu; on others programs find none, and run on the CPU.

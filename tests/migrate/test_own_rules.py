@@ -9,7 +9,7 @@ import pytest
 
 from apex_npu.__main__ import main
 from apex_npu.migrate import Options, plan, rewrite
-from apex_npu.migrate.own_rules import Argument, Keep, Refuse, Rename, read_api_list, read_rules
+from apex_npu.migrate.rules.own import Argument, Keep, Refuse, Rename, read_api_list, read_rules
 
 ALL = """
 [[rename]]

@@ -11,7 +11,7 @@ from devices import DEVICE, VENDOR
 
 from apex_npu import amp, compat
 from apex_npu.migrate import Options, plan, rewrite
-from apex_npu.migrate.running import Rewriter
+from apex_npu.migrate.run.running import Rewriter
 
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.py"))
 

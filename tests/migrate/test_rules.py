@@ -11,9 +11,11 @@ from devices import DEVICE, VENDOR
 from migrate import golden
 
 from apex_npu import compat
-from apex_npu.migrate import Options, apex, reports, rewrite
-from apex_npu.migrate.rules import ADVICE_RULES, AMP_RULES, OWN_RULES, PARALLEL_RULES, RULES
-from apex_npu.migrate.tables import NPU_PROPERTIES, PROFILER_NAMES, RENAMED, SAME_NAMES, SIMILAR, SUBMODULES
+from apex_npu.migrate import rewrite
+from apex_npu.migrate.files import reports
+from apex_npu.migrate.rules import apex
+from apex_npu.migrate.rules.catalogue import ADVICE_RULES, OWN_RULES, RULES
+from apex_npu.migrate.rules.tables import NPU_PROPERTIES, PROFILER_NAMES, RENAMED, SAME_NAMES, SIMILAR, SUBMODULES
 
 CASES = sorted(golden.CASES.glob("*.txt"))
 
@@ -22,14 +24,9 @@ CASES = sorted(golden.CASES.glob("*.txt"))
     "rule", [rule for rule in RULES.values() if rule.id[0] != "F" and rule not in OWN_RULES], ids=lambda rule: rule.id
 )
 def test_the_example_of_a_rule(rule):
-    options = Options(amp="O1", ignore=("D", "O")) if rule in AMP_RULES else Options()
-    options = Options(data_parallel="main", ignore=("O",)) if rule in PARALLEL_RULES else options
-    options = Options(select=("N",)) if rule in ADVICE_RULES else options
-    rewritten = rewrite(rule.before, options=options)
-    assert rewritten.source == rule.after
+    rewritten = rewrite(rule.example, options=rule.options)
     assert rule.id in {finding.rule for finding in rewritten.findings}
-    if rule.after != rule.before:
-        assert rewrite(rule.after, options=options).source == rule.after
+    assert rewrite(rewritten.source, options=rule.options).source == rewritten.source
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.stem)

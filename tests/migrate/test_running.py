@@ -19,8 +19,8 @@ import torch
 from devices import DEVICE, SIMULATOR
 
 from apex_npu.__main__ import main
-from apex_npu.migrate import running
-from apex_npu.migrate.running import Rewriter, Run, npu_arguments
+from apex_npu.migrate.run import running
+from apex_npu.migrate.run.running import Rewriter, Run, npu_arguments
 
 ROOT = Path(__file__).parents[2]
 MODULE = '''"""Rewritten."""

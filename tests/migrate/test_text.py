@@ -6,6 +6,7 @@ import codecs
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apex_npu.migrate import Options, rewrite
+from apex_npu.migrate.engine.source import Edit, Source, apply_edits, same_elsewhere
 from apex_npu.migrate.rewriting import TRIGGER
-from apex_npu.migrate.source import Source
 
 PACKAGES = Path(torch.__file__).parent.parent
 
@@ -40,6 +41,18 @@ def check_invariants(data: bytes, path: str = "t.py", to: str = "npu") -> bool:
     assert source.encode("".join([*pieces, source.text[at:]])) == rewritten.source
     assert rewrite(rewritten.source, path, options).source == rewritten.source, path
     return True
+
+
+def test_other_statements_than_the_edited_ones_are_compared():
+    source = Source("if a:\n    x = 1\ny = 2\n")
+    edits = [Edit(10, 11, "z")]
+    check = partial(same_elsewhere, source, source.parse())
+    assert check(edits, apply_edits(source.text, edits))
+    assert not check(edits, "if a:\n    z = 1\ny = 3\n")
+    assert not check(edits, "if b:\n    z = 1\ny = 2\n")
+    assert not check(edits, "if a:\n    z = 1\n    y = 2\n")
+    assert not check(edits, "if a:\n    z = (\ny = 2\n")
+    assert not check([*edits, Edit(10, 15, "z = 1")], "if a:\n    z = 1\ny = 2\n")
 
 
 def sources(*folders):

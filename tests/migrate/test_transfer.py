@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from devices import DEVICE, SIMULATOR
 
-from apex_npu.migrate.running import Rewriter
-from apex_npu.migrate.transferring import split_command
+from apex_npu.migrate.run.running import Rewriter
+from apex_npu.migrate.run.transferring import split_command
 
 ROOT = Path(__file__).parents[2]
 

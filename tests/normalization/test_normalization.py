@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Norms under Apex's names, against their formulas in float64."""
 
+import inspect
+
 import pytest
 import torch
 from devices import DEVICE
@@ -87,6 +89,21 @@ def test_functions_understand_both_orders_of_arguments():
     ):
         torch.testing.assert_close(output, expected)
     torch.testing.assert_close(normalization.manual_rms_norm(x, (7,), None, 1e-6), rms_norm(x, 7, 1e-6).float())
+
+
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("affine", ["", "Affine", "AffineMixedDtypes"])
+def test_the_functions_forward_has_apexs_arguments(norm, affine):
+    function = getattr(normalization, f"Fused{norm}{affine}Function")
+    weights = ["weight", "bias"][: 1 + (norm == "LayerNorm")] if affine else []
+    # As Megatron-LM's norms ask, before they pass memory_efficient by position.
+    arguments = inspect.getfullargspec(function.forward).args
+    assert arguments == ["ctx", "input", *weights, "normalized_shape", "eps", "memory_efficient"]
+    x, tensors = torch.randn(4, 7, device=DEVICE), [torch.randn(7, device=DEVICE) for _ in weights]
+    formula = layer_norm if norm == "LayerNorm" else rms_norm
+    expected = formula(x, 7, 1e-5, *(t.double() for t in tensors)).float()
+    torch.testing.assert_close(function.apply(x, *tensors, torch.Size([7]), 1e-5, True), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(function.forward(None, x, *tensors, (7,), 1e-5), function.apply(x, *tensors, (7,), 1e-5))
 
 
 def test_state_dicts_are_torchs():

@@ -32,6 +32,7 @@ from kernel_cases import (
     shapes_for,
 )
 
+import apex_npu
 from apex_npu import ops, optimizers
 from apex_npu.ops import cpu, reference, reference_segments
 
@@ -301,18 +302,40 @@ def test_conversions_are_torchs(dtype):
     assert torch.equal(back[~back.isnan()], every[~every.isnan()])
 
 
+ON_THREE_THREADS = """
+import os
+
+import test_cpu_kernels as t
+
+def threads():
+    return len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 0
+
+t.torch.set_num_threads(3)
+before = threads()
+print(t.digest(t.results()))
+kernels = threads()
+t.torch.ones(2**20).add_(1)
+print(kernels - before, threads() - kernels)
+"""
+
+
 def test_any_number_of_threads_and_any_vectors_give_the_same_bits():
-    """Here on one thread with what the machine has; in another process on three, without AVX2."""
+    """Here on one thread with what the machine has; in another process on three, torch's own, without AVX2."""
     here = Path(__file__)
-    program = "import test_cpu_kernels as t; t.torch.set_num_threads(3); print(t.digest(t.results()))"
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(str(here.parents[i]) for i in (2, 1, 0)),
+        "PYTHONPATH": os.pathsep.join(map(str, (Path(apex_npu.__file__).parents[1], here.parents[1], here.parent))),
         "ATEN_CPU_CAPABILITY": "default",  # torch reads it once
         "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait take others' time on a busy machine
     }
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == digest(results()), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", ON_THREE_THREADS], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    bits, started = done.stdout.splitlines()
+    assert bits == digest(results())
+    # Two more for the kernels, and none for torch's own operators: there is one pool.
+    assert started == ("2 0" if Path("/proc/self/task").exists() else "0 0")
 
 
 # Bad input: an error that names it, and nothing is written

@@ -626,6 +626,19 @@ def test_foreign_state_dicts_are_refused_whole(make_other, message):
         assert all(torch.equal(after["state"][index][key], value) for key, value in entry.items())
 
 
+@pytest.mark.parametrize("cls", [NpuFusedAdam, FusedNovoGrad])
+def test_a_whole_checkpoint_is_refused_with_the_key_to_pass(cls):
+    param = nn.Parameter(torch.ones(3))
+    optimizer = stepped(cls([param], lr=0.1))
+    checkpoint = {"epoch": 3, "optim": optimizer.state_dict()}
+    with pytest.raises(ValueError, match=r"the keys 'epoch', 'optim' .*pass checkpoint\['optim'\]\. Nothing has been"):
+        optimizer.load_state_dict(checkpoint)
+    with pytest.raises(ValueError, match=r"the keys 'epoch' and without 'param_groups'\. Nothing"):
+        optimizer.load_state_dict({"epoch": 3})
+    assert param in optimizer.state
+    optimizer.load_state_dict(checkpoint["optim"])
+
+
 def test_a_state_dict_with_a_bad_hyper_parameter_is_refused():
     optimizer = NpuFusedAdam([nn.Parameter(torch.ones(3))], lr=0.1)
     broken = copy.deepcopy(optimizer.state_dict())

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from apex_npu.compat.pipeline.checkout import Checkout
-from apex_npu.compat.pipeline.patching import State, bring
+from apex_npu.compat.pipeline.patching import State, set_state
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,7 +74,7 @@ def output(tree: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def patched(tree) -> Path:
-    bring(Checkout(tree), State.PATCHED)
+    set_state(Checkout(tree), State.PATCHED)
     return tree
 
 
@@ -87,7 +87,7 @@ def test_no_module_of_upstreams_amp_answers(patched, era):
 
 @pytest.fixture
 def patched_2025(tree_2025) -> Path:
-    bring(Checkout(tree_2025), State.PATCHED)
+    set_state(Checkout(tree_2025), State.PATCHED)
     return tree_2025
 
 

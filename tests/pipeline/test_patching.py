@@ -19,7 +19,7 @@ from apex_npu.__main__ import main
 from apex_npu.compat.pipeline import eras, files, make_patch
 from apex_npu.compat.pipeline.checkout import Checkout
 from apex_npu.compat.pipeline.errors import PipelineError
-from apex_npu.compat.pipeline.patching import State, bring
+from apex_npu.compat.pipeline.patching import State, set_state
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,14 +28,14 @@ def refused(folder: Path, wanted: State = State.PATCHED) -> str:
     """The error for a tree that is not changed."""
     before = snapshot(folder)
     with pytest.raises(PipelineError) as said:
-        bring(Checkout(folder), wanted)
+        set_state(Checkout(folder), wanted)
     assert snapshot(folder) == before
     return str(said.value)
 
 
 def test_there_and_back_leaves_every_byte(tree, era):
     before = snapshot(tree)
-    assert f"now patched: {tree}, Apex " in (said := bring(Checkout(tree), State.PATCHED))
+    assert f"now patched: {tree}, Apex " in (said := set_state(Checkout(tree), State.PATCHED))
     assert said.endswith(f"(era {era})")
     patched = snapshot(tree)
     assert {path for path in patched if patched[path] != before.get(path)} == {
@@ -44,24 +44,24 @@ def test_there_and_back_leaves_every_byte(tree, era):
         "change_data_ptr.py",
         "setup.py",
     }
-    assert bring(Checkout(tree), State.PATCHED).startswith("already patched: ")
+    assert set_state(Checkout(tree), State.PATCHED).startswith("already patched: ")
     assert snapshot(tree) == patched
-    assert bring(Checkout(tree), State.ORIGINAL).startswith("now as upstream has it: ")
+    assert set_state(Checkout(tree), State.ORIGINAL).startswith("now as upstream has it: ")
     assert snapshot(tree) == before
-    assert bring(Checkout(tree), State.ORIGINAL).startswith("already as upstream has it: ")
+    assert set_state(Checkout(tree), State.ORIGINAL).startswith("already as upstream has it: ")
     assert git(tree, "status", "--porcelain", "--ignored") == ""
 
 
 def test_modes_are_kept(tree_2025):
     (tree_2025 / "setup.py").chmod(0o750)
     git(tree_2025, "commit", "-qam", "executable")
-    bring(Checkout(tree_2025), State.PATCHED)
+    set_state(Checkout(tree_2025), State.PATCHED)
     assert (tree_2025 / "setup.py").stat().st_mode & 0o777 == 0o750
 
 
 def test_git_apply_gives_the_same_bytes(tree, era, tmp_path):
     other = shutil.copytree(tree, tmp_path / "other")
-    bring(Checkout(tree), State.PATCHED)
+    set_state(Checkout(tree), State.PATCHED)
     # With positions that are off: the synthetic files are shorter.
     git(other, "apply", str(eras.FOLDER / era / "npu.patch"))
     assert snapshot(other) == snapshot(tree)
@@ -69,11 +69,11 @@ def test_git_apply_gives_the_same_bytes(tree, era, tmp_path):
 
 def test_a_patch_that_was_committed_is_recognised(tree_2025):
     before = snapshot(tree_2025)
-    bring(Checkout(tree_2025), State.PATCHED)
+    set_state(Checkout(tree_2025), State.PATCHED)
     git(tree_2025, "add", "--all")
     git(tree_2025, "commit", "-qm", "patched")
-    assert bring(Checkout(tree_2025), State.PATCHED).startswith("already patched")
-    bring(Checkout(tree_2025), State.ORIGINAL)
+    assert set_state(Checkout(tree_2025), State.PATCHED).startswith("already patched")
+    set_state(Checkout(tree_2025), State.ORIGINAL)
     assert snapshot(tree_2025) == before
 
 
@@ -81,8 +81,8 @@ def test_what_git_ignores_or_does_not_know_is_no_dirt(tree_2025):
     (tree_2025 / "build").mkdir()
     (tree_2025 / "build" / "file").write_text("")
     (tree_2025 / "notes.txt").write_text("mine")
-    bring(Checkout(tree_2025), State.PATCHED)
-    bring(Checkout(tree_2025), State.ORIGINAL)
+    set_state(Checkout(tree_2025), State.PATCHED)
+    set_state(Checkout(tree_2025), State.ORIGINAL)
     assert (tree_2025 / "notes.txt").read_text() == "mine"
 
 
@@ -102,7 +102,7 @@ def test_a_dirty_tree(tree_2025, path, staged):
 
 
 def test_a_dirty_patched_tree_is_not_taken_back(tree_2025):
-    bring(Checkout(tree_2025), State.PATCHED)
+    set_state(Checkout(tree_2025), State.PATCHED)
     with (tree_2025 / "apex" / "__init__.py").open("a") as file:
         file.write("# edited\n")
     assert "other changes in apex/__init__.py" in refused(tree_2025, State.ORIGINAL)
@@ -114,7 +114,7 @@ def test_a_file_in_the_way_of_a_new_one(tree_2025):
 
 
 def test_a_half_patched_tree(tree_2025):
-    bring(Checkout(tree_2025), State.PATCHED)
+    set_state(Checkout(tree_2025), State.PATCHED)
     git(tree_2025, "checkout", "--", "setup.py")
     said = refused(tree_2025)
     assert "is half patched: " in said
@@ -123,7 +123,7 @@ def test_a_half_patched_tree(tree_2025):
     assert "delete change_data_ptr.py" in said
     git(tree_2025, "checkout", "--", *said.partition("git checkout -- ")[2].partition(")")[0].split())
     (tree_2025 / "change_data_ptr.py").unlink()
-    assert bring(Checkout(tree_2025), State.PATCHED).startswith("now patched")
+    assert set_state(Checkout(tree_2025), State.PATCHED).startswith("now patched")
 
 
 def test_a_tree_newer_than_known_names_the_hunks_that_fail(tmp_path):
@@ -179,7 +179,7 @@ def test_a_link_in_place_of_a_file(tree_2025):
     (tree_2025 / "setup.py").rename(tree_2025 / "real.py")
     (tree_2025 / "setup.py").symlink_to("real.py")
     with pytest.raises(PipelineError, match=r"setup.py is a link"):
-        bring(Checkout(tree_2025), State.PATCHED)
+        set_state(Checkout(tree_2025), State.PATCHED)
 
 
 def test_git_missing(tree_2025, monkeypatch, tmp_path):
@@ -191,18 +191,18 @@ def test_git_missing(tree_2025, monkeypatch, tmp_path):
 def test_another_repository_in_the_environment_is_not_meant(tree_2025, tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_DIR", str(ROOT / ".git"))
     monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "index"))
-    assert bring(Checkout(tree_2025), State.PATCHED).startswith("now patched")
+    assert set_state(Checkout(tree_2025), State.PATCHED).startswith("now patched")
 
 
 @pytest.mark.parametrize("era", ["2025"])
 def test_settings_for_all_repositories_do_not_matter(tree, tmp_path, monkeypatch):
     expected = shutil.copytree(tree, tmp_path / "expected")
-    bring(Checkout(expected), State.PATCHED)
+    set_state(Checkout(expected), State.PATCHED)
     (tmp_path / "config").write_text("[apply]\nwhitespace = error-all\nignoreWhitespace = change\n[core]\neol = crlf\n")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "config"))
-    bring(Checkout(tree), State.PATCHED)
+    set_state(Checkout(tree), State.PATCHED)
     assert snapshot(tree) == snapshot(expected)
-    bring(Checkout(tree), State.ORIGINAL)
+    set_state(Checkout(tree), State.ORIGINAL)
     (tree / "setup.py").write_bytes((tree / "setup.py").read_bytes().replace(b"    raw_output", b"\traw_output"))
     git(tree, "commit", "-qam", "tabs")
     assert "patch failed: setup.py" in refused(tree)
@@ -211,7 +211,7 @@ def test_settings_for_all_repositories_do_not_matter(tree, tmp_path, monkeypatch
 def test_a_tree_in_a_folder_of_another_repository(tmp_path):
     synthetic.write(tmp_path / "outer", {"file": "text"})
     tree = synthetic.write(tmp_path / "outer" / "apex", synthetic.files("2025"))
-    assert bring(Checkout(tree), State.PATCHED).startswith("now patched")
+    assert set_state(Checkout(tree), State.PATCHED).startswith("now patched")
     assert "serve(__file__)" in (tree / "apex" / "__init__.py").read_text()
 
 
@@ -244,19 +244,19 @@ class _Nth:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device", "x")])
 @pytest.mark.parametrize(("owner", "name", "calls"), [(files, "write", 5), (files, "rename", 5)])
 def test_an_interruption_anywhere_is_undone(tree_2025, monkeypatch, wanted, error, owner, name, calls):
-    bring(Checkout(tree_2025), State.PATCHED if wanted is State.ORIGINAL else State.ORIGINAL)
+    set_state(Checkout(tree_2025), State.PATCHED if wanted is State.ORIGINAL else State.ORIGINAL)
     before = snapshot(tree_2025)
     failed = 0
     for n in range(1, calls + 1):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, _Nth(getattr(owner, name), n, error))
-            said = outcome(lambda: bring(Checkout(tree_2025), wanted))
+            said = outcome(lambda: set_state(Checkout(tree_2025), wanted))
         if said is not None:
             failed += 1
             assert isinstance(said, KeyboardInterrupt) or "No space left on device" in str(said)
             assert snapshot(tree_2025) == before
             continue
-        bring(Checkout(tree_2025), State.PATCHED if wanted is State.ORIGINAL else State.ORIGINAL)
+        set_state(Checkout(tree_2025), State.PATCHED if wanted is State.ORIGINAL else State.ORIGINAL)
         assert snapshot(tree_2025) == before
     assert failed >= 3
 
@@ -308,7 +308,7 @@ def test_an_edited_tree_gives_the_same_patch_each_time(tree, era, tmp_path):
     table = folder / "ERAS.toml"
     pin = eras.load().named(era).commit
     table.write_text(table.read_text().replace(pin, git(tree, "rev-parse", "HEAD")))
-    bring(Checkout(tree), State.PATCHED)
+    set_state(Checkout(tree), State.PATCHED)
     assert make_patch.make_patch(Checkout(tree), folder).startswith("written: ")
     patch = (folder / era / "npu.patch").read_bytes()
     assert make_patch.make_patch(Checkout(tree), folder).startswith("unchanged: ")

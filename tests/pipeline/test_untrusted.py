@@ -20,7 +20,7 @@ from apex_npu.compat.pipeline.checkout import Checkout
 from apex_npu.compat.pipeline.errors import PipelineError
 from apex_npu.compat.pipeline.fetching import generate
 from apex_npu.compat.pipeline.make_patch import difference
-from apex_npu.compat.pipeline.patching import State, bring
+from apex_npu.compat.pipeline.patching import State, set_state
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,10 +30,10 @@ def tree(tree_2025):
     return tree_2025
 
 
-def bring_or_refuse(tree, wanted=State.PATCHED):
+def set_state_or_refuse(tree, wanted=State.PATCHED):
     """It may go through, or be refused."""
     with contextlib.suppress(PipelineError):
-        bring(Checkout(tree), wanted)
+        set_state(Checkout(tree), wanted)
 
 
 @pytest.mark.parametrize("path", ["setup.py", "apex/__init__.py", "change_data_ptr.py"])
@@ -42,7 +42,7 @@ def test_a_link_under_the_name_of_a_temporary_file_is_not_followed(tree, tmp_pat
     mine.write_text("mine\n")
     target = tree / path
     target.with_name(f".{target.name}.apex_npu-tmp").symlink_to(mine)
-    bring_or_refuse(tree)
+    set_state_or_refuse(tree)
     assert mine.read_text() == "mine\n"
 
 
@@ -62,12 +62,12 @@ def outside_folder(tmp_path):
 
 @pytest.mark.parametrize("wanted", State)
 def test_a_folder_that_is_a_link_is_refused(tree, outside_folder, wanted):
-    bring(Checkout(tree), State.PATCHED if wanted is State.ORIGINAL else State.ORIGINAL)
+    set_state(Checkout(tree), State.PATCHED if wanted is State.ORIGINAL else State.ORIGINAL)
     (tree / "apex" / "optimizers").rename(outside_folder / "optimizers")
     (tree / "apex" / "optimizers").symlink_to(outside_folder / "optimizers")
     before = snapshot(outside_folder)
     with pytest.raises(PipelineError, match=r"optimizers/.*\.py is a link, or is inside one"):
-        bring(Checkout(tree), wanted)
+        set_state(Checkout(tree), wanted)
     assert snapshot(outside_folder) == before
     (outside_folder / "optimizers").rename(tree / "moved back")
 
@@ -77,7 +77,7 @@ def test_the_other_name_of_a_file_keeps_its_contents(tree, tmp_path):
     os.link(tree / "setup.py", tmp_path / "mine")
     os.link(tree / "README.md", tree / ".setup.py.apex_npu-tmp")
     for wanted in (State.PATCHED, State.ORIGINAL):
-        bring(Checkout(tree), wanted)
+        set_state(Checkout(tree), wanted)
         assert (tmp_path / "mine").read_bytes() == upstream
         assert git(tree, "status", "--porcelain", "README.md") == ""
     assert not (tree / ".setup.py.apex_npu-tmp").exists()
@@ -93,7 +93,7 @@ def test_a_link_that_appears_while_files_are_written_is_replaced(tree, outside_f
             (tree / "setup.py").symlink_to(outside_folder / "file")
 
     monkeypatch.setattr(files, "write", plant)
-    bring(Checkout(tree), State.PATCHED)
+    set_state(Checkout(tree), State.PATCHED)
     assert not (tree / "setup.py").is_symlink()
 
 
@@ -103,19 +103,19 @@ def test_what_is_no_file_is_refused(tree, path, make):
     (tree / path).unlink(missing_ok=True)
     make(tree / path)
     with pytest.raises(PipelineError, match="is no regular file"):
-        bring(Checkout(tree), State.PATCHED)
+        set_state(Checkout(tree), State.PATCHED)
 
 
 def test_a_named_pipe_under_the_name_of_a_temporary_file_is_replaced(tree):
     os.mkfifo(tree / ".setup.py.apex_npu-tmp")
-    assert bring(Checkout(tree), State.PATCHED).startswith("now patched")
+    assert set_state(Checkout(tree), State.PATCHED).startswith("now patched")
 
 
 def test_a_folder_under_the_name_of_a_temporary_file_is_refused(tree):
     (tree / ".setup.py.apex_npu-tmp" / "inside").mkdir(parents=True)
     before = snapshot(tree)
     with pytest.raises(PipelineError, match=r"cannot be written .*apex_npu-tmp.*it is as it was"):
-        bring(Checkout(tree), State.PATCHED)
+        set_state(Checkout(tree), State.PATCHED)
     assert snapshot(tree) == before
     assert (tree / ".setup.py.apex_npu-tmp" / "inside").is_dir()
 
@@ -135,7 +135,7 @@ def test_a_git_folder_elsewhere_is_not_written(tree, tmp_path, kind):
         (tree / ".git").symlink_to(repository)
     before = whole(repository)
     for wanted in (State.PATCHED, State.ORIGINAL):
-        assert bring(Checkout(tree), wanted).startswith("now ")
+        assert set_state(Checkout(tree), wanted).startswith("now ")
     assert whole(repository) == before
 
 
@@ -143,9 +143,9 @@ def test_a_linked_work_tree_is_patched(tree, tmp_path):
     linked = tmp_path / "linked"
     git(tree, "worktree", "add", "--quiet", str(linked))
     before, upstream = whole(tree), snapshot(linked)
-    bring(Checkout(linked), State.PATCHED)
+    set_state(Checkout(linked), State.PATCHED)
     assert git(linked, "status", "--porcelain").splitlines()[0].startswith("M apex/__init__.py")
-    bring(Checkout(linked), State.ORIGINAL)
+    set_state(Checkout(linked), State.ORIGINAL)
     assert snapshot(linked) == upstream
     assert {path.name for path in whole(tree).keys() - before.keys()} <= {"index"}
 
@@ -253,12 +253,12 @@ def test_no_program_that_a_tree_names_is_run(tree, tmp_path, kind):
     for path in ("README.md", "setup.py"):  # not as in the index, so that git compares contents
         os.utime(tree / path, (0, 0))
     for act in (
-        lambda: bring(Checkout(tree), State.PATCHED),
+        lambda: set_state(Checkout(tree), State.PATCHED),
         lambda: difference(Checkout(tree)),
         lambda: Checkout(tree).resolve("newest"),
-        lambda: bring(Checkout(tree), State.ORIGINAL),
+        lambda: set_state(Checkout(tree), State.ORIGINAL),
         lambda: (tree / "README.md").write_text("other\n"),
-        lambda: bring(Checkout(tree), State.PATCHED),
+        lambda: set_state(Checkout(tree), State.PATCHED),
         lambda: generate(str(tree), "HEAD", tmp_path / "out"),
     ):
         with contextlib.suppress(PipelineError):
@@ -281,7 +281,7 @@ def test_replaced_objects_do_not_stand_for_the_commit(tree):
     git(tree, "reset", "--quiet", "--soft", upstream)
     git(tree, "replace", upstream, edited)
     with pytest.raises(PipelineError, match=r"setup\.py"):
-        bring(Checkout(tree), State.PATCHED)
+        set_state(Checkout(tree), State.PATCHED)
 
 
 def test_messages_have_no_control_characters(tree, capsys):

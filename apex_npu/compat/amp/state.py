@@ -8,7 +8,7 @@ import collections.abc as container_abcs
 from typing import Any
 
 from apex_npu.amp.frontend import master_params
-from apex_npu.amp.policy import PRINTED_OPTIONS, Policy
+from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import DynamicScaleOptions
 from apex_npu.amp.session import Session, current, is_first_rank, settings
 from apex_npu.backends.script_warnings import warn
@@ -16,6 +16,13 @@ from apex_npu.compat.amp.handle import AmpHandle
 from apex_npu.compat.amp.scaler import LossScaler
 
 __all__ = ["AmpState", "_amp_state", "container_abcs", "master_params", "maybe_print", "warn_or_err"]
+
+
+# Those of Apex and of Ascend's patch.
+_OPTIONS = (
+    "enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights",
+    "loss_scale", "combine_grad", "combine_ddp", "ddp_replica_count", "user_cast_preferred", "check_combined_tensors",
+)  # fmt: skip
 
 
 class OptProperties:
@@ -26,7 +33,7 @@ class OptProperties:
     """
 
     def __init__(self, policy: Policy) -> None:
-        vars(self)["options"] = {name: getattr(policy, name) for name in PRINTED_OPTIONS}
+        vars(self)["options"] = {name: getattr(policy, name) for name in _OPTIONS}
 
     def __getattr__(self, name: str) -> Any:
         try:

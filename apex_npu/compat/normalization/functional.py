@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -122,6 +124,22 @@ def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | Non
     return mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps)
 
 
+def _forward(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function`` as the ``forward`` of Apex's autograd function, with a context first.
+
+    Megatron-LM looks for ``memory_efficient`` among its arguments (``inspect.getfullargspec``).
+    """
+
+    @functools.wraps(function)
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return function(*args, **kwargs)
+
+    context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.signature(function)
+    vars(forward)["__signature__"] = signature.replace(parameters=[context, *signature.parameters.values()])
+    return forward
+
+
 class FusedLayerNormFunction:
     """``fused_layer_norm`` by its name in Apex, where it is an autograd function.
 
@@ -131,6 +149,7 @@ class FusedLayerNormFunction:
     """
 
     apply = staticmethod(fused_layer_norm)
+    forward = staticmethod(_forward(fused_layer_norm))
 
 
 class FusedLayerNormAffineFunction:
@@ -144,6 +163,7 @@ class FusedLayerNormAffineFunction:
     """
 
     apply = staticmethod(fused_layer_norm_affine)
+    forward = staticmethod(_forward(fused_layer_norm_affine))
 
 
 class FusedLayerNormAffineMixedDtypesFunction:
@@ -157,6 +177,7 @@ class FusedLayerNormAffineMixedDtypesFunction:
     """
 
     apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
+    forward = staticmethod(_forward(mixed_dtype_fused_layer_norm_affine))
 
 
 class FusedRMSNormFunction:
@@ -168,6 +189,7 @@ class FusedRMSNormFunction:
     """
 
     apply = staticmethod(fused_rms_norm)
+    forward = staticmethod(_forward(fused_rms_norm))
 
 
 class FusedRMSNormAffineFunction:
@@ -179,6 +201,7 @@ class FusedRMSNormAffineFunction:
     """
 
     apply = staticmethod(fused_rms_norm_affine)
+    forward = staticmethod(_forward(fused_rms_norm_affine))
 
 
 class FusedRMSNormAffineMixedDtypesFunction:
@@ -191,3 +214,4 @@ class FusedRMSNormAffineMixedDtypesFunction:
     """
 
     apply = staticmethod(mixed_dtype_fused_rms_norm_affine)
+    forward = staticmethod(_forward(mixed_dtype_fused_rms_norm_affine))

@@ -15,7 +15,7 @@ from . import eras, make_patch
 from .checkout import Checkout, git
 from .errors import PipelineError
 from .fetching import clone
-from .patching import State, bring, inspect
+from .patching import State, inspect, set_state
 
 _ROOT = Path(__file__).resolve().parents[3]
 _SMOKE = """
@@ -74,12 +74,12 @@ def _check_era(era: eras.Era, upstream: Path) -> dict[str, int]:
             raise PipelineError(
                 f"era {era.name}: `patch -p1` refuses the patch: {(done.stdout + done.stderr).decode()}"
             )
-        bring(checkout, State.ORIGINAL)
-    bring(checkout, State.PATCHED)
+        set_state(checkout, State.ORIGINAL)
+    set_state(checkout, State.PATCHED)
     if make_patch.difference(checkout) != patch:
         raise PipelineError(f"era {era.name}: make_patch.sh makes another patch of the patched tree")
     _smoke(era, checkout)
-    bring(checkout, State.ORIGINAL)
+    set_state(checkout, State.ORIGINAL)
     if left := git("status", "--porcelain", "--ignored", cwd=upstream):
         raise PipelineError(f"era {era.name}: --reverse leaves changes: {left.decode()}")
     return files

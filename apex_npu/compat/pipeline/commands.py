@@ -16,7 +16,7 @@ from apex_npu._cli.command_line import Argument, Command
 from .errors import PipelineError
 
 
-def _told(work: Callable[[argparse.Namespace], str]) -> Callable[[argparse.Namespace], int]:
+def _printed(work: Callable[[argparse.Namespace], str]) -> Callable[[argparse.Namespace], int]:
     """``work``, whose result or refusal is printed; its exit status is 0, 1 after a refusal, 130 after Ctrl-C."""
 
     def run(options: argparse.Namespace) -> int:
@@ -47,18 +47,18 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _patch(options: argparse.Namespace) -> str:
     from .checkout import Checkout
-    from .patching import State, bring
+    from .patching import State, set_state
 
-    return bring(Checkout(options.folder), State.ORIGINAL if options.reverse else State.PATCHED)
+    return set_state(Checkout(options.folder), State.ORIGINAL if options.reverse else State.PATCHED)
 
 
 def _gen(options: argparse.Namespace) -> str:
     from .checkout import Checkout
     from .fetching import generate
-    from .patching import State, bring
+    from .patching import State, set_state
 
     if options.reverse:
-        return bring(Checkout(options.out), State.ORIGINAL)
+        return set_state(Checkout(options.out), State.ORIGINAL)
     return generate(options.source, options.ref, options.out)
 
 
@@ -78,7 +78,7 @@ def _check(options: argparse.Namespace) -> str:
 PATCH = Command(
     "patch",
     "patch a checkout of NVIDIA's Apex, so that it answers with apex_npu, or take the patch out",
-    _told(_patch),
+    _printed(_patch),
     (
         Argument("folder", "a git checkout of NVIDIA's Apex", type=Path, metavar="DIR"),
         Argument("--reverse", "take the patch out, byte for byte", flag=True),
@@ -88,7 +88,7 @@ PATCH = Command(
 GEN = Command(
     "gen",
     "clone Apex and patch the copy",
-    _told(_gen),
+    _printed(_gen),
     (
         Argument("--source", "a local checkout, or a URL; otherwise upstream's", metavar="DIR|URL"),
         Argument("--ref", "a commit, tag or branch, or an era of ERAS.toml; otherwise a checkout's own"),
@@ -99,13 +99,13 @@ GEN = Command(
 MAKE_PATCH = Command(
     "make-patch",
     "write patch/<era>/npu.patch from an edited checkout of its commit",
-    _told(_make_patch),
+    _printed(_make_patch),
     (Argument("folder", type=Path, metavar="DIR"),),
 )
 CHECK = Command(
     "check",
     "check every patch whose commit is at hand",
-    _told(_check),
+    _printed(_check),
     (Argument("--source", "a checkout or mirror of NVIDIA's Apex", metavar="DIR|URL", required=True),),
 )
 COMMANDS = (PATCH, GEN, MAKE_PATCH, CHECK)

@@ -11,7 +11,7 @@ from pathlib import Path
 from . import eras
 from .checkout import Checkout, git
 from .errors import PipelineError
-from .patching import State, bring, inspect
+from .patching import State, inspect, set_state
 
 
 def generate(source: str | None, ref: str | None, out: Path) -> str:
@@ -36,7 +36,7 @@ def generate(source: str | None, ref: str | None, out: Path) -> str:
         if there.head != wanted:
             expected = f"{ref} ({(wanted or 'no such commit')[:12]})"
             raise PipelineError(f"expected {expected} in {out}, found {there.describe()}")
-        return bring(there, State.PATCHED)
+        return set_state(there, State.PATCHED)
     commit = era.commit if era is not None else ref
     if source is None or _is_url(source):
         source = source or known.url
@@ -80,7 +80,7 @@ def _clone(source: str, commit: str | None, out: Path) -> str:
                 if found is None:
                     raise PipelineError(f"{source} has no commit, tag or branch {commit!r}")
                 git("checkout", "--quiet", "--detach", found, cwd=unfinished)
-                said = bring(Checkout(unfinished), State.PATCHED)
+                said = set_state(Checkout(unfinished), State.PATCHED)
             except PipelineError as error:
                 raise PipelineError(str(error).replace(str(unfinished.resolve()), str(out.resolve()))) from None
             said = said.replace(str(unfinished.resolve()), str(out.resolve()))

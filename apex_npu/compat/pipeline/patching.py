@@ -37,7 +37,7 @@ class Tree:
     changes: tuple[Change, ...]
 
 
-def bring(checkout: Checkout, wanted: State) -> str:
+def set_state(checkout: Checkout, wanted: State) -> str:
     """Patch the checkout, or take the patch out.
 
     Returns:

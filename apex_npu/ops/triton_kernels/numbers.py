@@ -76,7 +76,7 @@ def chosen(numbers, WHICH: tl.constexpr, x, DTYPE: tl.constexpr):
 def unless_overflowed(numbers, mask):
     """``mask``, or nothing."""
     if numbers is not None:
-        # As an integer, since Triton's interpreter cannot combine what comes of comparing float64.
-        return mask & (tl.load(numbers + GO).to(tl.int32) != 0)
+        # Not mask & ...: Triton's interpreter cannot combine what comes of comparing float64.
+        return tl.where(tl.load(numbers + GO) != 0, mask, False)
     else:
         return mask

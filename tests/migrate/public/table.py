@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from apex_npu.migrate import Options
-from apex_npu.migrate.findings import count
+from apex_npu.migrate.engine.program import count
 
 from .catalogue import SCRIPTS, Script
 from .harness import fetch, losses_of, migrated, why_not

@@ -1,0 +1,102 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the graph of a loss tells of a ``scale_loss`` block: which optimizers it is for, and what backward has run on.
+
+The graph is walked before an optimizer's first step alone, and where an error is to be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.optim import Optimizer
+
+from apex_npu.amp.session import Session
+from apex_npu.backends.live_objects import instances_of
+
+
+def check_backward(loss: Tensor, scale: float) -> None:
+    """At the end of a block whose scaled loss got no gradient: require that backward has not run on ``loss`` instead.
+
+    Raises:
+        RuntimeError: It has, and the gradients lack the loss scale that they are about to be divided by.
+    """
+    if next((freed for node in _nodes(loss) if (freed := _is_freed(node)) is not None), False):
+        raise RuntimeError(
+            "the scaled loss got no gradient in its amp.scale_loss block: backward() was called on the loss itself, "
+            f"and the end of the block would divide gradients by a loss scale of {scale} that they never had. Call it "
+            "on what the block yields: `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
+        )
+
+
+def _is_freed(node: Any) -> bool | None:
+    """Whether a backward has run through ``node`` and freed the tensors that it had saved; None: it has saved none."""
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    for name in [*names, *(["saved_tensors"] if isinstance(node, BackwardCFunction) else [])]:
+        try:
+            saved = getattr(node, name)
+        except RuntimeError as error:
+            return "second time" in str(error)
+        if isinstance(saved, Tensor) or (saved and name == "saved_tensors"):
+            return False
+    return None
+
+
+def _nodes(loss: Tensor) -> Iterator[Any]:
+    """Those of the graph, the nearest first."""
+    waiting = [loss.grad_fn]
+    seen = {None, *waiting}
+    for node in waiting:
+        if node is not None:
+            yield node
+            new = dict.fromkeys(function for function, _ in node.next_functions if function not in seen)
+            seen.update(new)
+            waiting.extend(new)
+
+
+def check_optimizers(session: Session, loss: Tensor, optimizers: Sequence[Optimizer], scale: float) -> None:
+    """Look whether ``optimizers``, which a block names, step what ``loss`` reaches.
+
+    It is noted which other optimizers it reaches, for their ``step`` (``Session.reached``); they may be meant to, as a
+    generator's loss reaches the discriminator. Those that amp does not know are warned of, unless ``scale`` is 1.
+
+    Raises:
+        RuntimeError: It reaches none of theirs, but some of another optimizer's.
+    """
+    reached: set[int] = set()
+    for node in _nodes(loss):
+        if isinstance(node, BackwardCFunction):
+            return  # such as a checkpoint's: what it reaches is not known before it runs
+        if (leaf := getattr(node, "variable", None)) is not None:
+            reached.add(id(leaf))
+    names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+    named = set().union(*map(_gets_gradients, optimizers))
+    others = [o for o in session.adopted if o not in optimizers and _gets_gradients(o) & reached - named]
+    if others and not named & reached:
+        raise RuntimeError(
+            f"amp.scale_loss was given {names}, but the loss reaches none of its parameters; it reaches those of "
+            f"{' and '.join(sorted({type(o).__name__ for o in others}))}: pass the optimizer that steps them"
+        )
+    for optimizer in others:
+        session.reached.setdefault(optimizer, names)
+    unknown = reached.difference(named, *map(_gets_gradients, session.adopted))
+    if unknown and scale != 1.0:
+        for optimizer in instances_of(Optimizer):
+            if optimizer not in session.adopted and _gets_gradients(optimizer) & unknown:
+                session.warn_once(
+                    optimizer,
+                    f"{type(optimizer).__name__} was not passed to amp.initialize, and steps parameters to which an "
+                    "amp.scale_loss block gives gradients that stay multiplied by the loss scale: pass it to "
+                    "amp.initialize and to scale_loss. It is safe only where these gradients are cleared before a "
+                    "backward of its own",
+                )
+
+
+def _gets_gradients(optimizer: Any) -> set[int]:
+    """The identities of what ``optimizer`` steps, model parameters in place of their masters."""
+    state = getattr(optimizer, "_amp_state", None)
+    model_params = [] if state is None else state.masters.model_params
+    return {id(p) for p in (*(p for group in optimizer.param_groups for p in group["params"]), *model_params)}

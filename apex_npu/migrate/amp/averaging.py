@@ -1,0 +1,97 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whether a program averages gradients over processes itself: what amp does not see, and so cannot keep in step."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.syntax import text
+
+_COLLECTIVE = re.compile(r"torch\.distributed\..*(reduce|gather|broadcast|all_to_all)\w*")
+# Functions of other libraries and other files, by their names.
+_NAMED_SO = re.compile(r"all_?reduce|(average|reduce|sync)\w*grad", re.IGNORECASE)
+# What is made of a gradient by these is none.
+_NO_GRADIENT = re.compile("all|any|isfinite|isinf|isnan|item|max|mean|min|norm|numel|size|sum")
+_KEPT_BY = ("add", "append", "extend", "insert")
+
+# A variable: the scope that binds it, and its name; attributes by their text alone.
+_Variable = tuple[object, str]
+
+
+class Averages:
+    """Follows gradients from ``.grad`` through names, lists and functions of one file, to collectives."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._calls = [node for node in program.names.nodes if isinstance(node, ast.Call)]
+        self._functions = {node.name: node for node in program.names.nodes if isinstance(node, ast.FunctionDef)}
+        self._variables: set[_Variable] = set()
+        self._makers: set[str] = set()  # functions that return gradients
+        flows = [flow for node in program.names.nodes for flow in self._flows(node)]
+        size = -1
+        while size != (size := len(self._variables) + len(self._makers)):
+            for value, targets, maker in flows:
+                if self.is_gradient(value):
+                    self._variables |= targets
+                    self._makers |= maker
+
+    def calls(self) -> Iterator[ast.Call]:
+        """The collectives that get gradients, and functions elsewhere that are called so."""
+        for call in self._calls:
+            dotted = self.program.names.dotted(call.func) or ""
+            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            elsewhere = name not in self._functions and not dotted.startswith("torch.")
+            collective = _COLLECTIVE.fullmatch(dotted) or (elsewhere and _NAMED_SO.search(name))
+            if collective and any(map(self.is_gradient, [*call.args, *(one.value for one in call.keywords)])):
+                yield call
+
+    def is_gradient(self, node: ast.AST) -> bool:
+        """Whether an expression has gradients in it."""
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if _NO_GRADIENT.fullmatch(name):
+                return False
+            if name in self._makers:
+                return True
+        named = isinstance(node, (ast.Name, ast.Attribute)) and text(node)
+        if getattr(node, "attr", "") == "grad" or (named and self._variable(node) in self._variables):
+            return True
+        return any(map(self.is_gradient, ast.iter_child_nodes(node)))
+
+    def _variable(self, node: ast.AST) -> _Variable:
+        name = text(node)
+        return (None if "." in name else self.program.names.scope(node).find(name), name)
+
+    def _stored(self, *targets: ast.AST) -> set[_Variable]:
+        found = [one for target in targets for one in ast.walk(target)]
+        return {self._variable(one) for one in found if isinstance(one, (ast.Name, ast.Attribute)) and text(one)}
+
+    def _flows(self, node: ast.AST) -> Iterator[tuple[ast.AST, set[_Variable], set[str]]]:
+        """What a node stores: a value, where it goes to, and the function that returns it."""
+        if isinstance(node, ast.Assign):
+            yield node.value, self._stored(*node.targets), set()
+        elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr)) and node.value is not None:
+            yield node.value, self._stored(node.target), set()
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            yield node.iter, self._stored(node.target), set()
+        elif isinstance(node, ast.Return) and node.value is not None:
+            yield node.value, set(), {getattr(self.program.names.scope(node).node, "name", "")}
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute) and node.func.attr in _KEPT_BY:
+                kept = node.func.value
+                while isinstance(kept, (ast.Subscript, ast.Call)):  # d.setdefault(key, []).append
+                    kept = kept.value if isinstance(kept, ast.Subscript) else getattr(kept.func, "value", kept.func)
+                yield from ((one, self._stored(kept), set()) for one in node.args)
+            function = self._functions.get(text(node.func).rpartition(".")[2])
+            if function is not None:
+                places = [*function.args.posonlyargs, *function.args.args]
+                places = places[len(places) and places[0].arg == "self" :]
+                given = [*zip((one.arg for one in places), node.args, strict=False)]
+                given += [(one.arg, one.value) for one in node.keywords if one.arg]
+                inside = self.program.names.scope(function.body[0])
+                for name, value in given:
+                    yield value, {(inside, name)}, set()

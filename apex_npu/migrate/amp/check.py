@@ -1,0 +1,154 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Rules that put amp into a program: all that it takes, or nothing. ``training.py`` tells what the program does."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from apex_npu.migrate.engine.program import Finding, Program
+from apex_npu.migrate.engine.syntax import around
+from apex_npu.migrate.rules.catalogue import RULES
+from apex_npu.migrate.rules.tables import TRAINERS
+from apex_npu.migrate.rules.targets import UNNAMED
+
+from .averaging import Averages
+from .initialize import Insertion, put_initialize
+from .losses import clip, float_input, float_inputs, put_checkpoints, scale
+from .training import UnclearError
+
+LEVELS = ("O1", "O2", "O4", "O5")
+_OURS = re.compile(r"apex(_npu)?\.amp(\..*)?|apex(_npu)?\.fp16_utils(\..*)?")
+_SHARDED = re.compile(r"torch\.distributed\..*(FullyShardedDataParallel|fully_shard|distribute_\w+|parallelize_module)")
+_CLIP = re.compile(r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm|value)_?")
+_BCE = re.compile(r"torch\.nn\.(modules\.loss\.)?BCELoss")
+_AVERAGED = (
+    "gradients are averaged here, outside of amp: where those of one process overflow, the others would step with "
+    "them. Let DistributedDataParallel average them, inside of backward"
+)
+_NOT_GIVEN = {"models", "optimizers", "opt_level", "enabled", "num_losses", "fuse_unscale"} | {
+    *("combine_ddp", "process_group", "overflow_group", "cast_model_type", "ddp_reduce_dtype", "cast_model_outputs")
+}
+
+
+def check(program: Program) -> None:
+    """Say what the rules for amp find."""
+    if not program.options.amp:
+        return
+    has_amp = _has_amp(program)
+    if has_amp is not None:
+        program.report("A350", "note", has_amp, message=RULES["A350"].message)
+        return
+    before = len(program.drafts)
+    try:
+        _report(Insertion(program))
+    except UnclearError as error:
+        del program.drafts[before:]
+        program.report(error.rule, "refused", error.node, message=error.reason, links=["amp"])
+    if program.options.amp_left:
+        for number, draft in enumerate(program.drafts[before:], before):
+            if draft.status != "refused":
+                message = f"amp stays out of the program: {program.options.amp_left}"
+                program.drafts[number] = replace(draft, status="refused", edits=(), message=message)
+
+
+def arguments_of_initialize() -> frozenset[str]:
+    """What else ``amp.initialize`` can be given, read from its source: nothing is imported.
+
+    Left out are what the rules give, and what asks for another loop than they write: losses with scales of their own,
+    gradients that stay scaled, averages over processes.
+    """
+    source = Path(__file__).parents[2].joinpath("amp", "frontend.py").read_text(encoding="utf-8")
+    functions = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+    given = next(node.args for node in functions if node.name == "initialize")
+    return frozenset(one.arg for one in (*given.args, *given.kwonlyargs)) - _NOT_GIVEN
+
+
+def why_left(files: Iterable[Sequence[Finding]]) -> str:
+    """Why amp cannot be put into a program as a whole, by the findings of its files; "": it can, or is not to be."""
+    found = [finding for findings in files for finding in findings if finding.rule[0] in "AT"]
+    rules = [finding.rule for finding in found if finding.status == "changed"]
+    left = next((one for one in found if one.status in ("refused", "kept")), None)
+    if left is not None and rules:
+        return f"{left.path}:{left.line} ({left.rule}): {left.message}"
+    if "A350" in [finding.rule for finding in found] and rules:
+        return "a part of it has amp already"
+    if rules and "A301" not in rules:
+        return "no optimizer is made here by a class that is known"
+    if rules and not {"A302", "T402"} & {*rules}:
+        return "no backward is seen"
+    return "optimizers are made in several files" if rules.count("A301") > 1 else ""
+
+
+def drop_covered(program: Program) -> None:
+    """Forget what other rules say of text that is removed with torch.amp."""
+    removed = [draft for draft in program.changes() if draft.rule[0] == "T"]
+    spans = [(edit.start, edit.end) for draft in removed for edit in draft.edits]
+    program.drafts = [
+        draft
+        for draft in program.drafts
+        if draft.rule[0] == "T" or not any(start <= draft.start < draft.end <= end for start, end in spans)
+    ]
+
+
+def _has_amp(program: Program) -> ast.stmt | None:
+    """The first import of an amp of Apex's form."""
+    for node in program.names.nodes:
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module or ""]
+        if any(_OURS.fullmatch(module) for module in modules):
+            assert isinstance(node, ast.stmt)
+            return node
+    names = (node for node in program.names.nodes if isinstance(node, ast.Attribute))
+    used = next((node for node in names if _OURS.fullmatch(program.names.dotted(node) or "")), None)
+    return None if used is None else next(one for one in around(program, used) if isinstance(one, ast.stmt))
+
+
+def _report(put: Insertion) -> None:
+    """Say all of it."""
+    training, torch_amp = put.training, put.torch_amp
+    _check_libraries(put)
+    if training.made:
+        put_initialize(put)
+    elif torch_amp.enabled or torch_amp.is_bfloat16:
+        first = next(iter([*torch_amp.made, *(block for block, _ in torch_amp.blocks)]))
+        raise UnclearError(first, "A355", "its settings belong to amp.initialize, in another file")
+    torch_amp.report(put.amp, put.removed)
+    for backward in training.backwards:
+        scale(put, backward)
+    for call in training.calls:
+        name = put.program.names.dotted(call.func) or ""
+        if _CLIP.fullmatch(name):
+            clip(put, call)
+        elif _BCE.fullmatch(name):
+            float_inputs(put, call)
+        elif name == "torch.nn.functional.binary_cross_entropy":
+            float_input(put, call)
+    put_checkpoints(put)
+
+
+def _check_libraries(put: Insertion) -> None:
+    training, names = put.training, put.program.names
+    averaged = next(Averages(put.program).calls(), None)
+    if averaged is not None:
+        raise UnclearError(averaged, "A354", _AVERAGED)
+    for node in names.nodes:
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            dotted = names.dotted(node) or ""
+            if _SHARDED.fullmatch(dotted):
+                raise UnclearError(node, "A354", "parameters are sharded: use torch's own mixed precision")
+            if dotted.partition(".")[0] in TRAINERS and (training.made or training.backwards):
+                raise UnclearError(node, "A354", f"{dotted.partition('.')[0]} trains: use its own mixed precision")
+            if dotted in ("torch.autograd.grad", "torch.autograd.backward"):
+                raise UnclearError(node, "A353", f"{dotted} is used, whose gradients amp does not scale")
+            used = node.attr if isinstance(node, ast.Attribute) else ""
+            if used in ("grad", "share_memory") and put.casts_model and (training.made or training.backwards):
+                raise UnclearError(node, "A354", f"{used} of parameters is used: at this level masters are stepped")
+    statements = [one.statement for one in training.made] + [one.statement for one in training.backwards]
+    if statements and not put.amp:
+        raise UnclearError(statements[0], "A354", UNNAMED)

@@ -1,0 +1,171 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``Insertion``, amp in one file, and where ``amp.initialize`` is called: after the optimizers are made, once."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Sequence
+
+from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.syntax import around, body_of, function_of, method_of, text
+from apex_npu.migrate.rules.targets import name_of, torch_name
+
+from .torch_amp import TorchAmp
+from .training import MOVES, Made, Training, UnclearError
+
+# What ``amp.initialize`` gets so that several processes average their gradients; ``{}`` is torch.
+COMBINE = "combine_grad=True, combine_ddp={}.distributed.is_initialized()"
+# What is changed together where a script becomes one for several cards.
+PARALLEL = "data parallel"
+_OF_BFLOAT16 = {"O1": "O4", "O2": "O5"}
+
+
+class Insertion:
+    """amp in one file.
+
+    Raises:
+        UnclearError: A part of what it takes cannot be told.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.source = program, program.source
+        self.torch_amp = TorchAmp(program)
+        self.training = Training(program, self.torch_amp.scalers)
+        self.level = program.options.amp
+        if self.torch_amp.is_bfloat16:
+            self.level = _OF_BFLOAT16.get(self.level, self.level)
+        self.casts_model = self.level in ("O2", "O5")
+        self.removed: dict[int, list[ast.stmt]] = {}
+        self.amp = name_of(program, "amp") or ""
+
+    @property
+    def combines(self) -> bool:
+        """Whether amp averages gradients over processes: every optimizer is a fused one, and amp is always on."""
+        options = self.program.options
+        given = "combine_" in options.amp_args
+        if options.data_parallel != "main" or not options.amp or self.torch_amp.enabled or given:
+            return False
+        fused = {one.start for one in self.program.drafts if one.rule == "O501" and one.status == "changed"}
+        calls = [one.call for one in self.training.made]
+        made = {self.source.span(call.func)[0]: self.program.names.dotted(call.func) or "" for call in calls}
+        starts = {start for start, name in made.items() if not name.startswith("apex_npu.optimizers.NpuFused")}
+        left = any(one.rule == "O501" and one.status == "refused" for one in self.program.drafts)
+        return starts <= fused and not left and options.has("O501")
+
+    def put_after(self, rule: str, anchor: ast.stmt, statements: list[str], links: Iterable[str] = ("amp",)) -> None:
+        """Put statements after another: the first one, with what belongs to it, on a line of its own."""
+        if self.torch_amp.holds(anchor):
+            raise UnclearError(anchor, "A355", "it is inside of autocast, which is taken off")
+        edit = self.program.lines(anchor, statements)
+        self.program.report(rule, "changed", (edit.start, edit.end), [edit], links=links)
+
+
+_WRAPPER = re.compile(r"(torch|apex|apex_npu)\..*(DistributedDataParallel|DataParallel)|torch\.compile")
+
+
+def put_initialize(put: Insertion) -> None:
+    """Call it for all models and optimizers of the file."""
+    program, place = put.program, place_of(put)
+    made: dict[str, Made] = {one.target: one for one in put.training.made}
+    models = list(dict.fromkeys(model for one in made.values() for model in one.models))
+    wrapped = [model for model in models if _is_wrapped(put, model, place)]
+    check_moves(put, models, place)
+    _check_loaded(put, place)
+    names = [*models, *made]
+    home = put.training.scope_of(place, names[0])
+    local = all(program.names.scope(place) is put.training.scope_of(place, name) for name in names if "." not in name)
+    assigned = f"{_listed(models)}, {_listed([*made])} = " if home is not None and local and not wrapped else ""
+    models = [f'getattr({model}, "module", {model})' if model in wrapped else model for model in models]
+    options = [f'opt_level="{put.level}"', *([program.options.amp_args] if program.options.amp_args else [])]
+    if put.combines:
+        options.append(COMBINE.format(torch_name(program)))
+    if put.torch_amp.enabled:
+        _check_bound(put, place)
+        options.append(f"enabled={put.torch_amp.enabled}")
+    call = f"{assigned}{put.amp}.initialize({_listed(models)}, {_listed([*made])}, {', '.join(options)})"
+    put.put_after("A301", place, [call], links=["amp", PARALLEL] if put.combines else ["amp"])
+
+
+def place_of(put: Insertion) -> ast.stmt:
+    """The statement that ``initialize`` comes after: the last optimizer, or the ``if`` that chooses one."""
+    made, program = sorted(put.training.made, key=lambda one: put.training.offset(one.call)), put.program
+    last = made[-1].statement
+    bodies = {id(body_of(program, one.statement)) for one in made}
+    targets = {one.target for one in made}
+    if len(bodies) == 1 and len(targets) == len(made):
+        return last
+    choices = [[at for at in around(program, one.statement) if isinstance(at, ast.If)] for one in made]
+    common = next((at for at in choices[0] if all(at in others for others in choices)), None)
+    functions = {function_of(program, one.statement) for one in made}
+    bound = put.training.scope_of(last, made[-1].target)
+    if bound is not None and any(isinstance(one, ast.Constant) for one in bound.bindings.get(made[-1].target, ())):
+        raise UnclearError(last, "A351", f"{made[-1].target} may be None where amp.initialize is called")
+    alike = len(targets) == len({one.models for one in made}) == len(functions) == 1
+    if common is None or len(bodies) < len(made) or not alike:
+        raise UnclearError(last, "A351", "optimizers are made at several places: make them at one")
+    parent = program.parent(common)
+    while isinstance(parent, ast.If) and parent.orelse == [common] and _begins(put, common, "elif"):
+        common, parent = parent, program.parent(parent)
+    return common
+
+
+def _begins(put: Insertion, node: ast.stmt, word: str) -> bool:
+    return put.source.text.startswith(word, put.source.span(node)[0])
+
+
+def _check_bound(put: Insertion, place: ast.stmt) -> None:
+    """Refuse an ``enabled`` that is not known yet where ``initialize`` is called."""
+    name = put.torch_amp.enabled.partition(".")[0]
+    home = put.program.names.scope(place).find(name)
+    stored = [node for node in put.program.names.nodes if isinstance(node, ast.Name) and node.id == name]
+    ours = [node for node in stored if not isinstance(node.ctx, ast.Load) and put.program.names.scope(node) is home]
+    late = any(put.training.offset(node) > put.training.offset(place) for node in ours)
+    if home is None or (late and home is put.program.names.scope(place)):
+        raise UnclearError(place, "A355", f"{put.torch_amp.enabled} is not known where the optimizer is made")
+
+
+def _is_wrapped(put: Insertion, model: str, place: ast.stmt) -> bool:
+    """Whether a model can be inside of DistributedDataParallel already."""
+    wraps = []
+    for node in put.program.names.nodes:
+        if isinstance(node, ast.Assign) and model in map(text, node.targets):
+            value = node.value
+            while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in MOVES:
+                value = value.func.value
+            name = put.program.names.dotted(value.func) or "" if isinstance(value, ast.Call) else ""
+            before = put.training.offset(node) < put.training.offset(place) or "." in model
+            wraps += [(node, name)] if _WRAPPER.fullmatch(name) and before else []
+    for node, name in wraps:
+        if put.casts_model or name == "torch.compile":
+            raise UnclearError(node, "A352", f"{model} is wrapped before its optimizer is made: wrap it after")
+    return bool(wraps)
+
+
+def check_moves(put: Insertion, models: list[str], place: ast.stmt) -> None:
+    """Refuse models that move after their optimizers are made."""
+    for call in put.training.calls:
+        owner, method = method_of(call)
+        if owner in models and method in MOVES and _is_after(put, call, place):
+            raise UnclearError(call, "A352", f"{owner} is moved or cast after its optimizer is made: do that before")
+
+
+def _is_after(put: Insertion, call: ast.Call, place: ast.stmt) -> bool:
+    here = function_of(put.program, call) is function_of(put.program, place)
+    return here and put.training.offset(call) > put.source.span(place)[1]
+
+
+def _check_loaded(put: Insertion, place: ast.stmt) -> None:
+    """Refuse optimizers that are loaded or stepped before ``initialize``."""
+    end = put.source.span(place)[1]
+    for call in put.training.calls:
+        here = function_of(put.program, call) is function_of(put.program, place)
+        owner, method = method_of(call)
+        early = method in ("load_state_dict", "step") and put.training.offset(call) < end
+        if here and owner in put.training.targets and early:
+            raise UnclearError(call, "A351", f"{owner} is used before all optimizers are made")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"[{', '.join(names)}]"

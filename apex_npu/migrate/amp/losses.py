@@ -1,0 +1,168 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Rules for losses and checkpoints under amp: backward, clipping, losses that take no half precision, states."""
+
+from __future__ import annotations
+
+import ast
+
+from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.source import Edit
+from apex_npu.migrate.engine.syntax import alone, body_of, function_of, is_argument, method_of, text
+from apex_npu.migrate.rules.catalogue import RULES
+from apex_npu.migrate.rules.targets import replaced
+
+from .initialize import Insertion
+from .training import MOVES, Backward, UnclearError
+
+
+def scale(put: Insertion, backward: Backward) -> None:
+    """The block of ``scale_loss`` around a backward."""
+    program, source, call, statement = put.program, put.source, backward.call, backward.statement
+    assert isinstance(call.func, ast.Attribute)
+    loss, rule = call.func.value, "A302"
+    if isinstance(loss, ast.Call) and isinstance(loss.func, ast.Attribute) and loss.func.attr == "scale":
+        if text(loss.func.value) not in put.torch_amp.scalers or len(loss.args) != 1 or loss.keywords:
+            raise UnclearError(call, "A355", "the scaler is not made here, but passed on")
+        loss, rule = loss.args[0], "T402"
+    if put.torch_amp.holds(statement):
+        raise UnclearError(call, "A355", "backward is inside of autocast: put it after the block")
+    optimizers = put.training.stepped_by(backward)
+    (start, _), (first, last) = source.span(statement), source.span(loss)
+    dot = program.method_span(call.func)[0]
+    if "\n" in source.text[last:dot] or "\n" in source.text[start:first]:
+        raise UnclearError(call, "A353", "the statement is on several lines: write it on one")
+    indent = source.text[source.line_start(statement.lineno) : start]
+    scaled = "scaled_loss"
+    while program.names.is_taken(scaled):
+        scaled = f"amp_{scaled}"
+    inner = "\t" if "\t" in indent else "    "
+    rest = f", {optimizers}) as {scaled}:{source.newline(statement.lineno)}{indent}{inner}{scaled}"
+
+    edits = [Edit(start, first, f"with {put.amp}.scale_loss("), Edit(last, dot, rest)]
+    program.report(rule, "changed", (start, dot), edits, links=["amp"])
+
+
+def clip(put: Insertion, call: ast.Call) -> None:
+    """Clip the masters' gradients. Without masters the model's are the same."""
+    given = [*call.args[:1], *(one.value for one in call.keywords if one.arg == "parameters")]
+    lists = given[0] if given and isinstance(given[0], ast.Call) else None
+    model = text(lists.func.value) if lists is not None and isinstance(lists.func, ast.Attribute) else ""
+    is_all = lists is not None and isinstance(lists.func, ast.Attribute) and lists.func.attr == "parameters"
+    steps = [
+        backward
+        for backward in put.training.backwards
+        if function_of(put.program, backward.call) is function_of(put.program, call)
+        and put.training.offset(backward.call) < put.training.offset(call)
+    ]
+    optimizer = put.training.stepped_by(steps[-1]) if steps else ""
+    made = [one for one in put.training.made if one.target == optimizer and put.training.is_same(one, call)]
+    passed = is_argument(put.program, call, optimizer) and is_argument(put.program, call, model)
+    if is_all and model and (any(one.parts == (model,) for one in made) or (not made and passed)):
+        assert lists is not None
+        edit = replaced(put.program, lists, f"{put.amp}.master_params({optimizer})")
+        put.program.report("A303", "changed", lists, [edit], links=["amp"])
+    elif put.casts_model:
+        raise UnclearError(call, "A354", "whose gradients are clipped cannot be told: amp.master_params(optimizer)")
+
+
+def float_inputs(put: Insertion, call: ast.Call) -> None:
+    """Calls of a BCELoss, which takes no half precision: its input in float32."""
+    program, at = put.program, _user(put.program, call)
+    if isinstance(at, ast.Call):
+        float_input(put, at)
+        return
+    target = text(at.targets[0]) if isinstance(at, ast.Assign) else ""
+    nodes = (node for node in program.names.nodes if isinstance(node, (ast.Name, ast.Attribute)))
+    home = put.training.scope_of(call, target)
+    uses = [
+        node
+        for node in nodes
+        if text(node) == target and ("." in target or put.training.scope_of(node, target) is home)
+    ]
+    calls = []
+    for node in uses if target else ():
+        parent = program.parent(node)
+        if isinstance(parent, ast.Call) and parent.func is node:
+            calls.append(parent)
+        elif isinstance(node.ctx, ast.Load) and not (isinstance(parent, ast.Attribute) and parent.attr in MOVES):
+            raise UnclearError(node, "A354", "a BCELoss is passed on: its calls cannot be seen")
+    if not calls:
+        raise UnclearError(call, "A354", "the calls of this BCELoss cannot be seen")
+    for one in calls:
+        float_input(put, one)
+
+
+def float_input(put: Insertion, call: ast.Call) -> None:
+    """Its input in float32, where that can be half precision."""
+    if put.casts_model:
+        return  # outputs of the model are float32
+    if not call.args or isinstance(call.args[0], ast.Starred):
+        raise UnclearError(call, "A354", "which argument of binary_cross_entropy is its input cannot be told")
+    given = call.args[0]
+    start, end = put.source.span(given)
+    done = any(draft.rule == "A306" and draft.start == start for draft in put.program.drafts)
+    simple = isinstance(given, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
+    if done or put.source.text[start:end].endswith(".float()"):
+        return
+    edits = [] if simple else [Edit(start, start, "(")]
+    edits.append(Edit(end, end, ".float()" if simple else ").float()"))
+    put.program.report("A306", "changed", (start, end), edits, links=["amp"])
+
+
+def _user(program: Program, call: ast.Call) -> ast.AST | None:
+    """What is done with a module that is made: moves to a device left out."""
+    at: ast.AST = call
+    parent = program.parent(at)
+    while isinstance(parent, ast.Attribute) and parent.attr in MOVES:
+        at = program.parent(parent) or parent
+        parent = program.parent(at)
+    return parent if not isinstance(parent, ast.Call) or parent.func is at else None
+
+
+def put_checkpoints(put: Insertion) -> None:
+    """Save and load the state of amp beside that of each optimizer."""
+    training = put.training
+    done: set[object] = set()
+    optimizers = training.targets | training.cleared
+    for call in sorted(training.calls, key=training.offset, reverse=True):
+        owner, method = method_of(call)
+        if owner in optimizers and method == "state_dict":
+            parent = put.program.parent(call)
+            if not isinstance(parent, ast.Dict) or parent not in done:
+                _save(put, call, parent)
+            done.add(parent)
+        elif owner in optimizers and method == "load_state_dict" and not put.torch_amp.scalers:
+            given = call.args[0] if call.args else None
+            statement = put.program.parent(call)
+            file = text(given.value) if isinstance(given, ast.Subscript) else ""
+            if isinstance(statement, ast.Expr) and alone(put.program, statement) and file:
+                body = (id(body_of(put.program, statement)), file)
+                if body not in done:
+                    load = f'    {put.amp}.load_state_dict({file}["amp"])'
+                    put.put_after("A305", statement, [f'if "amp" in {file}:', load])
+                done.add(body)
+            else:
+                put.program.report("A305", "note", call, message=RULES["A305"].message)
+
+
+def _save(put: Insertion, call: ast.Call, parent: ast.AST | None) -> None:
+    """``amp.state_dict()`` beside that of an optimizer; a GradScaler's has become it."""
+    if put.torch_amp.scalers:
+        return
+    if isinstance(parent, ast.Dict) and all(
+        isinstance(key, ast.Constant) and key.value != "amp" for key in parent.keys
+    ):
+        at = parent.values.index(call)
+        (key, _), (_, end) = put.source.span(parent.keys[at] or call), put.source.span(call)
+        line = put.source.line_start(put.source.place(key)[0])
+        indent = put.source.text[line:key]
+        space = " " if indent.strip() else put.source.newline(put.source.place(key)[0]) + indent
+        edit = Edit(end, end, f',{space}"amp": {put.amp}.state_dict()')
+        put.program.report("A304", "changed", (end, end), [edit], links=["amp"])
+    elif isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Subscript) and alone(put.program, parent):
+        file = text(parent.targets[0].value)
+        if file:
+            put.put_after("A304", parent, [f'{file}["amp"] = {put.amp}.state_dict()'])
+    else:
+        put.program.report("A304", "note", call, message=RULES["A304"].message)

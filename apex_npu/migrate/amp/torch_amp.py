@@ -1,0 +1,210 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Rules that move torch.amp over: its scaler is removed, blocks of autocast are taken off, amp takes their place."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.source import Edit
+from apex_npu.migrate.engine.syntax import alone, around, body_of, text
+from apex_npu.migrate.rules.targets import replaced
+
+from .training import UnclearError
+
+_PREFIX = r"torch(_npu)?\.(cuda\.|npu\.)?(amp\.)?(autocast_mode\.|grad_scaler\.)?"
+_AUTOCAST, _SCALER = re.compile(_PREFIX + "autocast"), re.compile(_PREFIX + "GradScaler")
+
+
+class TorchAmp:
+    """What a program has of torch.amp.
+
+    Attributes:
+        scalers: The names of its GradScalers.
+        is_bfloat16: Whether it casts to bfloat16.
+        enabled: The expression that switches it on; "": it is on.
+
+    Raises:
+        UnclearError: A part of it cannot be moved over.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.is_bfloat16, self.enabled = program, False, ""
+        nodes = program.names.nodes
+        uses = [
+            node for node in nodes if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load)
+        ]
+        self.made = [self._made(node) for node in uses if _SCALER.fullmatch(program.names.dotted(node) or "")]
+        self.scalers = frozenset(text(statement.targets[0]) for statement in self.made)
+        self.scalers |= {name for name, _ in self._passed()}
+        self.passed = {node for _, node in self._passed()}
+        self.blocks = [self._block(node) for node in uses if _AUTOCAST.fullmatch(program.names.dotted(node) or "")]
+        self.uses = [node for node in uses if text(node) in self.scalers]
+
+    def _passed(self) -> list[tuple[str, ast.expr]]:
+        """What functions of this file, that get a scaler as an argument, call it, and the places that pass it on."""
+        nodes = self.program.names.nodes
+        functions: dict[str, list[ast.FunctionDef]] = {}
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef) and isinstance(self.program.parent(node), ast.Module):
+                functions.setdefault(node.name, []).append(node)
+        found: list[tuple[str, ast.expr]] = []
+        for call in (node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+            defined = functions.get(call.func.id, []) if isinstance(call.func, ast.Name) else []
+            if len(defined) != 1 or any(isinstance(one, ast.Starred) for one in call.args):
+                continue
+            places = [one.arg for one in (*defined[0].args.posonlyargs, *defined[0].args.args)]
+            given = [*zip(places, call.args, strict=False), *((one.arg or "", one.value) for one in call.keywords)]
+            known = {*places, *(one.arg for one in defined[0].args.kwonlyargs)}
+            found += [(name, value) for name, value in given if name in known and text(value) in self.scalers]
+        return found
+
+    def _made(self, node: ast.expr) -> ast.Assign:
+        call = self.program.parent(node)
+        statement = None if call is None else self.program.parent(call)
+        if not isinstance(call, ast.Call) or not isinstance(statement, ast.Assign) or not text(statement.targets[0]):
+            raise UnclearError(node, "A355", "the scaler is not made and assigned to a name here")
+        if (
+            len(statement.targets) > 1
+            or len(call.args) > 1
+            or {one.arg for one in call.keywords} - {"device", "enabled"}
+        ):
+            raise UnclearError(
+                node, "A355", "its scale has settings of its own: give amp those by --amp-args, and drop them"
+            )
+        self._enable(call)
+        return statement
+
+    def _block(self, node: ast.expr) -> tuple[ast.With, ast.withitem]:
+        call = self.program.parent(node)
+        item = None if call is None else self.program.parent(call)
+        block = None if item is None else self.program.parent(item)
+        if not isinstance(call, ast.Call) or not isinstance(item, ast.withitem) or not isinstance(block, ast.With):
+            raise UnclearError(node, "A355", "autocast is kept or passed on, rather than used in a with")
+        if item.optional_vars is not None or {one.arg for one in call.keywords} - {"device_type", "dtype", "enabled"}:
+            raise UnclearError(node, "A355", "autocast has a name, or settings that amp lacks")
+        given = {one.arg: one.value for one in call.keywords}
+        device = next(iter(call.args), given.get("device_type"))
+        if isinstance(device, ast.Constant) and device.value == "cpu":
+            raise UnclearError(node, "A355", "autocast is for the CPU")
+        if len(call.args) > 1:
+            raise UnclearError(node, "A355", "write the arguments of autocast with their names")
+        dtype = self.program.names.dotted(given["dtype"]) if "dtype" in given else "torch.float16"
+        if dtype not in ("torch.float16", "torch.half", "torch.bfloat16"):
+            raise UnclearError(node, "A355", "which dtype autocast casts to cannot be told")
+        self.is_bfloat16 |= dtype == "torch.bfloat16"
+        self._enable(call)
+        return block, item
+
+    def _enable(self, call: ast.Call) -> None:
+        for value in (one.value for one in call.keywords if one.arg == "enabled"):
+            if isinstance(value, ast.Constant) and value.value is True:
+                continue
+            simple = all(isinstance(one, (ast.Name, ast.Attribute, ast.expr_context)) for one in ast.walk(value))
+            if not simple or self.enabled not in ("", ast.unparse(value)):
+                raise UnclearError(call, "A355", "whether it is enabled is said in several ways, or computed here")
+            self.enabled = ast.unparse(value)
+
+    def report(self, amp: str, removed: dict[int, list[ast.stmt]]) -> None:
+        """Say what becomes of it, but for what follows ``scaler.scale``. ``removed``: statements, by their body."""
+        program = self.program
+        for made in self.made:
+            self._remove("T401", made, removed)
+        for node in self.uses:
+            method = program.parent(node)
+            call = None if method is None else program.parent(method)
+            statement = None if call is None else program.parent(call)
+            name = method.attr if isinstance(method, ast.Attribute) else ""
+            if node in self.passed:
+                program.report("T407", "changed", node, [replaced(program, node, "None")], links=["amp"])
+                continue
+            if not isinstance(call, ast.Call) or call.func is not method:
+                raise UnclearError(node, "A355", "the scaler is passed on")
+            if name in ("update", "unscale_") and isinstance(statement, ast.Expr):
+                self._remove("T404", statement, removed)
+            elif name == "step":
+                self._step(call)
+            elif name in ("state_dict", "load_state_dict"):
+                program.report("T405", "changed", node, [replaced(program, node, amp)], links=["amp"])
+            elif name != "scale" or not isinstance(statement, ast.Attribute) or statement.attr != "backward":
+                raise UnclearError(node, "A355", f"amp has nothing like {name} of a scaler, as it is used here")
+        for block, item in self.blocks:
+            self._take_off(block, item)
+        imports = [node for node in program.names.nodes if isinstance(node, ast.ImportFrom)]
+        for imported in imports:
+            if self._is_import(imported) and alone(program, imported):
+                self._remove("T401", imported, removed)
+
+    def _is_import(self, node: ast.ImportFrom) -> bool:
+        """Whether all that a statement imports has been moved over."""
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+        return not node.level and all(_AUTOCAST.fullmatch(name) or _SCALER.fullmatch(name) for name in names)
+
+    def _remove(self, rule: str, statement: ast.stmt, removed: dict[int, list[ast.stmt]]) -> None:
+        program, source = self.program, self.program.source
+        if not alone(program, statement):
+            raise UnclearError(statement, "A353", "the statement shares its line: give it one of its own")
+        body = body_of(program, statement)
+        gone = removed.setdefault(id(body), [])
+        gone.append(statement)
+        start, end = source.span(statement)
+        if len(gone) == len(body):
+            program.report(rule, "changed", statement, [Edit(start, end, "pass")], links=["amp"])
+            return
+        if source.line_end(statement.end_lineno or 0) == end:
+            start, end = source.line_start(statement.lineno), end + len(source.newline(statement.end_lineno or 0))
+        edit = Edit(start, min(end, len(source.text)), "")
+        program.report(rule, "changed", (start, edit.end), [edit], links=["amp"])
+
+    def _step(self, call: ast.Call) -> None:
+        source, optimizer = self.program.source, call.args[0]
+        (start, end), (first, last) = source.span(call), source.span(optimizer)
+
+        edits = [Edit(start, first, ""), Edit(last, end, ".step()")]
+        self.program.report("T403", "changed", call, edits, links=["amp"])
+
+    def _take_off(self, block: ast.With, item: ast.withitem) -> None:
+        program, source = self.program, self.program.source
+        if self.holds(block):
+            raise UnclearError(block, "A355", "autocast is inside of autocast")
+        if len(block.items) > 1:
+            at = block.items.index(item)
+            start, end = source.span(item.context_expr)
+            if at:
+                start = source.span(block.items[at - 1].optional_vars or block.items[at - 1].context_expr)[1]
+            else:
+                end = source.span(block.items[1].context_expr)[0]
+            edit = Edit(start, end, "")
+            program.report("T406", "changed", (start, end), [edit], links=["amp"])
+            return
+        edits = list(self._dedented(block))
+        program.report("T406", "changed", (edits[0].start, edits[-1].end), edits, links=["amp"])
+
+    def _dedented(self, block: ast.With) -> Iterator[Edit]:
+        """Without its first line, and with the others moved to the left; lines inside of texts stay."""
+        source = self.program.source
+        start, inner = source.span(block)[0], source.span(block.body[0])[0]
+        outer = source.text[source.line_start(block.lineno) : start]
+        indent = source.text[source.line_start(block.body[0].lineno) : inner]
+        header = source.place(source.span(block.items[-1].context_expr)[1])[0]
+        rest = source.text[source.span(block.items[-1].context_expr)[1] : source.line_end(header)].strip()
+        if outer.strip() or indent.strip() or not re.fullmatch(r":\s*(#.*)?", rest) or not indent.startswith(outer):
+            raise UnclearError(block, "A355", "the block of autocast shares a line, or is laid out in another way")
+        if len(indent) == len(outer):
+            raise UnclearError(block, "A355", "the block of autocast shares a line")
+        end = start + source.text[start:].index("#") if "#" in rest else source.line_start(header + 1)
+        yield Edit(start if "#" in rest else source.line_start(block.lineno), end, "")
+        texts = [one for one in ast.walk(block) if isinstance(one, (ast.Constant, ast.JoinedStr))]
+        kept = {line for one in texts for line in range(one.lineno + 1, (one.end_lineno or 0) + 1)}
+        for line in range(header + 1, (block.end_lineno or 0) + 1):
+            begin = source.line_start(line)
+            if line not in kept and source.text.startswith(indent, begin, source.line_end(line)):
+                yield Edit(begin + len(outer), begin + len(indent), "")
+
+    def holds(self, node: ast.AST) -> bool:
+        """Whether ``node`` is in a block of autocast."""
+        blocks = [block for block, _ in self.blocks]
+        return any(one is block for one in around(self.program, node) for block in blocks)

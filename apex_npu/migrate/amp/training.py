@@ -1,0 +1,375 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a program does to train: where optimizers are made, of which models, and which steps follow a backward."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from apex_npu.migrate.engine.names import Scope
+from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.syntax import alone, around, function_of, is_argument, method_of, text
+
+_OPTIMIZER = re.compile(
+    r"torch\.optim\.((?!lr_scheduler|swa_utils)\w+\.)?[A-Z]\w*|apex(_npu)?\.optimizers\.(?!WarmupLR|FusedEMA)(\w+\.)?[A-Z]\w*"
+)
+_INITIALIZE = re.compile(r"apex(_npu)?\.amp\.initialize")
+# Methods that move or cast a module, and return it.
+MOVES = ("to", "cuda", "npu", "half", "float", "double", "bfloat16", "type")
+# What modules have, and other objects with parts do not.
+_OF_MODULES = (*MOVES[:5], "parameters", "named_parameters", "modules", "children", "eval")
+_NOT_WHOLE = "the model is {}: amp takes whole models, by a name"
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+
+
+class UnclearError(Exception):
+    """What stands in the way of amp: a place, the id of a rule, and why."""
+
+    def __init__(self, node: ast.expr | ast.stmt, rule: str, reason: str) -> None:
+        super().__init__(reason)
+        self.node, self.rule, self.reason = node, rule, reason
+
+
+@dataclass(frozen=True)
+class Made:
+    """An optimizer that is made and assigned.
+
+    Attributes:
+        call: The call of its class.
+        statement: The assignment.
+        target: The name or attribute, as in the program; ``models`` likewise, those of its parameters.
+        models: See ``target``.
+        parts: What its parameters are of: the models, or modules in them.
+    """
+
+    call: ast.Call
+    statement: ast.Assign
+    target: str
+    models: tuple[str, ...]
+    parts: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class Backward:
+    """A call of ``backward``.
+
+    Attributes:
+        call: The call.
+        statement: That is all of this statement.
+        steps: The calls of ``step`` that follow before another backward does.
+    """
+
+    call: ast.Call
+    statement: ast.Expr
+    steps: list[ast.Call] = field(default_factory=list)
+
+
+class Training:
+    """The parts of a program's training.
+
+    Args:
+        program: The program.
+        scalers: The names of its GradScalers.
+
+    Attributes:
+        made: Optimizers.
+        backwards: Calls of ``backward``.
+
+    Raises:
+        UnclearError: One of them cannot be told.
+    """
+
+    def __init__(self, program: Program, scalers: frozenset[str]) -> None:
+        self.program, self.scalers = program, scalers
+        self.calls = [node for node in program.names.nodes if isinstance(node, ast.Call)]
+        self.cleared = {method_of(call)[0] for call in self._methods("zero_grad")} - {""}
+        self.made = [self._made(call) for call in self.calls if self._makes(call)]
+        self.targets = {one.target for one in self.made}
+        self._check_made()
+        self.backwards = list(self._backwards())
+        self._follow_steps()
+
+    def _methods(self, name: str) -> Iterator[ast.Call]:
+        return (call for call in self.calls if isinstance(call.func, ast.Attribute) and call.func.attr == name)
+
+    def offset(self, node: ast.expr | ast.stmt) -> int:
+        """Where ``node`` begins."""
+        return self.program.source.span(node)[0]
+
+    def _makes(self, call: ast.Call) -> bool:
+        return _OPTIMIZER.fullmatch(self.program.names.dotted(call.func) or "") is not None
+
+    def _made(self, call: ast.Call) -> Made:
+        program, statement = self.program, self.program.parent(call)
+        if text(call.func).endswith("LBFGS"):
+            raise UnclearError(call, "A353", "LBFGS computes gradients inside of step: leave amp out")
+        if not isinstance(statement, ast.Assign) or len(statement.targets) != 1 or not text(statement.targets[0]):
+            raise UnclearError(call, "A351", "the optimizer is not assigned to a name: assign it first")
+        self._check_alone(statement)
+        if any(isinstance(one, _LOOPS) for one in around(program, call)):
+            raise UnclearError(call, "A351", "an optimizer is made in a loop: call amp.initialize for one of them")
+        parts = tuple(dict.fromkeys(self._parts(call)))
+        models = tuple(dict.fromkeys(self._model_of(part, call) for part in parts))
+        return Made(call, statement, text(statement.targets[0]), models, parts)
+
+    def _check_alone(self, statement: ast.stmt) -> None:
+        if not alone(self.program, statement):
+            raise UnclearError(statement, "A351", "the statement shares its line: give it one of its own")
+
+    def _parts(self, call: ast.Call) -> Iterator[str]:
+        """The modules whose ``parameters()`` the optimizer is made of."""
+        given = [*call.args[:1], *(one.value for one in call.keywords if one.arg == "params")]
+        if given and isinstance(given[0], ast.Name):
+            home = self.program.names.scope(call).find(given[0].id)
+            stores = self.assigned(given[0].id, call)
+            if home is None or len(stores) != 1 or len(home.bindings[given[0].id]) != 1:
+                raise UnclearError(call, "A352", f"whose parameters {given[0].id} are cannot be told")
+            given = [stores[0].value]
+        found = [node for one in given[:1] for node in ast.walk(one) if isinstance(node, ast.Call)]
+        named = [node.func.value for node in found if isinstance(node.func, ast.Attribute) and _lists(node.func.attr)]
+        for model in named:
+            if text(model) in ("", "self"):
+                raise UnclearError(call, "A352", _NOT_WHOLE.format(ast.unparse(model)))
+            yield text(model)
+        if not named:
+            raise UnclearError(call, "A352", "the model of its parameters cannot be told")
+
+    def _model_of(self, part: str, call: ast.Call) -> str:
+        """The model that a module is, or is in: a name, or an attribute of self, that is used as a module."""
+        names = part.split(".")
+        count = 1 + (names[0] == "self")
+        model = ".".join(names[:count])
+        if model != part and not self._is_module(model, call):
+            raise UnclearError(call, "A352", _NOT_WHOLE.format(part))
+        return model
+
+    def _is_module(self, name: str, node: ast.AST) -> bool:
+        """Whether what ``name`` is at ``node`` is called, moved, or asked for its parts as a module is."""
+        home = self.scope_of(node, name)
+        for call in self.calls:
+            owner, method = method_of(call)
+            used = text(call.func) == name or (owner == name and method in _OF_MODULES)
+            if used and (name.startswith("self.") or self.scope_of(call, name) is home):
+                return True
+        values = [one.value for one in self.assigned(name, node)]
+        methods = (one.func.attr for one in values if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute))
+        return any(method in MOVES for method in methods)
+
+    def scope_of(self, node: ast.AST, name: str) -> Scope | None:
+        """Where the name, or the first name of an attribute, is bound."""
+        return self.program.names.scope(node).find(name.partition(".")[0])
+
+    def _check_made(self) -> None:
+        """Refuse names that other optimizers get, too, and functions that make an optimizer and are called twice."""
+        for one in self.made:
+            home = self.scope_of(one.statement, one.target)
+            ours = sum(other.target == one.target and self.is_same(other, one.statement) for other in self.made)
+            if "." in one.target:
+                stored = [node for node in self.program.names.nodes if isinstance(node, ast.Attribute)]
+                other = [node for node in stored if isinstance(node.ctx, ast.Store) and text(node) == one.target]
+                number = sum(not _gets_none(self.program.parent(node)) for node in other)
+            else:
+                assert home is not None
+                number = sum(not isinstance(binding, ast.Constant) for binding in home.bindings[one.target])
+                number -= self._given_back(one)
+            if number != ours:
+                raise UnclearError(one.statement, "A351", f"{one.target} gets an optimizer from elsewhere, too")
+            self._check_called_once(one)
+
+    def _given_back(self, one: Made) -> int:
+        """How often ``amp.initialize`` gives it back, to the name that it had."""
+        calls = [call for call in self.calls if _INITIALIZE.fullmatch(self.program.names.dotted(call.func) or "")]
+        statements = [at for at in map(self.program.parent, calls) if isinstance(at, ast.Assign)]
+        targets = [node for at in statements for target in at.targets for node in ast.walk(target)]
+        return sum(text(node) == one.target and self.is_same(one, node) for node in targets)
+
+    def _check_called_once(self, one: Made) -> None:
+        function = function_of(self.program, one.statement)
+        name = getattr(function, "name", "")
+        owner = self.program.parent(function)
+        name = owner.name if name == "__init__" and isinstance(owner, ast.ClassDef) else name
+        # A function of the module is not what an object's method of the same name is.
+        written = [text(call.func) for call in self.calls]
+        calls = [call for call, one in zip(self.calls, written, strict=True) if name and _is_call_of(one, name, owner)]
+        if len(calls) > 1 or any(isinstance(at, _LOOPS) for call in calls for at in around(self.program, call)):
+            raise UnclearError(one.statement, "A351", f"{name}() makes an optimizer, and is called several times")
+
+    def _backwards(self) -> Iterator[Backward]:
+        for call in sorted(self._methods("backward"), key=self.offset):
+            statement = self.program.parent(call)
+            assert isinstance(call.func, ast.Attribute)
+            if self.program.names.dotted(call.func) is not None or not isinstance(statement, ast.Expr):
+                raise UnclearError(call, "A353", "amp takes loss.backward() as a statement")
+            if not alone(self.program, statement):
+                raise UnclearError(call, "A353", "the statement shares its line: give it one of its own")
+            yield Backward(call, statement)
+
+    def _follow_steps(self) -> None:
+        """Tell which steps follow each backward: those in its function, before the next backward after a step."""
+        steps = [call for call in self._methods("step") if self._steps(call)]
+        for function in {function_of(self.program, one.call) for one in self.backwards}:
+            run: list[Backward] = []
+            events: list[Backward | ast.Call] = [*self.backwards, *steps]
+            here = [one for one in events if function_of(self.program, _call(one)) is function]
+            for event in sorted(here, key=lambda one: self.offset(_call(one))):
+                if isinstance(event, Backward):
+                    run = [*run, event] if not run or not run[-1].steps else [event]
+                    continue
+                for backward in run:
+                    backward.steps.append(event)
+        stepped = {text(self.stepped(call)) for one in self.backwards for call in one.steps}
+        for backward in self.backwards:
+            if not backward.steps:
+                raise UnclearError(backward.call, "A353", "no step of an optimizer follows in this function")
+            own = {text(self.stepped(call)) for call in backward.steps}
+            if not own >= stepped | self.targets and not all(self._is_cleared(name, backward) for name in own):
+                reason = "scaled gradients of other losses may be there: call zero_grad() between their step and this"
+                raise UnclearError(backward.call, "A353", reason)
+
+    def _is_cleared(self, name: str, backward: Backward) -> bool:
+        """Whether gradients of an optimizer, or of its models, are cleared before a backward and those it adds to."""
+        function, at = function_of(self.program, backward.call), self.offset(backward.call)
+        first = min(self.offset(one.call) for one in self.backwards if one.steps and one.steps[0] is backward.steps[0])
+        events = (call for call in self._methods("step") if function_of(self.program, call) is function)
+        ends = [self.offset(call) for call in events if self.offset(call) < at and self._steps(call)]
+        calls = (call for call in self._methods("zero_grad") if function_of(self.program, call) is function)
+        cleared = {method_of(call)[0] for call in calls if max(ends, default=0) <= self.offset(call) < first}
+        made = [one for one in self.made if one.target == name]
+        parts = {part for one in made for part in one.parts if not {part, self._model_of(part, one.call)} & cleared}
+        loops = [one for one in ast.walk(function) if isinstance(one, ast.For) and text(one.target) in cleared]
+        return name in cleared or (bool(made) and not parts) or any(self._is_known_list(one.iter) for one in loops)
+
+    def _steps(self, call: ast.Call) -> bool:
+        """Whether this is the step of an optimizer, rather than of a schedule."""
+        name = method_of(call)[0]
+        if name in self.scalers:
+            if len(call.args) != 1 or call.keywords or not text(call.args[0]):
+                raise UnclearError(call, "A353", "the scaler steps more than an optimizer by a name")
+            return True
+        last = name.rpartition(".")[2].lower()
+        if name not in self.targets | self.cleared and ("opt" not in last or "sched" in last):
+            if any("opt" in text(one).lower() for one in call.args):
+                raise UnclearError(call, "A355", f"whether {name} is a GradScaler cannot be told: make it here")
+            return False
+        if call.args or call.keywords:
+            raise UnclearError(call, "A353", "step gets a closure, which amp does not take")
+        return True
+
+    def stepped(self, call: ast.Call) -> ast.expr:
+        """The optimizer of ``optimizer.step()``, or of ``scaler.step(optimizer)``."""
+        assert isinstance(call.func, ast.Attribute)
+        return call.args[0] if text(call.func.value) in self.scalers else call.func.value
+
+    def stepped_by(self, backward: Backward) -> str:
+        """The optimizers that ``scale_loss`` gets for a backward."""
+        names = dict.fromkeys(self._optimizer(call, backward) for call in backward.steps)
+        lists = [name for name, is_list in names if is_list]
+        if lists and len(names) > 1:
+            raise UnclearError(backward.call, "A353", "lists of optimizers and others are stepped after it")
+        plain = [name for name, _ in names]
+        return plain[0] if len(plain) == 1 else f"[{', '.join(plain)}]"
+
+    def _optimizer(self, call: ast.Call, backward: Backward) -> tuple[str, bool]:
+        """What is stepped, and whether that is a list: what a loop after the backward goes over."""
+        program, node = self.program, self.stepped(call)
+        for loop in around(program, call):
+            if isinstance(loop, ast.For) and text(loop.target) == text(node):
+                if any(one is loop for one in around(program, backward.call)):
+                    node = loop.iter
+                    break
+                if not self._is_known_list(loop.iter):
+                    raise UnclearError(call, "A353", "what the loop goes over is not a list of optimizers by a name")
+                return text(loop.iter), True
+        else:
+            self._check_known(call, text(node))
+            return text(node), False
+        if not self._is_known_list(node):
+            raise UnclearError(call, "A353", "what the loop goes over is not a list of optimizers by a name")
+        return text(self.stepped(call)), False
+
+    def _is_known_list(self, node: ast.expr) -> bool:
+        name = text(node)
+        if name and is_argument(self.program, node, name):
+            return True
+        values = [one.value for one in self.assigned(name, node)]
+        listed = values[0].elts if len(values) == 1 and isinstance(values[0], (ast.List, ast.Tuple)) else []
+        return bool(listed) and all(text(one) in self.targets for one in listed)
+
+    def _check_known(self, call: ast.Call, name: str) -> None:
+        """Refuse the step of an optimizer that may not be one of those that are made here, or an argument."""
+        known = any(one.target == name and self.is_same(one, call) for one in self.made)
+        if "." in name and not known:
+            values = [one.value for one in self.assigned(name, call) if not _gets_none(one)]
+            passed = (is_argument(self.program, one, text(one)) or text(one) in self.targets for one in values)
+            known = bool(values) and (all(passed) or all(map(self._is_factory_call, values)))
+        if not known and "." not in name:
+            values = [one.value for one in self.assigned(name, call) if not _gets_none(one)]
+            home = self.program.names.scope(call).find(name)
+            known = (
+                all(map(self._is_factory_call, values)) and len(values) == len(home.bindings[name] if home else ()) > 0
+            )
+        if not known and not is_argument(self.program, call, name):
+            raise UnclearError(call, "A351", f"where {name} comes from cannot be told")
+
+    def _is_factory_call(self, value: ast.expr) -> bool:
+        """Whether a function is called that makes an optimizer and returns it."""
+        if not isinstance(value, ast.Call):
+            return False
+        if ".".join((self.program.names.dotted(value.func) or "").split(".")[-2:]) in self.program.options.factories:
+            return True
+        makers = {function_of(self.program, one.statement): one.target for one in self.made}
+        named = {getattr(function, "name", ""): (function, target) for function, target in makers.items()}
+        function, target = named.get(text(value.func), (None, ""))
+        returns = [] if function is None else [one.value for one in ast.walk(function) if isinstance(one, ast.Return)]
+        return bool(returns) and all(one is not None and text(one) == target for one in returns)
+
+    def assigned(self, name: str, node: ast.AST) -> list[ast.Assign]:
+        """The assignments of an attribute, or of a name as it is bound at ``node``."""
+        found = [
+            one for one in self.program.names.nodes if isinstance(one, ast.Assign) and name in map(text, one.targets)
+        ]
+        home = self.scope_of(node, name)
+        return [one for one in found if "." in name or self.scope_of(one, name) is home]
+
+    def passed(self, name: str, node: ast.AST) -> list[tuple[ast.Call, ast.expr]]:
+        """Calls of the function whose argument ``name`` is at ``node``, with what they give for it."""
+        home = self.program.names.scope(node).find(name)
+        function = None if home is None else home.node
+        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return []
+        owner = self.program.parent(function)
+        makes = isinstance(owner, ast.ClassDef) and function.name == "__init__"
+        called = owner.name if isinstance(owner, ast.ClassDef) and makes else function.name
+        places = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+        found = []
+        for call in self.calls:
+            if text(call.func).rpartition(".")[2] == called:
+                shift = (makes or isinstance(call.func, ast.Attribute)) and places[:1] == ["self"]
+                given = dict(zip(places[shift:], call.args, strict=False))
+                given |= {one.arg: one.value for one in call.keywords if one.arg}
+                if name in given:
+                    found.append((call, given[name]))
+        return found
+
+    def is_same(self, one: Made, node: ast.AST) -> bool:
+        """Whether its name means this optimizer at ``node``, too."""
+        return "." in one.target or self.scope_of(node, one.target) is self.scope_of(one.statement, one.target)
+
+
+def _call(one: Backward | ast.Call) -> ast.Call:
+    return one.call if isinstance(one, Backward) else one
+
+
+def _is_call_of(written: str, name: str, owner: ast.AST | None) -> bool:
+    return written == name or (isinstance(owner, ast.ClassDef) and written.rpartition(".")[2] == name)
+
+
+def _lists(name: str) -> bool:
+    return name in ("parameters", "named_parameters")
+
+
+def _gets_none(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is None

@@ -1,0 +1,335 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``Program``: one file as the rules see it, and what they have said of it so far; ``Finding``: a row of a report."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .names import Exports, Names
+from .source import Edit, Source, UnreadableError, apply_edits, parse, same_elsewhere, same_tree
+
+STATUSES = ("changed", "unsure", "refused", "note", "kept")
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """What a rule says of one place.
+
+    Attributes:
+        path: The file.
+        line: Of the first character, from 1; ``column`` likewise, in characters.
+        column: See ``line``.
+        rule: Its id, as in ``rules.py``.
+        status: "changed"; "unsure", applied with ``--unsure`` alone; "refused", left for a person; "note";
+            "kept", by a comment in the source.
+        end_line: Of the character after the last one; ``end_column`` likewise.
+        end_column: See ``end_line``.
+        before: The text of the span.
+        after: What takes its place; None where nothing does.
+        message: The reason and the way out; for a change what there is to know about it, if anything.
+
+    Example::
+
+        >>> migrate.rewrite("x = x.cuda()").findings[0].after
+        '.npu'
+    """
+
+    path: str
+    line: int
+    column: int
+    rule: str
+    status: str
+    end_line: int
+    end_column: int
+    before: str
+    after: str | None
+    message: str
+
+
+def count(findings: Iterable[Finding], *statuses: str) -> int:
+    """How many findings have one of ``statuses``."""
+    return sum(finding.status in statuses for finding in findings)
+
+
+def once(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """The findings of a file, with each note at its first place alone, which says how many more there are."""
+    notes = Counter((one.rule, one.message) for one in findings if one.status == "note")
+    for finding in findings:
+        places = notes.pop((finding.rule, finding.message), 0) if finding.status == "note" else 1
+        if places > 1:
+            yield replace(finding, message=f"{finding.message}; {places - 1} more place{'s' * (places > 2)}")
+        elif places:
+            yield finding
+
+
+_LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
+_INDENT = re.compile(r"[ \t\f]*")
+_KEEP = re.compile(r"#\s*migrate:\s*keep\b")
+# Before 3.12 Python gives places inside an f-string that may be wrong.
+_EXACT_FSTRINGS = sys.version_info >= (3, 12)
+NOT_THE_SAME = "the new text is not the old one with these changes: the file is left. Please report this as a bug"
+_UNPLACED = {
+    "npu": "its place in the text cannot be told (an f-string before Python 3.12, or pieces): change it by hand",
+    "portable": "there is no portable text for it: change it by hand, or use --to npu",
+}
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a rule says of a span, before it is settled what else stands or falls with it.
+
+    Attributes:
+        rule: Its id.
+        status: As in ``Finding``. "changed" without edits: it is right as it is if all of ``links`` are changed.
+        start: Offset of the span; ``end`` likewise.
+        end: See ``start``.
+        edits: Changes inside of the span.
+        message: As in ``Finding``.
+        links: Names of what has to be changed together.
+    """
+
+    rule: str
+    status: str
+    start: int
+    end: int
+    edits: tuple[Edit, ...] = ()
+    message: str = ""
+    links: frozenset[str] = field(default_factory=frozenset)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the rules are told.
+
+    Attributes:
+        select: Ids of rules or families that apply.
+        ignore: Ids of rules or families that do not.
+        unsure: Apply what is unsure.
+        force: Change files that speak of npu already.
+        own: A person's rules, as ``rules/own.py`` reads them.
+        similar: Use what is only similar to what CUDA has.
+        owned: Names of attributes that the files define themselves.
+        to: "npu", or "portable": code that runs on npu, cuda, xpu and the CPU.
+        amp: The opt_level of an amp that is put in, or takes torch.amp's place; "": none.
+        amp_args: Further arguments of ``amp.initialize``, as a program has them.
+        amp_left: Why amp stays out of the program; "": it does not.
+        factories: ``module.function`` of functions in other files that make an optimizer, with amp.
+        exports: Of modules that this file imports names from: their names that are imports.
+        data_parallel: "main": the script becomes one for several cards; "other": it is imported by one.
+        model: The name of the model that is trained on several cards; "": all of them.
+        parallel_left: Why the script stays one for one card; "": it does not.
+
+    Example::
+
+        >>> migrate.rewrite('pick("cuda")', options=migrate.Options(unsure=True)).source
+        'pick("npu")'
+    """
+
+    select: tuple[str, ...] = ("D", "X", "O")
+    ignore: tuple[str, ...] = ()
+    unsure: bool = False
+    force: bool = False
+    own: tuple[Any, ...] = ()
+    similar: bool = False
+    owned: frozenset[str] = frozenset()
+    to: str = "npu"
+    amp: str = ""
+    amp_args: str = ""
+    amp_left: str = ""
+    factories: frozenset[str] = frozenset()
+    exports: Exports = field(default_factory=dict)
+    data_parallel: str = ""
+    model: str = ""
+    parallel_left: str = ""
+
+    def has(self, rule: str) -> bool:
+        """Whether a rule applies; the rules of amp do together."""
+        if rule[0] in "AT":
+            return bool(self.amp)
+        if rule[0] == "R":
+            return True
+        if rule[0] == "P":
+            return bool(self.data_parallel)
+        return rule.startswith(self.select) and not rule.startswith(self.ignore or ("-",))
+
+
+class Program:
+    """One file.
+
+    Attributes:
+        source: Its text.
+        tree: Its syntax tree.
+        names: What its names mean.
+        options: What the rules are told.
+        drafts: What they have said.
+
+    Raises:
+        UnreadableError: It does not parse.
+    """
+
+    def __init__(self, source: Source, options: Options) -> None:
+        self.source, self.options = source, options
+        self.tree = source.parse()
+        self.names = Names(self.tree, options.exports)
+        self.drafts: list[Draft] = []
+
+    def parent(self, node: ast.AST) -> ast.AST | None:
+        """The node that contains ``node``."""
+        return self.names.parents.get(node)
+
+    def report(
+        self,
+        rule: str,
+        status: str,
+        span: tuple[int, int] | ast.expr | ast.stmt | ast.alias,
+        edits: Iterable[Edit | None] = (),
+        message: str = "",
+        links: Iterable[str] = (),
+        unplaced: str = "",
+    ) -> None:
+        """Say something of a place. Edits that are None could not be placed: the change is refused, ``unplaced``."""
+        made = tuple(edit for edit in edits if edit is not None)
+        if len(made) < len(tuple(edits)):
+            status, made, message = "refused", (), unplaced or _UNPLACED[self.options.to]
+        if not isinstance(span, tuple):
+            span = self._reported_span(span)
+        self.drafts.append(Draft(rule, status, *span, made, message, frozenset(links)))
+
+    def _reported_span(self, node: ast.expr | ast.stmt | ast.alias) -> tuple[int, int]:
+        around = self._fstring(node)
+        return self.source.span(node if around is None or self._is_exact(node) else around)
+
+    def _fstring(self, node: ast.AST) -> ast.JoinedStr | None:
+        """The outermost f-string around ``node``, where its places may be wrong."""
+        found = None
+        at: ast.AST | None = None if _EXACT_FSTRINGS else self.parent(node)
+        while isinstance(at, (ast.expr, ast.keyword, ast.comprehension)):
+            found = at if isinstance(at, ast.JoinedStr) else found
+            at = self.parent(at)
+        return found
+
+    def _is_exact(self, node: ast.AST) -> bool:
+        """Whether the text at the place of ``node``, which is in an f-string, is that of ``node``."""
+        around = self._fstring(node)
+        if around is None:
+            return True
+        if not isinstance(node, ast.expr) or node.end_lineno != node.lineno:
+            return False
+        outer, (start, end) = self.source.span(around), self.source.span(node)
+        try:
+            read = parse(f"({self.source.text[start:end]}\n)").body
+        except UnreadableError:
+            return False
+        inside = outer[0] <= start and end <= outer[1]
+        return inside and isinstance(read[0], ast.Expr) and _same_but_context(read[0].value, node)
+
+    def rename(self, node: ast.Attribute, name: str) -> Edit | None:
+        """Give an attribute another name."""
+        end = self.source.span(node)[1]
+        start = end - len(node.attr)
+        if self.source.text[start:end] != node.attr or not self._is_exact(node):
+            return None
+        return Edit(start, end, name)
+
+    def method_span(self, node: ast.Attribute) -> tuple[int, int]:
+        """The span of the dot and the name."""
+        if not self._is_exact(node):
+            return self._reported_span(node)
+        end = self.source.span(node)[1]
+        return self.source.text.rfind(".", 0, end - len(node.attr)), end
+
+    def restring(self, node: ast.Constant, value: str, length: int | None = None) -> Edit | None:
+        """Let a string literal have another value, or begin with another text than its first ``length`` characters."""
+        assert isinstance(node.value, str)
+        start, end = self.source.span(node)
+        quote = _LITERAL.match(self.source.text, start, end)
+        if quote is None or self.source.text[quote.end() : end] != node.value + quote[2] or not self._is_exact(node):
+            return None
+        value += "" if length is None else node.value[length:]
+        return Edit(quote.end(), end - len(quote[2]), value)
+
+    def lines(self, anchor: ast.stmt, lines: Sequence[str], *, before: bool = False) -> Edit:
+        """Statements after another one, or before it; four spaces in ``lines`` are one more indentation."""
+        source = self.source
+        start = source.line_start(anchor.lineno)
+        indent = _INDENT.match(source.text, start)[0]  # type: ignore[index]
+        inner, newline = "\t" if "\t" in indent else "    ", source.newline(anchor.lineno)
+        written = [indent + line.replace("    ", inner) for line in lines]
+        if before:
+            return Edit(start, start, "".join(line + newline for line in written))
+        end = source.line_end(anchor.end_lineno or 0)
+        return Edit(end, end, "".join(newline + line for line in written))
+
+    def settle(self) -> None:
+        """Decide what is unsure, what a comment keeps, and what stands or falls together."""
+        self.drafts = [draft for draft in self.drafts if self.options.has(draft.rule)]
+        for number, draft in enumerate(self.drafts):
+            status, message = draft.status, draft.message
+            if status == "unsure" and self.options.unsure and draft.edits:
+                status, message = "changed", ""
+            line = self.source.place(draft.start)[0]
+            kept = _KEEP.search(self.source.text, self.source.line_start(line), self.source.line_end(line))
+            if kept and status != "note":
+                status, message = "kept", "a comment says so"
+            self.drafts[number] = replace(draft, status=status, message=message)
+        while self._fall():
+            pass
+        self.drafts = [draft for draft in self.drafts if draft.status != "changed" or draft.edits]
+
+    def _fall(self) -> bool:
+        """Refuse what is linked to something that stays; whether there was anything."""
+        stays = {link: draft for draft in self.drafts if draft.status in ("refused", "kept") for link in draft.links}
+        fallen = False
+        for number, draft in enumerate(self.drafts):
+            cause = next((stays[link] for link in sorted(draft.links) if link in stays), None)
+            if draft.status in ("changed", "unsure") and cause is not None:
+                line = self.source.place(cause.start)[0]
+                message = f"it is changed together with line {line} ({cause.rule}), which stays as it is"
+                self.drafts[number] = replace(draft, status="refused", edits=(), message=message)
+                fallen = True
+        return fallen
+
+    def changes(self) -> list[Draft]:
+        """What is to be changed."""
+        return [draft for draft in self.drafts if draft.status == "changed"]
+
+    def rewritten(self) -> str:
+        """The new text.
+
+        Raises:
+            UnreadableError: It does not parse, or something else is changed in it.
+        """
+        edits = [edit for draft in self.changes() for edit in draft.edits]
+        text = apply_edits(self.source.text, edits)
+        if not same_elsewhere(self.source, self.tree, edits, text):
+            raise UnreadableError("F909", NOT_THE_SAME)
+        return text
+
+    def findings(self, path: str) -> list[Finding]:
+        """The rows of the report."""
+        found = {(draft.rule, draft.start): self._finding(path, draft) for draft in self.drafts}
+        return list(once(sorted(found.values())))
+
+    def _finding(self, path: str, draft: Draft) -> Finding:
+        text = self.source.text
+        after = apply_edits(text, draft.edits, draft.start, draft.end) if draft.edits else None
+        line, column = self.source.place(draft.start)
+        before = text[draft.start : draft.end]
+        if after is None:
+            before = before.partition("\n")[0][:200]
+        places = (draft.rule, draft.status, *self.source.place(draft.end))
+        return Finding(path, line, column, *places, before, after, draft.message)
+
+
+def _same_but_context(one: ast.expr, other: ast.expr) -> bool:
+    for node in (one, other):
+        if isinstance(node, (ast.Attribute, ast.Name)) and not isinstance(node.ctx, ast.Load):
+            return False
+    return same_tree(one, other)

@@ -1,0 +1,226 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The text of a file, with places in it as offsets, and edits of spans: all other bytes stay as they are."""
+
+from __future__ import annotations
+
+import ast
+import codecs
+import io
+import re
+import tokenize
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+_LINE_END = re.compile(r"\r\n|\r|\n")
+_BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
+_MAX_BYTES = 5_000_000
+
+
+class UnreadableError(Exception):
+    """A file that the rules cannot read: the id of a rule of the family F, and why."""
+
+    def __init__(self, rule: str, reason: str, line: int = 1) -> None:
+        super().__init__(reason)
+        self.rule, self.reason, self.line = rule, reason, line
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A span of the text and what takes its place.
+
+    Attributes:
+        start: Offset of the first character.
+        end: Offset after the last one.
+        text: What stands there afterwards.
+    """
+
+    start: int
+    end: int
+    text: str
+
+
+def apply_edits(text: str, edits: Iterable[Edit], start: int = 0, end: int | None = None) -> str:
+    """``text[start:end]`` with ``edits`` made, which are inside of it and disjoint."""
+    pieces = []
+    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
+        pieces += [text[start : edit.start], edit.text]
+        start = edit.end
+    return "".join([*pieces, text[start:end]])
+
+
+class Source:
+    """The text of a Python file.
+
+    Args:
+        data: The file's bytes, or text that has been decoded.
+
+    Raises:
+        UnreadableError: The bytes are no text of the encoding that the file names, or too many.
+    """
+
+    def __init__(self, data: bytes | str) -> None:
+        self.encoding, self.bom = "utf-8", b""
+        if len(data) > _MAX_BYTES:
+            raise UnreadableError("F905", f"it has more than {_MAX_BYTES} bytes")
+        if isinstance(data, bytes):
+            data = self._decode(data)
+        self.text = data
+        self._starts = [0, *(match.end() for match in _LINE_END.finditer(data))]
+
+    def _decode(self, data: bytes) -> str:
+        if data.startswith(codecs.BOM_UTF8):
+            self.bom, data = codecs.BOM_UTF8, data[len(codecs.BOM_UTF8) :]
+        try:
+            self.encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
+            text = data.decode(self.encoding)
+            same = text.encode(self.encoding) == data
+        except (SyntaxError, UnicodeError, LookupError) as error:
+            raise UnreadableError("F903", f"its bytes are no text of its encoding ({error})") from None
+        if not same:
+            raise UnreadableError("F903", f"decoding from {self.encoding} and encoding again gives other bytes")
+        return text
+
+    def encode(self, text: str) -> bytes:
+        """The bytes of ``text`` in this file's encoding.
+
+        Raises:
+            UnreadableError: A character of it has none.
+        """
+        try:
+            return self.bom + text.encode(self.encoding)
+        except UnicodeError as error:
+            raise UnreadableError("F903", f"the new text cannot be written in its encoding ({error})") from None
+
+    def parse(self) -> ast.Module:
+        """The syntax tree.
+
+        Raises:
+            UnreadableError: Python cannot parse it.
+        """
+        return parse(self.text)
+
+    def offset(self, line: int, column: int) -> int:
+        """The offset of a place as ``ast`` gives it: ``column`` counts bytes of UTF-8."""
+        start = self._starts[line - 1]
+        part = self.text[start : start + column]
+        if not part.isascii():
+            part = part.encode()[:column].decode(errors="replace")
+        return start + len(part)
+
+    def span(self, node: ast.expr | ast.stmt | ast.alias | ast.keyword | ast.arg) -> tuple[int, int]:
+        """The offsets of a node's first character, and of the one after its last."""
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
+
+    def place(self, offset: int) -> tuple[int, int]:
+        """Line and column of an offset, both from 1, in characters."""
+        line = bisect_right(self._starts, offset)
+        return line, offset - self._starts[line - 1] + 1
+
+    def line_start(self, line: int) -> int:
+        """The offset of the first character of a line."""
+        return self._starts[line - 1]
+
+    def line_end(self, line: int) -> int:
+        """The offset of the end of a line, before what ends it."""
+        end = self._starts[line] if line < len(self._starts) else len(self.text)
+        start = self._starts[line - 1]
+        return start + len(self.text[start:end].rstrip("\r\n"))
+
+    def newline(self, line: int) -> str:
+        """What ends a line; for the last line, what ends the first."""
+        for one in (line, 1):
+            if one < len(self._starts):
+                return self.text[self.line_end(one) : self._starts[one]]
+        return "\n"
+
+
+def parse(text: str) -> ast.Module:
+    """The syntax tree of a program.
+
+    Raises:
+        UnreadableError: Python cannot parse it.
+    """
+    try:
+        return ast.parse(text)
+    except SyntaxError as error:
+        raise UnreadableError(*_unparsable(text, error), line=error.lineno or 1) from None
+    except ValueError as error:
+        raise UnreadableError("F901", f"it does not parse ({error})") from None
+    except (RecursionError, MemoryError):
+        raise UnreadableError("F904", "it is nested too deeply to parse") from None
+
+
+def _unparsable(text: str, error: SyntaxError) -> tuple[str, str]:
+    line = text.splitlines()[error.lineno - 1] if error.lineno and error.lineno <= len(text.splitlines()) else ""
+    if re.match(r"\s*(print\s+[^(=\s]|exec\s+[^(=\s]|except\s+[\w.]+\s*,\s*\w+\s*:|raise\s+\w+\s*,)", line):
+        return "F902", f"it is Python 2 ({error.msg}): run 2to3 first"
+    if "async=" in line.replace(" ", ""):
+        return "F902", "async is a keyword since Python 3.7: write non_blocking"
+    if "too many nested" in (error.msg or ""):
+        return "F904", "it is nested too deeply to parse"
+    return "F901", f"it does not parse ({error.msg}); a newer Python may read it"
+
+
+def same_tree(one: object, other: object) -> bool:
+    """True where two trees are equal but for positions. Without recursion: expressions can be deep."""
+    todo: list[tuple[object, object]] = [(one, other)]
+    while todo:
+        a, b = todo.pop()
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, ast.AST):
+            todo.extend((getattr(a, name, None), getattr(b, name, None)) for name in a._fields)
+        elif isinstance(a, list) and isinstance(b, list):
+            if len(a) != len(b):
+                return False
+            todo.extend(zip(a, b, strict=True))
+        elif a != b and not (a != a and b != b):
+            return False
+    return True
+
+
+def same_elsewhere(source: Source, tree: ast.Module, edits: Sequence[Edit], text: str) -> bool:
+    """Whether ``text`` parses, and every statement that no edit touches is in it, at its place, as it was.
+
+    Args:
+        source: The old text.
+        tree: Its syntax tree.
+        edits: What has been changed in it.
+        text: The new one.
+    """
+    edits = sorted(edits, key=lambda edit: (edit.start, edit.end))
+    # What comes after a statement that is removed is inside of the span of its line.
+    if any(one.end > other.start and (one.text or other.end > other.start) for one, other in pairwise(edits)):
+        return False
+    try:
+        new, parsed = Source(text), parse(text)
+    except UnreadableError:
+        return False
+    there = {_first(new, node): node for node in ast.walk(parsed) if isinstance(node, ast.stmt)}
+    ends = [edit.end for edit in edits]
+    shifts = [0, *accumulate(len(edit.text) - (edit.end - edit.start) for edit in edits)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt):
+            start, (_, end) = _first(source, node), source.span(node)
+            inner = next((one for one in ast.walk(node) if isinstance(one, ast.stmt) and one is not node), None)
+            number = bisect_right(ends, start)
+            untouched = number == len(edits) or edits[number].start >= (_first(source, inner) if inner else end)
+            if untouched and not same_tree(_parts(node), _parts(there.get(start + shifts[number]))):
+                return False
+    return True
+
+
+def _first(source: Source, node: ast.stmt) -> int:
+    """Where a statement begins, or its first decorator."""
+    return min(source.span(one)[0] for one in (node, *getattr(node, "decorator_list", ())))
+
+
+def _parts(node: ast.stmt | None) -> list[object]:
+    """A statement but for those inside of it."""
+    fields = [] if node is None else [value for name, value in ast.iter_fields(node) if name not in _BODIES]
+    return [type(node), *fields]

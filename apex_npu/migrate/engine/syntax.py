@@ -1,0 +1,62 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What stands where in a program: names as written, the statements, functions and lines around a node."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from .program import Program
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def text(node: ast.AST) -> str:
+    """A name or attribute as the program writes it; "" for anything else."""
+    at = node
+    while isinstance(at, ast.Attribute):
+        at = at.value
+    return ast.unparse(node) if isinstance(at, ast.Name) else ""
+
+
+def method_of(call: ast.Call) -> tuple[str, str]:
+    """Whose method is called, as the program writes it, and which."""
+    return (text(call.func.value), call.func.attr) if isinstance(call.func, ast.Attribute) else ("", "")
+
+
+def around(program: Program, node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that contain ``node``, from the inside."""
+    at = program.parent(node)
+    while at is not None:
+        yield at
+        at = program.parent(at)
+
+
+def function_of(program: Program, node: ast.AST) -> ast.AST:
+    """The function around ``node``, or the module."""
+    return next((one for one in around(program, node) if isinstance(one, _FUNCTIONS)), program.tree)
+
+
+def body_of(program: Program, statement: ast.stmt) -> list[ast.stmt]:
+    """The statements beside ``statement``, and itself."""
+    parent = program.parent(statement)
+    fields = [value for _, value in ast.iter_fields(parent)] if parent is not None else []
+    return next(body for body in fields if isinstance(body, list) and any(one is statement for one in body))
+
+
+def alone(program: Program, statement: ast.stmt) -> bool:
+    """Whether nothing but a comment stands on the lines of ``statement``."""
+    source = program.source
+    start, end = source.span(statement)
+    before = source.text[source.line_start(statement.lineno) : start]
+    after = source.text[end : source.line_end(statement.end_lineno or 0)].strip()
+    return not before.strip() and (not after or after.startswith("#"))
+
+
+def is_argument(program: Program, node: ast.AST, name: str) -> bool:
+    """Whether a function around ``node`` has an argument ``name``, which is not bound otherwise."""
+    home = program.names.scope(node).find(name)
+    arguments = home.node.args if home is not None and isinstance(home.node, _FUNCTIONS) else None
+    given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs] if arguments else []
+    return home is not None and any(one.arg == name for one in given) and len(home.bindings[name]) == 1

@@ -1,0 +1,142 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Notebooks: the code cells as one program, and its edits in the JSON text, of which all else stays byte for byte."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from json.decoder import scanstring  # type: ignore[attr-defined]
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]
+
+from apex_npu.migrate.engine.program import Finding
+from apex_npu.migrate.engine.source import Source, UnreadableError
+from apex_npu.migrate.rewriting import Rewritten
+
+_ESCAPE = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|.", re.DOTALL)
+_SHELL = re.compile(r"[ \t]*[%!?]|.*\?[ \t]*$")
+_PYTHON_CELLS = re.compile(r"%%(time|timeit|capture|prun)\b")
+
+
+class _Text(str):
+    """A string of the JSON text, with the offset of its first character."""
+
+    start: int
+
+
+class _Decoder(json.JSONDecoder):
+    """Reads strings as ``_Text``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parse_string = self._located
+        self.scan_once = py_make_scanner(self)
+
+    @staticmethod
+    def _located(text: str, start: int, strict: bool = True) -> tuple[_Text, int]:
+        value, end = scanstring(text, start, strict)
+        located = _Text(value)
+        located.start = start
+        return located, end
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a code cell's source, and where the program has it."""
+
+    text: _Text
+    start: int
+    cell: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.text)
+
+
+def _cells(text: str) -> Iterator[tuple[int, list[_Text]]]:
+    """The number of each code cell, from 1, and the pieces of its source."""
+    for number, cell in enumerate(_Decoder().decode(text)["cells"], 1):
+        source = cell.get("source", [])
+        if cell["cell_type"] == "code":
+            pieces = source if isinstance(source, list) else [source]
+            first = pieces[0] if pieces else ""
+            if not first.startswith("%%") or _PYTHON_CELLS.match(first):
+                yield number, pieces
+
+
+def _python(cell: str) -> str:
+    """``cell`` with spaces in place of commands of the notebook and the shell."""
+    lines, goes_on = [], False
+    for line in cell.splitlines(keepends=True):
+        body = line.rstrip("\r\n")
+        goes_on = (goes_on or bool(_SHELL.match(body))) and bool(body)
+        lines.append(" " * len(body) + line[len(body) :] if goes_on else line)
+        goes_on = goes_on and body.endswith("\\")
+    return "".join(lines)
+
+
+def rewrite_notebook(data: bytes, path: str, rewrite: Callable[[str], Rewritten]) -> Rewritten:
+    """Apply ``rewrite`` to the program of a notebook. Places in the findings are those of the notebook's file.
+
+    Raises:
+        UnreadableError: It is no notebook.
+    """
+    try:
+        text = data.decode("utf-8")
+        cells = list(_cells(text))
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UnreadableError("F901", f"it is no notebook ({type(error).__name__}: {error})") from None
+    except RecursionError:
+        raise UnreadableError("F904", "it is nested too deeply to parse") from None
+    pieces: list[_Piece] = []
+    program = ""
+    for number, texts in cells:
+        at = len(program)
+        for one in texts:
+            pieces.append(_Piece(one, at, number))
+            at += len(one)
+        program += _python("".join(texts)) + "\n"
+    rewritten = rewrite(program)
+    file, source = Source(text), Source(program)
+    edits: list[tuple[int, int, str]] = []
+    findings = []
+    for finding in rewritten.findings:
+        start = source.line_start(finding.line) + finding.column - 1
+        end = source.line_start(finding.end_line) + finding.end_column - 1
+        piece = _piece(pieces, start, end, finding.after or "")
+        if piece is None:
+            raise UnreadableError("F904", f"line {finding.line} of its program is in several pieces")
+        begin, stop = (piece.text.start + _raw(text, piece.text, at - piece.start) for at in (start, end))
+        if finding.status == "changed":
+            edits.append((begin, stop, json.dumps(finding.after, ensure_ascii=False)[1:-1]))
+        findings.append(_moved(finding, path, file, begin, stop, piece.cell))
+    for begin, stop, new in sorted(edits, reverse=True):
+        text = text[:begin] + new + text[stop:]
+    return Rewritten(text.encode("utf-8") if edits else data, tuple(findings))
+
+
+def _piece(pieces: list[_Piece], start: int, end: int, new: str) -> _Piece | None:
+    """The piece that contains a span; what is inserted between two goes to the one whose line it continues."""
+    found = [piece for piece in pieces if piece.start <= start and end <= piece.end and piece.text]
+    return next(iter(found[:1] if new.startswith("\n") else found[-1:]), None)
+
+
+def _raw(text: str, piece: _Text, offset: int) -> int:
+    """How many characters of JSON come before the character number ``offset`` of a string."""
+    at = piece.start
+    for _ in range(offset):
+        match = _ESCAPE.match(text, at)
+        assert match is not None
+        at = match.end()
+    return at - piece.start
+
+
+def _moved(finding: Finding, path: str, file: Source, start: int, end: int, cell: int) -> Finding:
+    line, column = file.place(start)
+    end_line, end_column = file.place(end)
+    message = f"cell {cell}" + (f": {finding.message}" if finding.message else "")
+    return replace(
+        finding, path=path, line=line, column=column, end_line=end_line, end_column=end_column, message=message
+    )

@@ -1,0 +1,180 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which files are one program, by their imports, and what they get from one another: names, optimizers.
+
+amp is put into all files of a program, or into none.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from apex_npu.migrate.amp.check import why_left
+from apex_npu.migrate.engine.names import Names, module_of
+from apex_npu.migrate.engine.program import Finding
+from apex_npu.migrate.engine.source import Source, UnreadableError
+
+# Names by which files pass torch on; others are followed through star imports alone.
+_PASSED_ON = ("*", "torch", "cuda")
+
+
+def left_out(programs: Mapping[Path, bytes], findings: Mapping[Path, Sequence[Finding]]) -> dict[Path, str]:
+    """The files that amp is not put into after all, with the reason.
+
+    Args:
+        programs: The files that can import one another.
+        findings: What the rules have said of them.
+    """
+    said = {path for path, found in findings.items() if any(finding.rule[0] in "AT" for finding in found)}
+    if not said:
+        return {}
+    imports = {path: set(_imports(path, data, programs)) for path, data in programs.items()}
+    imported = set().union(*imports.values())
+    reasons: dict[Path, str] = {}
+    parts = []
+    for path in programs:
+        # A file that others import is looked at with them; files that import one another in a ring are all looked at.
+        closure = _closure(path, imports)
+        own = said & closure
+        if own and (path not in imported or path in set().union(*(imports[one] for one in closure))):
+            parts.append(own)
+            reason = why_left([findings[one] for one in sorted(own)])
+            reasons.update(dict.fromkeys(own, reason) if reason else {})
+    while grown := [part for part in parts if part & reasons.keys() and part - reasons.keys()]:
+        for part in grown:
+            reasons.update(dict.fromkeys(part, reasons[min(part & reasons.keys())]))
+    return reasons
+
+
+def with_imports(main: Path, programs: Mapping[Path, bytes]) -> set[Path]:
+    """A file and those that it imports, in turn."""
+    return _closure(main, {path: set(_imports(path, data, programs)) for path, data in programs.items()})
+
+
+def _closure(path: Path, imports: Mapping[Path, set[Path]]) -> set[Path]:
+    found, todo = {path}, [path]
+    while todo:
+        new = imports[todo.pop()] - found
+        found |= new
+        todo.extend(new)
+    return found
+
+
+def _imports(path: Path, data: bytes, programs: Mapping[Path, bytes]) -> Iterator[Path]:
+    """The files among ``programs`` that a file imports: from beside it, or from folders around it."""
+    try:
+        tree = Source(data).parse()
+    except UnreadableError:
+        return
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            module = module_of(node)
+            names = [module, *(f"{module}{'.' if node.module else ''}{alias.name}" for alias in node.names)]
+        for name in names:
+            found = next((option for option in _files(path, name) if option in programs), None)
+            if found is not None and found != path:
+                yield found
+
+
+def _files(path: Path, module: str) -> Iterator[Path]:
+    """The files that a module can be, as an import in the file ``path`` writes it: beside it, or in folders around."""
+    name = module.lstrip(".")
+    level = len(module) - len(name)
+    for folder in path.parents[level - 1 : level] if level else path.parents:
+        at = folder.joinpath(*name.split("."))
+        if name:
+            yield at.with_name(f"{at.name}.py")
+        yield at / "__init__.py"
+
+
+def exports(path: Path, data: bytes, around: frozenset[Path] = frozenset()) -> dict[str, dict[str, str]]:
+    """What a file gets from others by star imports, or torch by its name: modules, their names, and what these are.
+
+    The modules are read from beside the file, or from the folders around it; those elsewhere are left out.
+    """
+    if b"import" not in data:
+        return {}
+    try:
+        tree = Source(data).parse()
+    except UnreadableError:
+        return {}
+    path = path.absolute()
+    found = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or not any(alias.name in _PASSED_ON for alias in node.names):
+            continue
+        module = module_of(node)
+        files = (file for file in _files(path, module) if module.partition(".")[0] != "torch" and file.is_file())
+        file = next(files, None)
+        if file is not None and file not in around:
+            names = _exported(file, around | {path})
+            found[module] = {name: meaning or f"{module}.{name}" for name, meaning in names.items()}
+    return found
+
+
+def _exported(file: Path, around: frozenset[Path]) -> dict[str, str | None]:
+    """The public names of a file, and the imports that they are."""
+    try:
+        data = file.read_bytes()
+        tree = Source(data).parse()
+    except (OSError, UnreadableError):
+        return {}
+    names = Names(tree, exports(file, data, around))
+    public = {name for name in names.module.bindings if not name.startswith("_")}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            listed = [one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant)]
+            public = {name for name in names.module.bindings if name in listed}
+    meanings = {name: names.meanings(name, names.module) for name in public}
+    known = {name: next(iter(found)) if len(found) == 1 else None for name, found in meanings.items()}
+    return {name: None if (meaning or ".").startswith(".") else meaning for name, meaning in known.items()}
+
+
+_LOOPS = (ast.For, ast.While, ast.AsyncFor, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def factories(programs: Mapping[Path, bytes], findings: Mapping[Path, Sequence[Finding]]) -> frozenset[str]:
+    """``module.function`` of those that get ``amp.initialize``, return its optimizer, and are called once.
+
+    Args:
+        programs: The files that can import one another.
+        findings: What the rules have said of them.
+    """
+    places = {path: [one for one in found if _is_initialize(one)] for path, found in findings.items()}
+    makers = [
+        (path, maker) for path, found in places.items() for one in found for maker in _makers(programs[path], one)
+    ]
+    if not makers:
+        return frozenset()
+    calls = [name for data in programs.values() for name in _calls(data)]
+    return frozenset(f"{path.stem}.{maker}" for path, maker in makers if calls.count(maker) == 1)
+
+
+def _is_initialize(finding: Finding) -> bool:
+    return (finding.rule, finding.status) == ("A301", "changed")
+
+
+def _makers(data: bytes, finding: Finding) -> Iterator[str]:
+    """The function of a module around an ``amp.initialize``, if it returns nothing but that optimizer."""
+    targets = (finding.after or "").partition(" = ")[0].split(", ")
+    for node in Source(data).parse().body:
+        if isinstance(node, ast.FunctionDef) and node.lineno <= finding.line <= (node.end_lineno or 0):
+            returned = {ast.unparse(one.value) for one in ast.walk(node) if isinstance(one, ast.Return) and one.value}
+            if len(returned) == 1 and targets[-1].strip() in returned:
+                yield node.name
+
+
+def _calls(data: bytes) -> Iterator[str]:
+    """The last names of what is called; of what is called in loops several times."""
+    try:
+        tree = Source(data).parse()
+    except UnreadableError:
+        return
+    for around in ast.walk(tree):
+        if around is tree or isinstance(around, _LOOPS):
+            for node in ast.walk(around):
+                if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
+                    yield node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id

@@ -1,0 +1,165 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Reports: text for people, csv, json and SARIF 2.1.0 for programs, a unified diff."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import PurePath
+
+from apex_npu.migrate.engine.program import Finding, count
+from apex_npu.migrate.engine.source import Source, UnreadableError
+from apex_npu.migrate.rewriting import rewrite
+from apex_npu.migrate.rules.catalogue import RULES, Rule
+
+from .planning import Plan
+
+_LEVELS = {"refused": "error", "unsure": "warning", "changed": "note", "note": "note", "kept": "none"}
+_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+# The columns of the list of changes that Ascend's tool writes, first.
+_COLUMNS = ("path", "line", "end_line", "status", "message")
+
+
+def lines(findings: Sequence[Finding]) -> list[str]:
+    """One line for each finding."""
+    width = max((len(_place(finding)) for finding in findings), default=0)
+    return [
+        f"{_place(finding):{min(width, 40)}}  {finding.rule} {finding.status:7}  {_what(finding)}"
+        for finding in findings
+    ]
+
+
+def table(findings: Sequence[Finding]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The same as ``lines``: names of columns, and cells."""
+    rows: list[tuple[str, ...]] = [(_place(one), one.rule, one.status, _what(one)) for one in findings]
+    return ("place", "rule", "status", "what"), rows
+
+
+def _place(finding: Finding) -> str:
+    return f"{_printable(finding.path)}:{finding.line}:{finding.column}"
+
+
+def _what(finding: Finding) -> str:
+    if finding.after is None:
+        before = f"{_shown(finding.before)}: " if finding.rule in ("D103", "D104", "D154", "X250") else ""
+        return _printable(before + finding.message)
+    change = f"{_shown(finding.before)} -> {_shown(finding.after)}" if finding.before else f"+ {_shown(finding.after)}"
+    return _printable(change + (f"  {finding.message}" if finding.message else ""))
+
+
+def _shown(text: str) -> str:
+    return " ".join(text.split())[:100]
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def summary(plan: Plan, *, written: bool) -> str:
+    """The last line of a report."""
+    found = plan.findings
+    changed = count(found, "changed")
+    did = "changed" if written else "would change"
+    left = ", ".join(
+        f"{count(found, status)} {status}" for status in ("refused", "unsure", "kept") if count(found, status)
+    )
+    text = f"{plan.read} files read, {len(plan.files)} {did}: {changed} changes; left for you: {left or 'nothing'}; "
+    text += f"{count(found, 'note')} notes."
+    return text + ("  Next: --diff, then --write" if plan.files and not written else "")
+
+
+def unified_diff(plan: Plan) -> str:
+    """What changes, as ``diff -u`` shows it."""
+    pieces = []
+    for change in plan.files:
+        old, new = (_text(data).splitlines(keepends=True) for data in (change.before, change.after))
+        shown = change.target.shown
+        for line in difflib.unified_diff(old, new, shown, shown):
+            pieces.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
+    return "".join(pieces)
+
+
+def _text(data: bytes) -> str:
+    try:
+        return Source(data).text
+    except UnreadableError:
+        return data.decode("utf-8", "replace")
+
+
+def write_report(path: str, findings: Sequence[Finding]) -> bytes:
+    """The content of a report file, in the format that its name says.
+
+    Raises:
+        ValueError: It ends neither with .csv nor .json nor .sarif.
+    """
+    formats = {".csv": _csv, ".json": _json, ".sarif": _sarif}
+    suffix = PurePath(path).suffix
+    if suffix not in formats:
+        raise ValueError(f"{path} names no format: a report ends with {', '.join(formats)}")
+    return formats[suffix](findings).encode("utf-8", "backslashreplace")
+
+
+def _csv(findings: Sequence[Finding]) -> str:
+    columns = [*_COLUMNS, *(one.name for one in fields(Finding) if one.name not in _COLUMNS)]
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, columns)
+    writer.writeheader()
+    for finding in findings:
+        # A cell that begins with one of these is a formula for spreadsheets.
+        row = {
+            name: f"'{value}" if str(value)[:1] in "=+-@\t" and str(value) else value
+            for name, value in asdict(finding).items()
+        }
+        writer.writerow(row)
+    return file.getvalue()
+
+
+def _json(findings: Sequence[Finding]) -> str:
+    return json.dumps([asdict(finding) for finding in findings], indent=1) + "\n"
+
+
+def _sarif(findings: Sequence[Finding]) -> str:
+    used = [RULES[name] for name in sorted({finding.rule for finding in findings})]
+    rules = [{"id": rule.id, "shortDescription": {"text": rule.title}, "helpUri": rule.source} for rule in used]
+    driver = {"name": "apex_npu migrate", "rules": rules}
+    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": [_result(f) for f in findings]}
+    return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
+
+
+def _result(finding: Finding) -> dict[str, object]:
+    region = {
+        "startLine": finding.line,
+        "startColumn": finding.column,
+        "endLine": finding.end_line,
+        "endColumn": finding.end_column,
+    }
+    artifact = {"uri": PurePath(finding.path).as_posix()}
+    result: dict[str, object] = {
+        "ruleId": finding.rule,
+        "level": _LEVELS[finding.status],
+        "message": {"text": _what(finding) or RULES[finding.rule].title},
+        "locations": [{"physicalLocation": {"artifactLocation": artifact, "region": region}}],
+    }
+    if finding.after is not None:
+        replacement = {"deletedRegion": region, "insertedContent": {"text": finding.after}}
+        changes = [{"artifactLocation": artifact, "replacements": [replacement]}]
+        result["fixes"] = [{"description": {"text": RULES[finding.rule].title}, "artifactChanges": changes}]
+    return result
+
+
+def explanation(rule: Rule) -> str:
+    """A rule with its example."""
+    new = rewrite(rule.example, options=rule.options).source
+    after = "" if new == rule.example else f"\nbecomes\n\n{_indented(str(new))}"
+    example = f"\n{_indented(rule.example)}{after}" if rule.example.strip() else ""
+    message = f"\n{rule.message.format(*rule.found)}\n" if rule.message else ""
+    return f"{rule.id}: {rule.title}\n{example}{message}\n{rule.source}"
+
+
+def _indented(text: str) -> str:
+    return "".join(f"    {line}\n" for line in text.splitlines())

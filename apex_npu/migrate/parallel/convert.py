@@ -1,0 +1,385 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Rules that make a script for one card one for several: ``--data-parallel``. All that it takes, or nothing.
+
+The new script still runs by itself; started by ``torchrun`` it is one process of each card.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import replace
+
+from apex_npu.migrate.amp.initialize import COMBINE, PARALLEL, Insertion, check_moves, place_of
+from apex_npu.migrate.amp.training import UnclearError
+from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.source import Edit
+from apex_npu.migrate.engine.syntax import around, body_of, function_of, method_of, text
+from apex_npu.migrate.rules.catalogue import RULES
+from apex_npu.migrate.rules.targets import replaced, target_of, torch_name
+
+from .loaders import ELSEWHERE, UNSEEDED, Loaders, unseeded
+from .wrapped import Wrapped, unwrap_arguments
+
+_OURS = ("torch.distributed.init_process_group", "torch.utils.data.distributed.DistributedSampler")
+_SAMPLERS = (*_OURS, "torch.utils.data.DistributedSampler")
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
+_INDEXED = ("set_device", "set_device_index")
+_CARDS = ("torch.cuda.device", "torch.npu.device", "torch.accelerator.device_index")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+_EXITS = ("sys.exit", "os._exit", "exit", "quit")
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def check(program: Program) -> None:
+    """Say what the rules for several cards find."""
+    options = program.options
+    if not options.data_parallel:
+        return
+    before = len(program.drafts)
+    try:
+        if options.data_parallel == "main":
+            _convert(program)
+        else:
+            _convert_part(program)
+    except UnclearError as error:
+        del program.drafts[before:]
+        rule = error.rule if error.rule[0] == "P" else "P604"
+        program.report(rule, "refused", error.node, message=error.reason, links=[PARALLEL])
+    if options.parallel_left:
+        message = f"the script stays one for one card: {options.parallel_left}"
+        for number, draft in enumerate(program.drafts[before:], before):
+            if draft.status == "changed":
+                program.drafts[number] = replace(draft, status="refused", edits=(), message=message)
+
+
+def _convert(program: Program) -> None:
+    done = next(_parallel(program), None)
+    if done is not None:
+        program.report("P601", "note", done, message=RULES["P601"].message)
+        return
+    first = program.tree.body[0] if program.tree.body else None
+    torch = torch_name(program)
+    if first is None or torch is None:
+        node = first or ast.parse("pass").body[0]
+        raise UnclearError(node, "P601", "torch is not imported at the top level, by its name")
+    put = Insertion(program)
+    if program.options.model and program.options.model not in {
+        one for made in put.training.made for one in made.models
+    }:
+        raise UnclearError(first, "P604", f"no optimizer is made of {program.options.model}.parameters()")
+    if not put.training.made:
+        raise UnclearError(first, "P604", "no optimizer is made here, and so its model cannot be told")
+    _check_cards(program)
+    _check_visible(program)
+    _enter(program, torch)
+    _sample(put, torch)
+    _average(put, torch)
+    _guard_saves(program)
+    _leave(program, torch)
+    _check_joined(program)
+
+
+def _convert_part(program: Program) -> None:
+    """A file that the script imports."""
+    for node in program.names.nodes:
+        if isinstance(node, ast.Call) and method_of(node)[1] == "backward":
+            raise UnclearError(node, "P602", f"{ELSEWHERE}: have both in the script that --data-parallel gives")
+    for call, is_split in unseeded(program):
+        if is_split:
+            program.report("P602", "note", call, message=UNSEEDED)
+    unwrap_arguments(program, [PARALLEL])
+    _guard_saves(program)
+
+
+def _check_joined(program: Program) -> None:
+    """Refuse what is done, before the processes join, with what depends on them."""
+    block = program.parent(_start(program))
+    if not isinstance(block, ast.If):
+        return
+    source, body = program.source, program.tree.body
+    early = body[: body.index(block)]
+    made = [draft for draft in program.changes() if draft.rule in ("P602", "P603", "P604", "P605") and draft.edits]
+    made += [draft for draft in program.changes() if draft.rule == "A301" and PARALLEL in draft.links]
+    holders = [next(one for one in body[::-1] if source.span(one)[0] <= draft.start) for draft in made]
+    found = {one.name for one in holders if isinstance(one, _DEFINITIONS)}
+    calls = {one: {_last(call) for call in ast.walk(one) if isinstance(call, ast.Call)} for one in body}
+    while grown := {one.name for one in body if isinstance(one, _DEFINITIONS) and calls[one] & found} - found:
+        found |= grown
+    for one in early:
+        if not isinstance(one, _DEFINITIONS) and (one in holders or calls[one] & found):
+            raise UnclearError(one, "P601", "made before the processes join: put it into the if that starts the script")
+
+
+def _last(call: ast.Call) -> str:
+    return text(call.func).rpartition(".")[2]
+
+
+def _parallel(program: Program) -> Iterator[ast.expr]:
+    """What a script for several cards has."""
+    for node in program.names.nodes:
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            dotted = program.names.dotted(node) or ""
+            if dotted in _SAMPLERS:
+                yield node
+            elif dotted.startswith(("torch.", "apex")) and dotted.rpartition(".")[2] in _WRAPPERS:
+                if dotted.endswith(".DataParallel"):
+                    raise UnclearError(node, "P604", "take DataParallel out first: each process has one card")
+                yield node
+
+
+def _check_cards(program: Program) -> None:
+    """Refuse places that name a card by its number: every process has its own."""
+    for node in program.names.nodes:
+        named = ""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(("cuda:", "npu:")):
+            named = "" if node.value == "cuda:0" else repr(node.value)
+        elif isinstance(node, ast.Call):
+            dotted = program.names.dotted(node.func) or ""
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            given = [one.value for one in node.keywords if one.arg == "device"]
+            numbered = [*node.args[:1], *given]
+            if dotted.startswith("torch.") and dotted.rpartition(".")[2] in _INDEXED:
+                named = f"{name or dotted}()"
+            elif dotted in _CARDS or (name == "device" and _is_device_module(program, node.func)):
+                named = f"{dotted or name}()"
+            elif dotted == "torch.device" and len(node.args) + len(node.keywords) > 1:
+                named = "torch.device(type, index)"
+            elif name in ("cuda", "npu") and not dotted and numbered and not _is_flag(numbered[0]):
+                named = f"{name}(device)"
+            elif any(map(_is_number, numbered if name == "to" or dotted == "torch.device" else given)):
+                named = f"{name or dotted}() of a number"
+        if named:
+            assert isinstance(node, ast.expr)
+            reason = f"{named} names a card, and every process has its own: write the device without its number"
+            raise UnclearError(node, "P601", reason)
+
+
+def _is_device_module(program: Program, node: ast.expr) -> bool:
+    """Whether a name is one of ``torch.get_device_module(...)``."""
+    module = node.value if isinstance(node, ast.Attribute) else None
+    return isinstance(module, ast.Call) and program.names.dotted(module.func) == "torch.get_device_module"
+
+
+def _check_visible(program: Program) -> None:
+    """Refuse a script that leaves every process one card, the same one."""
+    for node in program.names.nodes:
+        if not isinstance(node, ast.Constant) or node.value not in _VISIBLE:
+            continue
+        parent = program.parent(node)
+        value: ast.AST | None = None
+        if isinstance(parent, ast.Subscript) and isinstance(parent.ctx, ast.Store):
+            value = getattr(program.parent(parent), "value", None)
+        elif isinstance(parent, ast.Call) and _last(parent) in ("setdefault", "putenv"):
+            value = parent.args[-1]
+        elif isinstance(parent, ast.Dict) and node in parent.keys:
+            value = parent.values[parent.keys.index(node)]
+        several = isinstance(value, ast.Constant) and "," in str(value.value)
+        if value is not None and not several:
+            raise UnclearError(node, "P601", f"{node.value} leaves every process the same card: set it in the shell")
+
+
+def _is_flag(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, bool)
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) is int
+
+
+def _enter(program: Program, torch: str) -> None:
+    """Join the other processes before anything else is done."""
+    bound = program.names.module.bindings.get("os", [])
+    if any(binding != "os" for binding in bound) or (not bound and program.names.is_taken("os")):
+        raise UnclearError(program.tree.body[0], "P601", "the name os is taken")
+    anchor, source = _start(program), program.source
+    if source.text[source.line_start(anchor.lineno) : source.span(anchor)[0]].strip():
+        raise UnclearError(anchor, "P601", "the first statement shares its line: give it one of its own")
+    edit = program.lines(anchor, target_of(program).joined(torch), before=True)
+    program.report("P601", "changed", (edit.start, edit.end), [edit], links=_links(program))
+
+
+def _leave(program: Program, torch: str) -> None:
+    """Destroy the group after the last statement, as torch asks for: its threads and communicators end there."""
+    last = body_of(program, _start(program))[-1]
+    called = last.value if isinstance(last, ast.Expr) else None
+    if isinstance(last, ast.Raise) or (isinstance(called, ast.Call) and text(called.func) in _EXITS):
+        program.report("P607", "note", last, message=RULES["P607"].message, links=[PARALLEL])
+        return
+    there, destroyed = (f"{torch}.distributed.{name}()" for name in ("is_initialized", "destroy_process_group"))
+    edit = program.lines(last, [f"if {there}:", f"    {destroyed}"])
+    program.report("P607", "changed", (edit.start, edit.end), [edit], links=_links(program))
+
+
+def _start(program: Program) -> ast.stmt:
+    """The first statement that is done when the script is started, rather than imported."""
+    for node in program.tree.body:
+        if isinstance(node, ast.If) and "__name__" in [
+            one.id for one in ast.walk(node.test) if isinstance(one, ast.Name)
+        ]:
+            return node.body[0]
+    removed = [(one.start, one.end) for one in program.changes() if one.rule[0] == "T"]
+    seen = False
+    for node in program.tree.body:
+        seen |= isinstance(node, (ast.Import, ast.ImportFrom)) and "torch" in ast.unparse(node)
+        passed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        start = program.source.span(node)[0]
+        covered = any(begin <= start < end for begin, end in removed)
+        if seen and not isinstance(node, passed) and not covered:
+            return node
+    raise UnclearError(program.tree.body[-1], "P601", "nothing is done when this file is started")
+
+
+def _links(program: Program) -> list[str]:
+    """What is changed together: with the rules of amp, where they are applied."""
+    return [PARALLEL, *(["amp"] if any("amp" in draft.links for draft in program.drafts) else [])]
+
+
+def _sample(put: Insertion, torch: str) -> None:
+    """Give each process a part of the training data."""
+    program, links = put.program, _links(put.program)
+    loaders = Loaders(program, put.training)
+    _check_splits(program, loaders)
+    for call in loaders.made:
+        _sample_one(program, call, torch, links)
+    for loop, name in loaders.epochs:
+        anchor = loop.body[0]
+        indent = program.source.text[program.source.line_start(anchor.lineno) : program.source.span(anchor)[0]]
+        inside = [one for one in put.training.assigned(name, loop) if loop in around(program, one)]
+        if inside:
+            raise UnclearError(inside[0], "P603", "a DataLoader in the loop over epochs: make it before that")
+        if indent.strip() or not isinstance(loop.target, ast.Name):
+            raise UnclearError(loop, "P603", "the loop over epochs has no block of lines of its own, or no number")
+        lines = [
+            f"if isinstance({name}.sampler, {torch}.utils.data.DistributedSampler):",
+            f"    {name}.sampler.set_epoch({loop.target.id})",
+        ]
+        edit = program.lines(anchor, lines, before=True)
+        program.report("P603", "changed", (edit.start, edit.end), [edit], links=links)
+    for call in loaders.others:
+        program.report("P602", "note", call, message="every process goes over all of these data")
+    for call in loaders.counted():
+        program.report("P602", "note", call, message="each process sees a part of these data: see to what it divides")
+
+
+def _check_splits(program: Program, loaders: Loaders) -> None:
+    """Refuse data that each process splits for itself."""
+    near = {program.tree, *(function_of(program, call) for call in loaders.made)}
+    for call, is_split in unseeded(program):
+        shuffled = [*call.args[:1], *(one.value for one in call.keywords)] if _last(call) == "shuffle" else []
+        if is_split or any(text(one) in loaders.sampled for one in shuffled):
+            raise UnclearError(call, "P602", UNSEEDED)
+        if function_of(program, call) in near and not any(isinstance(one, ast.For) for one in around(program, call)):
+            program.report("P602", "note", call, message=UNSEEDED)
+
+
+def _sample_one(program: Program, call: ast.Call, torch: str, links: list[str]) -> None:
+    given = {one.arg: one for one in call.keywords}
+    for name in ("sampler", "batch_sampler"):
+        if name in given or len(call.args) > 3:
+            raise UnclearError(call, "P602", f"it has a {name} of its own: give each process its part there")
+    if None in given or any(isinstance(one, ast.Starred) for one in call.args):
+        raise UnclearError(call, "P602", "its arguments cannot be told: * or **")
+    dataset = call.args[0] if call.args else given["dataset"].value if "dataset" in given else None
+    if dataset is None or not text(dataset):
+        raise UnclearError(call, "P602", "assign the dataset to a name first: the sampler gets it, too")
+    shuffle = call.args[2] if len(call.args) > 2 else given["shuffle"].value if "shuffle" in given else None
+    source = program.source
+    shuffled = "" if shuffle is None else source.text[slice(*source.span(shuffle))]
+    if "\n" in shuffled:
+        raise UnclearError(call, "P602", "its argument shuffle is on several lines")
+    there = f"{torch}.distributed.is_initialized()"
+    part = f"{torch}.utils.data.DistributedSampler({text(dataset)}, shuffle={shuffled or 'False'})"
+    edits: list[Edit] = []
+    is_off = shuffle is None or (isinstance(shuffle, ast.Constant) and not shuffle.value)
+    if shuffle is not None and not is_off:
+        is_on = isinstance(shuffle, ast.Constant) and shuffle.value is True
+        new = f"not {there}" if is_on else f"{shuffled if text(shuffle) else f'({shuffled})'} and not {there}"
+        edits.append(replaced(program, shuffle, new))
+    last = max([*call.args, *(one.value for one in call.keywords)], key=lambda one: source.span(one)[1])
+    end = source.span(last)[1]
+    while source.text[end : end + 1] == ")" and end + 1 < source.span(call)[1]:
+        end += 1  # parentheses around the last argument
+    edits.append(Edit(end, end, f", sampler={part} if {there} else None"))
+    message = "the batch of each process is as large as it was, and so the learning rate may have to grow: see to both"
+    for edit in edits:
+        program.report("P602", "changed", (edit.start, edit.end), [edit], message if edit is edits[-1] else "", links)
+    program.report("P602", "changed", call.func, links=links)  # where the name is kept, this is
+
+
+def _average(put: Insertion, torch: str) -> None:
+    """Average gradients over the processes: by amp where it is put in with fused optimizers, else by torch's DDP."""
+    if put.combines:
+        call = next((draft for draft in put.program.drafts if draft.rule == "A301"), None)
+        if call is not None:
+            message = f"amp.initialize gets {COMBINE.format(torch)}"
+            put.program.report("P604", "note", (call.start, call.end), message=message)
+            return
+    made = put.training.made
+    only = put.program.options.model
+    models = [one for one in dict.fromkeys(name for each in made for name in each.models) if only in ("", one)]
+    place = _initialized(put) or place_of(put)
+    scope = put.program.names.scope(place)
+    for model in models:
+        if "." not in model and put.training.scope_of(place, model) is not scope:
+            raise UnclearError(place, "P604", f"{model} is not a name of the function that makes its optimizer")
+    lines = [f"if {torch}.distributed.is_initialized():"]
+    lines += [f"    {model} = {torch}.nn.parallel.DistributedDataParallel({model})" for model in models]
+    check_moves(put, models, place)
+    for model in models:
+        Wrapped(put, model).unwrap(place, _links(put.program))
+    put.put_after("P604", place, lines, links=_links(put.program))
+
+
+def _initialized(put: Insertion) -> ast.stmt | None:
+    """The statement that calls ``amp.initialize`` in the program already."""
+    for call in put.training.calls:
+        dotted = put.program.names.dotted(call.func) or ""
+        if dotted in ("apex.amp.initialize", "apex_npu.amp.initialize"):
+            statement = next(one for one in around(put.program, call) if isinstance(one, ast.stmt))
+            if isinstance(statement, (ast.Assign, ast.Expr)) and statement.value is call:
+                return statement
+            raise UnclearError(call, "P604", "amp.initialize is part of another statement: give it one of its own")
+    return None
+
+
+def _guard_saves(program: Program) -> None:
+    """Let one process write files."""
+    torch = torch_name(program)
+    for node in program.names.nodes:
+        if not isinstance(node, ast.Call) or program.names.dotted(node.func) != "torch.save":
+            continue
+        statement, source = program.parent(node), program.source
+        if torch is None or not isinstance(statement, ast.Expr):
+            raise UnclearError(node, "P605", "torch.save is part of another statement: give it one of its own")
+        if _is_open(program, node):
+            raise UnclearError(node, "P605", "torch.save gets an open file: every process opens it; give the path")
+        start = source.span(statement)[0]
+        indent = source.text[source.line_start(statement.lineno) : start]
+        if indent.strip():
+            raise UnclearError(node, "P605", "torch.save shares its line: give it one of its own")
+        inner = "\t" if "\t" in indent else "    "
+        header = f"if not {torch}.distributed.is_initialized() or {torch}.distributed.get_rank() == 0:"
+        written = f"{header}{source.newline(statement.lineno)}{indent}{inner}"
+        program.report("P605", "changed", (start, start), [Edit(start, start, written)], links=[PARALLEL])
+        program.report("P605", "changed", node.func, links=[PARALLEL])  # where the name is kept, this is
+
+
+def _is_open(program: Program, call: ast.Call) -> bool:
+    """Whether what is written to is opened here, rather than a path."""
+    to = next(iter([*call.args[1:2], *(one.value for one in call.keywords if one.arg == "f")]), None)
+    if to is None:
+        return False
+    made = [to]
+    for node in program.names.nodes:
+        if isinstance(node, ast.Assign) and text(to) and text(to) in map(text, node.targets):
+            made.append(node.value)
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None and text(to):
+            made += [node.context_expr] if text(node.optional_vars) == text(to) else []
+    return any(isinstance(one, ast.Call) and _opens(one) for one in made)
+
+
+def _opens(call: ast.Call) -> bool:
+    called = call.func.attr if isinstance(call.func, ast.Attribute) else text(call.func)
+    return called in ("open", "fdopen", "BytesIO") or called.endswith("TemporaryFile")

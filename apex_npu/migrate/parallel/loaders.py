@@ -1,0 +1,179 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which DataLoaders a program trains with, and which loops count its epochs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from apex_npu.migrate.amp.training import Training, UnclearError
+from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.syntax import around, function_of, is_argument, text
+
+_LOADER = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+# Calls around a loader that give what it gives, and around a range.
+_AROUND = frozenset({"enumerate", "tqdm", "track", "notebook_tqdm", "iter"})
+_NUMBERED = frozenset({"range", "trange"})
+
+
+ELSEWHERE = "the backward is in another file than the DataLoader"
+UNSEEDED = "each process draws its own: call manual_seed before, or give a generator (random_state)"
+# What draws a split or an order: the argument that makes it the same everywhere, and which seed does.
+_SPLITS = {
+    "torch.utils.data.random_split": ("generator", "torch"),
+    "torch.utils.data.dataset.random_split": ("generator", "torch"),
+    "sklearn.model_selection.train_test_split": ("random_state", "numpy"),
+}
+_ORDERS = {
+    "torch.randperm": ("generator", "torch"),
+    "numpy.random.permutation": ("", "numpy"),
+    "numpy.random.shuffle": ("", "numpy"),
+    "random.shuffle": ("", "random"),
+    "random.sample": ("", "random"),
+}
+
+
+def unseeded(program: Program) -> Iterator[tuple[ast.Call, bool]]:
+    """What each process draws for itself, and whether that is a split of data."""
+    calls = [node for node in program.names.nodes if isinstance(node, ast.Call)]
+    seeds = [(call, seeded) for call in calls if (seeded := _seeded(program, call))]
+    for call in calls:
+        name = program.names.dotted(call.func) or ""
+        argument, library = (_SPLITS | _ORDERS).get(name, ("", ""))
+        if not library or _is_fixed(call, argument):
+            continue
+        start, function = program.source.span(call)[0], function_of(program, call)
+        here = [one for at, one in seeds if function_of(program, at) is function and program.source.span(at)[0] < start]
+        others = [one for at, one in seeds if function_of(program, at) is not function]
+        if not {library, "all"} & {*here, *others}:
+            yield call, name in _SPLITS
+
+
+def _is_fixed(call: ast.Call, argument: str) -> bool:
+    """Whether it is given a seed, or does not draw."""
+    given = {one.arg: one.value for one in call.keywords}
+    shuffle = given.get("shuffle")
+    in_order = isinstance(shuffle, ast.Constant) and not shuffle.value
+    return argument in given or None in given or in_order or (argument == "generator" and len(call.args) > 2)
+
+
+def _seeded(program: Program, call: ast.Call) -> str:
+    """The library that a call seeds; "all" for a function of the program, or of another library; "": none."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else text(call.func)
+    dotted = program.names.dotted(call.func) or ""
+    root = dotted.partition(".")[0]
+    if "seed" not in name or dotted.startswith("torch.cuda") or (not dotted and name in ("manual_seed", "seed")):
+        return ""
+    return root if root in ("torch", "numpy", "random") else "all"
+
+
+class Loaders:
+    """The DataLoaders of a program.
+
+    Attributes:
+        made: Calls of ``DataLoader`` whose data are trained with; ``others`` are the rest.
+        others: See ``made``.
+        sampled: The names of the data sets of ``made``.
+        epochs: Loops that go over such a loader several times, and what it is called there.
+
+    Raises:
+        UnclearError: Where the data of a backward come from cannot be told.
+    """
+
+    def __init__(self, program: Program, training: Training) -> None:
+        self.program, self.training = program, training
+        calls = training.calls
+        self._all = [call for call in calls if program.names.dotted(call.func) in _LOADER]
+        self._check_iterable()
+        self.made: list[ast.Call] = []
+        self.epochs: list[tuple[ast.For, str]] = []
+        if not training.backwards:
+            at = next(iter(self._all), training.made[0].call)
+            raise UnclearError(at, "P602", f"{ELSEWHERE}: have both in this one")
+        for backward in training.backwards:
+            self._follow(backward.call)
+        self.others = [call for call in self._all if call not in self.made]
+        given = [one for call in self.made for one in call.args[:1]]
+        given += [one.value for call in self.made for one in call.keywords if one.arg == "dataset"]
+        self.sampled = set(map(text, given)) - {""}
+
+    def counted(self) -> Iterator[ast.Call]:
+        """Calls of ``len`` for a data set that each process gets a part of."""
+        for call in self.training.calls:
+            if text(call.func) == "len" and len(call.args) == 1:
+                name = text(call.args[0])
+                loader, _, last = name.rpartition(".")
+                if name in self.sampled or (last == "dataset" and self._is_sampled(loader, call)):
+                    yield call
+
+    def _is_sampled(self, name: str, node: ast.AST) -> bool:
+        try:
+            return any(call in self.made for call in self._made(name, node))
+        except UnclearError:
+            return False
+
+    def _check_iterable(self) -> None:
+        for node in self.program.names.nodes:
+            if isinstance(node, (ast.Name, ast.Attribute)) and self._is_iterable(node):
+                raise UnclearError(node, "P602", "an IterableDataset has no sampler: give each process its part there")
+
+    def _is_iterable(self, node: ast.AST) -> bool:
+        return (self.program.names.dotted(node) or "").endswith(".IterableDataset")
+
+    def _follow(self, backward: ast.Call) -> None:
+        """Find the loop over a loader around a backward."""
+        function = function_of(self.program, backward)
+        loops = [one for one in around(self.program, backward) if isinstance(one, ast.For)]
+        for loop in loops:
+            if function_of(self.program, loop) is not function:
+                break
+            given = _inside(loop.iter)
+            if isinstance(given, ast.Call) and given in self._all:
+                raise UnclearError(given, "P602", "assign the DataLoader to a name before the loop")
+            found = list(self._made(text(given), loop)) if text(given) else []
+            if found:
+                self.made += [call for call in found if call not in self.made]
+                self._count(loop, text(given))
+                return
+        raise UnclearError(backward, "P602", "no loop over a DataLoader that is made here contains this")
+
+    def _made(self, name: str, node: ast.AST) -> Iterator[ast.Call]:
+        """The calls of ``DataLoader`` that ``name`` can be at ``node``."""
+        if is_argument(self.program, node, name):
+            for _, given in self.training.passed(name, node):
+                if text(given):
+                    yield from self._made(text(given), given)
+            return
+        assigned = self.training.assigned(name, node)
+        values = [one.value for one in assigned if isinstance(one.value, ast.Call) and one.value in self._all]
+        if len(values) != len(assigned) or len(values) > 1:
+            raise UnclearError(assigned[0], "P602", f"{name} is made at several places, or not by DataLoader alone")
+        yield from values
+
+    def _count(self, loop: ast.AST, name: str) -> None:
+        """Find the loop over epochs around the loop over a loader, or around the calls of its function."""
+        function = function_of(self.program, loop)
+        outer = next((one for one in around(self.program, loop) if isinstance(one, _LOOPS)), None)
+        if outer is not None and function_of(self.program, outer) is function:
+            numbers = _inside(outer.iter) if isinstance(outer, ast.For) else None
+            called = text(numbers.func).rpartition(".")[2] if isinstance(numbers, ast.Call) else ""
+            if not isinstance(outer, ast.For) or called not in _NUMBERED or not isinstance(outer.target, ast.Name):
+                raise UnclearError(
+                    outer, "P603", "write the loop over epochs with range: the sampler needs their number"
+                )
+            if (outer, name) not in self.epochs:
+                self.epochs.append((outer, name))
+            return
+        if is_argument(self.program, loop, name):
+            for call, given in self.training.passed(name, loop):
+                if text(given):
+                    self._count(call, text(given))
+
+
+def _inside(node: ast.expr) -> ast.expr:
+    """What a loop goes over, without the calls around it that count or show progress."""
+    while isinstance(node, ast.Call) and node.args and text(node.func).rpartition(".")[2] in _AROUND:
+        node = node.args[0]
+    return node

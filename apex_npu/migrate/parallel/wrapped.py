@@ -1,0 +1,165 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a program does with a model inside of DistributedDataParallel: what it looks into is the model inside."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from apex_npu.migrate.amp.initialize import Insertion
+from apex_npu.migrate.amp.training import Training, UnclearError
+from apex_npu.migrate.engine.names import Scope
+from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.syntax import function_of, is_argument, text
+from apex_npu.migrate.rules.targets import replaced, torch_name
+
+# What DistributedDataParallel has of its own, or what does the same there.
+_SHARED = """
+    parameters train eval zero_grad buffers to cuda npu cpu float half double bfloat16 requires_grad_ training
+    register_forward_hook register_forward_pre_hook register_full_backward_hook apply forward compile
+"""
+# What has other names or other parts there.
+_STATES = ("state_dict", "load_state_dict")
+_INSIDE = (*_STATES, "named_parameters", "named_buffers", "named_modules", "named_children", "modules", "children")
+# Functions that look at a model itself.
+_LOOKS = "len enumerate iter list tuple reversed zip isinstance type hasattr getattr setattr copy.deepcopy"
+# Arguments that are no models by their names.
+_OTHERS = re.compile(r"(^|_)opt|sched|scaler|state|dict|checkpoint|ckpt", re.IGNORECASE)
+
+
+class Wrapped:
+    """One model of a program: which expressions are it.
+
+    Args:
+        put: The program.
+        model: Its name where its optimizer is made.
+    """
+
+    def __init__(self, put: Insertion, model: str) -> None:
+        self.program, self.training, self.model = put.program, put.training, model
+        self._known: dict[tuple[str, Scope | None], bool] = {}
+
+    def is_model(self, node: ast.AST) -> bool:
+        """Whether an expression is the model, by its name, as an argument that it is passed as, or as another name."""
+        name = text(node)
+        if not name or name == self.model:
+            return bool(name)
+        key = (name, self.training.scope_of(node, name))
+        if key not in self._known:
+            self._known[key] = False  # where it is passed on to itself
+            self._known[key] = any(map(self.is_model, given_for(self.training, name, node)))
+        return self._known[key]
+
+    def unwrap(self, place: ast.stmt, links: list[str]) -> None:
+        """Take the model inside where the program looks into it after ``place``.
+
+        Raises:
+            UnclearError: An attribute of its own would no longer be found.
+        """
+        program, end = self.program, self.program.source.span(place)[1]
+        for node in program.names.nodes:
+            if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load):
+                continue
+            parent = program.parent(node)
+            used = parent.attr if isinstance(parent, ast.Attribute) else ""
+            if (
+                used in _SHARED.split()
+                or not (used or _looks_inside(program, node) or _kept_in(program, node))
+                or not self.is_model(node)
+            ):
+                continue
+            if function_of(program, node) is function_of(program, place) and self.training.offset(node) < end:
+                continue
+            if used and used not in _INSIDE:
+                reason = f"{ast.unparse(node)}.{used} is used, which is not found through DistributedDataParallel"
+                raise UnclearError(node, "P604", reason)
+            kept = _kept_in(program, node)
+            if kept:
+                raise UnclearError(node, "P604", f"{kept} is saved with a whole model: save its state_dict()")
+            edit = replaced(program, node, f'getattr({text(node)}, "module", {text(node)})')
+            program.report("P604", "changed", node, [edit], links=links)
+
+
+def given_for(training: Training, name: str, node: ast.AST) -> list[ast.expr]:
+    """What an argument is given, or another name is assigned."""
+    if "." not in name and is_argument(training.program, node, name):
+        return [given for _, given in training.passed(name, node)]
+    return [one.value for one in training.assigned(name, node)]
+
+
+def unwrap_arguments(program: Program, links: list[str]) -> None:
+    """States that a file of the program saves are those of the models inside: which are wrapped, the call decides.
+
+    Raises:
+        UnclearError: torch has no name here.
+    """
+    assigned = {
+        text(target): text(one.value)
+        for one in program.names.nodes
+        if isinstance(one, ast.Assign) and is_argument(program, one, text(one.value))
+        for target in one.targets
+        if isinstance(target, ast.Attribute)
+    }
+    torch = torch_name(program)
+    for node in program.names.nodes:
+        name = text(node) if isinstance(node, (ast.Name, ast.Attribute)) else ""
+        if not name or _OTHERS.search(name.rpartition(".")[2]):
+            continue
+        assert isinstance(node, (ast.Name, ast.Attribute))
+        parent = program.parent(node)
+        states = isinstance(parent, ast.Attribute) and parent.attr in _STATES
+        if not (states or _is_saved(program, node)):
+            continue
+        if name not in assigned and not ("." not in name and is_argument(program, node, name)):
+            continue
+        if name == "self":
+            continue
+        if torch is None:
+            raise UnclearError(node, "P604", "torch is not imported at the top level, by its name")
+        wrapped = f"isinstance({name}, {torch}.nn.parallel.DistributedDataParallel)"
+        edit = replaced(program, node, f"({name}.module if {wrapped} else {name})")
+        program.report("P604", "changed", node, [edit], links=links)
+
+
+def _looks_inside(program: Program, node: ast.expr) -> bool:
+    """Whether the expression around a model does not call it, but takes or stores its parts."""
+    parent = program.parent(node)
+    if isinstance(parent, ast.Subscript):
+        return parent.value is node
+    if isinstance(parent, (ast.For, ast.AsyncFor, ast.comprehension)):
+        return parent.iter is node
+    if isinstance(parent, ast.Call) and node in parent.args:
+        name = program.names.dotted(parent.func) or text(parent.func)
+        named = parent.args[1] if len(parent.args) > 1 else None
+        if name in _LOOKS.split():
+            return not (isinstance(named, ast.Constant) and named.value == "module")
+    return isinstance(parent, ast.Starred) or _is_saved(program, node)
+
+
+def _is_saved(program: Program, node: ast.expr) -> bool:
+    """Whether ``torch.save`` gets it, by itself or in a dict, list or tuple."""
+    at, parent = _outermost(program, node)
+    if isinstance(parent, ast.keyword) and parent.arg == "obj":
+        at, parent = parent, program.parent(parent)
+    if not isinstance(parent, ast.Call) or program.names.dotted(parent.func) != "torch.save":
+        return False
+    return at in parent.args[:1] or at in parent.keywords
+
+
+def _outermost(program: Program, node: ast.AST) -> tuple[ast.AST, ast.AST | None]:
+    """The dict, list or tuple around a node, or itself, and what contains that."""
+    parent = program.parent(node)
+    while isinstance(parent, (ast.Dict, ast.List, ast.Tuple)):
+        node, parent = parent, program.parent(parent)
+    return node, parent
+
+
+def _kept_in(program: Program, node: ast.expr) -> str:
+    """The name of a dict, list or tuple of it that ``torch.save`` gets; "": none."""
+    at, parent = _outermost(program, node)
+    if at is node or not isinstance(parent, ast.Assign):
+        return ""
+    names = set(map(text, parent.targets)) - {""}
+    used = (one for one in program.names.nodes if isinstance(one, (ast.Name, ast.Attribute)) and text(one) in names)
+    return next((text(one) for one in used if _is_saved(program, one)), "")

@@ -1,0 +1,155 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Optimizer rules: optimizers of torch.optim become fused ones of the same rule; imports that lose their use go.
+
+Imports that had no use before stay.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.source import Edit
+from apex_npu.migrate.engine.syntax import alone, around, body_of
+
+from .catalogue import RULES
+from .tables import FUSED, FUSED_KEYWORDS
+from .targets import UNNAMED, name_of, replaced, torch_import
+
+
+def check(program: Program) -> None:
+    """Say what the rules for optimizers find."""
+    if not program.options.has("O501"):
+        return
+    uses = [node for node in program.names.nodes if isinstance(node, (ast.Attribute, ast.Name))]
+    found = [(node, name) for node in uses if (name := _optimizer(program, node)) and not _is_annotation(program, node)]
+    if not found:
+        return
+    calls = (node for node in program.names.nodes if isinstance(node, ast.Call))
+    sparse = next((program.source.span(call)[0] for call in calls if _is_sparse(call)), None)
+    optimizers = name_of(program, "optimizers")
+    for node, name in found:
+        _use(program, node, name, optimizers, sparse)
+
+
+def _optimizer(program: Program, node: ast.Attribute | ast.Name) -> str:
+    """The class of torch.optim that is used, if we have one of its rule."""
+    parts = (program.names.dotted(node) or "").split(".") if isinstance(node.ctx, ast.Load) else [""]
+    modules = [["torch", "optim"], ["torch", "optim", parts[-1].lower()]]
+    return parts[-1] if parts[-1] in FUSED and parts[:-1] in modules else ""
+
+
+def _is_sparse(node: ast.Call) -> bool:
+    """Whether gradients that only some rules can take are made here."""
+    given = [keyword.value for keyword in node.keywords if keyword.arg == "sparse"]
+    return any(not (isinstance(value, ast.Constant) and value.value is False) for value in given)
+
+
+def _is_annotation(program: Program, node: ast.AST) -> bool:
+    parent = program.parent(node)
+    while isinstance(parent, (ast.Subscript, ast.BinOp, ast.Tuple)):
+        node, parent = parent, program.parent(parent)
+    return node in (getattr(parent, "annotation", None), getattr(parent, "returns", None))
+
+
+def _use(program: Program, node: ast.expr, name: str, optimizers: str | None, sparse: int | None) -> None:
+    call, links = program.parent(node), [f"class {name}"]
+    if not isinstance(call, ast.Call) or call.func is not node:
+        program.report("O501", "refused", node, message=RULES["O501"].message, links=links if _asks(call) else ())
+        return
+    refusal = UNNAMED if optimizers is None else _lacking(call, name)
+    if sparse is not None:
+        refusal = f"gradients are sparse (line {program.source.place(sparse)[0]}), which fused optimizers do not take"
+    edit = replaced(program, node, f"{optimizers}.{FUSED[name][0]}")
+    program.report("O501", "refused" if refusal else "changed", node, [] if refusal else [edit], refusal, links)
+
+
+def _asks(parent: ast.AST | None) -> bool:
+    """Whether a class is asked for, as in ``isinstance``: what is made has to stay of this class."""
+    return isinstance(parent, (ast.Compare, ast.Tuple)) or (
+        isinstance(parent, ast.Call)
+        and isinstance(parent.func, ast.Name)
+        and parent.func.id in ("isinstance", "issubclass")
+    )
+
+
+def _lacking(call: ast.Call, name: str) -> str:
+    """Why a call cannot be one of ours: what it passes that ours does not take."""
+    ours, places = FUSED[name]
+    known = places.split()
+    if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
+        return "its arguments cannot be told: * or **"
+    unknown = [one.arg for one in call.keywords if one.arg not in {*known, *FUSED_KEYWORDS}]
+    unknown += [f"number {len(known) + 1}"] if len(call.args) > len(known) else []
+    return f"{ours} has no argument {unknown[0]}" if unknown else ""
+
+
+_FAMILIES = ("O501", "T", "D110")
+
+
+def check_imports(program: Program, path: str) -> None:
+    """Remove them from a file that other files do not import names through."""
+    if not program.options.has("X203"):
+        return
+    edits = [edit for draft in program.changes() if draft.rule.startswith(_FAMILIES) for edit in draft.edits]
+    if not edits or PurePath(path).name == "__init__.py" or "__all__" in program.names.module.bindings:
+        return
+    for node in program.names.nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and node is not torch_import(program):
+            unused = [alias for alias in node.names if _is_unused(program, node, alias, edits)]
+            if unused and not _is_edited(program, node):
+                _remove(program, node, unused)
+
+
+def _is_unused(program: Program, node: ast.Import | ast.ImportFrom, alias: ast.alias, edits: Sequence[Edit]) -> bool:
+    """Whether all uses of a name of torch's are in what is replaced."""
+    module = f"{node.module}." if isinstance(node, ast.ImportFrom) and not node.level else ""
+    if not f"{module}{alias.name}".startswith("torch.") or (alias.asname is None and isinstance(node, ast.Import)):
+        return False
+    bound = alias.asname or alias.name
+    home = program.names.scope(node).find(bound)
+    if home is None or len(home.bindings[bound]) != 1:
+        return False
+    uses = [
+        one
+        for one in program.names.nodes
+        if isinstance(one, ast.Name) and one.id == bound and program.names.scope(one).find(bound) is home
+    ]
+    # Places inside of an f-string may be wrong.
+    exact = not any(isinstance(at, ast.JoinedStr) for use in uses for at in around(program, use))
+    starts = [program.source.span(use)[0] for use in uses]
+    gone = all(any(edit.start <= start < edit.end for edit in edits) for start in starts)
+    return bool(uses) and exact and gone
+
+
+def _is_edited(program: Program, node: ast.stmt) -> bool:
+    start, end = program.source.span(node)
+    return any(start <= draft.start < end or start < draft.end <= end for draft in program.changes())
+
+
+def _remove(program: Program, node: ast.Import | ast.ImportFrom, unused: list[ast.alias]) -> None:
+    source, body = program.source, body_of(program, node)
+    if len(unused) == len(node.names):
+        if not alone(program, node) or len(body) < 2:
+            return
+        start, end = source.line_start(node.lineno), source.line_end(node.end_lineno or 0)
+        end = min(end + len(source.newline(node.end_lineno or 0)), len(source.text))
+        edit = Edit(start, end, "")
+        program.report("X203", "changed", (start, end), [edit])
+        return
+    kept = [number for number, alias in enumerate(node.names) if alias not in unused]
+    runs = [[alias] for alias in unused if node.names.index(alias) < kept[-1]]
+    runs += [node.names[kept[-1] + 1 :]] if kept[-1] + 1 < len(node.names) else []
+    for run in runs:
+        at = node.names.index(run[0])
+        start, end = source.span(run[0])[0], source.span(run[-1])[1]
+        if at < kept[-1]:
+            end = source.span(node.names[at + 1])[0]
+        else:
+            start = source.span(node.names[at - 1])[1]
+        if "\n" not in source.text[start:end]:
+            edit = Edit(start, end, "")
+            program.report("X203", "changed", (start, end), [edit])

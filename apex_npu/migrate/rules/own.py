@@ -1,0 +1,396 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A person's rules (``--rules``, ``--api-list``): read from TOML or JSON, of our form or Ascend's, and applied.
+
+A file is checked as a whole: what is wrong in it is named with its place before any program is read. Where these rules
+say something, no other rule does.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.source import Edit
+from apex_npu.migrate.engine.syntax import alone
+
+from .catalogue import RULES
+from .targets import replaced
+
+_NAME = re.compile(r"\.?[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+@dataclass(frozen=True)
+class Rename:
+    """A name, by its imports, is another; with a dot before it: methods of that name, of any object."""
+
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument that calls give is another; it is left out where they do not give it."""
+
+    call: str
+    new: str
+    position: int | None = None
+    keyword: str | None = None
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """A name whose uses are left for a person. ``listed``: it is of a list of APIs that are not supported."""
+
+    name: str
+    why: str
+    listed: bool = False
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A name that no rule changes."""
+
+    name: str
+
+
+OwnRule = Rename | Argument | Refuse | Keep
+_KINDS: dict[str, type[OwnRule]] = {"rename": Rename, "argument": Argument, "refuse": Refuse, "keep": Keep}
+# Rules of Ascend's form: the kind, and what their keys are called here.
+_ASCEND = {
+    "ArgsModifyRule": ("argument", {"func_name": "call", "arg_idx": "position", "arg_new": "new"}),
+    "FuncNameModifyRule": ("rename", {"old_name": "old", "new_name": "new"}),
+    "ModuleNameModifyRule": ("rename", {"old_name": "old", "new_name": "new", "parent_module": "parent"}),
+}
+
+
+class RuleError(ValueError):
+    """A file of rules that cannot be used: the file, the place, what is wrong, the way out."""
+
+
+def read_rules(path: str) -> tuple[OwnRule, ...]:
+    """The rules of a file.
+
+    Raises:
+        RuleError: It cannot be read, or is not of one of the forms.
+
+    Example::
+
+        >>> read_rules("rules.toml")
+        (Rename(old='mylib.to_cuda', new='mylib.to_npu'),)
+    """
+    tables = _load(path, toml=True)
+    if isinstance(tables, dict) and set(tables) == {"rules"} and isinstance(tables["rules"], dict):
+        tables = tables["rules"]
+    if not isinstance(tables, dict):
+        raise RuleError(f"{path}: it has no tables: write [[rename]], [[argument]], [[refuse]] or [[keep]]")
+    return tuple(rule for name, entries in tables.items() for rule in _table(path, name, entries))
+
+
+def read_api_list(path: str) -> tuple[OwnRule, ...]:
+    """The names of a list of APIs that are not supported, ``{"op_list": {"torch.nn.X": "why"}}`` or ``["torch.nn.X"]``.
+
+    Raises:
+        RuleError: It cannot be read, or has another form.
+    """
+    read = _load(path, toml=False)
+    listed = read.get("op_list") if isinstance(read, dict) else read
+    if isinstance(listed, list):
+        listed = dict.fromkeys(map(str, listed), "")
+    if not isinstance(listed, dict):
+        raise RuleError(f'{path}: it has no "op_list": a list is {{"op_list": {{"torch.nn.X": "why"}}}}')
+    found = []
+    for name, why in listed.items():
+        _check_name(f"{path}: op_list", "name", name)
+        found.append(Refuse(name, why if isinstance(why, str) else "", listed=True))
+    return tuple(found)
+
+
+def _load(path: str, *, toml: bool) -> Any:
+    is_toml = toml and Path(path).suffix == ".toml"
+    if toml and Path(path).suffix not in (".toml", ".json"):
+        raise RuleError(f"{path}: rules are in a file that ends with .toml or .json")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise RuleError(f"{path}: it cannot be read ({error})") from None
+    try:
+        return _toml(path).loads(text) if is_toml else json.loads(text)
+    except RecursionError:
+        raise RuleError(f"{path}: it is nested too deeply") from None
+    except RuleError:
+        raise
+    except ValueError as error:
+        raise RuleError(f"{path}: it is no {'TOML' if is_toml else 'JSON'}: {error}") from None
+
+
+def _toml(path: str) -> Any:
+    try:
+        return importlib.import_module("tomllib")
+    except ImportError:
+        raise RuleError(f"{path}: reading TOML needs Python 3.11; write the same rules as JSON") from None
+
+
+def _table(path: str, name: str, entries: Any) -> Iterator[OwnRule]:
+    kind, keys = _ASCEND.get(name, (name, {}))
+    if kind not in _KINDS:
+        known = ", ".join([*_KINDS, *_ASCEND])
+        raise RuleError(f"{path}: there are no rules {name!r}; there are {known}")
+    if not isinstance(entries, list):
+        raise RuleError(f"{path}: {name} is no list of rules: write [[{name}]], or in JSON a list")
+    for number, entry in enumerate(entries, 1):
+        place = f"{path}: {name} number {number}"
+        if not isinstance(entry, dict):
+            raise RuleError(f"{place} is no table of keys and values")
+        yield _rule(place, kind, entry, keys)
+
+
+def _rule(place: str, kind: str, entry: Mapping[str, Any], keys: Mapping[str, str]) -> OwnRule:
+    made = _KINDS[kind]
+    names = {one.name for one in fields(made)} - {"listed"}
+    known = [*keys] or sorted(names)
+    given: dict[str, Any] = {}
+    for key, value in entry.items():
+        if key not in known:
+            raise RuleError(f"{place}: there is no key {key!r}; there are {', '.join(known)}")
+        given[keys.get(key, key)] = value
+    parent = given.pop("parent", "")
+    for name in sorted({"old", "new", "call", "name", "why"} & names - given.keys()):
+        shown = next((key for key, ours in keys.items() if ours == name), name)
+        raise RuleError(f"{place}: the key {shown!r} is missing")
+    for name, value in given.items():
+        wanted = int if name == "position" else str
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise RuleError(f"{place}: {name} is {value!r}, and has to be {'a number' if wanted is int else 'a text'}")
+    if keys and kind == "rename":
+        given = {name: _ascends(given[name], parent) for name in ("old", "new")}
+    for name in {"old", "call", "name"} & given.keys():
+        _check_name(place, name, given[name])
+    if kind == "rename":
+        _check_name(place, "new", given["new"])
+        if given["old"].startswith(".") != given["new"].startswith("."):
+            raise RuleError(f"{place}: old and new are both methods (with a dot before them), or neither is")
+        if f"{given['new']}.".startswith(f"{given['old']}."):
+            raise RuleError(f"{place}: new begins with old: a second run would change it again")
+    if kind == "argument":
+        _check_argument(place, given)
+    return made(**given)
+
+
+def _ascends(name: str, parent: str) -> str:
+    """A name of Ascend's rules: a module below its parent, or a function; one without a module is a method."""
+    if parent:
+        return f"{parent}.{name}"
+    return name if "." in name else f".{name}"
+
+
+def _check_argument(place: str, given: Mapping[str, Any]) -> None:
+    if ("position" in given) == ("keyword" in given):
+        raise RuleError(f"{place}: give one of position and keyword")
+    if given.get("position", 0) < 0:
+        raise RuleError(f"{place}: position is {given['position']}, and counts from 0")
+    try:
+        ast.parse(given["new"].strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError):
+        raise RuleError(f"{place}: new is {given['new']!r}, which is no Python expression") from None
+
+
+def _check_name(place: str, key: str, name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise RuleError(f"{place}: {key} is {name!r}, which is no name such as mylib.function, or .method")
+
+
+_PART = "a rule of --rules changes a part of it"
+_FROM = re.compile(r"from[ \t\f]+([\w.]+)(?![\w.])")
+
+
+def concerns(data: bytes, rules: tuple[OwnRule, ...]) -> bool:
+    """Whether a file has a name that one of ``rules`` is about."""
+    return any(_name_of(rule).rpartition(".")[2].encode() in data for rule in rules)
+
+
+def _name_of(rule: OwnRule) -> str:
+    return rule.old if isinstance(rule, Rename) else rule.call if isinstance(rule, Argument) else rule.name
+
+
+def check(program: Program) -> None:
+    """Say what they find, and forget what other rules say of the same places."""
+    for rule in program.options.own:
+        before = len(program.drafts)
+        if isinstance(rule, Rename):
+            _rename(program, rule)
+        elif isinstance(rule, Argument):
+            _argument(program, rule)
+        elif isinstance(rule, Refuse):
+            _refuse(program, rule)
+        else:
+            _keep(program, rule)
+        spans = [(draft.start, draft.end) for draft in program.drafts[before:]]
+        others = [draft for draft in program.drafts[:before] if draft.rule[0] != "R"]
+        gone = [one for one in others if any(one.start < end and start < one.end for start, end in spans)]
+        left = [draft for draft in program.drafts if draft not in gone]
+        rest = {link for draft in left if draft.status == "changed" and draft.edits for link in draft.links}
+        rest -= {link for draft in program.drafts[before:] for link in draft.links}
+        # The rest of what is changed together is not changed without it.
+        broken = [one for one in gone if one.links & rest and one.status != "note"]
+        program.drafts = left + [replace(one, status="refused", edits=(), message=_PART) for one in broken]
+
+
+def _uses(program: Program, name: str) -> Iterator[ast.Name | ast.Attribute]:
+    """Where a name is used: the node that is this name, or a name for something in it; a method that is called."""
+    for node in program.names.nodes:
+        if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load):
+            continue
+        dotted = program.names.dotted(node) or ""
+        if name.startswith("."):
+            parent = program.parent(node)
+            called = isinstance(parent, ast.Call) and parent.func is node
+            if called and isinstance(node, ast.Attribute) and node.attr == name[1:]:
+                yield node
+        elif dotted == name or (isinstance(node, ast.Name) and dotted.startswith(f"{name}.")):
+            yield node
+
+
+def _imports(program: Program, name: str) -> Iterator[tuple[ast.alias | ast.ImportFrom, str]]:
+    """Where a name, or something in it, is imported, with the full name."""
+    for node in program.names.nodes:
+        if isinstance(node, ast.Import):
+            yield from ((one, one.name) for one in node.names if f"{one.name}.".startswith(f"{name}."))
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            module = node.module or ""
+            if f"{module}.".startswith(f"{name}."):
+                yield node, module
+            else:
+                yield from ((one, name) for one in node.names if f"{module}.{one.name}" == name)
+
+
+def _span(program: Program, node: ast.Name | ast.Attribute, name: str) -> tuple[int, int]:
+    """The span of a name, or of the dot and the name of a method."""
+    if name.startswith(".") and isinstance(node, ast.Attribute):
+        return program.method_span(node)
+    return program.source.span(node)
+
+
+def _keep(program: Program, rule: Keep) -> None:
+    places = [_span(program, node, rule.name) for node in _uses(program, rule.name)]
+    places += [program.source.span(node) for node, _ in _imports(program, rule.name)]
+    for start, end in places:
+        kept = [one for one in program.drafts if one.start < end and start < one.end and one.status != "note"]
+        if kept:
+            links = frozenset().union(*(one.links for one in kept))
+            program.report("R804", "kept", (start, end), message=RULES["R804"].message, links=links)
+
+
+def _refuse(program: Program, rule: Refuse) -> None:
+    listed = "D170" if rule.listed else "R803"
+    message = RULES[listed].message.format(rule.name.removeprefix(".")) + (f": {rule.why}" if rule.why else "")
+    places = [_span(program, node, rule.name) for node in _uses(program, rule.name)]
+    for node, name in _imports(program, rule.name):
+        if name != rule.name or isinstance(program.parent(node), ast.Import) or isinstance(node, ast.ImportFrom):
+            places.append(program.source.span(node))
+    for place in places:
+        program.report(listed, "refused", place, message=message)
+
+
+def _argument(program: Program, rule: Argument) -> None:
+    new = ast.unparse(ast.parse(rule.new.strip(), mode="eval"))
+    for node in _uses(program, rule.call):
+        call = program.parent(node)
+        if not isinstance(call, ast.Call) or call.func is not node:
+            continue
+        if rule.position is None:
+            given = next((one.value for one in call.keywords if one.arg == rule.keyword), None)
+        else:
+            first = call.args[: rule.position + 1]
+            told = len(first) > rule.position and not any(isinstance(one, ast.Starred) for one in first)
+            given = first[-1] if told else None
+        if given is not None and ast.unparse(given) != new:
+            program.report("R802", "changed", given, [replaced(program, given, rule.new.strip())])
+
+
+def _rename(program: Program, rule: Rename) -> None:
+    links = [f"own {rule.old}"]
+    new_module, _, last = rule.new.rpartition(".")
+    beside = rule.old.rpartition(".")[0] == new_module
+    for node in _uses(program, rule.old):
+        if isinstance(node, ast.Name):
+            continue  # its import is changed
+        span = _span(program, node, rule.old)
+        if rule.old.startswith(".") or (beside and node.attr == rule.old.rpartition(".")[2]):
+            program.report("R801", "changed", span, [program.rename(node, last)], links=links)
+        elif program.rename(node, "") is None:
+            program.report("R801", "changed", span, [None], links=links)
+        else:
+            _replace(program, node, rule, links)
+    for at, name in [] if rule.old.startswith(".") else _imports(program, rule.old):
+        if isinstance(at, ast.ImportFrom):
+            _rename_module(program, at, rule, links)
+        elif isinstance(program.parent(at), ast.Import):
+            _rename_import(program, at, name, rule, links)
+        else:
+            _rename_imported(program, at, rule, links, beside=beside)
+
+
+def _replace(program: Program, node: ast.Attribute, rule: Rename, links: list[str]) -> None:
+    """A name of another module, which is imported where it is not yet."""
+    module = rule.new.rpartition(".")[0]
+    root = module.partition(".")[0]
+    bound = program.names.module.bindings.get(root, [])
+    imports = [one for one in program.tree.body if isinstance(one, (ast.Import, ast.ImportFrom))]
+    anchor = next((one for one in imports if getattr(one, "module", "") != "__future__" and alone(program, one)), None)
+    taken = any(one not in (root, module) for one in bound) or (not bound and program.names.is_taken(root))
+    if not module or taken or (not bound and anchor is None):
+        program.report(
+            "R801", "refused", node, message=f"import {module or rule.new} at the top level first", links=links
+        )
+        return
+    program.report("R801", "changed", node, [replaced(program, node, rule.new)], links=links)
+    if not bound and anchor is not None:
+        program.names.module.bindings[root] = [root]
+        edit = program.lines(anchor, [f"import {module}"])
+        program.report("R801", "changed", (edit.start, edit.end), [edit], links=links)
+
+
+def _rename_module(program: Program, node: ast.ImportFrom, rule: Rename, links: list[str]) -> None:
+    """``from old import x``: names that are imported from a module of another name."""
+    found = _FROM.match(program.source.text, *program.source.span(node))
+    new = rule.new + (node.module or "")[len(rule.old) :]
+    edit = Edit(*found.span(1), new) if found else None
+    program.report("R801", "changed", node, [edit], links=links)
+
+
+def _rename_import(program: Program, alias: ast.alias, name: str, rule: Rename, links: list[str]) -> None:
+    """``import old``, ``import old.part as name``."""
+    new = rule.new + name[len(rule.old) :]
+    plain = alias.asname is None and "." not in name
+    beside = rule.old.rpartition(".")[0] == rule.new.rpartition(".")[0] and "." in rule.old
+    if alias.asname is None and not plain and not beside:
+        message = f"give it a name by as, for {new} to take its place"
+        program.report("R801", "refused", alias, message=message, links=links)
+        return
+    asname = name if plain else alias.asname
+    edit = Edit(*program.source.span(alias), f"{new} as {asname}" if asname else new)
+    program.report("R801", "changed", alias, [edit], links=links)
+
+
+def _rename_imported(program: Program, alias: ast.alias, rule: Rename, links: list[str], *, beside: bool) -> None:
+    """``from module import old``: the name that it has here stays."""
+    module, _, last = rule.new.rpartition(".")
+    node, asname = program.parent(alias), alias.asname or alias.name
+    assert isinstance(node, ast.ImportFrom)
+    if not beside and (len(node.names) > 1 or not module):
+        message = "import it by a statement of its own, for that to be changed"
+        program.report("R801", "refused", alias, message=message, links=links)
+        return
+    named = asname if asname != last else None
+    written = f"{last} as {asname}" if named else last
+    span = program.source.span(alias if beside else node)
+    edit = Edit(*span, written if beside else f"from {module} import {written}")
+    program.report("R801", "changed", span, [edit], links=links)

@@ -1,0 +1,241 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Device rules for texts: "cuda" where a device has its place, composed names, the backend, tensor types, variables."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from apex_npu.migrate.engine.program import Program
+
+from .catalogue import RULES
+from .device import missing
+from .tables import ANSWERS, DEVICE_ARGUMENTS, DEVICE_KEYWORDS, ENVIRONMENT
+from .targets import target_of
+
+_DEVICE = re.compile(r"cuda(:\d*)?")
+_COMPOSED = re.compile(r"cuda:(%[dsi]|\{\w*\})")
+_TYPE = re.compile(r"torch\.cuda\.(\w+(?:Tensor|Storage))")
+_NAME = re.compile(r"torch\.cuda(\.\w+)*")
+_MODULES = ("torch.cuda.", "torch.npu.")
+_BACKENDS = re.compile(r"\w+:\w+(,\w+:\w+)*")
+_VARIABLE = re.compile(r"(CUDA|NCCL|CUBLAS|CUDNN|TORCH_NCCL)_[A-Z0-9_]+")
+_FSTRING = re.compile(r"""([fF][rR]?|[rR][fF])(\"""|'''|"|')(cuda)(?=:\{)""")
+
+
+def check(program: Program) -> None:
+    """Say what the rules for texts find."""
+    texts = []
+    for node in program.names.nodes:
+        if isinstance(node, ast.JoinedStr):
+            _fstring(program, node)
+        elif isinstance(node, ast.Constant) and not isinstance(program.parent(node), (ast.Expr, ast.JoinedStr)):
+            texts += [(node, node.value)] if isinstance(node.value, str) else []
+    devices = Devices(program)
+    for node, text in texts:
+        if _DEVICE.fullmatch(text):
+            devices.follow(node)
+    for node, text in texts:
+        _text(program, devices, node, text)
+
+
+def _text(program: Program, devices: Devices, node: ast.Constant, text: str) -> None:
+    target = target_of(program)
+    if "cuda" in text:
+        if _DEVICE.fullmatch(text):
+            _device(program, devices, node, text)
+        elif _COMPOSED.fullmatch(text):
+            program.report("D107", "changed", node, [target.device(program, node)], unplaced=RULES["D107"].message)
+        elif found := _TYPE.fullmatch(text):
+            lacking = missing([found[1]]) is not None
+            edits = [] if lacking else [target.device(program, node, "torch.")]
+            message = RULES["D151"].message.format(text) if lacking else ""
+            program.report("D151" if lacking else "D108", "refused" if lacking else "changed", node, edits, message)
+        elif _NAME.fullmatch(text) and isinstance(program.parent(node), ast.Call):
+            program.report("D153", "refused", node, message=RULES["D153"].message.format(repr(text)))
+    if "nccl" in text and (text == "nccl" or (_BACKENDS.fullmatch(text) and "cuda:nccl" in text.split(","))):
+        key = _is_key(program, node)
+        message = RULES["D109"].message if key else ""
+        program.report("D109", "unsure" if key else "changed", node, [target.backend(program, node)], message)
+    elif text in ENVIRONMENT and target.environment:
+        program.report("D112", "changed", node, [program.restring(node, ENVIRONMENT[text])])
+    elif _VARIABLE.fullmatch(text):
+        program.report("D112", "note", node, message=RULES["D112"].message.format(text))
+
+
+def _device(program: Program, devices: Devices, node: ast.Constant, text: str) -> None:
+    parent = program.parent(node)
+    edit = target_of(program).device(program, node)
+    if text == "cuda:" and isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add) and parent.left is node:
+        program.report("D107", "changed", node, [edit], unplaced=RULES["D107"].message)
+        return
+    if _is_lookup(parent, node):
+        return  # D153
+    if edit is None:
+        program.report("D107", "refused", node, message=RULES["D107"].message)
+    elif devices.is_place(node):
+        program.report("D105", "changed", node, [edit])
+        if _decides_fused(program, node):
+            program.report("D156", "note", node, message=ANSWERS["fused"])
+    else:
+        program.report("D106", "unsure", node, [edit], RULES["D106"].message)
+
+
+def _decides_fused(program: Program, node: ast.expr) -> bool:
+    """Whether a comparison with a device decides if an optimizer of torch's is fused."""
+    at: ast.AST | None = program.parent(node)
+    if not isinstance(at, ast.Compare):
+        return False
+    while isinstance(at, (ast.Compare, ast.BoolOp)):
+        at = program.parent(at)
+    names = [at.arg] if isinstance(at, ast.keyword) else []
+    names += [_last_name(one) for one in at.targets] if isinstance(at, ast.Assign) else []
+    return any("fused" in (name or "") for name in names)
+
+
+def _is_lookup(parent: ast.AST | None, node: ast.AST) -> bool:
+    return (
+        isinstance(parent, ast.Call)
+        and isinstance(parent.func, ast.Name)
+        and parent.func.id in ("getattr", "hasattr", "setattr")
+        and len(parent.args) > 1
+        and parent.args[1] is node
+    )
+
+
+def _is_key(program: Program, node: ast.expr) -> bool:
+    parent = program.parent(node)
+    return isinstance(parent, ast.Subscript) or (isinstance(parent, ast.Dict) and node in parent.keys)
+
+
+def _fstring(program: Program, node: ast.JoinedStr) -> None:
+    first = node.values[0] if node.values else None
+    if len(node.values) != 2 or not (isinstance(first, ast.Constant) and first.value == "cuda:"):
+        return
+    start, end = program.source.span(node)
+    found = _FSTRING.match(program.source.text, start, end)
+    if found is None or isinstance(program.parent(node), ast.FormattedValue):
+        program.report("D107", "refused", node, message=RULES["D107"].message)
+        return
+    edit = target_of(program).fstring(node, found.span(3))
+    program.report("D107", "changed", (start, found.end(3)), [edit])
+
+
+def _speaks_of_device(name: object) -> bool:
+    return isinstance(name, str) and "device" in name.lower()
+
+
+def _last_name(node: ast.AST | None) -> str | None:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
+
+
+def _parameter(arguments: ast.arguments, default: ast.AST) -> str | None:
+    """The name of the parameter whose default this is."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    pairs = [*zip(positional[::-1], arguments.defaults[::-1], strict=False)]
+    keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return next((one.arg for one, value in [*pairs, *keywords] if value is default), None)
+
+
+class Devices:
+    """Where devices have their places, going by names and by what is called."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._names: set[str] = set()  # of variables that are given a device's name
+
+    def follow(self, node: ast.expr) -> None:
+        """Record the names that ``node`` is given to, if it is a device's name."""
+        at: ast.AST | None = node
+        if not self.is_place(node):
+            return
+        while isinstance(at, (ast.Constant, ast.IfExp, ast.BoolOp)):
+            at = self.program.parent(at)
+        if isinstance(at, ast.Assign):
+            self._names.update(name for name in map(_last_name, at.targets) if name is not None)
+        call = self.program.parent(at) if isinstance(at, ast.keyword) else None
+        if isinstance(call, ast.Call) and _last_name(call.func) == "add_argument":
+            flags = (one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str))
+            self._names.update(flag.lstrip("-").replace("-", "_") for flag in flags)
+
+    def is_place(self, node: ast.expr) -> bool:
+        """Whether a device has its place where ``node`` stands."""
+        at: ast.AST = node
+        parent = self.program.parent(at)
+        while True:
+            if isinstance(parent, ast.IfExp) and at is not parent.test:
+                other = parent.orelse if at is parent.body else parent.body
+                if isinstance(other, ast.Constant) and other.value == "cpu":
+                    return True
+                if self._asks_for_cuda(parent.test):
+                    return True
+            elif isinstance(parent, ast.Dict):
+                if at in parent.values:
+                    key = parent.keys[parent.values.index(at)]
+                    if isinstance(key, ast.Constant) and _speaks_of_device(key.value):
+                        return True
+                around = self.program.parent(parent)
+                if not (at in parent.values or (isinstance(around, ast.keyword) and around.arg in DEVICE_KEYWORDS)):
+                    return False
+            elif not isinstance(parent, (ast.BoolOp, ast.Tuple, ast.List, ast.Set, ast.Starred)):
+                break
+            at, parent = parent, self.program.parent(parent)
+        return self._holds_device(parent, at)
+
+    def _holds_device(self, parent: ast.AST | None, at: ast.AST) -> bool:
+        if isinstance(parent, ast.keyword):
+            return self._is_keyword(parent)
+        if isinstance(parent, ast.Call):
+            return self._is_argument(parent, at)
+        if isinstance(parent, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
+            targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
+            around = self.program.parent(parent)
+            gate = isinstance(around, ast.If) and self._asks_for_cuda(around.test)
+            return gate or any(map(self._has_device, targets))
+        if isinstance(parent, ast.arguments):
+            return _speaks_of_device(_parameter(parent, at))
+        if isinstance(parent, ast.Return):
+            return _speaks_of_device(getattr(self.program.names.scope(parent).node, "name", None))
+        if isinstance(parent, ast.Compare):
+            return any(self._has_device(one) for one in (parent.left, *parent.comparators) if one is not at)
+        return False
+
+    def _has_device(self, node: ast.AST | None) -> bool:
+        """Whether an expression is a device, or its type, going by its names."""
+        if isinstance(node, ast.Call):
+            inside = node.func.value if isinstance(node.func, ast.Attribute) else None
+            return any(map(self._has_device, (node.func, inside, *node.args[:1])))
+        if isinstance(node, ast.Subscript):
+            key = node.slice
+            return self._has_device(node.value) or (isinstance(key, ast.Constant) and _speaks_of_device(key.value))
+        name = _last_name(node)
+        return name == "type" or name in self._names or _speaks_of_device(name)
+
+    def _asks_for_cuda(self, test: ast.expr) -> bool:
+        return any((self.program.names.dotted(node) or "").startswith(_MODULES) for node in ast.walk(test))
+
+    def _is_keyword(self, keyword: ast.keyword) -> bool:
+        call = self.program.parent(keyword)
+        if _speaks_of_device(keyword.arg) or keyword.arg in DEVICE_KEYWORDS:
+            return True
+        if not isinstance(call, ast.Call):
+            return False
+        if keyword.arg in ("default", "choices", "const"):
+            flags = any(isinstance(one, ast.Constant) and _speaks_of_device(one.value) for one in call.args)
+            return flags or _last_name(call.func) == "add_argument"
+        return keyword.arg == "type" and self.program.names.dotted(call.func) == "torch.device"
+
+    def _is_argument(self, call: ast.Call, argument: ast.AST) -> bool:
+        if argument is call.func:
+            return False
+        dotted, name = self.program.names.dotted(call.func), _last_name(call.func)
+        place = call.args.index(argument)  # type: ignore[arg-type]
+        if dotted in DEVICE_ARGUMENTS:
+            return DEVICE_ARGUMENTS[dotted] == place
+        if (dotted or "").startswith(_MODULES) or name == "to" or _speaks_of_device(name):
+            return True
+        if isinstance(call.func, ast.Attribute) and self._has_device(call.func.value):
+            return name in ("startswith", "endswith", "index", "find", "count", "__eq__", "split", "replace")
+        before = call.args[:place]
+        return any(isinstance(one, ast.Constant) and _speaks_of_device(one.value) for one in before)

@@ -1,0 +1,263 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the rules write: names of npu, or code for all devices (``--to portable``), and imports of apex_npu."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+
+from apex_npu.migrate.engine.names import module_of
+from apex_npu.migrate.engine.program import Program
+from apex_npu.migrate.engine.source import Edit
+
+from .tables import RENAMED, SIMILAR
+
+# Of torch.cuda, what torch.accelerator has by the same name since torch 2.6; it is False, or 0, without an accelerator.
+_ACCELERATOR_NAMES = frozenset({"current_stream", "device_count", "is_available", "set_stream", "synchronize"})
+_OTHER_NAMES = RENAMED | {name: new for name, (new, _) in SIMILAR.items()}
+_ACCELERATOR = "ACCELERATOR"
+_LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
+_OPEN = re.compile(r"[\s\\]*\(")
+# What may be next to a comparison without parentheses around it.
+_LOOSE = (ast.If, ast.While, ast.Assert, ast.Assign, ast.Return, ast.BoolOp, ast.keyword)
+
+
+class Npu:
+    """Names of npu.
+
+    Attributes:
+        imports: Whether imports of torch.cuda can be rewritten.
+        environment: Whether the names of environment variables are rewritten.
+    """
+
+    imports, environment = True, True
+
+    def first_line(self, torch: str) -> str:
+        """The statement that goes with the import of torch, which is called ``torch``."""
+        return "import torch_npu  # noqa: F401"
+
+    def device(self, program: Program, node: ast.Constant, prefix: str = "") -> Edit | None:
+        """A literal that begins with ``prefix`` and "cuda"; one of several processes has no "cuda:0"."""
+        if program.options.data_parallel and node.value == "cuda:0":
+            return program.restring(node, "npu")
+        return program.restring(node, f"{prefix}npu", len(f"{prefix}cuda"))
+
+    def fstring(self, node: ast.JoinedStr, span: tuple[int, int]) -> Edit:
+        """An f-string that begins with "cuda:", where ``span`` is that of "cuda"."""
+        return Edit(*span, "npu")
+
+    def backend(self, program: Program, node: ast.Constant) -> Edit | None:
+        """A literal "nccl", or one with backends of several devices."""
+        assert isinstance(node.value, str)
+        new = "hccl" if node.value == "nccl" else node.value.replace("cuda:nccl", "npu:hccl")
+        return program.restring(node, new)
+
+    def nccl_check(self, program: Program, node: ast.Attribute) -> Edit | None:
+        """``torch.distributed.is_nccl_available``."""
+        return program.rename(node, "is_hccl_available")
+
+    def name(self, program: Program, node: ast.expr, parts: list[str]) -> list[Edit | None]:
+        """A name below torch.cuda, of which ``parts`` are what comes after that."""
+        edits: list[Edit | None] = []
+        for part in ["torch", "cuda", *parts][::-1]:
+            if not isinstance(node, ast.Attribute):
+                break
+            is_root = part == "cuda" and program.names.dotted(node) == "torch.cuda"
+            new = "npu" if is_root else _OTHER_NAMES.get(part)
+            if new is not None:
+                edits.append(program.rename(node, new))
+            node = node.value
+        return edits
+
+    def move(self, program: Program, called: ast.Attribute, call: ast.Call | None) -> list[Edit | None]:
+        """The method ``cuda``, and its call."""
+        return [program.rename(called, "npu")]
+
+    def is_on(self, program: Program, node: ast.Attribute) -> list[tuple[tuple[int, int], Edit | None]]:
+        """The attribute ``is_cuda``: edits of several spans."""
+        return [(program.method_span(node), program.rename(node, "is_npu"))]
+
+    def profiled(self) -> str:
+        """The device of a profiler."""
+        return '"npu"'
+
+    def joined(self, torch: str) -> list[str]:
+        """The lines by which a process that ``torchrun`` has started takes its card, and joins the others."""
+        card = 'int(os.environ["LOCAL_RANK"])'
+        lines = [f"{torch}.npu.set_device({card})", f'{torch}.distributed.init_process_group("hccl")']
+        return ['if "LOCAL_RANK" in os.environ:', *(f"    {line}" for line in lines)]
+
+
+class Portable(Npu):
+    """Code that asks torch for the accelerator."""
+
+    imports, environment = False, False
+
+    def first_line(self, torch: str) -> str:
+        """See ``Npu``."""
+        return f'{_ACCELERATOR} = getattr({torch}.accelerator.current_accelerator(), "type", "cpu")'
+
+    def device(self, program: Program, node: ast.Constant, prefix: str = "") -> Edit | None:
+        """See ``Npu``."""
+        quote = _LITERAL.match(program.source.text, program.source.span(node)[0])
+        plain = program.restring(node, "")
+        if quote is None or plain is None or isinstance(program.parent(node), ast.MatchValue):
+            return None
+        assert isinstance(node.value, str)
+        rest = node.value[len(f"{prefix}cuda") :]
+        rest = "" if rest == ":0" and program.options.data_parallel else rest
+        rest = rest.replace("{", "{{").replace("}", "}}")
+        raw = quote[1] if quote[1] in "rR" else ""
+        text = f"f{raw}{quote[2]}{prefix}{{{_ACCELERATOR}}}{rest}{quote[2]}" if prefix or rest else _ACCELERATOR
+        return replaced(program, node, text)
+
+    def fstring(self, node: ast.JoinedStr, span: tuple[int, int]) -> Edit:
+        """See ``Npu``."""
+        return Edit(*span, f"{{{_ACCELERATOR}}}")
+
+    def backend(self, program: Program, node: ast.Constant) -> Edit | None:
+        """See ``Npu``."""
+        torch = torch_name(program)
+        if node.value != "nccl" or torch is None or program.restring(node, "") is None:
+            return None
+        return replaced(program, node, f"{torch}.distributed.get_default_backend_for_device({_ACCELERATOR})")
+
+    def nccl_check(self, program: Program, node: ast.Attribute) -> Edit | None:
+        """See ``Npu``."""
+        return None
+
+    def name(self, program: Program, node: ast.expr, parts: list[str]) -> list[Edit | None]:
+        """See ``Npu``."""
+        if parts and (parts[0] in RENAMED or parts[0] == "amp"):
+            return [None]  # by another name on each device, or called otherwise
+        while program.names.dotted(node) != "torch.cuda":
+            if not isinstance(node, ast.Attribute):
+                return []  # by another name
+            node = node.value
+        if not isinstance(node, ast.Attribute):
+            return []
+        text, (start, end) = program.source.text, program.source.span(node)
+        root = text[start:end].rpartition(".")[0].rstrip()
+        module = "accelerator" if parts and parts[0] in _ACCELERATOR_NAMES else f"get_device_module({_ACCELERATOR})"
+        if not root.isidentifier() or program.rename(node, "") is None:
+            return [None]
+        return [replaced(program, node, f"{root}.{module}")]
+
+    def move(self, program: Program, called: ast.Attribute, call: ast.Call | None) -> list[Edit | None]:
+        """See ``Npu``."""
+        first = program.rename(called, "to")
+        if call is None or first is None or "cuda" in program.options.owned or len(call.args) > 1:
+            return [None]
+        if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
+            return [None]
+        if any(keyword.arg == "device" for keyword in call.keywords):
+            return [first]
+        if call.args:
+            given = call.args[0]
+            if not isinstance(given, (ast.Name, ast.Attribute)):
+                return [None if isinstance(given, ast.Constant) and given.value is None else first]
+            span = program.source.span(given)
+            name = program.source.text[slice(*span)]
+            return [first, replaced(program, given, f"{_ACCELERATOR} if {name} is None else {name}")]
+        opened = _OPEN.match(program.source.text, first.end)
+        if opened is None:
+            return [None]
+        text = f"{_ACCELERATOR}, " if call.keywords else _ACCELERATOR
+        return [first, Edit(opened.end(), opened.end(), text)]
+
+    def is_on(self, program: Program, node: ast.Attribute) -> list[tuple[tuple[int, int], Edit | None]]:
+        """See ``Npu``."""
+        span = program.method_span(node)
+        parent = program.parent(node)
+        bare = isinstance(parent, _LOOSE) or (isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not))
+        bare = bare or (isinstance(parent, ast.Call) and node in parent.args)
+
+        placed = program.rename(node, "") is not None
+        text = f".device.type == {_ACCELERATOR}{'' if bare else ')'}"
+        edits: list[tuple[tuple[int, int], Edit | None]] = [(span, Edit(*span, text) if placed else None)]
+        if not bare and placed:
+            start = program.source.span(node)[0]
+            edits.append(((start, start), Edit(start, start, "(")))
+        return edits
+
+    def profiled(self) -> str:
+        """See ``Npu``."""
+        return _ACCELERATOR
+
+    def joined(self, torch: str) -> list[str]:
+        """See ``Npu``."""
+        backend = f"{torch}.distributed.get_default_backend_for_device({_ACCELERATOR})"
+        return [
+            'if "LOCAL_RANK" in os.environ:',
+            f"    if {torch}.accelerator.is_available():",
+            f'        {torch}.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))',
+            f"    {torch}.distributed.init_process_group({backend})",
+        ]
+
+
+TARGETS: dict[str, Npu] = {"npu": Npu(), "portable": Portable()}
+
+
+def target_of(program: Program) -> Npu:
+    """What the rules write in ``program``."""
+    return TARGETS[program.options.to]
+
+
+def torch_name(program: Program) -> str | None:
+    """What torch is called at the top level."""
+    found = (
+        name
+        for name in program.names.module.bindings
+        if program.names.meanings(name, program.names.module) == {"torch"}
+    )
+    return next(found, None)
+
+
+def replaced(program: Program, node: ast.expr, text: str) -> Edit:
+    """``text`` in place of ``node``, apart from names next to it."""
+    (start, end), whole = program.source.span(node), program.source.text
+    before = " " if re.match(r"\w", whole[start - 1 : start]) else ""
+    after = " " if re.match(r"\w", whole[end : end + 1]) else ""
+    return Edit(start, end, f"{before}{text}{after}")
+
+
+UNNAMED = "torch is not imported at the top level, where apex_npu would be imported, or the name apex_npu is taken"
+
+
+def torch_import(program: Program) -> ast.stmt | None:
+    """The first import of torch at the top level, also by way of another file; for portable code one of the name."""
+    portable = program.options.to == "portable"
+    for node in program.tree.body:
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            modules += [node.module or ""] if not node.level and not portable else []
+            exported = program.options.exports.get(module_of(node), {})
+            star = node.names[0].name == "*"
+            modules += [
+                exported[name] for name in (exported if star else (one.name for one in node.names)) if name in exported
+            ]
+        if any((module if portable else module.partition(".")[0]) == "torch" for module in modules):
+            return node
+    return None
+
+
+def name_of(program: Program, part: str) -> str | None:
+    """``part`` of apex_npu as the program can write it; None where it cannot be imported."""
+    if torch_import(program) is None:
+        return None
+    if not program.names.is_taken(part, f"apex_npu.{part}"):
+        return part
+    return None if program.names.is_taken("apex_npu", "apex_npu") else f"apex_npu.{part}"
+
+
+def missing_imports(program: Program, parts: Iterable[str]) -> list[str]:
+    """The statements that import ``parts``, as ``name_of`` writes them."""
+    bound = program.names.module.bindings
+    written = {part: name_of(program, part) for part in parts}
+    plain = [part for part, name in written.items() if name == part and part not in bound]
+    lines = [f"from apex_npu import {', '.join(plain)}"] if plain else []
+    if any(name != part for part, name in written.items()) and "apex_npu" not in bound:
+        lines.append("import apex_npu")
+    return lines

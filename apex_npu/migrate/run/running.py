@@ -1,0 +1,261 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``run --device npu``: a script whose modules are rewritten as they are imported. No file changes.
+
+Lines keep their numbers, so tracebacks are right; ``linecache`` has the new text, so that ``inspect.getsource`` and
+what compiles functions see it. Modules elsewhere than below the script's folder stay as they are, and find an NPU.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import linecache
+import os
+import re
+import sys
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from apex_npu.migrate.engine.program import Finding, Options, count
+from apex_npu.migrate.engine.source import UnreadableError, apply_edits
+from apex_npu.migrate.files import reports
+from apex_npu.migrate.files.programs import exports
+from apex_npu.migrate.rewriting import TRIGGER, examined, owned_names, unreadable
+
+# Read by processes that the script spawns: a ``Run`` as JSON.
+SPAWNED = "APEX_NPU_RUN"
+_NO_CUDA = re.compile(
+    "not compiled with CUDA|CUDA is not available|ATen_cuda library|NVIDIA driver|not linked with cuda"
+)
+_WORD = re.compile(r"(?P<option>-{1,2}[\w-]+=)?(?P<word>cuda(:\d+)?|nccl)")
+
+
+def npu_arguments(arguments: Sequence[str]) -> list[str]:
+    """Arguments of a script in which the words cuda, cuda:N and nccl are those of npu."""
+    new = []
+    for argument in arguments:
+        found = _WORD.fullmatch(argument)
+        word = found["word"].replace("cuda", "npu").replace("nccl", "hccl") if found else argument
+        new.append((found["option"] or "") + word if found else argument)
+    return new
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is run, and how.
+
+    Attributes:
+        script: A file, or the name of a module.
+        is_module: Which of both.
+        also: Packages elsewhere that are rewritten, too.
+        unsure: Apply what is unsure.
+        force: Rewrite files that speak of npu already.
+        changes: A file for all findings of this process, at its end: .csv, .json or .sarif; "": none.
+    """
+
+    script: str
+    is_module: bool = False
+    also: tuple[str, ...] = ()
+    unsure: bool = True
+    force: bool = False
+    changes: str = ""
+
+    @property
+    def folder(self) -> Path:
+        """Modules below it are rewritten."""
+        return Path.cwd() if self.is_module else Path(self.script).resolve().parent
+
+
+class Rewriter(importlib.abc.MetaPathFinder):
+    """Imports modules below a folder, rewritten.
+
+    Attributes:
+        folder: The folder.
+        settings: What else is rewritten, and how.
+        findings: What was changed and left so far.
+    """
+
+    def __init__(self, folder: Path, settings: Run | None = None) -> None:
+        self.folder = folder.resolve()
+        self.settings = settings or Run("")
+        self.findings: list[Finding] = []
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Python's own spec of a source file below the folder, with a loader that rewrites."""
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or not isinstance(spec.loader, SourceFileLoader):
+            return None
+        if not (self._is_also(fullname) or self._is_ours(spec.origin or "")):
+            return None
+        spec.loader = _Loader(fullname, spec.origin or "", self)
+        spec.cached = None
+        return spec
+
+    def _is_ours(self, origin: str) -> bool:
+        inside = Path(origin).resolve()
+        return self.folder in inside.parents and "site-packages" not in inside.relative_to(self.folder).parts
+
+    def _is_also(self, name: str) -> bool:
+        return any(f"{name}.".startswith(f"{package}.") for package in self.settings.also)
+
+    def compile(self, data: bytes, path: str) -> CodeType:
+        """The code of a program after the rules, with the lines of the old one."""
+        tree: ast.Module | bytes = data
+        if TRIGGER.search(data):
+            unsure, force = self.settings.unsure, self.settings.force
+            own, others = owned_names(data), exports(Path(path), data)
+            options = Options(("D",), ("D113",), unsure=unsure, force=force, owned=own, exports=others)
+            try:
+                program = examined(data, options)
+                self.findings += program.findings(path)
+                edits = [edit for draft in program.changes() for edit in draft.edits]
+                tree = ast.parse(program.rewritten())
+                added = sorted(program.source.place(edit.start)[0] for edit in edits if "\n" in edit.text)
+                _take_back_lines(tree, added)
+                text = apply_edits(program.source.text, [edit for edit in edits if "\n" not in edit.text])
+                linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+            except UnreadableError as error:
+                self.findings.append(unreadable(path, error.rule, error.reason, error.line))
+            except RecursionError:
+                self.findings.append(unreadable(path, "F904", "it is nested too deeply for the rules"))
+        return compile(tree, path, "exec", dont_inherit=True)
+
+    def tell(self) -> None:
+        """Print what was left for a person, and how much was changed; write the file of all findings."""
+        findings = sorted(set(self.findings))
+        left = [finding for finding in findings if finding.status in ("refused", "unsure")]
+        files = {finding.path for finding in findings if finding.status == "changed"}
+        lines = [*reports.lines(left), f"{count(findings, 'changed')} places in {len(files)} files ran as npu's"]
+        print("\n".join(f"apex_npu: {line}" for line in lines), file=sys.stderr)
+        if self.settings.changes:
+            try:
+                Path(self.settings.changes).write_bytes(reports.write_report(self.settings.changes, findings))
+            except OSError as error:
+                print(f"apex_npu: {self.settings.changes} cannot be written ({error.strerror})", file=sys.stderr)
+
+
+def _take_back_lines(tree: ast.Module, added: list[int]) -> None:
+    """Give nodes the lines that they had before one was added after each of ``added``."""
+    after = [line + number for number, line in enumerate(added, 1)]
+    for node in ast.walk(tree) if added else ():
+        for name in ("lineno", "end_lineno"):
+            if hasattr(node, name):
+                line = getattr(node, name)
+                setattr(node, name, line - bisect_right(after, line))
+
+
+class _Loader(SourceFileLoader):
+    """Loads a source file, rewritten. Bytecode is neither read nor written: it would be that of the old text."""
+
+    def __init__(self, name: str, path: str, rewriter: Rewriter) -> None:
+        super().__init__(name, path)
+        self.rewriter = rewriter
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile the rewritten program."""
+        return self.rewriter.compile(self.get_data(self.path), self.path)
+
+
+class _SpawnedSpec(ModuleSpec):
+    """By the name of this spec spawned processes import the script; its package is the script's own."""
+
+    def __init__(self, package: str) -> None:
+        super().__init__("apex_npu.migrate.run.spawned", None)
+        self._package = package
+
+    @property
+    def parent(self) -> str:
+        """What relative imports begin from."""
+        return self._package
+
+
+def is_active() -> bool:
+    """Whether this process rewrites what it imports already."""
+    return any(isinstance(finder, Rewriter) for finder in sys.meta_path)
+
+
+def check(settings: Run) -> None:
+    """Refuse what could only fail at the end, or not be done at all.
+
+    Raises:
+        ValueError: ``changes`` has no known format or folder; a package of ``also`` does not exist, or is imported
+            already.
+    """
+    if settings.changes:
+        reports.write_report(settings.changes, [])
+        if not Path(settings.changes).parent.is_dir():
+            raise ValueError(f"--changes {settings.changes}: there is no folder {Path(settings.changes).parent}")
+    for package in settings.also:
+        if package in sys.modules:
+            raise ValueError(f"--also {package}: it is imported already, before the script")
+        try:
+            known = importlib.util.find_spec(package) is not None
+        except ModuleNotFoundError:
+            known = False
+        if not known:
+            raise ValueError(f"--also {package}: there is no package of this name")
+
+
+def start(settings: Run, names: dict[str, Any], *, tells: bool = True) -> None:
+    """Run a script or module, rewritten, in the namespace ``names``.
+
+    Raises:
+        ModuleNotFoundError: There is no torch_npu, or no such module.
+    """
+    importlib.import_module("torch_npu")
+    rewriter = Rewriter(settings.folder, settings)
+    sys.meta_path.insert(0, rewriter)
+    if tells:
+        atexit.register(rewriter.tell)
+    package, path = "", settings.script
+    if settings.is_module:
+        spec = importlib.util.find_spec(settings.script)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{settings.script}.__main__")
+        if spec is None or spec.origin is None:
+            raise ModuleNotFoundError(f"no module named {settings.script}, or it is a package without __main__")
+        package, path = spec.parent or "", spec.origin
+        sys.argv[0] = path
+    script = settings.script if settings.is_module else os.path.abspath(settings.script)
+    os.environ[SPAWNED] = json.dumps({**asdict(settings), "script": script})
+    code = rewriter.compile(Path(path).read_bytes(), path)
+    spec_of_script = _SpawnedSpec(package)
+    names.update(__file__=path, __package__=package if settings.is_module else None, __spec__=spec_of_script)
+    try:
+        exec(code, names)
+    except Exception as error:
+        if tells and _NO_CUDA.search(str(error)):
+            # What was left is the likely cause: it comes before the traceback.
+            atexit.unregister(rewriter.tell)
+            rewriter.tell()
+        raise
+
+
+def start_spawned(names: dict[str, Any]) -> None:
+    """Run the script of the process that has spawned this one, in the namespace ``names``."""
+    values = json.loads(os.environ[SPAWNED])
+    start(Run(**{**values, "also": tuple(values["also"])}), names, tells=False)
+
+
+def run(settings: Run) -> None:
+    """Run a script or module as ``__main__``, with the arguments in ``sys.argv``."""
+    arguments = npu_arguments(sys.argv[1:])
+    if arguments != sys.argv[1:]:
+        print(f"apex_npu: the script's arguments are {' '.join(arguments)}", file=sys.stderr)
+        sys.argv[1:] = arguments
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = main
+    start(settings, vars(main))

@@ -1,0 +1,370 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Moving averages, FusedEMA's and those that hosts make of a deep copy, follow masters.
+
+A model that is copied alone is float32, with the masters' values and without casts.
+"""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.fx
+from devices import DEVICE
+from small_programs import (
+    CASTING,
+    LEVELS,
+    WITH_MASTERS,
+    Weights,
+    assert_values,
+    backward,
+    initialize,
+    kinds,
+    levels,
+    start,
+    train_step,
+)
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from apex_npu import amp, optimizers
+from apex_npu.autocast.submodule_cast import CastInputs
+
+EXACT = 1.0 + 2.0**-20  # no half, and no bfloat16
+STEP = 2.0**-18
+
+
+def trained(level, kind="fused", steps=1):
+    model, optimizer = start(Weights(EXACT), kind=kind, level=level, lr=STEP)
+    for _ in range(steps):
+        train_step(model, optimizer, (1.0, 1.0, 1.0))
+    return model, optimizer
+
+
+@levels(WITH_MASTERS)
+def test_fused_ema_starts_at_the_masters(level):
+    model, _ = trained(level, steps=0)
+    assert_values(optimizers.FusedEMA(model).state_dict()["averages"].values(), EXACT)
+
+
+@levels(WITH_MASTERS)
+@kinds(("torch", "fused"))
+def test_fused_ema_averages_masters(kind, level):
+    model, optimizer = trained(level, kind)
+    ema = optimizers.FusedEMA(model, decay=0.5)
+    train_step(model, optimizer, (1.0, 1.0, 1.0))
+    ema.update()
+    assert_values(ema.state_dict()["averages"].values(), EXACT - 1.5 * STEP)
+
+
+@levels(WITH_MASTERS)
+def test_what_is_saved_while_averages_are_swapped_in_is_exact(level):
+    model, _ = trained(level)
+    ema = optimizers.FusedEMA(model, decay=0.5)
+    ema.load_state_dict({"decay": 0.5, "averages": {"w.0": torch.full((3,), EXACT + STEP)}})
+    with ema.swapped():
+        saved = model.state_dict()["w.0"].clone()
+    assert_values([saved], EXACT + STEP)
+
+
+@levels(("O0", *CASTING, *WITH_MASTERS))
+def test_swapping_gives_the_weights_back(level):
+    model, optimizer = trained(level)
+    with optimizers.FusedEMA(model).swapped():
+        pass
+    train_step(model, optimizer, (1.0, 1.0, 1.0))
+    assert_values(model.state_dict().values(), EXACT - 2 * STEP)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
+copies = pytest.mark.parametrize("how", COPIES)
+
+
+@levels(WITH_MASTERS)
+@copies
+def test_a_copy_of_a_model_alone_has_the_values_of_the_masters(how, level):
+    model, _ = trained(level)
+    twin = COPIES[how](model)
+    assert {p.dtype for p in twin.parameters()} == {torch.float32}
+    assert_values(twin.parameters(), EXACT - STEP)
+
+
+@levels(WITH_MASTERS)
+@pytest.mark.parametrize("dtype", [torch.float32, "low"])
+@copies
+def test_a_copy_of_a_model_alone_computes_in_float32(how, dtype, level):
+    model = nn.Linear(3, 3).to(DEVICE)
+    x = torch.rand(4, 3, device=DEVICE) + 2.0**-12
+    expected = model(x)
+    model, _ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
+    if dtype == "low":
+        x = x.to(model.weight.dtype)
+        expected = torch.nn.functional.linear(x.float(), *(model.state_dict()[n] for n in ("weight", "bias")))
+    found = COPIES[how](model)(x)
+    torch.testing.assert_close(found, expected)
+
+
+@levels(WITH_MASTERS)
+def test_a_copy_of_a_model_alone_has_no_hooks_of_amp(level):
+    model, _ = trained(level)
+    twin = copy.deepcopy(model)
+    assert "forward" not in vars(twin)
+    assert not any(m._state_dict_hooks or m._load_state_dict_pre_hooks for m in twin.modules())
+
+
+@levels(WITH_MASTERS)
+def test_an_average_written_through_the_state_dict_of_a_copy_moves(level):
+    model, optimizer = trained(level)
+    twin = copy.deepcopy(model)
+    for _ in range(2):
+        train_step(model, optimizer, (1.0, 1.0, 1.0))
+        with torch.no_grad():
+            for mine, value in zip(twin.state_dict().values(), model.state_dict().values(), strict=True):
+                mine.copy_(0.5 * mine + 0.5 * value)
+    # From 1 step: half way to 2, and from there half way to 3.
+    assert_values(twin.state_dict().values(), EXACT - 2.25 * STEP)
+
+
+def average_of_steps(level, **options):
+    """Over two weights between which the model's dtype has nothing, and that dtype's eps."""
+    eps = torch.finfo({"O2": torch.float16}.get(level, torch.bfloat16)).eps
+    model, optimizer = start(Weights(1.0), level=level, lr=eps)
+    average = AveragedModel(model, **options)
+    for _ in range(2):
+        average.update_parameters(model)
+        train_step(model, optimizer, (-1.0, -1.0, -1.0))
+    return average.module.state_dict()["w.0"], eps
+
+
+MEANS = {"mean": {}, "ema": {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}}
+
+
+@levels(LEVELS)
+@pytest.mark.parametrize("use", MEANS)
+def test_torchs_averaged_model_is_float32(use, level):
+    average, eps = average_of_steps(level, **MEANS[use])
+    assert_values([average], 1.0 + 0.5 * eps)
+
+
+@levels(WITH_MASTERS)
+@copies
+def test_a_model_copied_together_with_its_optimizer_stays_at_its_level(how, level):
+    model, optimizer = trained(level)
+    twin, other = COPIES[how]((model, optimizer))
+    assert [p.dtype for p in twin.parameters()] == [p.dtype for p in model.parameters()]
+    train_step(twin, other, (1.0, 1.0, 1.0))
+    assert_values(amp.master_params(other), EXACT - 2 * STEP)
+
+
+class Mixed(nn.Module):
+    """Trained and frozen parameters, tied ones, buffers, and a batch norm that stays in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.rnn = nn.LSTM(4, 4, batch_first=True)
+        self.head = nn.Linear(4, 4, bias=False)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.head.weight
+        self.frozen = nn.Parameter(torch.full((4,), EXACT), requires_grad=False)
+        self.register_buffer("scale", torch.full((4,), EXACT))
+
+    def forward(self, x):
+        h = self.rnn(self.encoder(x)[None])[0][0]
+        return self.tied(self.head(h)) * self.frozen * self.scale
+
+
+def mixed(level="O2"):
+    torch.manual_seed(0)
+    model = Mixed().to(DEVICE)
+    model, optimizer = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), level)
+    step_of_mixed(model, optimizer)
+    return model, optimizer
+
+
+def inputs():
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+def step_of_mixed(model, optimizer):
+    backward(model(inputs()).float().square().sum(), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saved_and_loaded(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES_AND_FILES = {**COPIES, "torch.save": saved_and_loaded}
+copies_and_files = pytest.mark.parametrize("how", COPIES_AND_FILES)
+
+
+def assert_alone(twin, model):
+    """Float32, as ``state_dict`` shows the model, with nothing of amp but the hook that widens inputs."""
+    shown = model.state_dict()
+    assert {t.dtype for t in twin.state_dict().values() if t.is_floating_point()} == {torch.float32}
+    for name, t in twin.state_dict(keep_vars=True).items():
+        assert torch.equal(t, shown[name])
+    for module in twin.modules():
+        assert not {"forward", "__reduce_ex__", "_replicate_for_data_parallel"} & set(vars(module))
+        assert not module._state_dict_hooks
+        assert not module._load_state_dict_pre_hooks
+        assert not module._load_state_dict_post_hooks
+        assert not any(isinstance(hook, CastInputs) for hook in module._forward_pre_hooks.values())
+
+
+@levels((*WITH_MASTERS, "O3"))
+@copies_and_files
+def test_every_tensor_of_a_copy_alone_is_float32(how, level):
+    model, _ = mixed(level)
+    twin = COPIES_AND_FILES[how](model)
+    assert_alone(twin, model)
+    assert twin.tied.weight is twin.head.weight
+    assert all(any(w is p for p in twin.rnn.parameters()) for w in twin.rnn._flat_weights)
+    reference = Mixed().to(DEVICE)
+    reference.load_state_dict(twin.state_dict())
+    torch.testing.assert_close(twin(inputs()), reference(inputs()), rtol=0.0, atol=0.0)
+    assert model(inputs()).dtype == torch.float32
+    assert {p.dtype for p in model.head.parameters()} != {torch.float32}
+
+
+@levels(WITH_MASTERS)
+@copies_and_files
+@pytest.mark.parametrize("name", ["encoder", "rnn", "head"])
+def test_a_submodule_copied_alone_is_float32(name, how, level):
+    model, _ = mixed(level)
+    assert_alone(COPIES_AND_FILES[how](getattr(model, name)), getattr(model, name))
+
+
+@levels(WITH_MASTERS)
+def test_a_submodule_is_copied_without_its_model(level):
+    model, _ = mixed(level)
+    memo = {}
+    copy.deepcopy(model.encoder, memo)
+    assert id(model) not in memo
+
+
+@levels(WITH_MASTERS)
+@copies_and_files
+def test_a_module_around_the_model_copied_alone_is_float32(how, level):
+    model, _ = mixed(level)
+    around = nn.ModuleDict({"model": model})
+    twin = COPIES_AND_FILES[how](around)
+    assert_alone(twin, around)
+    assert twin["model"](inputs().to(model.head.weight.dtype)).dtype == torch.float32
+
+
+@levels((*WITH_MASTERS, "O3"))
+@copies_and_files
+@pytest.mark.parametrize("order", ["model first", "optimizer first", "the model holds it"])
+def test_copies_that_are_made_together_train_like_the_originals(order, how, level):
+    model, optimizer = mixed(level)
+    if order == "model first":
+        twin, other = COPIES_AND_FILES[how]((model, optimizer))
+    elif order == "optimizer first":
+        other, twin = COPIES_AND_FILES[how]([optimizer, model])
+    else:
+        model.optimizer = optimizer
+        twin = COPIES_AND_FILES[how](model)
+        other = twin.optimizer
+    for a, b in zip(twin.state_dict(keep_vars=True).values(), model.state_dict(keep_vars=True).values(), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip([*twin.parameters(), *twin.buffers()], [*model.parameters(), *model.buffers()], strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    step_of_mixed(model, optimizer)
+    step_of_mixed(twin, other)
+    for a, b in zip(twin.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    vars(twin).pop("optimizer", None)
+    assert_alone(copy.deepcopy(twin), twin)
+
+
+@levels(WITH_MASTERS)
+def test_a_copy_alone_is_initialized_and_trained_by_itself(level):
+    model, _ = mixed(level)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    twin = copy.deepcopy(model)
+    twin, other = initialize(twin, torch.optim.SGD(twin.parameters(), lr=0.1), level)
+    step_of_mixed(twin, other)
+    assert not torch.equal(twin.state_dict()["head.weight"], before["head.weight"])
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def traced(model):
+    return torch.fx.symbolic_trace(model)
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+@levels(WITH_MASTERS)
+@pytest.mark.parametrize("wrap", [traced, compiled])
+def test_copies_of_traced_and_compiled_models_are_float32(wrap, level):
+    model = wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(DEVICE))
+    model, optimizer = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
+    step_of_mixed(model, optimizer)
+    twin = copy.deepcopy(model)
+    assert {p.dtype for p in twin.parameters()} == {torch.float32}
+    for a, b in zip(twin.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    torch.testing.assert_close(twin(inputs()), model(inputs()), rtol=2e-2, atol=2e-2)
+
+
+@levels(WITH_MASTERS)
+def test_an_average_of_all_tensors_by_torch(level):
+    model, optimizer = mixed(level)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    average.update_parameters(model)
+    expected = {name: t.double() for name, t in model.state_dict().items()}
+    for _ in range(3):
+        step_of_mixed(model, optimizer)
+        average.update_parameters(model)
+        for name, t in model.state_dict().items():
+            expected[name] = 0.5 * expected[name] + 0.5 * t.double() if t.is_floating_point() else t
+    for name, t in average.module.state_dict().items():
+        if t.is_floating_point():
+            torch.testing.assert_close(t.double(), expected[name], rtol=1e-6, atol=1e-7)
+
+
+@levels(WITH_MASTERS)
+def test_a_shallow_copy_leaves_the_original_as_it_is(level):
+    model, optimizer = trained(level)
+    before = [p.dtype for p in model.parameters()]
+    twin = copy.copy(model)
+    assert [p.dtype for p in model.parameters()] == before
+    assert all(p is q for p, q in zip(twin.parameters(), model.parameters(), strict=True))
+    train_step(model, optimizer, (1.0, 1.0, 1.0))
+    assert_values(amp.master_params(optimizer), EXACT - 2 * STEP)
+
+
+@levels(WITH_MASTERS)
+@kinds(("torch", "fused"))
+def test_after_shutdown_an_optimizer_does_not_write_the_model(level, kind):
+    model, optimizer = trained(level, kind)
+    amp.shutdown()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(7.0)
+    for master in optimizer.param_groups[0]["params"]:
+        master.grad = torch.ones_like(master)
+    optimizer.step()
+    assert_values(model.parameters(), 7.0)
+
+
+@levels(WITH_MASTERS)
+def test_a_second_initialize_begins_without_scaled_gradients(level):
+    model, optimizer = start(Weights(EXACT), level=level, lr=STEP, loss_scale=1024.0)
+    backward(model(torch.ones(3, device=DEVICE)), optimizer)
+    optimizer.step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=STEP)
+    model, optimizer = initialize(model, optimizer, level)
+    backward(model(torch.ones(3, device=DEVICE)), optimizer)
+    assert_values([p.grad for p in amp.master_params(optimizer)], 1.0)

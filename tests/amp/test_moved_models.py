@@ -1,0 +1,113 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A model that ``.to()`` moves after ``initialize`` is trained, with its masters and its optimizer's state."""
+
+import pytest
+import torch
+from devices import DEVICE
+from small_programs import (
+    CASTING,
+    WITH_MASTERS,
+    Weights,
+    X,
+    assert_values,
+    backward,
+    initialize,
+    kinds,
+    levels,
+    right_or_refused,
+    start,
+    train_step,
+    vector,
+)
+
+from apex_npu import amp, optimizers
+
+pytestmark = pytest.mark.skipif(DEVICE.type == "cpu", reason="there is one device alone")
+
+HOST = torch.device("cpu")
+HOST_X = torch.tensor(X)
+MOVED = 10.0 - HOST_X
+ALL_KINDS = ("torch", "combine_grad", "fused", "fuse_unscale")
+
+
+def step_on(model, optimizer, x=HOST_X):
+    backward(model(x), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@kinds(ALL_KINDS)
+@levels(WITH_MASTERS)
+def test_a_model_with_masters_that_is_moved_after_initialize(level, kind):
+    model, optimizer = start(Weights(10.0).cpu(), kind=kind, level=level)
+    model.to(DEVICE)
+    train_step(model, optimizer)
+    assert_values(model.parameters(), MOVED)
+    assert_values(model.state_dict().values(), MOVED)
+    assert {p.device for p in amp.master_params(optimizer)} == {model.w[0].device}
+
+
+@kinds(ALL_KINDS)
+@levels(WITH_MASTERS)
+def test_what_is_written_to_a_model_before_it_is_moved_is_trained(level, kind):
+    model, optimizer = start(Weights(1.0).cpu(), kind=kind, level=level)
+    with torch.no_grad():
+        model.w[0].fill_(10.0)
+    model.to(DEVICE)
+    train_step(model, optimizer)
+    assert_values(model.parameters(), MOVED)
+
+
+@kinds(ALL_KINDS)
+@levels(WITH_MASTERS)
+def test_a_model_that_is_moved_between_steps_keeps_its_momentum(level, kind):
+    model, optimizer = start(Weights(10.0).cpu(), kind=kind, level=level, momentum=0.5)
+    step_on(model, optimizer)
+    model.to(DEVICE)
+    train_step(model, optimizer)
+    model.to(HOST)
+    step_on(model, optimizer)
+    assert_values(model.state_dict().values(), 10.0 - (1.0 + 1.5 + 1.75) * HOST_X)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, optimizers.NpuFusedAdam], ids=["torch", "fused"])
+@levels(WITH_MASTERS)
+def test_a_model_that_is_moved_between_steps_keeps_the_state_of_adam(level, cls):
+    model, plain = Weights(10.0).cpu(), Weights(10.0).cpu()
+    model, optimizer = initialize(model, cls(model.parameters(), lr=0.125), level)
+    reference = torch.optim.Adam(plain.parameters(), lr=0.125)
+    for x in (HOST_X, HOST_X[[1, 0, 2]], HOST_X[[2, 1, 0]]):
+        step_on(model, optimizer, x.to(model.w[0].device))
+        plain(x).backward()
+        reference.step()
+        plain.zero_grad()
+        model.to(DEVICE)
+    torch.testing.assert_close(model.state_dict()["w.0"].cpu(), plain.w[0].detach())
+
+
+@kinds(ALL_KINDS)
+@levels(WITH_MASTERS)
+def test_a_part_that_is_moved_between_steps_is_trained_or_refused(level, kind):
+    model, optimizer = start(Weights(10.0, 10.0).cpu(), kind=kind, level=level)
+    step_on(model, optimizer)
+    model.w[1].data = model.w[1].data.to(DEVICE)
+
+    def act():
+        loss = (model.w[0] * HOST_X).sum() + (model.w[1] * vector(*X)).sum().cpu()
+        backward(loss, optimizer)
+        optimizer.step()
+
+    right_or_refused(
+        act, lambda _: assert_values(model.parameters(), *[10.0 - 2 * HOST_X] * 2), model.parameters(), "parameter 1"
+    )
+
+
+@kinds(ALL_KINDS)
+@levels(("O0", *CASTING))
+def test_a_model_that_is_moved_after_initialize(level, kind):
+    model, optimizer = start(Weights(10.0).cpu(), kind=kind, level=level)
+    model.to(DEVICE)
+    right_or_refused(
+        lambda: train_step(model, optimizer), lambda _: assert_values(model.parameters(), MOVED), model.parameters()
+    )

@@ -1,0 +1,327 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Optimizers of a script's own: subclasses with another rule, and those with parameter groups inside."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from devices import DEVICE
+from small_programs import (
+    CASTING,
+    WITH_MASTERS,
+    Weights,
+    X,
+    assert_values,
+    backward,
+    initialize,
+    levels,
+    right_or_refused,
+    train_step,
+    vector,
+)
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from apex_npu import optimizers
+
+WITHOUT_MASTERS = ("O0", *CASTING)
+MOVED = 10.0 - vector(*X).cpu()
+
+
+class MovesByAHundred(optimizers.NpuFusedSGD):
+    def _group_step(self, group_index):
+        for p in self.param_groups[group_index]["params"]:
+            p.data.sub_(100.0)
+
+
+@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+def test_a_subclass_with_a_group_step_of_its_own(level):
+    model = Weights(10.0)
+
+    def act():
+        _, optimizer = initialize(model, MovesByAHundred(model.parameters(), lr=0.1), level)
+        train_step(model, optimizer)
+
+    act()
+    assert_values(model.parameters(), -90.0)
+
+
+class WithGroupStep:
+    """A rule as a ``_group_step``: it writes, or replaces, what it finds by Apex's private names.
+
+    It counts steps where Ascend's optimizers do, on combined states and on those of parameters.
+    """
+
+    replaces = False
+
+    def _group_step(self, index):
+        group = self.param_groups[index]
+        stash = self._amp_stash
+        for p in group["params"]:
+            if p.grad is not None:
+                self.state[p]["step"] += 1
+        for param, grad, state in zip(
+            stash.combined_params_indexed_by_group[index],
+            stash.combined_grads_indexed_by_group[index],
+            stash.combined_param_states_indexed_by_group[index],
+            strict=True,
+        ):
+            if param is None or grad is None:
+                continue
+            state["step"] += 1
+            m = state["exp_avg"].lerp(grad, 0.5)
+            new = param - group["lr"] * state["step"] * m
+            if self.replaces:
+                param.data, state["exp_avg"] = new, m
+            else:
+                param.data.copy_(new)
+                state["exp_avg"].copy_(m)
+
+
+class Writes(WithGroupStep, optimizers.NpuFusedAdam):
+    pass
+
+
+class Replaces(Writes):
+    replaces = True
+
+
+@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+@pytest.mark.parametrize("cls", [Writes, Replaces])
+def test_a_group_step_finds_combined_tensors(cls, level):
+    model = Weights(10.0, 20.0, 30.0)
+    groups = [{"params": model.w[:2]}, {"params": model.w[2:], "lr": 0.5}]
+    _, optimizer = initialize(model, cls(groups, lr=1.0), level)
+    for only in ((0, 1, 2), (0, 2), (0, 2)):
+        train_step(model, optimizer, only=only)
+    # The gradient is x in each step: m is x/2, 3x/4, 7x/8.
+    x = vector(*X).cpu()
+    thrice = (1 * 0.5 + 2 * 0.75 + 3 * 0.875) * x
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    assert_values(params, 10.0 - thrice, 20.0 - 0.5 * x, 30.0 - 0.5 * thrice)
+    assert_values(model.parameters(), *[p.to(w.dtype).cpu() for p, w in zip(params, model.w, strict=True)])
+    assert [float(optimizer.state[p]["step"]) for p in params] == [3, 1, 3]
+    assert_values([optimizer.state[p]["exp_avg"] for p in params], 0.875 * x, 0.5 * x, 0.875 * x)
+    assert not hasattr(optimizer._amp_stash, "combined_params_indexed_by_group")
+
+
+class SubtractsGradients(optimizers.NpuFusedSGD):
+    def _group_step(self, index):
+        for p in self.param_groups[index]["params"]:
+            p.data.sub_(p.grad)
+
+
+@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+@pytest.mark.parametrize("kind", [{}, {"fuse_unscale": True}], ids=str)
+def test_a_group_step_reads_unscaled_gradients(kind, level):
+    model = Weights(10.0)
+    _, optimizer = initialize(model, SubtractsGradients(model.parameters(), lr=0.1), level, loss_scale=64.0, **kind)
+    train_step(model, optimizer)
+    assert_values(model.parameters(), MOVED)
+
+
+def test_a_group_step_reads_gradients_that_a_grad_scaler_has_unscaled():
+    model = Weights(10.0)
+    optimizer = SubtractsGradients(model.parameters(), lr=0.1, fuse_grad_scaler=True)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=64.0)
+    scaler.scale(model(vector(*X))).backward()
+    scaler.step(optimizer)
+    assert_values(model.parameters(), MOVED)
+
+
+def test_a_group_step_is_called_after_a_before_updates_of_the_same_class():
+    class Both(MovesByAHundred):
+        calls = 0
+
+        def before_updates(self, runs):
+            self.calls += 1
+
+        def _group_step(self, index):
+            super()._group_step(index)
+
+    model = Weights(10.0)
+    optimizer = Both(model.parameters(), lr=0.1)
+    model(vector(*X)).backward()
+    optimizer.step()
+    assert optimizer.calls == 1
+    assert_values(model.parameters(), -90.0)
+
+
+def test_a_group_step_that_comes_too_late_is_refused():
+    class Late(optimizers.NpuFusedSGD):
+        pass
+
+    Late._group_step = MovesByAHundred._group_step
+    with pytest.raises(TypeError, match="Late has a _group_step that was assigned when the class had been made"):
+        Late(Weights(10.0).parameters(), lr=0.1)
+
+
+def test_a_group_step_with_capturable_is_refused():
+    with pytest.raises(TypeError, match="MovesByAHundred has a _group_step, which counts steps on the host"):
+        MovesByAHundred(Weights(10.0).parameters(), lr=0.1, capturable=True)
+
+
+def test_an_update_of_its_own_goes_before_a_group_step():
+    class Both(WithGroupStep, optimizers.NpuFusedAdam):
+        def update(self, run, group):
+            run.param.sub_(100.0)
+
+    model = Weights(10.0)
+    _, optimizer = initialize(model, Both(model.parameters(), lr=0.1), "O1")
+    train_step(model, optimizer)
+    assert_values(model.parameters(), -90.0)
+
+
+def test_a_group_step_that_fails_counts_no_step():
+    class Fails(optimizers.NpuFusedAdam):
+        def _group_step(self, index):
+            raise KeyError("wrong")
+
+    model = Weights(10.0)
+    _, optimizer = initialize(model, Fails(model.parameters(), lr=0.1), "O2")
+    with pytest.raises(KeyError, match="wrong"):
+        train_step(model, optimizer)
+    assert_values(model.parameters(), 10.0)
+    assert not optimizer.state
+
+
+@levels((*WITHOUT_MASTERS, "O2"))
+def test_a_parameter_exchanged_in_its_group_and_in_the_stash(level):
+    """As scripts with a partial fully connected layer do in each step, with its momentum."""
+    model = Weights(10.0)
+    fc = torch.nn.Parameter(vector(1.0, 1.0, 1.0))
+    backbone = optimizers.NpuFusedSGD(model.parameters(), lr=1.0)
+    inner = torch.optim.SGD([fc], lr=1.0, momentum=0.5)
+    options = {"combine_grad": True} if level != "O0" else {}
+    _, (backbone, inner) = initialize(model, [backbone, inner], level, **options)
+    inner.accelerate = False
+    centers, momentum = vector(4.0, 8.0, 16.0).expand(2, 3).clone(), torch.zeros(2, 3, device=DEVICE)
+    for i in (0, 1, 0):
+        active = torch.nn.Parameter(centers[i].clone())
+        activated = momentum[i].clone()
+        inner.state.pop(inner.param_groups[-1]["params"][0], None)
+        inner.param_groups[-1]["params"][0] = active
+        if hasattr(inner._amp_stash, "all_fp32_params"):
+            inner._amp_stash.all_fp32_params[-1] = active
+        inner.state[active]["momentum_buffer"] = activated
+        backward(model(vector(*X)) + (active * vector(*X)).sum(), [backbone, inner])
+        backbone.step()
+        inner.step()
+        backbone.zero_grad()
+        inner.zero_grad()
+        centers[i], momentum[i] = active.detach(), activated
+    x = vector(*X).cpu()
+    assert_values(
+        [centers], torch.stack([vector(4.0, 8.0, 16.0).cpu() - x - 1.5 * x, vector(4.0, 8.0, 16.0).cpu() - x])
+    )
+    assert_values(model.parameters(), 10.0 - 3 * x)
+
+
+class OwnRule(optimizers.NpuFusedSGD):
+    def update(self, run, group):
+        run.param.sub_(100.0)
+
+
+@levels(("O0", "O1", "O2", "O5"))
+def test_a_subclass_with_an_update_of_its_own(level):
+    model = Weights(10.0)
+    _, optimizer = initialize(model, OwnRule(model.parameters(), lr=0.1), level)
+    train_step(model, optimizer)
+    assert_values(model.parameters(), -90.0)
+
+
+class CopyOfAscends(torch.optim.SGD):
+    is_npu_fused_optimizer = True
+
+
+@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+@pytest.mark.parametrize("fuse_unscale", [False, True])
+def test_an_optimizer_that_a_script_brings_along_and_marks_as_fused(fuse_unscale, level):
+    model = Weights(10.0)
+
+    def act():
+        _, optimizer = initialize(model, CopyOfAscends(model.parameters(), lr=1.0), level, fuse_unscale=fuse_unscale)
+        train_step(model, optimizer)
+
+    right_or_refused(act, lambda _: assert_values(model.parameters(), MOVED), model.parameters())
+
+
+class WholeCopyOfAscends(CopyOfAscends):
+    @torch.no_grad()
+    def step(self, closure=None):
+        self._check_already_combined_params_and_grads()
+        self._combine_params_and_grads_by_group()
+
+
+@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+def test_a_whole_copy_of_ascends_optimizers_is_refused_by_name(level):
+    model = Weights(10.0)
+    _, optimizer = initialize(model, WholeCopyOfAscends(model.parameters(), lr=1.0), level)
+    with pytest.raises(TypeError, match=r"WholeCopyOfAscends is a copy .* Import the one of apex.optimizers instead"):
+        train_step(model, optimizer)
+    assert_values(model.parameters(), 10.0)
+
+
+class Both(torch.optim.Optimizer):
+    """One optimizer over two, with a group of its own for all of their parameters."""
+
+    def __init__(self, *inner):
+        self.inner = inner
+        super().__init__(self.all_params(), {})
+
+    def all_params(self):
+        return [p for optimizer in self.inner for group in optimizer.param_groups for p in group["params"]]
+
+    def step(self, closure=None):
+        for optimizer in self.inner:
+            optimizer.step()
+
+
+class SharesGroups(Both):
+    """An optimizer over two others, which shares their groups."""
+
+    def all_params(self):
+        return [group for optimizer in self.inner for group in optimizer.param_groups]
+
+
+@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+@pytest.mark.parametrize("inner", [torch.optim.SGD, optimizers.NpuFusedSGD])
+def test_one_optimizer_over_two(inner, level):
+    model = Weights(10.0, 10.0)
+
+    def act():
+        _, optimizer = initialize(model, Both(*[inner([w], lr=1.0) for w in model.w]), level)
+        train_step(model, optimizer)
+
+    right_or_refused(act, lambda _: assert_values(model.parameters(), MOVED, MOVED), model.parameters())
+
+
+@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+def test_one_optimizer_over_two_that_shares_their_groups(level):
+    model = Weights(10.0, 10.0)
+    _, optimizer = initialize(model, SharesGroups(*[torch.optim.SGD([w], lr=1.0) for w in model.w]), level)
+    train_step(model, optimizer)
+    assert_values(model.parameters(), MOVED, MOVED)
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    if not dist.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    backend = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+def test_zero_redundancy_optimizer(level):
+    model = Weights(10.0)
+
+    def act():
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+        _, optimizer = initialize(model, optimizer, level)
+        train_step(model, optimizer)
+
+    right_or_refused(act, lambda _: assert_values(model.parameters(), MOVED), model.parameters())

@@ -1,0 +1,140 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Arguments and results: methods of a script's own optimizer, arguments that torch accepts."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from devices import DEVICE
+from small_programs import (
+    LEVELS,
+    WITH_MASTERS,
+    Weights,
+    X,
+    assert_values,
+    backward,
+    initialize,
+    levels,
+    right_or_refused,
+    start,
+    train_step,
+    vector,
+)
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from apex_npu import amp, optimizers
+
+
+class Own(torch.optim.SGD):
+    def step(self, closure=None, factor=1.0):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad, alpha=factor)
+        return "stepped"
+
+    def zero_grad(self, set_to_none=True, reason=None):
+        super().zero_grad(set_to_none)
+        self.reason = reason
+        return "cleared"
+
+
+def own(level):
+    model = Weights(10.0)
+    model, optimizer = initialize(model, Own(model.parameters(), lr=1.0), level)
+    backward(model(vector(*X)), optimizer)
+    return model, optimizer
+
+
+@levels(LEVELS)
+@pytest.mark.parametrize("positional", [False, True])
+def test_a_step_and_a_zero_grad_of_ones_own(positional, level):
+    model, optimizer = own(level)
+    assert (optimizer.step(None, 2.0) if positional else optimizer.step(factor=2.0)) == "stepped"
+    assert_values(model.parameters(), 10.0 - 2.0 * torch.tensor(X))
+    assert optimizer.zero_grad(reason="epoch") == "cleared"
+    assert optimizer.reason == "epoch"
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="arrays are in the host's memory")
+def test_an_array_over_a_parameter_follows_it_or_something_is_said():
+    param = nn.Parameter(torch.full((3,), 10.0))
+    array = param.detach().numpy()
+    optimizer = optimizers.NpuFusedSGD([param], lr=1.0)
+    param.sum().backward()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert said or array.tolist() == param.tolist()
+
+
+@levels(LEVELS)
+def test_states_are_named_by_the_model_or_the_error_names_the_view(level):
+    model, optimizer = start(Weights(10.0), level=level, momentum=0.5)
+    train_step(model, optimizer)
+
+    def check(found):
+        assert_values([found[1]["state"]["w.0"]["momentum_buffer"]], torch.tensor(X))
+
+    right_or_refused(lambda: get_state_dict(model, optimizer), check, naming="checkpoint_view")
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@levels(WITH_MASTERS)
+def test_states_are_set_by_a_view_or_the_error_names_it(level, steps):
+    model, optimizer = start(Weights(10.0), level=level, momentum=0.5)
+    train_step(model, optimizer)
+    saved_model, saved = get_state_dict(model, amp.checkpoint_view(optimizer))
+    amp.shutdown()
+    model, optimizer = start(Weights(3.0), level=level, momentum=0.5)
+    for _ in range(steps):
+        train_step(model, optimizer)
+    before = list(amp.master_params(optimizer))
+    values = [p.detach().clone() for p in before]
+    with pytest.raises(RuntimeError, match=r"amp\.checkpoint_view\(optimizer\)"):
+        set_optimizer_state_dict(model, optimizer, saved)
+    assert_values(before, *(value.cpu() for value in values))
+    assert all(p.grad is None or steps for p in before)
+    assert bool(optimizer.state) == bool(steps)
+    view = amp.checkpoint_view(optimizer)
+    set_state_dict(model, view, model_state_dict=saved_model, optim_state_dict=saved)
+    assert_values([optimizer.state[p]["momentum_buffer"] for p in amp.master_params(optimizer)], torch.tensor(X))
+    amp.shutdown()
+    set_optimizer_state_dict(*plain_model_and_optimizer())  # torch's own function is back
+
+
+def plain_model_and_optimizer():
+    model = Weights(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return model, optimizer, get_optimizer_state_dict(model, optimizer)
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+@pytest.mark.skipif(
+    DEVICE.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"),
+    reason="fully_shard of this torch does not run on a CPU",
+)
+def test_o0_beside_fully_shard():
+    dist.init_process_group(
+        "gloo" if DEVICE.type == "cpu" else "cpu:gloo,npu:hccl", store=dist.HashStore(), rank=0, world_size=1
+    )
+    try:
+        model = nn.Linear(3, 1, bias=False).to(DEVICE)
+        before = model.weight.detach().clone()
+        fully_shard(model, mesh=init_device_mesh(DEVICE.type, (1,)))
+        model, optimizer = initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), "O0")
+        backward(model(vector(*X)).sum(), optimizer)
+        optimizer.step()
+        torch.testing.assert_close(model.weight.full_tensor(), before - vector(*X))
+    finally:
+        amp.shutdown()
+        dist.destroy_process_group()

@@ -1,0 +1,174 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What scripts get wrong around a ``scale_loss`` block: named, where it was silent or ruined the weights."""
+
+import warnings
+
+import pytest
+import torch
+from devices import DEVICE
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from apex_npu import amp, optimizers
+
+X = torch.ones(1, 3, device=DEVICE)
+SGD, FUSED = torch.optim.SGD, optimizers.NpuFusedSGD
+
+
+@pytest.fixture(autouse=True)
+def _errors():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        yield
+    amp.shutdown()
+
+
+def start(level, cls=FUSED, count=1, **options):
+    """``count`` models, each with an optimizer, and a loss that reaches all of them."""
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 3).to(DEVICE) for _ in range(count)]
+    stepped = [cls(model.parameters(), lr=0.5) for model in models]
+    models, stepped = amp.initialize(models, stepped, opt_level=level, verbosity=0, **options)
+
+    def loss(last=count):
+        x = X
+        for model in models[:last]:
+            x = model(x.to(next(model.parameters()).dtype))
+        return x.float().square().mean()
+
+    return models, stepped, loss
+
+
+def train(loss, *stepped):
+    with amp.scale_loss(loss(), list(stepped)) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in stepped:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("cls", [SGD, FUSED])
+@pytest.mark.parametrize(
+    ("level", "options"), [("O1", {}), ("O2", {}), ("O2", {"loss_scale": 128.0}), ("O1", {"fuse_unscale": True})]
+)
+def test_backward_on_the_loss_itself(level, options, cls):
+    (model,), (optimizer,), loss = start(level, cls, **options)
+    values = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        with (
+            pytest.raises(RuntimeError, match=r"the scaled loss got no gradient .* called on the loss itself"),
+            amp.scale_loss(unscaled := loss(), optimizer),
+        ):
+            unscaled.backward()
+        optimizer.zero_grad()
+        assert all(map(torch.equal, model.parameters(), values))
+        train(loss, optimizer)
+        values = [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("use", ["no backward", "sum", "autograd.grad", "checkpoint", "kept graph", "constant"])
+def test_other_uses_of_a_block_pass(level, use):
+    (model,), (optimizer,), loss = start(level)
+    with amp.scale_loss(loss(), optimizer) as scaled_loss:
+        if use == "sum":
+            (scaled_loss + 0.0 * scaled_loss).backward()
+        elif use == "autograd.grad":
+            grads = torch.autograd.grad(scaled_loss, list(model.parameters()))
+            for p, grad in zip(model.parameters(), grads, strict=True):
+                p.grad = grad
+        elif use == "kept graph":
+            scaled_loss.backward(retain_graph=True)
+    if use == "checkpoint":
+        loss = checkpoint(model, X.to(model.weight.dtype), use_reentrant=False).float().sum()
+        with amp.scale_loss(loss, optimizer):
+            pass
+    if use == "constant":
+        with pytest.warns(RuntimeWarning, match="does not require grad"), amp.scale_loss(loss().detach(), optimizer):
+            pass
+    assert (model.weight.grad is None) == (use in ("no backward", "checkpoint", "constant"))
+
+
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_], ids=lambda clip: clip.__name__)
+@pytest.mark.parametrize("of", ["model", "optimizer"])
+@pytest.mark.parametrize("cls", [SGD, FUSED])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_clipping_inside_of_a_block_is_refused(level, cls, of, clip):
+    (model,), (optimizer,), loss = start(level, cls)
+    params = model.parameters() if of == "model" else amp.master_params(optimizer)
+    with amp.scale_loss(loss(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        with pytest.raises(RuntimeError, match=rf"torch.nn.utils.{clip.__name__} was called inside scale_loss"):
+            clip(params, 1.0)
+    optimizer.zero_grad()
+    with amp.scale_loss(loss(), optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.raises(RuntimeError, match=r"loss scale 65536.0: the last scale_loss had delay_unscale=True"):
+        clip(amp.master_params(optimizer), 1.0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O5"])
+def test_clipping_what_is_not_scaled_passes(level):
+    (model,), (optimizer,), loss = start(level)
+    with amp.scale_loss(loss(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    for p in amp.master_params(optimizer):
+        assert p.grad.abs().max().item() == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("cls", [SGD, FUSED])
+@pytest.mark.parametrize(("level", "said"), [("O1", "has scaled and checked"), ("O2", "masters.*have none")])
+def test_a_plain_backward_under_a_dynamic_scale(level, said, cls):
+    _, (optimizer,), loss = start(level, cls)
+    train(loss, optimizer)
+    loss().backward()
+    with pytest.warns(RuntimeWarning, match=rf"{said}.*was backward\(\) called outside amp.scale_loss"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("cls", [SGD, FUSED])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_that_names_another_optimizer(level, cls):
+    models, (first, second), loss = start(level, cls, count=2)
+    with pytest.raises(RuntimeError, match=rf"{cls.__name__}, but the loss reaches none .* those of {cls.__name__}:"):
+        amp.scale_loss(loss(last=1), second).__enter__()
+    # One of two: what the other has is scaled.
+    values = [p.detach().clone() for p in models[1].parameters()]
+    with amp.scale_loss(loss(), first) as scaled_loss:
+        scaled_loss.backward()
+    first.step()
+    with pytest.raises(RuntimeError, match=rf"{cls.__name__}.step\(\) .* a block that names {cls.__name__} alone"):
+        second.step()
+    assert all(map(torch.equal, models[1].parameters(), values))
+    for optimizer in (first, second):
+        optimizer.zero_grad()
+    train(loss, first, second)
+    assert not any(map(torch.equal, models[1].parameters(), values))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_loss_through_a_model_that_has_blocks_of_its_own(level):
+    """As a generator's, which reaches the discriminator."""
+    _, (first, second), loss = start(level, count=2)
+    for _ in range(3):
+        train(loss, first)
+        second.zero_grad()
+        train(loss, second)
+
+
+def test_an_optimizer_that_amp_does_not_know():
+    _, (optimizer,), loss = start("O1")
+    head = nn.Linear(1, 1).to(DEVICE)
+    unknown = SGD(head.parameters(), lr=0.1)
+    other = torch.optim.Adam(nn.Linear(1, 1).parameters(), lr=0.1)  # of nothing that the loss reaches
+    with (
+        pytest.warns(
+            RuntimeWarning, match="SGD was not passed to amp.initialize, and steps parameters to which"
+        ) as said,
+        amp.scale_loss(head(loss().reshape(1, 1)).sum(), optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+    assert len(said) == 1
+    assert len(unknown.param_groups) == len(other.param_groups) == 1

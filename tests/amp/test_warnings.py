@@ -1,0 +1,160 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Warnings point at the user's line, once per cause, and do not advise against working code."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from devices import DEVICE
+from small_programs import (
+    LEVELS,
+    Weights,
+    initialize,
+    levels,
+    start,
+    train_step,
+    vector,
+)
+
+from apex_npu import amp, optimizers
+
+
+class Said:
+    """The warnings of a block."""
+
+    def __enter__(self):
+        self._caught = warnings.catch_warnings(record=True)
+        self._list = self._caught.__enter__()
+        warnings.simplefilter("always")
+        return self
+
+    def __exit__(self, *exception):
+        self._caught.__exit__(*exception)
+
+    def about(self, text):
+        return [w for w in self._list if text in str(w.message)]
+
+
+def assert_points_here(found):
+    assert [w.filename for w in found] == [__file__]
+
+
+@levels(LEVELS)
+@pytest.mark.parametrize("kind", ["torch", "fused"])
+def test_a_step_without_gradients_is_shown_where_it_is_called(kind, level):
+    _, optimizer = start(Weights(10.0), kind=kind, level=level)
+    with Said() as said:
+        optimizer.step()
+    assert_points_here(said.about("none of its parameters has a gradient"))
+
+
+@levels(("O2", "O5"))
+@pytest.mark.parametrize("kind", ["torch", "fused"])
+def test_a_backward_outside_of_a_block_is_shown_where_the_step_is_called(kind, level):
+    model, optimizer = start(Weights(10.0), kind=kind, level=level)
+    model(vector(1.0, 1.0, 1.0)).backward()
+    with Said() as said:
+        optimizer.step()
+    assert_points_here(said.about("its fp32 masters"))
+
+
+@levels(LEVELS)
+def test_a_loss_without_gradient_is_shown_where_the_block_is_opened(level):
+    _, optimizer = start(Weights(10.0), level=level)
+    with Said() as said, amp.scale_loss(torch.ones((), device=DEVICE), optimizer):
+        pass
+    assert_points_here(said.about("does not require grad"))
+
+
+@levels(("O2", "O5"))
+def test_clipping_the_wrong_gradients_is_shown_where_it_is_called(level):
+    model, _ = start(Weights(10.0), level=level)
+    with Said() as said:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert_points_here(said.about("clip_grad_norm_"))
+
+
+def small_scale():
+    """Overflows at 1, trains at 0.5."""
+    model, optimizer = start(Weights(10.0), loss_scale="dynamic", dynamic_init_scale=1.0, level="O2")
+    loss = model(vector(60000.0, 0.0, 0.0)) * 2.0
+    with Said() as said, amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    return said
+
+
+def test_a_scale_below_one_is_shown_where_the_block_is():
+    assert_points_here(small_scale().about("loss scale has fallen"))
+
+
+def test_no_floor_is_advised_where_a_scale_below_one_trains():
+    assert not small_scale().about("min_loss_scale=1.0")
+
+
+@levels(("O1", "O2"))
+def test_a_step_without_gradients_is_said_of_each_optimizer(level):
+    model = Weights(10.0, 10.0)
+    both = [optimizers.NpuFusedSGD([w], lr=1.0) for w in model.w]
+    model, both = initialize(model, both, level)
+    with Said() as said:
+        for optimizer in both:
+            optimizer.step()
+    assert len(said.about("none of its parameters has a gradient")) == 2
+
+
+@levels(LEVELS)
+def test_a_step_without_gradients_is_said_once_of_an_optimizer(level):
+    _, optimizer = start(Weights(10.0), level=level)
+    with Said() as said:
+        for _ in range(3):
+            optimizer.step()
+    assert len(said.about("none of its parameters has a gradient")) == 1
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="elsewhere a look costs a wait: diagnostics tell")
+@levels(("O1", "O2"))
+def test_an_overflow_under_a_static_scale_is_said_once(level):
+    model, optimizer = start(Weights(10.0), level=level)
+    with Said() as said:
+        for _ in range(3):
+            train_step(model, optimizer, (torch.inf, 1.0, 1.0))
+    found = [w for word in ("overflow", "inf") for w in said.about(word)]
+    assert len({str(w.message) for w in found}) == 1
+
+
+@levels(("O1", "O2"))
+def test_small_buffers_are_not_announced(level, caplog):
+    model, optimizer = start(Weights(10.0), level=level)
+    with caplog.at_level(logging.INFO):
+        train_step(model, optimizer)
+    assert not [record for record in caplog.records if " 0.0 MiB" in record.getMessage()]
+
+
+def edits():
+    extra = torch.ones(3)
+    return {
+        "append": lambda found: found.append(extra),
+        "assign": lambda found: found.__setitem__(0, extra),
+        "extend": lambda found: found.extend([extra]),
+        "delete": lambda found: found.__delitem__(0),
+        "clear": lambda found: found.clear(),
+    }
+
+
+@levels(("O1", "O2"))
+@pytest.mark.parametrize("edit", edits())
+def test_lists_that_cannot_be_edited_say_so(edit, level):
+    _, optimizer = start(Weights(10.0), level=level)
+    name = "all_fp32_params" if level == "O1" else "all_fp32_from_fp16_params"
+    before = len(getattr(optimizer._amp_stash, name))
+    refusal = None
+    try:
+        edits()[edit](getattr(optimizer._amp_stash, name))
+    except (RuntimeError, TypeError, AttributeError) as error:
+        refusal = str(error)
+    assert refusal is not None
+    assert "param_groups" in refusal
+    assert len(getattr(optimizer._amp_stash, name)) == before
