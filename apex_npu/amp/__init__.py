@@ -69,11 +69,11 @@ _amp_state: Any
 importlib.import_module("apex_npu.compat.amp")
 
 if os.environ.get("APEX_NPU_EXPLAIN_OVERFLOWS"):
-    importlib.import_module("apex_npu.debug.explain").explain_as_environment_says()
+    importlib.import_module("apex_npu.debug.overflow.explain").explain_as_environment_says()
 if any(os.environ.get(f"APEX_NPU_{name}") for name in ("PROFILE", "GRADIENT_RANGE", "CHECK_OPERATORS", "RECORD")):
     importlib.import_module("apex_npu.debug.script").look_as_environment_says()
 if os.environ.get("APEX_NPU_MODEL_REPORT"):
-    importlib.import_module("apex_npu.debug.script_model").FirstForward()
+    importlib.import_module("apex_npu.debug.model_report.script").FirstForward()
 
 
 def __getattr__(name: str) -> Any:

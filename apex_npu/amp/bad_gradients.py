@@ -119,4 +119,4 @@ def explain_skip(session: Session, optimizer: Optimizer, state: AmpOptimizerStat
         logger.warning("%s", _describe(report, optimizer, bad))
     if alarms:
         logger.error("%s: %s", type(optimizer).__name__, explain_skips(report, list(bad.counts), bad.total))
-        importlib.import_module("apex_npu.debug.explain").watch_next_iteration()  # a package above this one
+        importlib.import_module("apex_npu.debug.overflow.explain").watch_next_iteration()  # a package above this one

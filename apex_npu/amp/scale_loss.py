@@ -96,7 +96,7 @@ def scale_loss(
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss must be a tensor, got {type(loss).__name__}")
     if torch_profiler._is_profiler_enabled is (settings.labels is None):  # on without ranges, or off with them
-        importlib.import_module("apex_npu.debug.labels").follow_profiler()  # a package above this one
+        importlib.import_module("apex_npu.debug.profiling.labels").follow_profiler()  # a package above this one
     delay: Delay | None = "delay_unscale" if delay_unscale else "delay_overflow_check" if delay_overflow_check else None
     block = _open_block(session, loss, optimizers, loss_id, delay)
     if not loss.requires_grad:

@@ -20,11 +20,11 @@ from apex_npu.amp.session import current, is_first_rank, settings
 from apex_npu.autocast.monkey_patches import patch_attribute
 from apex_npu.autocast.undo import Undo
 from apex_npu.backends._torch_private import dispatch_modes
-from apex_npu.debug.check_operators import check_operators
-from apex_npu.debug.gradient_range import gradient_range
-from apex_npu.debug.profile import profile
-from apex_npu.debug.record import record
-from apex_npu.debug.watch import Watch
+from apex_npu.debug.comparison.check_operators import check_operators
+from apex_npu.debug.comparison.record import record
+from apex_npu.debug.gradient_range.measure import gradient_range
+from apex_npu.debug.profiling.profile import profile
+from apex_npu.debug.watching.watch import Watch
 
 PROFILE, TRACE = "APEX_NPU_PROFILE", "APEX_NPU_PROFILE_TRACE"
 GRADIENT_RANGE, CHECK_OPERATORS = "APEX_NPU_GRADIENT_RANGE", "APEX_NPU_CHECK_OPERATORS"

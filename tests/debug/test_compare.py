@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from apex_npu import amp
 from apex_npu.__main__ import main
 from apex_npu.backends._torch_private import autograd_node
-from apex_npu.debug.comparison_report import ComparedRow
-from apex_npu.debug.line_up import difference, line_up
-from apex_npu.debug.recorded import Row, Samples, load
+from apex_npu.debug.comparison.line_up import difference, line_up
+from apex_npu.debug.comparison.recorded import Row, Samples, load
+from apex_npu.debug.comparison.report import ComparedRow
 
 
 class Classifier(torch.nn.Module):

@@ -646,7 +646,7 @@ def test_rich_prints_the_same_cells():
 class TestScript:
     @pytest.fixture
     def watching(self):
-        from apex_npu.debug.script_model import FirstForward
+        from apex_npu.debug.model_report.script import FirstForward
 
         before = nn.Module.__call__
         watching = FirstForward()

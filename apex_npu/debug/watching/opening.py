@@ -1,0 +1,51 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What contexts that watch operators require before they are entered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from apex_npu.amp.session import Session, current
+from apex_npu.backends import is_capturing
+from apex_npu.debug.watching.watch import Watch
+
+
+def session_models(session: Session) -> list[nn.Module]:
+    """The models that amp knows, and that are still there."""
+    return [model for converted in session.models if (model := converted.model) is not None]
+
+
+def check_models(caller: str, models: Sequence[object]) -> None:
+    """Check what ``caller`` was given.
+
+    Raises:
+        TypeError: One of ``models`` is no module.
+    """
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{caller} takes models, torch.nn.Module, got {type(model).__name__}")
+
+
+def models_to_watch(caller: str, models: Sequence[nn.Module], open_already: str | None = None) -> list[nn.Module]:
+    """``models``, or those of amp where there are none; ``open_already`` is the text of the error of that case.
+
+    Raises:
+        ValueError: There is no model; or another context watches.
+        RuntimeError: A CUDA graph is being captured.
+    """
+    if is_capturing():
+        raise RuntimeError(
+            f"{caller} was entered while a CUDA graph is captured: the host cannot look at what its operators compute. "
+            "Run one iteration without a graph"
+        )
+    if Watch.is_open():
+        others = [name for name in ("check_operators", "find_overflow", "record") if name != caller]
+        raise ValueError(open_already or f"{caller}, {others[0]} or {others[1]} is open already: leave that before")
+    session = current()
+    found = list(models) or ([] if session is None else session_models(session))
+    if not found:
+        raise ValueError(f"{caller} needs a model: pass it, or call amp.initialize first")
+    return found
