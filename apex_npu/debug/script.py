@@ -15,6 +15,15 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 
+from apex_npu._options import (
+    CHECK_OPERATORS,
+    GRADIENT_RANGE,
+    MODEL_REPORT,
+    PROFILE,
+    RECORD,
+    TRACE,
+    Option,
+)
 from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
 from apex_npu.amp.session import current, is_first_rank, settings
 from apex_npu.autocast.monkey_patches import patch_attribute
@@ -23,12 +32,10 @@ from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.comparison.check_operators import check_operators
 from apex_npu.debug.comparison.record import record
 from apex_npu.debug.gradient_range.measure import gradient_range
+from apex_npu.debug.model_report.script import FirstForward
+from apex_npu.debug.overflow.explain import explain_as_environment_says
 from apex_npu.debug.profiling.profile import profile
 from apex_npu.debug.watching.watch import Watch
-
-PROFILE, TRACE = "APEX_NPU_PROFILE", "APEX_NPU_PROFILE_TRACE"
-GRADIENT_RANGE, CHECK_OPERATORS = "APEX_NPU_GRADIENT_RANGE", "APEX_NPU_CHECK_OPERATORS"
-RECORD = "APEX_NPU_RECORD"
 
 
 class Part:
@@ -67,7 +74,7 @@ class Part:
 class ProfilePart(Part):
     """Where the time goes."""
 
-    option = "--profile"
+    option = PROFILE.name
 
     def __init__(self, first: int, last: int, trace: str | None = None) -> None:
         """See ``profile`` for ``trace``."""
@@ -93,7 +100,7 @@ class ProfilePart(Part):
 class GradientRangePart(Part):
     """The range of the gradients of a step."""
 
-    option = "--gradient-range"
+    option = GRADIENT_RANGE.name
     _found: object = "--gradient-range: no optimizer of amp has stepped"
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -116,7 +123,7 @@ class GradientRangePart(Part):
 class CheckOperatorsPart(Part):
     """The operators of a step."""
 
-    option = "--check-operators"
+    option = CHECK_OPERATORS.name
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
         """See ``Part``."""
@@ -140,7 +147,7 @@ class CheckOperatorsPart(Part):
 class RecordPart(Part):
     """A file of a step."""
 
-    option = "--record"
+    option = RECORD.name
 
     def __init__(self, first: int, path: str) -> None:
         """See ``record`` for ``path``."""
@@ -270,34 +277,40 @@ class ScriptSteps:
 
 
 def look_as_environment_says() -> None:
-    """Look at the steps that the variables of the options of ``python -m apex_npu run`` name.
+    """Begin what the variables of ``OPTIONS`` ask for.
 
     Raises:
-        ValueError: One is not ``A:B`` with 0 ≤ A < B, or no step, or not ``STEP:FILE``.
+        ValueError: One is not ``A:B`` with 0 ≤ A < B, or no step, or not ``STEP:FILE``, or no number of skips.
     """
+    explain_as_environment_says()
     parts: list[Part] = []
-    if os.environ.get(PROFILE):
-        parts.append(ProfilePart(*_steps_of(PROFILE), os.environ.get(TRACE) or None))
-    kinds: tuple[tuple[str, type[Part]], ...] = (
-        (GRADIENT_RANGE, GradientRangePart),
-        (CHECK_OPERATORS, CheckOperatorsPart),
-    )
-    for variable, kind in kinds:
-        if os.environ.get(variable):
-            parts.append(kind(*_steps_of(variable)))
-    if os.environ.get(RECORD):
-        step, _, path = os.environ[RECORD].partition(":")
+    if _given(PROFILE):
+        parts.append(ProfilePart(*_steps_of(PROFILE), _given(TRACE) or None))
+    if _given(GRADIENT_RANGE):
+        parts.append(GradientRangePart(*_steps_of(GRADIENT_RANGE)))
+    if _given(CHECK_OPERATORS):
+        parts.append(CheckOperatorsPart(*_steps_of(CHECK_OPERATORS)))
+    if text := _given(RECORD):
+        step, _, path = text.partition(":")
         if not step.strip().isdecimal() or not path:
-            raise ValueError(f"{RECORD} is STEP:FILE, a step, counted from 0, and a file; got {os.environ[RECORD]!r}")
+            raise ValueError(f"{RECORD.variable} is STEP:FILE, a step, counted from 0, and a file; got {text!r}")
         parts.append(RecordPart(int(step), path))
     if parts:
         ScriptSteps(parts)
+    if _given(MODEL_REPORT):
+        FirstForward()
 
 
-def _steps_of(variable: str) -> tuple[int, int]:
+def _given(option: Option) -> str:
+    return os.environ.get(option.variable, "")
+
+
+def _steps_of(option: Option) -> tuple[int, int]:
     """The numbers of ``A:B``, or of a step and the next."""
-    text = os.environ[variable].strip()
+    text = _given(option).strip()
     first, colon, last = text.partition(":")
     if not first.isdecimal() or not (last if colon else first).isdecimal() or (colon and int(first) >= int(last)):
-        raise ValueError(f"{variable} is A:B, from step A, counted from 0, to before step B, or a step; got {text!r}")
+        raise ValueError(
+            f"{option.variable} is A:B, from step A, counted from 0, to before step B, or a step; got {text!r}"
+        )
     return int(first), int(last) if colon else int(first) + 1

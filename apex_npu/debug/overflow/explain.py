@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from apex_npu._options import EXPLAIN_OVERFLOWS
 from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
 from apex_npu.amp.session import Session, current, is_first_rank, settings
 from apex_npu.amp.step_decision import StepReport
@@ -33,7 +34,7 @@ from apex_npu.distributed import local_part
 
 logger = logging.getLogger("apex_npu.debug")
 
-VARIABLE = "APEX_NPU_EXPLAIN_OVERFLOWS"
+VARIABLE = EXPLAIN_OVERFLOWS.variable
 
 
 class Explainer:
