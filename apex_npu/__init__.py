@@ -11,8 +11,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from apex_npu._hooks import register
-from apex_npu._options import OPTIONS
+from apex_npu._cli.hooks import register
+from apex_npu._cli.options import OPTIONS
 from apex_npu.compat.finder import serve_aliases
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from apex_npu._cli.command_line import HELP, Argument, Command, parse, split_rest
-from apex_npu._options import EXPLAIN_OVERFLOWS, OPTIONS, TRACE, Option
+from apex_npu._cli.options import EXPLAIN_OVERFLOWS, OPTIONS, TRACE, Option
 from apex_npu.compat import install_as_apex
 from apex_npu.compat.pipeline.commands import PATCH
 from apex_npu.doctor.bench_command import BENCH

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from apex_npu._hooks import call
+from apex_npu._cli.hooks import call
 from apex_npu.amp.amp_scaler import AmpScaler
 from apex_npu.amp.checkpoint_view import checkpoint_view
 from apex_npu.amp.float32_copies import float32_copy

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from apex_npu._hooks import call
+from apex_npu._cli.hooks import call
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.capture import check_step
 from apex_npu.amp.checkpoint_guard import CHECKPOINTS

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex_npu._hooks import call
+from apex_npu._cli.hooks import call
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.block import (
     AnyBlock,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 
-from apex_npu._options import (
+from apex_npu._cli.options import (
     CHECK_OPERATORS,
     GRADIENT_RANGE,
     MODEL_REPORT,

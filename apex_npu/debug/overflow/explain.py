@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from apex_npu._options import EXPLAIN_OVERFLOWS
+from apex_npu._cli.options import EXPLAIN_OVERFLOWS
 from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
 from apex_npu.amp.session import Session, current, is_first_rank, settings
 from apex_npu.amp.step_decision import StepReport
