@@ -35,6 +35,7 @@ from apex_npu.debug.gradient_range.measure import gradient_range
 from apex_npu.debug.model_report.script import FirstForward
 from apex_npu.debug.overflow.explain import explain_as_environment_says
 from apex_npu.debug.profiling.profile import profile
+from apex_npu.debug.watching.opening import WatchingContext
 from apex_npu.debug.watching.watch import Watch
 
 
@@ -120,21 +121,39 @@ class GradientRangePart(Part):
         return self._found
 
 
-class CheckOperatorsPart(Part):
+class WatchingPart(Part):
+    """A part that opens a context which watches."""
+
+    def open(self, context: WatchingContext, module: nn.Module | None, args: Any) -> Any:
+        """Open ``context``; returns what it yields."""
+        if module is not None and not Watch.is_open() and dispatch_modes():
+            raise RuntimeError(
+                f"the first forward is called within another dispatch mode, {type(dispatch_modes()[-1]).__name__}: "
+                "name a later step, or take that mode out"
+            )
+        found = context.__enter__()
+        context.make_way(self.give_way)
+        if module is not None:
+            context.enter_module(module, args)
+        return found
+
+    def give_way(self) -> None:
+        """The script opens a context that watches."""
+        raise NotImplementedError
+
+
+class CheckOperatorsPart(WatchingPart):
     """The operators of a step."""
 
     option = CHECK_OPERATORS.name
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
         """See ``Part``."""
-        _check_modes(module)
         self._context = check_operators()
-        self._found = self._context.__enter__()
-        self._context.make_way(self._make_way)
-        if module is not None:
-            self._context.enter_module(module, args)
+        self._found = self.open(self._context, module, args)
 
-    def _make_way(self) -> None:
+    def give_way(self) -> None:
+        """See ``WatchingPart``."""
         self._context.__exit__(None, None, None)
         self.note = f"{self.option} has ended where the script opens find_overflow, check_operators or record itself"
 
@@ -144,7 +163,7 @@ class CheckOperatorsPart(Part):
         return self._found
 
 
-class RecordPart(Part):
+class RecordPart(WatchingPart):
     """A file of a step."""
 
     option = RECORD.name
@@ -156,14 +175,11 @@ class RecordPart(Part):
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
         """See ``Part``."""
-        _check_modes(module)
         self._context = record(self._path)
-        self._recorded = self._context.__enter__()
-        self._context.make_way(self._make_way)
-        if module is not None:
-            self._context.enter_module(module, args)
+        self._recorded = self.open(self._context, module, args)
 
-    def _make_way(self) -> None:
+    def give_way(self) -> None:
+        """See ``WatchingPart``."""
         self._context.discard()
         self._gave_way = True
 
@@ -182,19 +198,6 @@ class RecordPart(Part):
         except (RuntimeError, OSError) as error:  # as where the disk is full
             return f"{self.option}: no file is written: {error}"
         return f"{self.option}: step {self.first} is in {self._context.path}, {len(self._recorded.rows)} tensors"
-
-
-def _check_modes(module: nn.Module | None) -> None:
-    """Check that what begins within the forward of ``module`` is not ended by a dispatch mode that is left after it.
-
-    Raises:
-        RuntimeError: There is a dispatch mode.
-    """
-    if module is not None and not Watch.is_open() and dispatch_modes():
-        raise RuntimeError(
-            f"the first forward is called within another dispatch mode, {type(dispatch_modes()[-1]).__name__}: name a "
-            "later step, or take that mode out"
-        )
 
 
 class ScriptSteps:

@@ -20,14 +20,26 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], between: str = ", ") -> str:
     """The first of ``names``, and how many more there are."""
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return between.join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def name_of(dtype: torch.dtype | None) -> str:
     """Without ``torch.``; empty for None."""
     return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """``rows`` of cells in columns: the first ``left`` of these to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def fitted(text: str, indent: int = 4) -> str:

@@ -8,7 +8,7 @@ import math
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -22,7 +22,7 @@ from apex_npu.backends._torch_private import autocast_disabler
 from apex_npu.debug.text import fitted, name_of
 from apex_npu.debug.watching.calls import Call
 from apex_npu.debug.watching.lineage import span_of
-from apex_npu.debug.watching.opening import check_models, models_to_watch
+from apex_npu.debug.watching.opening import WatchingContext
 from apex_npu.debug.watching.operators import Operator, mapped, tensors_in
 from apex_npu.debug.watching.places import Caller, Names, Place
 from apex_npu.debug.watching.second_opinion import call_wide, results_of
@@ -320,7 +320,7 @@ def _error(exact: Tensor, result: Tensor, floor: float = 0.0) -> float:
     return difference / norm if norm > 0.0 else math.inf
 
 
-class check_operators:
+class check_operators(WatchingContext):
     """A context that compares each operator of an iteration with float64, on the inputs that it has.
 
     Every operator of forward and backward is called once more in float64 on the host, so that errors do not add up over
@@ -351,40 +351,31 @@ class check_operators:
         []
     """
 
+    watch: Check | None = None
+
     def __init__(self, *models: nn.Module, seconds: float = 60.0) -> None:
         """Check the arguments."""
-        check_models("check_operators", models)
+        super().__init__(models)
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
             raise ValueError(f"seconds must be positive, how long the host may compute, got {seconds!r}")
-        self._models, self._seconds = models, float(seconds)
-        self._check: Check | None = None
+        self._seconds = float(seconds)
 
     def __enter__(self) -> CheckedOperators:
-        models = models_to_watch("check_operators", self._models)
+        models = self.models_to_watch()
         devices = {p.device for model in models for p in model.parameters() if p.device.type != "meta"}
         if any(for_device(device).saturates() for device in devices):
             raise RuntimeError(
                 "check_operators cannot tell a wrong result from one that has saturated, as this device does; use "
                 "find_overflow there"
             )
-        check = self._check = Check(Names(models), self._seconds)
+        check = self.watch = Check(Names(models), self._seconds)
         check.attach()
         return check.found
-
-    def make_way(self, call: Callable[[], object]) -> None:
-        """Have ``call`` leave this context, where the script opens one that watches."""
-        if self._check is not None:
-            self._check.make_way = call
-
-    def enter_module(self, module: nn.Module, args: Any) -> None:
-        """The context was entered within the forward of ``module``, before its operators."""
-        if self._check is not None:
-            self._check.enter_module(module, args)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        check, self._check = self._check, None
+        check, self.watch = self.watch, None
         if check is not None:
             is_complete = check.detach()
             check.sort()

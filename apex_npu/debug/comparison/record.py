@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -18,11 +17,11 @@ from apex_npu.debug.comparison.grad_scalers import follow_grad_scalers
 from apex_npu.debug.comparison.recorded import Recorded, digest_of
 from apex_npu.debug.comparison.recorder import Recorder
 from apex_npu.debug.observers import leave, observe
-from apex_npu.debug.watching.opening import check_models, models_to_watch
+from apex_npu.debug.watching.opening import WatchingContext
 from apex_npu.debug.watching.places import Names
 
 
-class record:
+class record(WatchingContext):
     """A context that records an iteration in a file.
 
     The file has, for each operator and each module, in forward and backward, and for each gradient and buffer: norm,
@@ -58,9 +57,11 @@ class record:
         ['aten::addmm', 'aten::sum']
     """
 
+    watch: Recorder | None = None
+
     def __init__(self, path: str | os.PathLike[str], *models: nn.Module, samples: int | None = 16384) -> None:
         """Check the arguments."""
-        check_models("record", models)
+        super().__init__(models)
         if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
             raise ValueError(f"samples must be a positive integer, or None to keep all elements, got {samples!r}")
         self.path = path_of_rank(os.fspath(path))
@@ -69,15 +70,14 @@ class record:
             raise FileNotFoundError(f"record cannot write {self.path!r}: there is no folder {folder!r}; make it first")
         if not os.access(self.path if os.path.exists(self.path) else folder, os.W_OK) or os.path.isdir(self.path):
             raise PermissionError(f"record cannot write {self.path!r}: give a file in a folder that can be written to")
-        self._models, self._samples = models, samples
-        self._recorder: Recorder | None = None
+        self._samples = samples
         self._session: Session | None = None
         self._undo = Undo()
 
     def __enter__(self) -> Recorded:
-        models = [inside_of(model) for model in models_to_watch("record", self._models)]
+        models = [inside_of(model) for model in self.models_to_watch()]
         session = self._session = current()
-        recorder = self._recorder = Recorder(Names(models), self._samples)
+        recorder = self.watch = Recorder(Names(models), self._samples)
         recorded = recorder.recorded
         if session is not None and session.policy.enabled:
             recorded.level = session.policy.opt_level
@@ -98,20 +98,10 @@ class record:
             raise
         return recorded
 
-    def make_way(self, call: Callable[[], object]) -> None:
-        """Have ``call`` leave this context, where the script opens one that watches."""
-        if self._recorder is not None:
-            self._recorder.make_way = call
-
-    def enter_module(self, module: nn.Module, args: Any) -> None:
-        """The context was entered within the forward of ``module``, before its operators."""
-        if self._recorder is not None:
-            self._recorder.enter_module(module, args)
-
     def discard(self) -> bool:
         """End, and write no file; False: operators are missing, as a mode that was entered before was left before."""
-        recorder, session = self._recorder, self._session
-        self._recorder = self._session = None
+        recorder, session = self.watch, self._session
+        self.watch = self._session = None
         self._undo.close()
         if recorder is None:
             return True
@@ -122,7 +112,7 @@ class record:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        recorder = self._recorder
+        recorder = self.watch
         is_complete = self.discard()
         if recorder is not None and kind is None:
             if not is_complete:

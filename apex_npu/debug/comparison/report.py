@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
 
+from apex_npu.debug.text import aligned, listed
+
 _NAMED = 5
 HEAD = ("phase", "module", "operator", "shape", "dtype", "error", "floor", "ratio", "largest", "cosine")
 
@@ -177,8 +179,7 @@ def summary_of(comparison: Compared) -> list[str]:
     lines.append(f"lined up: {', '.join(f'{count} {_plural[kind]}' for kind, count in kinds)}")
     for side, titles in comparison.unmatched.items():
         if titles:
-            more = f"; and {len(titles) - _NAMED} more" if len(titles) > _NAMED else ""
-            lines.append(f"only in the {side}: {'; '.join(titles[:_NAMED])}{more}")
+            lines.append(f"only in the {side}: {listed(titles, '; ')}")
     return lines
 
 
@@ -202,12 +203,8 @@ def rows_to_show(comparison: Compared, count: int) -> list[ComparedRow]:
 
 def table_of(rows: Sequence[ComparedRow], first: ComparedRow | None) -> Iterator[str]:
     """A line for each of ``rows``; that of ``first`` is marked."""
-    cells = [HEAD, *(row.cells() for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(HEAD))]
-    for line, row in zip(cells, (None, *rows), strict=True):
-        sized = enumerate(zip(line, widths, strict=True))
-        text = "  ".join(f"{cell:{width}}" if i < 5 else f"{cell:>{width}}" for i, (cell, width) in sized)
-        yield text.rstrip() + ("  ← first" if row is not None and row is first else "")
+    for line, row in zip(aligned([HEAD, *(row.cells() for row in rows)], left=5), (None, *rows), strict=True):
+        yield line + ("  ← first" if row is not None and row is first else "")
 
 
 def lines_of(comparison: Compared, count: int) -> Iterator[str]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from apex_npu.debug.gradient_range.census import BIAS, FIRST, NONFINITE, ZERO, Counts
-from apex_npu.debug.text import fitted, listed, name_of
+from apex_npu.debug.text import aligned, fitted, listed, name_of
 
 # How many of the elements that are not zero may lose bits.
 _ACCEPTED = 0.01
@@ -291,14 +291,14 @@ def _parameters(found: GradientRange) -> Iterator[str]:
         return (one.lossy + (one.lost or 0) + one.nonfinite) / max(one.elements, 1)
 
     shown = sorted(found.parameters.values(), key=lossiness, reverse=True)[:_NAMED]
-    width = max(len(one.name) for one in shown)
     probed, overflowed = found.probe is not None, found.total.nonfinite > 0
     heads = ["zero", "lossy"] + ["lost"] * probed + ["inf, nan"] * overflowed
-    yield f"{'those that lose most':{width}}  {'elements':>10} " + " ".join(f"{head:>9}" for head in heads)
+    rows = [["those that lose most", "elements", *heads]]
     for one in shown:
         shares = [one.zeros, one.lossy] + [one.lost] * probed + [one.nonfinite] * overflowed
         cells = ["unknown" if n is None else _percent(n, one.elements).replace("less than ", "<") for n in shares]
-        yield f"{one.name:{width}}  {one.elements:>10} " + " ".join(f"{cell:>9}" for cell in cells)
+        rows.append([one.name, str(one.elements), *cells])
+    yield from aligned(rows)
 
 
 def _scales(total: ParameterRange) -> Iterator[str]:

@@ -14,7 +14,7 @@ import torch
 
 from apex_npu.debug.model_report.memory import Memory
 from apex_npu.debug.model_report.tally import Tally
-from apex_npu.debug.text import name_of
+from apex_npu.debug.text import aligned, name_of
 
 _LOW = (torch.float16, torch.bfloat16)
 _ROWS = 40
@@ -81,11 +81,7 @@ class Table:
     def lines(self) -> Iterator[str]:
         """As plain text: names to the left, all else to the right."""
         yield self.title
-        every = [self.head, *self.rows]
-        widths = [max(len(row[i]) for row in every) for i in range(len(self.head))]
-        for row in every:
-            cells = [row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
-            yield "  ".join(cells).rstrip()
+        yield from aligned([self.head, *self.rows])
 
 
 def text_of(found: ModelReport) -> str:

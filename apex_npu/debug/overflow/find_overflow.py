@@ -13,10 +13,10 @@ from apex_npu.debug.observers import leave, observe
 from apex_npu.debug.overflow.finder import Finder
 from apex_npu.debug.overflow.replay import ReplayFinder
 from apex_npu.debug.overflow.report import Overflows
-from apex_npu.debug.watching.opening import check_models, models_to_watch
+from apex_npu.debug.watching.opening import WatchingContext
 
 
-class find_overflow:
+class find_overflow(WatchingContext):
     """A context that finds out why the steps of the iterations inside of it are skipped.
 
     Every operator of forward and backward is looked at, which takes 1.2 to four times as long as the iteration alone;
@@ -60,8 +60,8 @@ class find_overflow:
 
     def __init__(self, *models: nn.Module, replay: bool = False) -> None:
         """Check the models."""
-        check_models("find_overflow", models)
-        self._models, self._replay = models, replay
+        super().__init__(models)
+        self._replay = replay
         self._finder: Finder | ReplayFinder | None = None
         self._session: Session | None = None
 
@@ -73,7 +73,7 @@ class find_overflow:
                 "replay out"
             )
         open_already = "find_overflow is open already: it covers all that runs inside of it; leave this one out"
-        models = models_to_watch("find_overflow", self._models, open_already)
+        models = self.models_to_watch(open_already)
         finder = self._finder = ReplayFinder(models) if self._replay else Finder(models)
         self._session = session
         if session is not None:

@@ -17,6 +17,7 @@ from apex_npu.amp.session import own_rank
 from apex_npu.backends._torch_private import torch_profiler
 from apex_npu.debug.profiling.labels import profiler_ranges
 from apex_npu.debug.profiling.phases import BEFORE_FORWARD, ELSEWHERE, OperatorTime, Phase, Steps, events_of, summarize
+from apex_npu.debug.text import aligned, count
 
 _SHOWN = 10
 # Less than this share of a step, in percent, is not worth an advice.
@@ -177,13 +178,13 @@ def table_of(found: Steps) -> str:
             setattr(total, key, getattr(total, key) + getattr(phase, key))
     rows.append(_cells(total, on_device))
     shown = found.operators[:_SHOWN]
-    lines = [f"{found.count} step{'s' * (found.count > 1)} of {found.ms:.3g} ms; what follows is of one step", ""]
-    lines += _aligned(rows)
+    lines = [f"{count(found.count, 'step')} of {found.ms:.3g} ms; what follows is of one step", ""]
+    lines += aligned(rows)
     lines += ["", "copies: between the host and a device; waits: of the host for a device"]
     if found.idle is not None:
         lines.append(f"the device computes nothing for {found.idle:.1f} % of the time")
     lines += ["", "the most expensive operators, each without those that it calls"]
-    lines += _aligned([["operator", "ms", "calls"], *([o.name, f"{o.ms:.3f}", _number(o.calls)] for o in shown)])
+    lines += aligned([["operator", "ms", "calls"], *([o.name, f"{o.ms:.3f}", _number(o.calls)] for o in shown)])
     return "\n".join([*lines, "", f"advice: {advice_of(found)}"])
 
 
@@ -195,15 +196,6 @@ def _cells(phase: Phase, on_device: bool) -> list[str]:
 
 def _number(value: float) -> str:
     return f"{value:.0f}" if value == round(value) else f"{value:.1f}"
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    first, *others = widths
-    return [
-        row[0].ljust(first) + "".join("  " + cell.rjust(w) for cell, w in zip(row[1:], others, strict=True))
-        for row in rows
-    ]
 
 
 def advice_of(found: Steps) -> str:

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -18,34 +19,59 @@ def session_models(session: Session) -> list[nn.Module]:
     return [model for converted in session.models if (model := converted.model) is not None]
 
 
-def check_models(caller: str, models: Sequence[object]) -> None:
-    """Check what ``caller`` was given.
+class WatchingContext:
+    """A context that watches the operators of an iteration, by itself or in the steps of a script.
 
-    Raises:
-        TypeError: One of ``models`` is no module.
+    Attributes:
+        watch: What sees the operators; None: it is not open.
     """
-    for model in models:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"{caller} takes models, torch.nn.Module, got {type(model).__name__}")
 
+    watch: Watch | None = None
 
-def models_to_watch(caller: str, models: Sequence[nn.Module], open_already: str | None = None) -> list[nn.Module]:
-    """``models``, or those of amp where there are none; ``open_already`` is the text of the error of that case.
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """Of ``models``; of those of amp where there are none.
 
-    Raises:
-        ValueError: There is no model; or another context watches.
-        RuntimeError: A CUDA graph is being captured.
-    """
-    if is_capturing():
-        raise RuntimeError(
-            f"{caller} was entered while a CUDA graph is captured: the host cannot look at what its operators compute. "
-            "Run one iteration without a graph"
-        )
-    if Watch.is_open():
-        others = [name for name in ("check_operators", "find_overflow", "record") if name != caller]
-        raise ValueError(open_already or f"{caller}, {others[0]} or {others[1]} is open already: leave that before")
-    session = current()
-    found = list(models) or ([] if session is None else session_models(session))
-    if not found:
-        raise ValueError(f"{caller} needs a model: pass it, or call amp.initialize first")
-    return found
+        Raises:
+            TypeError: One of ``models`` is no module.
+        """
+        self._name = type(self).__name__
+        for model in models:
+            if not isinstance(model, nn.Module):
+                raise TypeError(f"{self._name} takes models, torch.nn.Module, got {type(model).__name__}")
+        self._models = models
+
+    def __enter__(self) -> Any:
+        """Begin."""
+        raise NotImplementedError
+
+    def make_way(self, call: Callable[[], object]) -> None:
+        """Have ``call`` leave this context, where the script opens one that watches."""
+        if self.watch is not None:
+            self.watch.make_way = call
+
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """The context was entered within the forward of ``module``, before its operators."""
+        if self.watch is not None:
+            self.watch.enter_module(module, args)
+
+    def models_to_watch(self, open_already: str | None = None) -> list[nn.Module]:
+        """The models; ``open_already`` is the text of the error where another context watches.
+
+        Raises:
+            ValueError: There is no model; or another context watches.
+            RuntimeError: A CUDA graph is being captured.
+        """
+        caller = self._name
+        if is_capturing():
+            raise RuntimeError(
+                f"{caller} was entered while a CUDA graph is captured: the host cannot look at what its operators "
+                "compute. Run one iteration without a graph"
+            )
+        if Watch.is_open():
+            others = [name for name in ("check_operators", "find_overflow", "record") if name != caller]
+            raise ValueError(open_already or f"{caller}, {others[0]} or {others[1]} is open already: leave that before")
+        session = current()
+        found = list(self._models) or ([] if session is None else session_models(session))
+        if not found:
+            raise ValueError(f"{caller} needs a model: pass it, or call amp.initialize first")
+        return found
