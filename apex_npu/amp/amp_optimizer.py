@@ -40,7 +40,7 @@ from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, fused_groups,
 from apex_npu.amp.session import COPIED_WRITTEN, Session, current, warn_once
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
-from apex_npu.fusion import FlatGrads, FusedGroup, HasFusedGroups, check_combinable, clip_grad_norm_, drop_grads, joined
+from apex_npu.fusion import FlatGrads, FusedGroup, HasFusedGroups, check_combinable, clip_grad_norm_, drop_grads
 
 
 class AmpOptimizerMixin(OptimizerAccessors):
@@ -207,12 +207,12 @@ class AmpOptimizerMixin(OptimizerAccessors):
                 ``delay_unscale``, so that gradients are still to be unscaled.
         """
         flats = _combined_grads(self, self._amp_state)
-        return [joined(flat.show() for flat in members) for members in flats]
+        return [flat.show() for flat in flats]
 
     def get_optimizer_combined_grad_masks(self) -> list[Tensor]:
         """For each of these buffers float32 ones where there is a gradient, and zeros elsewhere; raises likewise."""
         flats = _combined_grads(self, self._amp_state)
-        return [torch.cat([flat.mask() for flat in members]) for members in flats]
+        return [flat.mask() for flat in flats]
 
     def get_model_combined_params(self) -> list[Tensor]:
         """The model's parameters: the buffers of what the optimizer steps, with those of masters' model parameters.
@@ -225,8 +225,8 @@ class AmpOptimizerMixin(OptimizerAccessors):
         found, masters = self.get_optimizer_combined_params(), self._amp_state.masters
         if not masters.masters:
             return found
-        kinds: list[list[FusedGroup]] = self.combined_groups()  # type: ignore[attr-defined]
-        return masters.combined_model(fused_groups(self), kinds)
+        groups: list[FusedGroup] = self.combined_groups()  # type: ignore[attr-defined]
+        return masters.combined_model(groups)
 
     def leading_params(self) -> list[Tensor]:
         """See ``HasFusedGroups``."""
@@ -303,8 +303,8 @@ def _gradients_of(groups: list[GradGroup]) -> tuple[list[FlatGrads], list[Tensor
     return flats, [p for group in groups if group.flat is None for p in group.params]
 
 
-def _combined_grads(optimizer: Optimizer, state: AmpOptimizerState) -> list[list[FlatGrads]]:
-    """What each combined buffer of gradients spans; they are as ``step`` takes them, outside of blocks."""
+def _combined_grads(optimizer: Optimizer, state: AmpOptimizerState) -> list[FlatGrads]:
+    """The combined buffers of gradients; these are as ``step`` takes them, outside of blocks."""
     if state.stage is Stage.DELAYED:
         state.check_unscaled("reading combined gradients")
     elif state.stage is not Stage.SCALED:

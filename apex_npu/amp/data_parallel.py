@@ -249,7 +249,7 @@ class Reduction:
 def _groups(
     optimizers: Sequence[Optimizer], units: Sequence[GradGroup], planned: set[int], *, masters: bool
 ) -> list[list[Tensor]]:
-    """The tensors to be reduced, by parameter group, device and dtype: as ``combine_grad`` lays them out.
+    """The tensors to be reduced, by optimizer, device and dtype: as ``combine_grad`` lays them out.
 
     Those that are frozen stay once they were planned, so that freezing on one process alone changes nothing.
     """
@@ -257,14 +257,13 @@ def _groups(
     seen: set[int] = set()
     found: list[list[Tensor]] = []
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-            for param in group["params"]:
-                tensor = param if masters else source_of.get(id(param), param)
-                if id(tensor) not in seen and (tensor.requires_grad or id(tensor) in planned):
-                    seen.add(id(tensor))
-                    alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-            found.extend(alike.values())
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            tensor = param if masters else source_of.get(id(param), param)
+            if id(tensor) not in seen and (tensor.requires_grad or id(tensor) in planned):
+                seen.add(id(tensor))
+                alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        found.extend(alike.values())
     return found
 
 

@@ -276,11 +276,9 @@ class FlatGradGroup(GradGroup):
         super().__init__(flat.params, sources)
         self.flat = flat
 
-    @torch.no_grad()
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
         self.flat.unscale_(factor, found_inf)
 
-    @torch.no_grad()
     def unscale_(self, inv_scale: float, found_inf: Tensor | None, *, share: bool = False) -> None:
         self.flat.unscale_(inv_scale, found_inf)
 
@@ -414,7 +412,6 @@ class FlatMasterGradGroup(MasterGradGroup):
         """Continue with what is known of the groups that this one replaces."""
         self._shares = any(getattr(group, "_shares", False) for group in former)
 
-    @torch.no_grad()
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
         if factor != 1.0 or found_inf is not None:
             self.flat.unscale_(factor, found_inf)
@@ -423,7 +420,6 @@ class FlatMasterGradGroup(MasterGradGroup):
     def check(self, found_inf: Tensor) -> None:
         unscale_grads(self.flat.operands(InPlace.READ), 1.0, found_inf)
 
-    @torch.no_grad()
     def unscale_(self, inv_scale: float, found_inf: Tensor | None, *, share: bool = False) -> None:
         """See ``GradGroup``. Where no master has a gradient yet, all are copied in few passes."""
         states = self.flat.states()
@@ -431,10 +427,15 @@ class FlatMasterGradGroup(MasterGradGroup):
         first = not states.strip(_NONE) or all(states[i] == NONE for i in self._masters)
         if first and self._in_one_pass:
             self._take_in_one_pass(inv_scale, found_inf, share)
-        elif not first or not self._take_all(states, inv_scale, found_inf):
+        else:
+            self._take_in_passes(states, inv_scale, found_inf, first)
+        self.copied.note()
+
+    @torch.no_grad()
+    def _take_in_passes(self, states: bytes, inv_scale: float, found_inf: Tensor | None, first: bool) -> None:
+        if not first or not self._take_all(states, inv_scale, found_inf):
             self.flat.gather()
             self._copy_each(inv_scale, found_inf)
-        self.copied.note()
 
     def _take_all(self, states: bytes, inv_scale: float, found_inf: Tensor | None) -> bool:
         if self._reduced is not None and self._take_reduced(*self._reduced):

@@ -54,26 +54,23 @@ def take_over(groups: Sequence[GradGroup], former: Sequence[GradGroup]) -> None:
             group.take_over(former)
 
 
-def trainable(optimizer: Optimizer) -> list[list[Tensor]]:
-    """The parameters of each group that need a gradient, or have one."""
-    return [[p for p in group["params"] if p.requires_grad or p.grad is not None] for group in optimizer.param_groups]
+def trainable(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that need a gradient, or have one."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad or p.grad is not None]
 
 
-def combine_grads(optimizer: Optimizer, former: list[FlatGrads]) -> list[FlatGrads]:
-    """One gradient buffer per (param_group, device, dtype) of an optimizer that has none of its own.
+def combine_grads(params: Sequence[Tensor], former: list[FlatGrads]) -> list[FlatGrads]:
+    """One gradient buffer per device and dtype of ``params``, those of an optimizer that has none of its own.
 
     Those of ``former`` stay that still fit. What replaces a parameter gets a buffer apart from the others, as it may be
     replaced in every step.
     """
-    groups = trainable(optimizer)
-    there = {id(p) for params in groups for p in params}
+    there = set(map(id, params))
     flats = [flat for flat in former if all(id(p) in there for p in flat.params) and not flat.broken()]
     held = {id(p) for flat in flats for p in flat.params}
     known = {id(p) for flat in former for p in flat.params}
-    for params in groups:
-        members: dict[tuple[bool, torch.device, torch.dtype], list[Tensor]] = {}
-        for p in params:
-            if id(p) not in held:
-                members.setdefault((id(p) in known, p.device, p.dtype), []).append(p)
-        flats.extend(map(FlatGrads.apart, members.values()))
-    return flats
+    members: dict[tuple[bool, torch.device, torch.dtype], list[Tensor]] = {}
+    for p in params:
+        if id(p) not in held:
+            members.setdefault((id(p) in known, p.device, p.dtype), []).append(p)
+    return [*flats, *map(FlatGrads.apart, members.values())]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -20,17 +19,14 @@ from torch.optim import Optimizer
 
 from apex_npu.backends import for_device
 from apex_npu.fusion import (
-    FlatBuffer,
     FusedGroup,
     ModelParamBuffer,
     are_same,
     give_own_storages,
     increment_versions,
     is_dense,
-    joined,
     low_precision_of,
     not_combinable,
-    storage_numel,
 )
 
 
@@ -179,20 +175,21 @@ class MasterParams:
         assert self._flat_model is not None
         return self._flat_model
 
-    def combined_model(self, groups: Sequence[FusedGroup], kinds: Sequence[Sequence[FusedGroup]]) -> list[Tensor]:
-        """The model's parameters in combined buffers; see ``FlatModel.joined``, and ``flat_model`` for ``groups``.
+    def combined_model(self, groups: Sequence[FusedGroup]) -> list[Tensor]:
+        """For each of ``groups``, those of combined buffers, the model's parameters, or those without a master.
 
         Raises:
             RuntimeError: One shares its memory with others, or is laid out otherwise than its master.
         """
         model = self.flat_model(groups)
-        if model.missing(kinds):  # what kept it from moving, a graph for one, may be gone
+        if model.missing():  # what kept it from moving, a graph for one, may be gone
             model.dissolve(())
             self._flat_model = None
             model = self.flat_model(groups)
-        for param in model.missing(kinds):
+        for param in model.missing():
             raise not_combinable(param)
-        return model.joined(kinds)
+        flats = {id(group): buffer.flat for group, buffer in model.buffers}
+        return [flats.get(id(group), group.param_flat) for group in groups]
 
 
 @torch.no_grad()
@@ -235,21 +232,6 @@ def _make_master(param: Tensor, value: Tensor | None) -> nn.Parameter:
 GroupBuffer: TypeAlias = tuple[FusedGroup, ModelParamBuffer]
 
 
-def _memory_of(group: FusedGroup) -> int:
-    return int(group.param_flat.untyped_storage()._cdata)
-
-
-def _range_like(memory: dict[tuple[int, torch.dtype], FlatBuffer], group: FusedGroup, dtype: torch.dtype) -> FlatBuffer:
-    """A buffer for ``group``: groups that are ranges of one piece of ``memory`` get ranges of another."""
-    flat = group.param_flat
-    if not group.owns_memory:
-        return FlatBuffer(flat.numel(), dtype, flat.device)
-    key = _memory_of(group), dtype
-    if key not in memory:
-        memory[key] = FlatBuffer(storage_numel(flat), dtype, flat.device)
-    return memory[key].part(int(flat.storage_offset()), flat.numel())
-
-
 @dataclass(eq=False)
 class FlatModel:
     """A model's low-precision parameters, in buffers laid out like those that a fused optimizer has for their masters.
@@ -273,13 +255,12 @@ class FlatModel:
         """Move the model's parameters into buffers, values included; those of ``kept`` are there already."""
         model_param_of = {id(pair.master_param): pair.model_param for pair in pairs}
         known = {id(group): buffer for group, buffer in kept}
-        memory: dict[tuple[int, torch.dtype], FlatBuffer] = {}
         buffers: list[GroupBuffer] = []
         for group in groups:
             buffer = known.get(id(group))
             if buffer is None:
                 params = [model_param_of.get(id(p)) for p in group.params]
-                buffer = group.add_model_params(params, partial(_range_like, memory, group))
+                buffer = group.add_model_params(params)
             if buffer is not None:
                 buffers.append((group, buffer))
         moved = {id(p) for _, buffer in buffers for p in buffer.params}
@@ -298,25 +279,18 @@ class FlatModel:
         return True
 
     def dissolve(self, groups: Sequence[FusedGroup]) -> list[GroupBuffer]:
-        """Give up the buffers that do not fit ``groups``, and return those that stay: all in one memory do, or none."""
+        """Give up the buffers that do not fit ``groups``, and return those that stay."""
         held = {id(group): buffer for group, buffer in self.buffers if not buffer.table.broken(buffer.params)}
-        outdated = {_memory_of(group) for group in groups if id(group) not in held}
-        kept = [(g, held.pop(id(g))) for g in groups if id(g) in held and _memory_of(g) not in outdated]
+        kept = [(group, held.pop(id(group))) for group in groups if id(group) in held]
         for buffer in held.values():
             give_own_storages(buffer.params)
         return kept
 
-    def missing(self, kinds: Sequence[Sequence[FusedGroup]]) -> list[Tensor]:
-        """The model parameters that are in no buffer, of the masters in ``kinds``; others are stepped no more."""
-        held = {id(p) for groups in kinds for group in groups for p in group.params}
+    def missing(self) -> list[Tensor]:
+        """The model parameters that are in no buffer, of masters that are stepped."""
+        held = {id(p) for group in self.groups for p in group.params}
         return [pair.model_param for pair in self.unfused if id(pair.master_param) in held]
 
-    def joined(self, kinds: Sequence[Sequence[FusedGroup]]) -> list[Tensor]:
-        """For each of ``kinds``, the groups of a combined buffer, the model's parameters, or those without a master."""
-        flats = {id(group): buffer.flat for group, buffer in self.buffers}
-        return [joined(flats.get(id(group), group.param_flat) for group in groups) for groups in kinds]
-
-    @torch.no_grad()
     def copy_masters(self, skipped: Tensor | None = None) -> None:
         """Round every master into its model parameter; see ``copy_masters_to_model``."""
         for group, buffer in self.buffers:
@@ -342,6 +316,7 @@ def copy_masters_to_model(pairs: list[MasterPair], skipped: Tensor | None = None
         torch._foreach_copy_([p.model_param for p in pairs], [p.master_param for p in pairs])
 
 
+@torch.no_grad()
 def write_unless(skipped: Tensor | None, target: Tensor, source: Tensor) -> None:
     """Round ``source`` into ``target``, but where ``skipped``, one number on a device, is there and not 0."""
     if skipped is not None:

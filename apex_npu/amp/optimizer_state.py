@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,10 +26,10 @@ from apex_npu.fusion import (
     FusedGroup,
     HasFusedGroups,
     are_same,
+    by_kind,
     combined,
     drop_grads,
     low_precision_of,
-    split_by_kind,
     zero_grads,
 )
 
@@ -316,31 +315,28 @@ class OptimizerGrads:
         self.groups = groups  # last: what they know of copied gradients is all there
 
     def _combined(self, optimizer: Optimizer) -> list[FlatGrads]:
-        params = [p for group in trainable(optimizer) for p in group]
+        params = trainable(optimizer)
         held = {id(p) for flat in self._own_flats for p in flat.params}
         if held != {id(p) for p in params} or any(flat.broken() for flat in self._own_flats):
-            self._own_flats = combine_grads(optimizer, self._own_flats)
+            self._own_flats = combine_grads(params, self._own_flats)
         return self._own_flats
 
-    def combined(self, optimizer: Any, state: AmpOptimizerState) -> list[list[FlatGrads]]:
-        """What each combined buffer spans; memory is laid out so now if it was not."""
+    def combined(self, optimizer: Any, state: AmpOptimizerState) -> list[FlatGrads]:
+        """One for each combined buffer; memory is laid out so now if it was not."""
         if isinstance(optimizer, HasFusedGroups):
-            flats_of = [[fused.grads for fused in groups] for groups in optimizer.combined_groups()]
+            flats = [fused.grads for fused in optimizer.combined_groups()]
         else:
-            flats_of = self._combined_own(optimizer, state)
+            flats = self._combined_own(optimizer, state)
         self.fit(optimizer, state)  # groups take over from those of other buffers
-        return flats_of
+        return flats
 
-    def _combined_own(self, optimizer: Any, state: AmpOptimizerState) -> list[list[FlatGrads]]:
+    def _combined_own(self, optimizer: Any, state: AmpOptimizerState) -> list[FlatGrads]:
         flats = self._combined(optimizer) if state.policy.combine_grad else []
         leading = {id(p) for p in optimizer.leading_params()}
-        # To ask buffers that are yet to be allocated where they are would allocate them apart, and then together.
-        found = combined(flats, leading, attrgetter("flat")) if all(flat.is_placed for flat in flats) else None
+        found = combined(flats, leading)
         if found is None:
             optimizer.check_combining()
-            kinds = split_by_kind(trainable(optimizer), leading)
-            found = [FlatGrads.in_one([params for _, params in members]) for members in kinds]
-            self._own_flats = [flat for members in found for flat in members]
+            found = self._own_flats = list(map(FlatGrads.apart, by_kind(trainable(optimizer), leading)))
         return found
 
     def forget_copied(self, set_to_none: bool) -> None:

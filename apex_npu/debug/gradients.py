@@ -117,7 +117,7 @@ def _counts(flat: FlatGrads | None, present: Sequence[tuple[int, Tensor]]) -> li
     if not present:
         return []
     # Where masters have no gradients, and the model's are looked at, these are in no buffer.
-    on_buffer = flat is not None and flat.dtype == torch.float32 and flat.is_placed
+    on_buffer = flat is not None and flat.dtype == torch.float32 and flat.has_buffer
     if flat is not None and on_buffer and all(flat.states()[i] == IN_BUFFER for i, _ in present):
         return _counts_in_buffer(flat, [i for i, _ in present])
     grads = [grad for _, grad in present]

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Flat buffers that hold many tensors: layout (integers), memory, gradients, and what steps together."""
 
-from apex_npu.fusion.combined import check_combinable, combined, joined, split_by_kind
+from apex_npu.fusion.combined import by_kind, check_combinable, combined
 from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, owns_storage, plan
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups
@@ -32,6 +32,7 @@ __all__ = [
     "Plan",
     "Run",
     "are_same",
+    "by_kind",
     "change_data_ptr",
     "check_combinable",
     "clip_coefficient",
@@ -47,7 +48,6 @@ __all__ = [
     "increment_versions",
     "is_dense",
     "is_slot",
-    "joined",
     "low_precision_of",
     "not_combinable",
     "overlapping",
@@ -55,7 +55,6 @@ __all__ = [
     "owns_storage",
     "plan",
     "row_count",
-    "split_by_kind",
     "step_in_place",
     "storage_numel",
     "storage_view",

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,12 +132,6 @@ class FlatBuffer:
             ) from error
         if nbytes >= _ANNOUNCED:
             logger.info("fused buffer: %s on %s, %s", mib(nbytes), device, dtype)
-
-    def part(self, begin: int, numel: int) -> FlatBuffer:
-        """A range of it, as a buffer in the same memory."""
-        part = copy.copy(self)
-        part.flat = self.flat.narrow(0, begin, numel)
-        return part
 
     def view(self, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
         """The elements from ``offset`` on, shaped ``size`` with ``stride``."""

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from apex_npu._extension import extension
 from apex_npu.fusion import grad_slots
-from apex_npu.fusion.combined import SharedBuffer, check_combinable
+from apex_npu.fusion.combined import check_combinable
 from apex_npu.fusion.flat_buffer import FlatBuffer, plan
 from apex_npu.fusion.grad_copier import GradCopier, numbered
 from apex_npu.fusion.grad_slots import (
@@ -59,20 +57,13 @@ class FlatGrads:
         is_shown: A script has the buffer: gradients are always copied there, and padding may have been written.
     """
 
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        offsets: Sequence[int],
-        total_numel: int,
-        memory: Callable[[], FlatBuffer] | None = None,
-    ) -> None:
-        """Plan only; ``params`` share dtype and device. ``memory``: called for the buffer; None: one of its own."""
+    def __init__(self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int) -> None:
+        """Plan only; ``params`` share dtype and device."""
         self.params = list(params)
         self.offsets = list(offsets)
         self.reads_lists = bool(self.params) and joins_lists(self.params[0].device)
         self.is_shown = False
         self._total_numel = total_numel
-        self._memory = memory
         self._largest_numel = max((p.numel() for p in self.params), default=0)
         self._buffer: FlatBuffer | None = None
         self._slots: GradSlots | None = None
@@ -88,17 +79,6 @@ class FlatGrads:
         """Slots in the order of ``params``, one for each, independent of where the parameters are in memory."""
         planned = plan([torch.empty_like(p, device="meta") for p in params])
         return cls(params, planned.offsets, planned.layout.total_numel)
-
-    @classmethod
-    def in_one(cls, lists: Sequence[Sequence[Tensor]]) -> list[FlatGrads]:
-        """Such slots for each of ``lists``, which share dtype and device, in neighbouring ranges of one buffer."""
-        planned = [plan([torch.empty_like(p, device="meta") for p in params]) for params in lists]
-        ranges = list(pairwise(accumulate((p.layout.total_numel for p in planned), initial=0)))
-        shared = SharedBuffer(ranges[-1][1], lists[0][0].dtype, lists[0][0].device)
-        return [
-            cls(params, p.offsets, end - begin, partial(shared.part, begin, end - begin))
-            for params, p, (begin, end) in zip(lists, planned, ranges, strict=True)
-        ]
 
     @property
     def device(self) -> torch.device:
@@ -120,7 +100,7 @@ class FlatGrads:
     def _allocate(self) -> FlatBuffer:
         if self._buffer is None:
             slots = self._plan_slots()
-            buffer = self._memory() if self._memory else FlatBuffer(self._total_numel, self.dtype, self.device)
+            buffer = FlatBuffer(self._total_numel, self.dtype, self.device)
             views = buffer.views_like(self._shapes, self.offsets)
             table = slot_table(views)
             slots.remember_views(views)
@@ -128,9 +108,9 @@ class FlatGrads:
         return self._buffer
 
     @property
-    def is_placed(self) -> bool:
-        """Whether the buffer is allocated, or is going to be a range of another one."""
-        return self._buffer is not None or self._memory is not None
+    def has_buffer(self) -> bool:
+        """Whether the buffer is allocated."""
+        return self._buffer is not None
 
     @property
     def flat(self) -> Tensor:
@@ -345,6 +325,7 @@ class FlatGrads:
         if others:
             self.take(sources, slots=None if len(others) == len(self.params) else others)
 
+    @torch.no_grad()
     def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
         """Multiply all gradients, where they are or on their way into their slots.
 
@@ -375,6 +356,7 @@ class FlatGrads:
             self._copier = GradCopier(self.flat, self.offsets, self._shapes)
         return self._copier
 
+    @torch.no_grad()
     def _take_batches(
         self,
         sources: Sequence[Tensor],

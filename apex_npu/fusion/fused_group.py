@@ -1,16 +1,15 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``FusedGroup``: what has been fused of one param_group, and which parts of it step together."""
+"""``FusedGroup``: the buffers of an optimizer's parameters of one device and dtype, and which slots step together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from apex_npu.fusion.combined import check_combinable
-from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.graph_runs import GraphRuns
 from apex_npu.fusion.group_buffers import GroupBuffers
@@ -28,8 +27,8 @@ class HasFusedGroups:
         """What the last step has stepped."""
         raise NotImplementedError
 
-    def combined_groups(self) -> list[list[FusedGroup]]:
-        """What each combined buffer spans; memory is laid out so now if it was not."""
+    def combined_groups(self) -> list[FusedGroup]:
+        """One for each combined buffer; memory is laid out so now if it was not."""
         raise NotImplementedError
 
     def leading_params(self) -> Sequence[Tensor]:
@@ -58,10 +57,9 @@ class FusedGroup(GroupBuffers):
         param_flat: Tensor,
         offsets: Sequence[int],
         runs: Runs,
-        grad_memory: Callable[[], FlatBuffer] | None = None,
     ) -> None:
         """See ``GroupBuffers``; and ``fuse`` for how ``params`` get there. ``runs``: of as many slots."""
-        super().__init__(params, param_flat, offsets, grad_memory)
+        super().__init__(params, param_flat, offsets)
         self.runs = runs
 
     def let_go(self) -> None:

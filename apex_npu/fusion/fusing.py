@@ -1,16 +1,14 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which parameters can be fused, and how they get into their groups."""
+"""Which parameters can be fused, and how they get into their buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from types import MappingProxyType
 
-import torch
 from torch import Tensor
 
-from apex_npu.fusion.combined import SharedBuffer
 from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, leave_private_formats, may_move, plan
 from apex_npu.fusion.fused_group import FusedGroup, flat_over, new_runs
 from apex_npu.fusion.layout import extent_numel, is_dense, overlapping
@@ -25,8 +23,14 @@ def step_in_place(param: Tensor, *, capturable: bool = False) -> FusedGroup:
     return group
 
 
-def fuse(params: Sequence[Tensor], apart: Sequence[Tensor] = (), *, capturable: bool = False) -> list[FusedGroup]:
-    """Fuse ``params`` into as few groups as possible: one per device and dtype. Likewise ``apart``, in other groups.
+def fuse(
+    params: Sequence[Tensor],
+    apart: Sequence[Tensor] = (),
+    *,
+    kind_of: Mapping[int, Hashable] = MappingProxyType({}),
+    capturable: bool = False,
+) -> list[FusedGroup]:
+    """Fuse ``params`` into as few groups as possible: one per device, dtype and kind. Likewise ``apart``, in others.
 
     A parameter that is a view of another owner's buffer, or overlaps another one (tied through ``.data``), does not
     move: it gets a group of its own, over its present memory.
@@ -36,6 +40,7 @@ def fuse(params: Sequence[Tensor], apart: Sequence[Tensor] = (), *, capturable: 
     Args:
         params: What to fuse.
         apart: What to fuse apart from these, unless they share memory.
+        kind_of: ``id(param)`` → a kind.
         capturable: Steps are counted on the device, unless that is the CPU, so that a captured graph counts them.
 
     Raises:
@@ -50,39 +55,33 @@ def fuse(params: Sequence[Tensor], apart: Sequence[Tensor] = (), *, capturable: 
                 "or overlap, so it cannot be fused; make it dense first: p.data = p.data.contiguous()"
             )
     leave_private_formats(everything)
-    movable, in_place = _sort_out(everything, {id(p) for p in apart})
-    plans = [plan(members) for members in movable]
-    buffers = [FlatBuffer(p.layout.total_numel, p.dtype, p.device) for p in plans]
-    runs = [_runs(p, capturable=capturable) for p in plans]
+    movable, in_place = _sort_out(everything, {id(p) for p in apart}, kind_of)
+    plans, buffers, runs = _prepare(movable, capturable=capturable)
     stepped_in_place = [step_in_place(p, capturable=capturable) for p in in_place]
     return [*map(_move, movable, plans, buffers, runs), *stepped_in_place]
 
 
-def _runs(planned: Plan, *, capturable: bool) -> Runs:
-    return new_runs(len(planned.offsets), planned.device, capturable=capturable)
+def _prepare(lists: Sequence[Sequence[Tensor]], *, capturable: bool) -> tuple[list[Plan], list[FlatBuffer], list[Runs]]:
+    """All that needs memory, for each of ``lists``: what follows cannot fail."""
+    plans = [plan(members) for members in lists]
+    buffers = [FlatBuffer(p.layout.total_numel, p.dtype, p.device) for p in plans]
+    return plans, buffers, [new_runs(len(p.offsets), p.device, capturable=capturable) for p in plans]
 
 
-def _move(
-    members: Sequence[Tensor],
-    planned: Plan,
-    buffer: FlatBuffer,
-    runs: Runs,
-    grad_memory: Callable[[], FlatBuffer] | None = None,
-) -> FusedGroup:
+def _move(members: Sequence[Tensor], planned: Plan, buffer: FlatBuffer, runs: Runs) -> FusedGroup:
     buffer.adopt(members, planned.layout)
     order = sorted(range(len(members)), key=planned.offsets.__getitem__)
     ordered, offsets = [members[i] for i in order], [planned.offsets[i] for i in order]
-    return FusedGroup(ordered, buffer.flat, offsets, runs, grad_memory)
+    return FusedGroup(ordered, buffer.flat, offsets, runs)
 
 
 def fuse_combined(
-    kinds: Sequence[Sequence[Sequence[Tensor]]], before_moving: Callable[[], None], *, capturable: bool = False
-) -> list[list[FusedGroup]]:
+    kinds: Sequence[Sequence[Tensor]], before_moving: Callable[[], None], *, capturable: bool = False
+) -> list[FusedGroup]:
     """Move parameters that have been fused into combined buffers.
 
     Args:
-        kinds: For each buffer lists of parameters, of one device and dtype; each list gets a group, over a range of the
-            buffer. The buffer of their gradients has the same ranges.
+        kinds: For each buffer its parameters, of one device and dtype.
         before_moving: Called when nothing can be refused any more, to give up the groups that they are in.
         capturable: As of ``fuse``.
 
@@ -90,28 +89,10 @@ def fuse_combined(
         RuntimeError: A parameter cannot be moved; nothing has moved.
         torch.OutOfMemoryError: A buffer does not fit; nothing has moved.
     """
-    _check_may_move([members for lists in kinds for members in lists])
-    planned = [[plan(members) for members in lists] for lists in kinds]
-    buffers = [
-        FlatBuffer(sum(p.layout.total_numel for p in plans), plans[0].dtype, plans[0].device) for plans in planned
-    ]
-    runs = [[_runs(p, capturable=capturable) for p in plans] for plans in planned]
+    _check_may_move(kinds)
+    plans, buffers, runs = _prepare(kinds, capturable=capturable)
     before_moving()
-    return list(map(_move_into, buffers, kinds, planned, runs))
-
-
-def _move_into(
-    buffer: FlatBuffer, lists: Sequence[Sequence[Tensor]], plans: Sequence[Plan], runs: Sequence[Runs]
-) -> list[FusedGroup]:
-    grads = SharedBuffer(buffer.flat.numel(), buffer.flat.dtype, buffer.flat.device)
-    groups: list[FusedGroup] = []
-    begin = 0
-    for members, planned, runs_of_them in zip(lists, plans, runs, strict=True):
-        numel = planned.layout.total_numel
-        memory = partial(grads.part, begin, numel)
-        groups.append(_move(members, planned, buffer.part(begin, numel), runs_of_them, memory))
-        begin += numel
-    return groups
+    return list(map(_move, kinds, plans, buffers, runs))
 
 
 def _check_may_move(lists: Sequence[Sequence[Tensor]]) -> None:
@@ -146,21 +127,24 @@ def give_own_storages(params: Sequence[Tensor]) -> None:
         p.data = p.detach().clone()
 
 
-def _sort_out(params: Sequence[Tensor], apart: Collection[int]) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Movable parameters by device and dtype, those with an id in ``apart`` apart; and those to be left in place."""
+def _sort_out(
+    params: Sequence[Tensor], apart: Collection[int], kind_of: Mapping[int, Hashable]
+) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Movable parameters by device, dtype and kind, those ``apart`` apart; and those to be left in place."""
     by_storage: dict[int, list[Tensor]] = {}
     for p in params:
         by_storage.setdefault(p.untyped_storage()._cdata, []).append(p)
-    movable: dict[tuple[bool, torch.device, torch.dtype], list[Tensor]] = {}
+    movable: dict[Hashable, list[Tensor]] = {}
     in_place: list[Tensor] = []
     for sharing in by_storage.values():
         distinct, overlapping = _split_overlapping(sharing)
-        if not may_move(sharing) or (overlapping and not follows_aliases()):
+        kinds = {kind_of.get(id(p)) for p in sharing}
+        if not may_move(sharing) or len(kinds) > 1 or (overlapping and not follows_aliases()):
             in_place.extend(sharing)
             continue
         in_place.extend(overlapping)
         for p in distinct:
-            movable.setdefault((id(sharing[0]) in apart, p.device, p.dtype), []).append(p)
+            movable.setdefault((*kinds, id(sharing[0]) in apart, p.device, p.dtype), []).append(p)
     return list(movable.values()), in_place
 
 

@@ -7,7 +7,7 @@ The host only records which of them are equal.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -73,6 +73,7 @@ class _DeviceStepCounts(StepCounts):
         self._new = [True] * count
         self._written = False
         self._versions = 0
+        self.added = None
 
     def view(self, index: int) -> Tensor:
         view = self._views.get(index)
@@ -99,31 +100,28 @@ class _DeviceStepCounts(StepCounts):
         ]
         return list(self._labels)
 
-    def are_uniform(self, runs: Sequence[Run]) -> bool:
-        return not self._is_written()
-
-    def add(self, run: Run, addend: float | Tensor) -> Tensor:
-        slots = run.slots
-        if isinstance(addend, Tensor) or addend:
-            self._buffer.flat[slots.start : slots.stop].add_(addend)
-        run.counted = addend
-        self._new[slots.start : slots.stop] = [False] * len(slots)
+    def add(self, parts: Sequence[slice], addend: float | Tensor, firsts: Sequence[int]) -> Iterable[int | Tensor]:
+        for part in parts:
+            if isinstance(addend, Tensor) or addend:
+                self._buffer.flat[part].add_(addend)
+            self._new[part] = [False] * (part.stop - part.start)
+        self.added = addend
         self._versions = self._version()  # in pure torch views count what is written to the buffer, too
-        return self._buffer.flat[slots.start]
+        return map(self._buffer.flat.__getitem__, firsts)
 
-    def take_back(self, run: Run) -> None:
-        if run.counted is not None:
-            self._buffer.flat[run.slots.start : run.slots.stop].sub_(run.counted)
+    def take_back(self, slots: range) -> None:
+        if self.added is not None:
+            self._buffer.flat[slots.start : slots.stop].sub_(self.added)
             self._written = True  # to be read again: some may never have been stepped
 
-    def _is_written(self) -> bool:
+    def is_written(self) -> bool:
         return self._written or self._version() != self._versions
 
     def _version(self) -> int:
         return sum(view._version for view in self._views.values())
 
     def _read_again(self) -> None:
-        if not self._is_written():
+        if not self.is_written():
             return
         counts: list[float] = self._buffer.flat.tolist()
         self._labels, self._new = list(counts), [count == 0 for count in counts]

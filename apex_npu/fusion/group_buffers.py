@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The flat buffers of one (param_group, device, dtype): parameters, gradients and state."""
+"""The flat buffers of parameters of one device and dtype: the parameters, their gradients and their state."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class GroupBuffers:
 
     Attributes:
         params: Of one dtype and device, dense, not overlapping.
+        places: For each the index of its entry of ``param_groups``, and its place there. Slots are in any order.
         param_flat: 1-D over the memory of all of them.
         grads: Their gradients, laid out alike.
         table: Where each parameter lay when it was fused.
@@ -33,20 +34,12 @@ class GroupBuffers:
 
     owns_memory = True
 
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        param_flat: Tensor,
-        offsets: Sequence[int],
-        grad_memory: Callable[[], FlatBuffer] | None = None,
-    ) -> None:
-        """Wrap ``param_flat``, which holds ``params``.
-
-        ``grad_memory`` gives the buffer of their gradients; None: they get one of their own.
-        """
+    def __init__(self, params: Sequence[Tensor], param_flat: Tensor, offsets: Sequence[int]) -> None:
+        """Wrap ``param_flat``, which holds ``params``: those of one param group, until ``places`` are set."""
         self.params = list(params)
+        self.places = [(0, place) for place in range(len(self.params))]
         self.param_flat = param_flat
-        self.grads = FlatGrads(self.params, offsets, param_flat.numel(), grad_memory)
+        self.grads = FlatGrads(self.params, offsets, param_flat.numel())
         self.table = slot_table(self.params)
         self.kept = [p for p in self.params if not release_previous(p)]
         self.model_params: Callable[[], ModelParamBuffer | None] = type(None)
@@ -126,9 +119,7 @@ class GroupBuffers:
         """From now on the states of one parameter may hold anything."""
         self._used[index] = 1
 
-    def add_model_params(
-        self, tensors: Sequence[Tensor | None], memory: Callable[[torch.dtype], FlatBuffer]
-    ) -> ModelParamBuffer | None:
+    def add_model_params(self, tensors: Sequence[Tensor | None]) -> ModelParamBuffer | None:
         """Move ``tensors``, one or None for each parameter, into a buffer of their own that is laid out like this one.
 
         Only those move that are shaped and strided like their parameter, own their storage, and share a dtype. Private
@@ -136,7 +127,6 @@ class GroupBuffers:
 
         Args:
             tensors: Model parameters.
-            memory: Gives the buffer, as long as this group's.
 
         Returns:
             The buffer, or None where nothing can move.
@@ -154,7 +144,7 @@ class GroupBuffers:
         if not movable:
             return None
         moved = [t for _, t in movable]
-        buffer = memory(moved[0].dtype)
+        buffer = FlatBuffer(self.param_flat.numel(), moved[0].dtype, moved[0].device)
         slots = tuple(Slot(self.grads.offsets[i], t.numel(), t.numel()) for i, t in movable)
         buffer.adopt(moved, Layout(slots, tuple(range(len(slots))), buffer.flat.numel()))
         found = ModelParamBuffer(buffer.flat, moved)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which parts of a fused group step in one go, how often they have, and what an update rule finds there."""
+"""Which slots of an arena step in one go, how often they have, and what an update rule finds there."""
 
 from __future__ import annotations
 
@@ -20,16 +20,36 @@ from apex_npu.ops.reference_segments import segment_ids
 _T = TypeVar("_T")
 
 
+class _Slices(dict[str, Tensor]):
+    """A range of the flat tensors of an arena that have names; each slice is made once."""
+
+    def __init__(
+        self, of: Callable[[], GroupBuffers | None], flat: Callable[[GroupBuffers, str], Tensor], span: slice
+    ) -> None:
+        self._of, self._flat, self._span = of, flat, span
+
+    def __missing__(self, name: str) -> Tensor:
+        group = self._of()
+        assert group is not None
+        self[name] = found = self._flat(group, name)[self._span]
+        return found
+
+
 class Run:
-    """Consecutive slots that take part in a step and share a step count; usually the whole buffer.
+    """Consecutive slots that take part in a step, and share a step count and a param group.
 
     Attributes:
-        slots: Which slots of the group.
+        slots: Which slots of the arena.
+        place: Of the first of them: the index of its entry of ``param_groups``, whose hyper-parameters all have, and
+            its place there.
         params: The parameters themselves.
         param: 1-D, dtype of the parameters; padding between slots included.
         external: A gradient is outside of its slot.
+        state: Called with a name, it gives that flat state: float32 for low-precision parameters, else of their dtype;
+            zeros at first.
+        scratch: Likewise flat memory for this step's intermediate values, of the state's dtype; what it holds is
+            arbitrary.
         step: How many times these slots have been updated, this time included. A 0-dim tensor where the device counts.
-        counted: What ``StepCounts.take_back`` needs to take this step back; None: it is not counted.
         grad_scale: What gradients have yet to be divided by, one float32 number; None: they are as they should be.
         found_inf: Where not 0, nothing is to be written: one float32 number; None: gradients have not overflowed.
     """
@@ -39,7 +59,7 @@ class Run:
         # Weakly, since the group holds its runs: a cycle would keep all memory until garbage collection.
         self._of = weakref.ref(group)
         self._counts = counts
-        self.slots = slots
+        self.slots, self.place = slots, group.places[slots.start]
         self.params = group.params[slots.start : slots.stop]
         self.external = external
         begin, end = group.span(slots)
@@ -48,10 +68,12 @@ class Run:
         self._span = slice(begin, end)
         self.param = group.param_flat[self._span]
         self.step: int | Tensor = 0
-        self.counted: float | Tensor | None = None
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
-        self._slices: dict[tuple[str, str], Tensor] = {}
+        self._grad: Tensor | None = None
+        # The flat state of a name, and scratch memory: bound methods, as each step asks for some.
+        self.state = _Slices(self._of, GroupBuffers.state_flat, self._span).__getitem__
+        self.scratch = _Slices(self._of, GroupBuffers.scratch_flat, self._span).__getitem__
         self._remembered: dict[str, tuple[object, Any]] = {}
         self._kept: list[Any] | None = None
 
@@ -72,25 +94,11 @@ class Run:
 
     def take_back(self) -> None:
         """Count the step that ``Runs.count`` has counted no longer: it could not be taken."""
-        self._counts.take_back(self)
-
-    def state(self, name: str) -> Tensor:
-        """The flat state ``name``: float32 for low-precision parameters, else of their dtype; zeros at first."""
-        found = self._slices.get(("state", name))
-        return self._slice("state", name, self._group.state_flat(name)) if found is None else found
-
-    def scratch(self, name: str) -> Tensor:
-        """Flat memory for this step's intermediate values, of the state's dtype; what it holds is arbitrary."""
-        found = self._slices.get(("scratch", name))
-        return self._slice("scratch", name, self._group.scratch_flat(name)) if found is None else found
+        self._counts.take_back(self.slots)
 
     def per_param(self, name: str) -> Tensor:
         """The state ``name`` of one number for each parameter: 1-D, of the state's dtype."""
         return self._group.scalar_flat(name)[self.slots.start : self.slots.stop]
-
-    def _slice(self, kind: str, name: str, flat: Tensor) -> Tensor:
-        self._slices[kind, name] = found = flat[self._span]
-        return found
 
     def remember(self, name: str, value: object, make: Callable[[], _T]) -> _T:
         """What ``make`` gives, made once for as long as the same slots step together and ``value`` is the same."""
@@ -124,8 +132,9 @@ class Run:
         """
         if self.external:
             return self._external_grad()
-        found = self._slices.get(("grad", ""))
-        return self._slice("grad", "", self._group.grads.flat) if found is None else found
+        if self._grad is None:
+            self._grad = self._group.grads.flat[self._span]
+        return self._grad
 
     def _external_grad(self) -> Tensor:
         """Built in each step: a reference would keep the gradients' memory."""
@@ -208,11 +217,16 @@ class StepCounts:
     """How many times each slot has been stepped, on the host: float32 numbers, which torch.optim shows as ``step``.
 
     The buffer is the truth: it is what a checkpoint shows, and a user may have written to a ``view`` of it.
+
+    Attributes:
+        added: What ``take_back`` needs to undo ``add``; None: it has not been called in this step.
     """
 
     def __init__(self, count: int) -> None:
         self._buffer = FlatBuffer(count, torch.float32, torch.device("cpu"))
         self._counts = self._buffer.flat.numpy()  # the same memory; numpy is quicker with a handful of numbers
+        self._after = self._counts.tobytes()
+        self.added: Any = None
 
     def view(self, index: int) -> Tensor:
         """The count of one slot: float32, 0-dim."""
@@ -231,29 +245,26 @@ class StepCounts:
         counts: list[Hashable] = self._counts.tolist()
         return counts
 
-    def are_uniform(self, runs: Sequence[Run]) -> bool:
-        """True where each of ``runs`` is known to have one count still."""
-        for run in runs:
-            counts = self._counts[run.slots.start : run.slots.stop]
-            if (counts != counts[0]).any():
-                return False
-        return True
+    def is_written(self) -> bool:
+        """True where counts are not what the last ``add`` has left: runs may not have one count any more."""
+        return self._counts.tobytes() != self._after
 
-    def add(self, run: Run, addend: float | Tensor) -> int | Tensor:
-        """Add to the counts of ``run``, and return what it is then: on a device a 0-dim tensor."""
-        slots = run.slots
-        run.counted = before = float(self._counts[slots.start])
-        self._counts[slots.start : slots.stop] = before + float(addend)
-        return int(self._counts[slots.start])
+    def add(self, parts: Sequence[slice], addend: float | Tensor, firsts: Sequence[int]) -> Iterable[int | Tensor]:
+        """Add to the counts of all slots in ``parts``, and return those of ``firsts``: on a device 0-dim tensors."""
+        self.added = self._counts.copy()
+        for part in parts:
+            self._counts[part] += float(addend)
+        self._after = self._counts.tobytes()
+        return map(int, self._counts[firsts].tolist())
 
-    def take_back(self, run: Run) -> None:
-        """Undo ``add``, if it has been called."""
-        if run.counted is not None:
-            self._counts[run.slots.start : run.slots.stop] = run.counted
+    def take_back(self, slots: range) -> None:
+        """Undo ``add`` for ``slots``, if it has been called."""
+        if self.added is not None:
+            self._counts[slots.start : slots.stop] = self.added[slots.start : slots.stop]
 
 
 class Runs:
-    """The runs that the slots of a group are cut into, for as long as the same slots step together.
+    """The runs that the slots of an arena are cut into, for as long as the same slots step together.
 
     Attributes:
         counts: How often each slot has been stepped.
@@ -267,6 +278,8 @@ class Runs:
         self.counts = counts
         self.current: list[Run] = []
         self._states: bytes | None = None
+        self._stretches: list[slice] = []
+        self._firsts: list[int] = []
 
     def cut(self, group: GroupBuffers, states: bytes, on_join: Callable[[int], None]) -> list[Run]:
         """Cut the slots of ``group`` that have a gradient into runs, unless they are; ``count`` counts a step for them.
@@ -281,30 +294,35 @@ class Runs:
             self.current = self._cut(group, states)
             for index in (i for run in self.current for i in run.slots):
                 on_join(index)
+            stepping = [None if state == NONE else True for state in states]
+            self._stretches = [slice(slots.start, slots.stop) for slots in _equal_neighbours(stepping)]
+            self._firsts = [run.slots.start for run in self.current]
             self._states = states
-        for run in self.current:
-            run.counted = None
+        self.counts.added = None
         return self.current
 
     def count(self, addend: float | Tensor = 1.0) -> None:
         """Count one step for each run; 0 where the rule keeps no state, or the step is one to be skipped."""
-        for run in self.current:
-            run.step = self.counts.add(run, addend)
+        for run, step in zip(self.current, self.counts.add(self._stretches, addend, self._firsts), strict=True):
+            run.step = step
 
     def is_cut(self, states: bytes) -> bool:
         """True where ``cut`` would give the same runs as the last time."""
-        return states == self._states and self.counts.are_uniform(self.current)
+        return states == self._states and not self.counts.is_written()
 
     def forget(self) -> None:
-        """Counts have been set: the next step cuts the runs again."""
+        """Counts or param groups have been set: the next step cuts the runs again."""
         self._states = None
 
     def _cut(self, group: GroupBuffers, states: bytes) -> list[Run]:
         labels = self.counts.labels([state != NONE for state in states])
-        keys: list[Hashable] = [None if state == NONE else key for key, state in zip(labels, states, strict=True)]
+        keys: list[Hashable] = [
+            None if state == NONE else (label, index)
+            for label, (index, _), state in zip(labels, group.places, states, strict=True)
+        ]
         for i, state in enumerate(states):
             if state == EXTERNAL and not group.grads.reads_in_place and not group.grads.reads_lists:
-                keys[i] = (i,)  # alone
+                keys[i] = i  # alone
         return [
             Run(group, self.counts, slots, external=EXTERNAL in states[slots.start : slots.stop])
             for slots in _equal_neighbours(keys)

@@ -9,7 +9,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import repeat
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -33,7 +32,7 @@ from apex_npu.optimizers.capture import check_capture, check_captured_gradients,
 from apex_npu.optimizers.checks import check_bool, check_params, naming
 from apex_npu.optimizers.combined_accessors import CombinedAccessors
 from apex_npu.optimizers.failed_steps import end_failed_step
-from apex_npu.optimizers.fused_param_group import FusedParamGroup, check_elements
+from apex_npu.optimizers.fused_params import FusedParams, check_elements
 from apex_npu.optimizers.group_steps import check_group_step, follow_group_step
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
 from apex_npu.optimizers.shown_state import ShownState, StateSlot
@@ -47,10 +46,10 @@ ParamGroup = dict[str, Any]
 class FusedOptimizer(CombinedAccessors, Optimizer):
     """Steps flat buffers instead of tensors; in all else a ``torch.optim.Optimizer``.
 
-    Parameters, gradients and state of each (param_group, device, dtype) are in flat buffers, so a step is one pass of
-    one kernel over each. Fusing happens at the first step and keeps every Parameter's identity. What the user does to
-    tensors in between (``p.data = …``, ``.to()``, ``load_state_dict``, ``add_param_group``, unfreezing) is noticed at
-    the next step and followed from the values found then.
+    Parameters, gradients and state of each device and dtype are in flat buffers, so a step is one pass of one kernel
+    over each, in one call for each param group. Fusing happens at the first step and keeps every Parameter's identity.
+    What the user does to tensors in between (``p.data = …``, ``.to()``, ``load_state_dict``, ``add_param_group``,
+    unfreezing) is noticed at the next step and followed from the values found then.
 
     float16 and bfloat16 parameters are updated in float32 arithmetic and rounded once; their state is float32.
     Parameters without a gradient are unchanged, their step count included, as in torch.optim.
@@ -238,38 +237,41 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                 self._shown.hide_unstepped(self, self._slots())
             raise
         finally:
-            for record in self._fused if self._has_owners else ():
-                record.hand_back([part for run, _ in runs[:updated] for part in run.params])
+            if self._fused.owners:
+                self._fused.hand_back([part for run, _ in runs[:updated] for part in run.params])
         if self._shown.has_joined:
             self._shown.remember(self, self._slots())
 
-    def _gather(self) -> list[tuple[ParamGroup, FusedGroup, bytes]]:
+    def _gather(self) -> list[tuple[FusedGroup, bytes]]:
         """Bring gradients where ``update`` can read them: for each group, which of its slots have one, and where."""
-        found: list[tuple[ParamGroup, FusedGroup, bytes]] = []
-        for record in self._fused if self._has_owners else ():
-            record.bring_gradients()
+        found: list[tuple[FusedGroup, bytes]] = []
+        if self._fused.owners:
+            self._fused.bring_gradients()
         # A gradient may alias a parameter, which is about to be written: it is copied, unless it certainly does not.
         in_place = InPlace.READ if self._all_in_slots else InPlace.WRITE
-        for group, record in zip(self.param_groups, self._fused, strict=True):
-            for fused in record.groups:
-                grads = fused.grads
-                if grads.reads_lists and self._all_in_slots and self.takes_lists(group, fused):
-                    states = grads.gather_unless_listed()
-                else:
-                    states = grads.gather(in_place=in_place)
-                found.append((group, fused, states))
+        for fused in self._fused.groups:
+            grads = fused.grads
+            if grads.reads_lists and self._all_in_slots and self._takes_lists(fused):
+                states = grads.gather_unless_listed()
+            else:
+                states = grads.gather(in_place=in_place)
+            found.append((fused, states))
         return found
+
+    def _takes_lists(self, fused: FusedGroup) -> bool:
+        return all(self.takes_lists(self.param_groups[index], fused) for index in {index for index, _ in fused.places})
 
     def _count(
         self,
-        gathered: list[tuple[ParamGroup, FusedGroup, bytes]],
+        gathered: list[tuple[FusedGroup, bytes]],
         runs: list[tuple[Run, ParamGroup]],
         found_inf: Tensor | None,
     ) -> None:
         """Count one step for all slots that have a gradient, and append the ``runs`` that they make."""
         grad_scale = getattr(self, "grad_scale", None)
-        for group, fused, states in gathered:
-            addend: float | Tensor = 1.0 if self.has_step_state or self.state_names(group) else 0.0
+        groups, names = self.param_groups, self._fused.state_names
+        for fused, states in gathered:
+            addend: float | Tensor = 1.0 if self.has_step_state or names[fused.places[0][0]] else 0.0
             if found_inf is not None and addend:
                 addend = (found_inf == 0).to(torch.float32)
             model_params = fused.model_params()
@@ -277,17 +279,17 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                 model_params.written = 0
             if not any(states):
                 continue  # its runs stay, for steps in which it takes part again
-            cut = fused.runs.cut(fused, states, partial(self._join, group, fused))
-            runs.extend(zip(cut, repeat(group), strict=False))  # first: what is counted can be taken back
-            fused.runs.count(addend)
-        for run, _ in runs:
-            run.grad_scale = None if grad_scale is None else grad_scale.to(run.param.device, torch.float32).reshape(1)
-            run.found_inf = found_inf
+            scale = None if grad_scale is None else grad_scale.to(fused.param_flat.device, torch.float32).reshape(1)
+            for run in fused.runs.cut(fused, states, partial(self._join, fused)):
+                run.grad_scale, run.found_inf = scale, found_inf
+                runs.append((run, groups[run.place[0]]))
+            fused.runs.count(addend)  # last: what is counted can be taken back
+        if len(gathered) > 1:
+            # In the order of the lists, as torch does: parameters may share memory.
+            runs.sort(key=lambda pair: pair[0].place)
 
-    def _join(self, group: ParamGroup, fused: FusedGroup, index: int) -> None:
-        part = fused.params[index]
-        owners = [owner for record in self._fused for owner in record.owners_of([part])]
-        self._shown.join(self, StateSlot(group, fused, index, owners[0] if owners else part))
+    def _join(self, fused: FusedGroup, index: int) -> None:
+        self._shown.join(self, self._slot(fused, index))
 
     def steps_by_rule_alone(self) -> bool:
         """False for a class whose ``step`` or ``update`` does more than the rule that says that it heeds a flag."""
@@ -314,7 +316,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                     drop_grads(group["params"])
             for fused in self.fused_groups():
                 fused.grads.forget_stepped()
-        elif not self._fused or self._has_owners:
+        elif not self._fused.listed or self._fused.owners:
             super().zero_grad(set_to_none)
         elif not self._zero_slots():
             for grads in self.flat_grads():
@@ -322,14 +324,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def _zero_slots(self) -> bool:
         """Zero the slots, if all gradients are in them: it does not matter whether parameters are still in theirs."""
-        groups = [group["params"] for group in self.param_groups]
-        if not self._all_fused or len(groups) != len(self._fused):
-            return False
-        held = [fused.grads for fused in self.fused_groups()]
-        fits = all(
-            not record.unfused and are_same(params, record.listed)
-            for record, params in zip(self._fused, groups, strict=True)
-        )
+        fits = self._all_fused and not self._fused.unfused and self._fused.are_listed(self._lists())
+        held = [fused.grads for fused in self._fused.groups]
         if not fits or not all(grads.all_present() for grads in held):
             return False
         for grads in held:
@@ -370,7 +366,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         """
         with torch.no_grad():
             self._fuse(for_step=False)
-        if self._has_owners and any(is_sharded(p) for record in self._fused for p in record.owners.values()):
+        if any(map(is_sharded, self._fused.owners.values())):
             raise RuntimeError(
                 f"{type(self).__name__} has parameters that are sharded over processes (DTensor), of whose gradients "
                 "each buffer holds a part. Clip them with torch.nn.utils.clip_grad_norm_, which takes the norm over "
@@ -380,7 +376,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def fused_groups(self) -> list[FusedGroup]:
         """What the last step has stepped: none before the first."""
-        return self._groups
+        return self._fused.groups
 
     # State dicts, copies
 
@@ -431,11 +427,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     # Fusion
 
     def _forget_fusion(self) -> None:
-        self._fused: list[FusedParamGroup] = []
-        self._groups: list[FusedGroup] = []
+        self._fused = FusedParams()
         self._flat_grads: list[FlatGrads] = []
         self._shown = ShownState()
-        self._has_owners = False
         self._all_in_slots = True
         self._all_fused = False
 
@@ -459,55 +453,49 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def _is_fused(self, *, for_step: bool) -> bool:
         """True while parameters, their memory and the names of their states are those that were fused."""
-        if len(self._fused) != len(self.param_groups):
+        record = self._fused
+        if len(record.listed) != len(self.param_groups):
             return False
-        for record, group in zip(self._fused, self.param_groups, strict=True):
-            if not are_same(group["params"], record.listed):
+        for group, listed, names in zip(self.param_groups, record.listed, record.state_names, strict=True):
+            if not are_same(group["params"], listed) or (for_step and self.state_names(group) != names):
                 return False
-            if for_step and self.state_names(group) != record.state_names:
+        if (record.owners or record.unfused) and record.is_rarely_outdated(self.param_groups):
+            return False
+        for fused in record.groups:
+            if fused.kept:
+                fused.release_kept()
+            if fused.table.broken(fused.params):
                 return False
-            if (record.owners or record.unfused) and record.is_rarely_outdated(self.param_groups):
-                return False
-            for fused in record.groups:
-                if fused.kept:
-                    fused.release_kept()
-                if fused.table.broken(fused.params):
-                    return False
         return True
 
+    def _lists(self) -> list[list[Tensor]]:
+        return [group["params"] for group in self.param_groups]
+
+    def _state_names(self) -> list[tuple[str, ...]]:
+        return list(map(self.state_names, self.param_groups))
+
     def _fuse_again(self, *, for_step: bool) -> None:
-        del self._fused[len(self.param_groups) :]
-        self._fused.extend(FusedParamGroup(capturable=self.capturable) for _ in self.param_groups[len(self._fused) :])
         # An interrupt leaves what follows to the next call: by then there are new buffers, which have no state yet.
         changed, self._all_fused = not self._all_fused, False
+        self._fused.capturable = self.capturable
         params = [p for group in self.param_groups for p in group["params"]]
         with naming(type(self).__name__):
             check_elements(params)
-            # Again until nothing changes: fusing one group moves storages, and with them what other groups share.
-            for _ in range(len(self.param_groups) + 1):
-                if not any([self._follow(i, record) for i, record in enumerate(self._fused)]):
+            # Once more after a change: fusing moves storages, and with them what groups that have stayed share.
+            for _ in range(2):
+                if not self._fused.follow(self._lists(), self._state_names(), self._report):
                     break
                 changed = True
-        for record in self._fused:
-            record.note_places(params)
+        self._fused.note_places(params)
         self._end_fusing(with_state=changed or for_step)
 
     def _end_fusing(self, *, with_state: bool = True) -> None:
-        self._note_groups()
+        groups, copies = self._fused.groups, {id(part) for part in self._fused.copies()}
+        self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in copies]
+        self._all_in_slots = all(fused.in_slots for fused in groups)
         if with_state:
             self._shown.adopt(self, self._slots())
         self._all_fused = True
-
-    def _note_groups(self) -> None:
-        self._groups = [fused for record in self._fused for fused in record.groups]
-        self._has_owners = any(record.owners for record in self._fused)
-        copies = {id(part) for record in self._fused for part in record.copies()}
-        self._flat_grads = [fused.grads for fused in self._groups if id(fused.params[0]) not in copies]
-        self._all_in_slots = all(fused.in_slots for fused in self.fused_groups())
-
-    def _follow(self, index: int, record: FusedParamGroup) -> bool:
-        group = self.param_groups[index]
-        return record.follow(group["params"], self.state_names(group), partial(self._report, index))
 
     def _report(self, index: int, moved: list[Tensor]) -> None:
         message = (
@@ -521,10 +509,13 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         logger.info("%s; fusing again", message)
 
     def _slots(self) -> Iterator[StateSlot]:
-        for group, record in zip(self.param_groups, self._fused, strict=True):
-            for fused in record.groups:
-                for index, part in enumerate(fused.params):
-                    yield StateSlot(group, fused, index, record.owner_of(part))
+        for fused in self._fused.groups:
+            for index in range(len(fused.params)):
+                yield self._slot(fused, index)
+
+    def _slot(self, fused: FusedGroup, index: int) -> StateSlot:
+        group = self.param_groups[fused.places[index][0]]
+        return StateSlot(group, fused, index, self._fused.owner_of(fused.params[index]))
 
 
 @functools.lru_cache(maxsize=64)

@@ -90,7 +90,7 @@ def has_others(found, *right):
 # -------------------------------------------------------------------------------------------------- groups and buffers
 
 by_group = pytest.mark.parametrize("level", ["bare", "O2"])
-GROUPS = ("fused", "fused_param_group.py")
+GROUPS = ("fused", "fused_params.py")
 
 
 @by_group

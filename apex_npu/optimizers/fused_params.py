@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What one entry of ``param_groups`` has been fused into, and how that follows what users do to it.
+"""What an optimizer's parameters have been fused into, and how that follows what users do to them.
 
 Two kinds of parameters are not fused themselves, but a part that stands for each, whose owner they are: of a sharded
 parameter this process's part; of one whose memory has gaps (``nn.Parameter(t[..., 0])``) a dense copy, which takes its
@@ -9,8 +9,9 @@ values before a step and gives them back after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,37 +35,35 @@ from apex_npu.fusion import (
 from apex_npu.optimizers.checks import can_be_stepped, check_params
 
 
-class FusedParamGroup:
-    """The fused groups of one parameter group.
+class FusedParams:
+    """The fused groups of an optimizer. An entry of ``param_groups`` is a number of a slot, not a group.
 
     Attributes:
-        groups: In them every parameter that is trainable, or has had a gradient, in the order of the list; or the part
+        groups: In them every parameter that is trainable, or has had a gradient, in the order of the lists; or the part
             that stands for it.
         owners: ``id(part)`` → the parameter that it stands for.
-        listed: The list of the parameter group, as it was fused.
+        listed: The lists of ``param_groups``, as they were fused.
         unfused: Those of them that are in no group: frozen so far.
-        state_names: What the rule keeps for them.
+        state_names: What the rule keeps for each entry of ``param_groups``.
+        capturable: As of ``fuse``.
     """
 
-    def __init__(self, *, capturable: bool = False) -> None:
-        """Nothing is fused yet; see ``fuse`` for ``capturable``."""
-        self._capturable = capturable
+    def __init__(self) -> None:
+        """Nothing is fused yet."""
+        self.capturable = False
         self.groups: list[FusedGroup] = []
         self.owners: dict[int, Tensor] = {}
-        self.listed: list[Tensor] = []
+        self.listed: list[list[Tensor]] = []
         self.unfused: list[Tensor] = []
-        self.state_names: tuple[str, ...] = ()
+        self.state_names: list[tuple[str, ...]] = []
         self._params: list[Tensor] = []
+        self._combined = False
         self._moving: set[int] = set()
         self._places: list[tuple[object, ...]] = []
 
     def owner_of(self, param: Tensor) -> Tensor:
         """What the user has where ``groups`` have ``param``: that itself, or the parameter that it is a part of."""
         return self.owners.get(id(param), param)
-
-    def owners_of(self, parts: list[Tensor]) -> list[Tensor]:
-        """The parameters that any of ``parts`` stand for."""
-        return [self.owners[id(p)] for p in parts if id(p) in self.owners]
 
     def copies(self) -> list[Tensor]:
         """The dense copies that stand for parameters with gaps."""
@@ -97,14 +96,18 @@ class FusedParamGroup:
                 part.grad = None
 
     def follow(
-        self, params: list[Tensor], state_names: tuple[str, ...], report: Callable[[list[Tensor]], None]
+        self,
+        lists: Sequence[list[Tensor]],
+        state_names: list[tuple[str, ...]],
+        report: Callable[[int, list[Tensor]], None],
     ) -> bool:
-        """Fit the groups to ``params`` as they are now; where that fails, or is interrupted, nothing is noted.
+        """Fit the groups to ``lists`` as they are now; where that fails, or is interrupted, nothing is noted.
 
         Args:
-            params: The list of the parameter group.
-            state_names: What its rule keeps.
-            report: Called with the parameters that have left their slots, if any have, before anything changes.
+            lists: Those of ``param_groups``.
+            state_names: What the rule keeps for each.
+            report: Called before anything changes for each entry of ``param_groups`` of which parameters have left
+                their slots: with its index, and with them.
 
         Returns:
             True where buffers have been replaced, or their states are others: then state has to be brought along.
@@ -112,14 +115,15 @@ class FusedParamGroup:
         Raises:
             TypeError: A trainable parameter has a dtype that cannot be fused.
         """
+        params = list(chain.from_iterable(lists))
         known = {id(p) for group in self.groups for p in group.params}
         moved = [group.broken() for group in self.groups]
-        left = [group.params[i] for group, found in zip(self.groups, moved, strict=True) for i in found]
-        if any(id(p) not in self._moving for p in left):
-            report(left)
+        self._report(moved, report)
         parts = self._parts_of(params)
         owners = {id(part): p for part, p in zip(parts, params, strict=True) if part is not p}
-        groups = self._still_fit(moved, {id(p) for p in parts})
+        place_of = _places_in(lists, parts)
+        kind_of = {part: state_names[index] for part, (index, _) in place_of.items()}
+        groups = self._still_fit(moved, kind_of)
         unfused = _without_members(parts, groups)
         if any(owners.get(id(p), p).requires_grad and not can_be_stepped(p) for p in unfused):
             check_params(params)  # says which
@@ -132,22 +136,37 @@ class FusedParamGroup:
         self._moving = {id(p) for p in ready}
         copies, movable = ([p for p in ready if is_copy(p) is held] for held in (True, False))
         there, others = ([p for p in movable if (id(p) in known) is held] for held in (True, False))
-        groups += fuse(there, apart=others, capturable=self._capturable)
-        groups += fuse(copies, capturable=self._capturable)  # whose gradients are in none of amp's buffers
+        groups += fuse(there, apart=others, kind_of=kind_of, capturable=self.capturable)
+        # Apart: their gradients are in none of amp's buffers.
+        groups += fuse(copies, kind_of=kind_of, capturable=self.capturable)
         unfused = _without_members(unfused, groups)
         # Parameters that share memory are stepped one after the other: in the order of the list, as torch does.
-        place = {id(p): i for i, p in enumerate(parts)}
-        groups.sort(key=lambda group: min(place[id(p)] for p in group.params))
-        same = are_same(groups, self.groups) and are_same(parts, self._params) and are_same(params, self.listed)
+        groups.sort(key=lambda group: min(place_of[id(p)] for p in group.params))
+        same = are_same(groups, self.groups) and are_same(parts, self._params) and self.are_listed(lists)
         same = same and state_names == self.state_names
-        listed = list(params)
+        listed = list(map(list, lists))
+        for group in groups:
+            _number(group, place_of)
         # All at once: an interrupt between two of them would leave parameters that no later call steps, or twice.
         self.groups, self.unfused, self.owners = groups, unfused, owners
         self.listed, self._params, self.state_names, self._moving = listed, parts, state_names, set()
         return not same
 
+    def are_listed(self, lists: Sequence[list[Tensor]]) -> bool:
+        """True where ``lists``, those of ``param_groups``, are those that were fused."""
+        return len(lists) == len(self.listed) and all(map(are_same, lists, self.listed))
+
+    def _report(self, moved: list[list[int]], report: Callable[[int, list[Tensor]], None]) -> None:
+        left: dict[int, list[Tensor]] = {}
+        for group, found in zip(self.groups, moved, strict=True):
+            for i in found:
+                left.setdefault(group.places[i][0], []).append(group.params[i])
+        for index, params in left.items():
+            if any(id(p) not in self._moving for p in params):
+                report(index, params)
+
     def combinable_params(self) -> list[Tensor]:
-        """Those that are fused, in the order of the list.
+        """Those that are fused, in the order of the lists.
 
         Raises:
             RuntimeError: One of them is in another optimizer's buffer, which would take it back.
@@ -181,11 +200,13 @@ class FusedParamGroup:
         self.unfused = [*self.unfused, *(p for group in self.groups for p in group.params)]
         self.groups = []
 
-    def take(self, group: FusedGroup) -> None:
-        """Have ``group``, of parameters that have been released."""
-        held = {id(p) for p in group.params}
-        self.groups.append(group)
-        self.unfused = [p for p in self.unfused if id(p) not in held]
+    def take(self, groups: list[FusedGroup]) -> None:
+        """Have ``groups`` that combine all that has been released."""
+        place_of = _places_in(self.listed, self._params)
+        for group in groups:
+            _number(group, place_of)
+        self._combined = True
+        self.groups, self.unfused = groups, _without_members(self.unfused, groups)
 
     def note_places(self, params: list[Tensor]) -> None:
         """Remember where those are that ``check_elements`` has looked at, of ``params`` of all parameter groups."""
@@ -196,7 +217,7 @@ class FusedParamGroup:
 
         Called only where there are such.
         """
-        parts = self.owners and self._parts_of(self.listed)
+        parts = self.owners and self._parts_of(list(chain.from_iterable(self.listed)))
         if (parts and not are_same(parts, self._params)) or _ready(self.unfused, self.owners):
             return True
         return bool(self._places) and self._places != _places([p for group in param_groups for p in group["params"]])
@@ -206,7 +227,7 @@ class FusedParamGroup:
         copied = [p for p in params if not is_sharded(p) and not is_dense(p.size(), p.stride())]
         if not copied:
             return list(map(local_part, params))
-        found = dict(zip(map(id, self.listed), self._params, strict=True))
+        found = dict(zip(map(id, chain.from_iterable(self.listed)), self._params, strict=True))
         for p in copied:
             copy = found.get(id(p), p)
             if copy is not p and (copy.size(), copy.dtype, copy.device) == (p.size(), p.dtype, p.device):
@@ -215,14 +236,15 @@ class FusedParamGroup:
         held = {id(p) for p in copied}
         return [found[id(p)] if id(p) in held else local_part(p) for p in params]
 
-    def _still_fit(self, moved: list[list[int]], listed: set[int]) -> list[FusedGroup]:
-        """The groups of which all parameters are ``listed``, and none has ``moved``.
+    def _still_fit(self, moved: list[list[int]], kind_of: dict[int, tuple[str, ...]]) -> list[FusedGroup]:
+        """The groups whose parameters are all listed, of one kind unless they are combined, and have not ``moved``.
 
         A parameter that another fusion has taken gets a group in place: taking it back would only start a tug-of-war.
         """
         groups: list[FusedGroup] = []
         for group, found in zip(self.groups, moved, strict=True):
-            if not found and all(id(p) in listed for p in group.params):
+            kinds = {kind_of.get(id(p)) for p in group.params}
+            if not found and None not in kinds and (len(kinds) == 1 or self._combined):
                 groups.append(group)
                 continue
             if group.owns_memory:
@@ -231,8 +253,8 @@ class FusedParamGroup:
             # Those that a call moved which could not end are in no group.
             give_own_storages([p for p in others if id(p) in self._moving])
             others = [p for p in others if id(p) not in self._moving]
-            taken = [p for p in others if is_slot(p) and id(p) in listed]
-            groups.extend(step_in_place(p, capturable=self._capturable) for p in taken)
+            taken = [p for p in others if is_slot(p) and id(p) in kind_of]
+            groups.extend(step_in_place(p, capturable=self.capturable) for p in taken)
         return groups
 
 
@@ -300,6 +322,20 @@ def _has_gaps(param: Tensor, because: str, error: type[Exception] = RuntimeError
         f"a parameter of size {tuple(param.size())} and stride {param.stride()} does not fill its memory without gap "
         f"or overlap, and {because}; make it dense first: p.data = p.data.contiguous()"
     )
+
+
+def _places_in(lists: Sequence[list[Tensor]], parts: list[Tensor]) -> dict[int, tuple[int, int]]:
+    """``id(part)`` → the index of its list, and its place in that list."""
+    places = [(index, place) for index, params in enumerate(lists) for place in range(len(params))]
+    return dict(zip(map(id, parts), places, strict=True))
+
+
+def _number(group: FusedGroup, place_of: dict[int, tuple[int, int]]) -> None:
+    """Note for each slot of ``group`` where its parameter is listed."""
+    places = [place_of[id(p)] for p in group.params]
+    if places != group.places:
+        group.places = places
+        group.runs.forget()
 
 
 def _without_members(params: list[Tensor], groups: list[FusedGroup]) -> list[Tensor]:
