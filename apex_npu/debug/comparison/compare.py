@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from apex_npu.debug.comparison.line_up import Difference, Distance, difference, line_up
 from apex_npu.debug.comparison.page import html_of
@@ -159,30 +159,8 @@ def _differences(reference: Recorded, other: Recorded, matched: Mapping[int, int
 
 
 def _said(row: Row, reference: Row, apart: Difference) -> ComparedRow:
-    return ComparedRow(
-        kind=row.kind,
-        phase=row.phase,
-        module=row.module,
-        operator=row.operator,
-        call=row.call,
-        result=row.result,
-        shape=row.shape,
-        dtype=row.dtype,
-        reference_dtype=reference.dtype,
-        place=row.place,
-        source=row.source,
-        norm=row.norm,
-        low=row.low,
-        high=row.high,
-        zeros=row.zeros,
-        max_abs=apart.max_abs,
-        relative=apart.relative,
-        max_relative=apart.max_relative,
-        cosine=apart.cosine,
-        saturated=apart.saturated,
-        nonfinite=apart.nonfinite,
-        new_zeros=apart.new_zeros,
-    )
+    known = {**vars(row), **vars(apart), "reference_dtype": reference.dtype}
+    return ComparedRow(**{one.name: known[one.name] for one in fields(ComparedRow) if one.name in known})
 
 
 def _set_floor(row: ComparedRow, apart: Difference, floor: Difference, before: float) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -194,7 +194,7 @@ def _of_call(watch: Watch, call: Call, path: tuple[str, ...], scale: Scale) -> F
     if call.phase == "backward" and true_value and limit is not None and opinion is not None and opinion.is_finite:
         fits = 2.0 ** math.floor(math.log2(scale.value * limit / true_value))
     kind = _kind_of(call, fits, scale)
-    why, advice = _TEXTS[kind](call, scale, true_value, limit, fits)
+    why, advice = _TEXTS[kind](Found(call, scale, true_value, limit, fits))
     return Finding(
         kind,
         dtype=name_of(call.dtype),
@@ -241,8 +241,18 @@ def _before(watch: Watch, call: Call) -> tuple[tuple[str, float], ...]:
     return ()
 
 
+class Found(NamedTuple):
+    """What the texts are about; see ``Finding`` for ``value``, its true value, ``limit`` and ``fits``."""
+
+    call: Call
+    scale: Scale
+    value: float | None
+    limit: float | None
+    fits: float | None
+
+
 # The texts: why, and what to do.
-_Text = Callable[[Call, Scale, float | None, float | None, float | None], tuple[str, str]]
+_Text = Callable[[Found], tuple[str, str]]
 
 # What computes something that has a stable form, by what its name contains.
 _STABLE = (
@@ -294,33 +304,31 @@ def _times(value: float | None, limit: float | None, dtype: torch.dtype | None) 
     return f"the true value is {value:.3g}, {value / limit:.2g} times the largest {name}"
 
 
-def _overflow(
-    call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None
-) -> tuple[str, str]:
-    why = f"{_times(value, limit, call.dtype)}; no loss scale helps: it is in forward"
+def _overflow(f: Found) -> tuple[str, str]:
+    why = f"{_times(f.value, f.limit, f.call.dtype)}; no loss scale helps: it is in forward"
     elsewhere = "or use bfloat16 (opt_level O4, O5), or scale its inputs down"
-    if call.dtype != torch.float16:
-        held = f"no dtype of training holds more than {name_of(call.dtype)}"
+    if f.call.dtype != torch.float16:
+        held = f"no dtype of training holds more than {name_of(f.call.dtype)}"
         return why, f"{held}: scale the inputs down, or normalize them"
-    if "_norm" in call.operator:
+    if "_norm" in f.call.operator:
         advice = "a row without variance is divided by the root of eps: an eps of 1e-5 or more keeps 1 / sqrt(eps) "
         advice += "within float16; or keep this layer in float32"
-    elif call.operator == "aten::_to_copy":
+    elif f.call.operator == "aten::_to_copy":
         why = f"a cast: {why}"
         advice = "at O1 put this line into amp.disable_casts(), or its function into amp.register_float_function; "
         advice += "at O2 and O3 scale down what is passed to the model"
     else:
         advice = "cast the inputs of this line with .float(), at O1 within amp.disable_casts(), and bring the result "
-        advice += f"below {limit:.0f} before a float16 layer takes it"
+        advice += f"below {f.limit:.0f} before a float16 layer takes it"
     return why, f"{advice}; {elsewhere}"
 
 
-def _math(call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None) -> tuple[str, str]:
-    own = call.operator.rpartition(":")[2]
-    forward = own if call.forward is None else call.forward.operator.rpartition(":")[2]
-    of = f"the derivative of {forward}" if call.phase == "backward" else own
+def _math(f: Found) -> tuple[str, str]:
+    own = f.call.operator.rpartition(":")[2]
+    forward = own if f.call.forward is None else f.call.forward.operator.rpartition(":")[2]
+    of = f"the derivative of {forward}" if f.call.phase == "backward" else own
     why = f"{of} is not finite for these inputs in float64 either: no dtype and no loss scale helps"
-    negative = any(name.startswith("self") and low < 0 for name, low, _ in call.inputs)
+    negative = any(name.startswith("self") and low < 0 for name, low, _ in f.call.inputs)
     for name in (forward, own):
         for key, advice in _STABLE:
             if key in name:
@@ -329,11 +337,9 @@ def _math(call: Call, scale: Scale, value: float | None, limit: float | None, fi
     return why, "look for a division, root or logarithm at 0; eps or clamp keeps its argument away from it"
 
 
-def _underflow(
-    call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None
-) -> tuple[str, str]:
-    assert call.vanished is not None
-    what, dtype, operator, place = call.vanished
+def _underflow(f: Found) -> tuple[str, str]:
+    assert f.call.vanished is not None
+    what, dtype, operator, place = f.call.vanished
     info, name = torch.finfo(dtype), name_of(dtype)
     where = "" if place is None else f" at {place}"
     least = info.smallest_normal * info.eps
@@ -344,41 +350,37 @@ def _underflow(
     )
 
 
-def _gradient(
-    call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None
-) -> tuple[str, str]:
-    divided = f", even divided by the loss scale {scale.value:g}" if scale.value > 1.0 else ""
+def _gradient(f: Found) -> tuple[str, str]:
+    divided = f", even divided by the loss scale {f.scale.value:g}" if f.scale.value > 1.0 else ""
     return (
-        f"{_times(value, limit, call.dtype)}{divided}",
+        f"{_times(f.value, f.limit, f.call.dtype)}{divided}",
         "compute this operator in float32 (amp.register_float_function, amp.disable_casts()) or in bfloat16 (O4, O5); "
         "or scale the loss down, as by a mean in place of a sum",
     )
 
 
-def _accumulation(
-    call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None
-) -> tuple[str, str]:
-    why = f"both gradients are finite, their sum is not: {_times(value, limit, call.dtype)}"
+def _accumulation(f: Found) -> tuple[str, str]:
+    why = f"both gradients are finite, their sum is not: {_times(f.value, f.limit, f.call.dtype)}"
     advice = "divide each loss by the number of backward passes that are accumulated, or use O1, whose gradients are "
     advice += "float32, or O5"
-    if fits is not None and fits >= 1.0 and scale.dynamic:
-        advice = f"nothing at once: the scale will settle near {_power(fits)}. For a larger one {advice}"
+    if f.fits is not None and f.fits >= 1.0 and f.scale.dynamic:
+        advice = f"nothing at once: the scale will settle near {_power(f.fits)}. For a larger one {advice}"
     return why, advice
 
 
-def _scale(call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None) -> tuple[str, str]:
-    without = f"without the loss scale {scale.value:g} it fits"
-    why = f"{_times(value, limit, call.dtype)}; {without}" if value is not None else without
-    if not scale.dynamic:
-        return why, f'use loss_scale="dynamic", or at most {_power(fits)}' if fits else 'use loss_scale="dynamic"'
-    return why, f"nothing: the scale will settle near {_power(fits)}" if fits else "nothing: the scale will settle"
+def _scale(f: Found) -> tuple[str, str]:
+    without = f"without the loss scale {f.scale.value:g} it fits"
+    why = f"{_times(f.value, f.limit, f.call.dtype)}; {without}" if f.value is not None else without
+    if not f.scale.dynamic:
+        return why, f'use loss_scale="dynamic", or at most {_power(f.fits)}' if f.fits else 'use loss_scale="dynamic"'
+    return why, f"nothing: the scale will settle near {_power(f.fits)}" if f.fits else "nothing: the scale will settle"
 
 
-def _ranks(call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None) -> tuple[str, str]:
+def _ranks(f: Found) -> tuple[str, str]:
     return OF_ANOTHER_PROCESS
 
 
-def _written(call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None) -> tuple[str, str]:
+def _written(f: Found) -> tuple[str, str]:
     return (
         "the gradient was finite when backward ended, and was changed in the block after it",
         "look at the code of the block after backward(), which sees gradients multiplied with the loss scale: do that "
@@ -386,9 +388,7 @@ def _written(call: Call, scale: Scale, value: float | None, limit: float | None,
     )
 
 
-def _constant(
-    call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None
-) -> tuple[str, str]:
+def _constant(f: Found) -> tuple[str, str]:
     return (
         "the code passes inf or nan to it, and this reaches the loss or a gradient",
         "use a large finite number instead, such as torch.finfo(dtype).min in a mask (the softmax of a row that is all "
@@ -396,8 +396,8 @@ def _constant(
     )
 
 
-def _unknown(call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None) -> tuple[str, str]:
-    reason = call.opinion.reason if call.opinion is not None else "it was not asked"
+def _unknown(f: Found) -> tuple[str, str]:
+    reason = f.call.opinion.reason if f.call.opinion is not None else "it was not asked"
     return (
         f"its inputs are finite, its result is not; float64 gave no second opinion ({reason})",
         "compute it in float32 to see whether the dtype is too small",
