@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from apex_npu._cli.hooks import call
 from apex_npu.amp.accessors import OptimizerAccessors
-from apex_npu.amp.bad_gradients import explain_skip
 from apex_npu.amp.capture import check_step
 from apex_npu.amp.data_parallel import GradSync
 from apex_npu.amp.deferred_inf_check import DeferredInfCheck
@@ -452,7 +452,8 @@ def _skip_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
     session = current()
     if session is not None:
         session.tell_skipped(report)
-        explain_skip(session, optimizer, state, report)
+        if report.skips_in_a_row == session.skip_alarm or session.verbosity > 0:
+            call("step_skipped", session, optimizer, state, report)
     if state.masters.masters:
         _drop_master_grads(state)
     if state.holds_scaled:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex_npu._cli.hooks import call
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.block import (
     Block,
@@ -94,7 +94,7 @@ def scale_loss(
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss must be a tensor, got {type(loss).__name__}")
     if torch_profiler._is_profiler_enabled is (settings.labels is None):  # on without ranges, or off with them
-        importlib.import_module("apex_npu.debug.labels").follow_profiler()  # a package above this one
+        call("profiler_changed")
     delay: Delay | None = "delay_unscale" if delay_unscale else "delay_overflow_check" if delay_overflow_check else None
     block = _open_block(session, loss, optimizers, loss_id, delay)
     if not loss.requires_grad:

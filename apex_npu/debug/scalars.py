@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from apex_npu.amp.session import require
-from apex_npu.debug.range_report import GradientRange
+from apex_npu.debug.gradient_range.report import GradientRange
 
 
 def scalars(gradients: GradientRange | None = None) -> dict[str, float]:
