@@ -33,7 +33,9 @@ def run(op, args, options):
     return args
 
 
-@pytest.mark.parametrize("change", [{}, {"nesterov": True, "dampening": 0.0}, {"nesterov": True}, {"step": 1}, {"maximize": True}])
+@pytest.mark.parametrize(
+    "change", [{}, {"nesterov": True, "dampening": 0.0}, {"nesterov": True}, {"step": 1}, {"maximize": True}]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_sgd_by_the_book(change, dtype):
     options = {**SGD, **change}
