@@ -15,11 +15,12 @@ from apex_npu import optimizers
 
 
 def variants(bench: Bench) -> dict[str, Callable[[], Step]]:
-    """All of them; each makes its own parameters when it is called."""
+    """All of them; each makes its own parameters, the matrices of the workload, when it is called."""
+    shapes = [shape for shape in bench.shapes if len(shape) == 2]
     found: dict[str, Callable[[], Step]] = {
-        "apex_npu": lambda: stepping(optimizers.NpuFusedMuon, bench, None),
-        "torch": lambda: stepping(torch.optim.Muon, bench, None),
+        "apex_npu": lambda: stepping(optimizers.NpuFusedMuon, bench, shapes),
+        "torch": lambda: stepping(torch.optim.Muon, bench, shapes),
     }
     if bench.device.type == "cuda" or (bench.device.type == "cpu" and compiler() is not None):
-        found["torch compiled"] = lambda: torch.compile(stepping(torch.optim.Muon, bench, None))
+        found["torch compiled"] = lambda: torch.compile(stepping(torch.optim.Muon, bench, shapes))
     return found

@@ -80,6 +80,7 @@ def test_private_attributes_of_torchs_objects_are_listed():
     own = {"_make", "_replace", "_schema"}  # of named tuples, and of an operator that is no op of torch
     own |= {"_group_step", "_fields"}  # a method of scripts' optimizers, and what Python's syntax trees have
     own |= {"_after_closure", "_optimizers"}  # a method of Lightning's precision plugins, and what timm's registry has
+    own |= {"_member_names_", "_member_map_", "_value2member_map_"}  # of Python's enumerations
     own |= {node.name for _, node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     own |= {node.id for _, node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     attributes = [(path, node) for path, node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)]

@@ -108,7 +108,7 @@ def is_first_process() -> bool:
 
 
 def make_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
-    """The optimizer by its name, with --momentum where it has one."""
+    """The optimizer by its name, with --momentum where it has one; of NpuFusedMuon AdamW steps what is no matrix."""
     kind = getattr(optimizers, args.optimizer, None) or getattr(torch.optim, args.optimizer, None)
     if not takes_options(kind):
         names = ", ".join(name for name in optimizers.__all__ if takes_options(getattr(optimizers, name)))
@@ -118,6 +118,8 @@ def make_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     options = {"lr": args.lr, "weight_decay": args.weight_decay}
     if "momentum" in inspect.signature(kind).parameters:
         options["momentum"] = args.momentum
+    if "use_muon" in inspect.signature(kind).parameters:
+        options["use_muon"] = "auto"
     try:
         return kind(model.parameters(), **options)
     except ValueError as error:  # as Muon's, which is for matrices alone

@@ -24,10 +24,9 @@ FUSED = {name: cls for name, cls in ALL.items() if issubclass(cls, optimizers.Fu
 @needs("inf")  # torch's GradScaler finds overflows by it
 @pytest.mark.parametrize("name", FUSED)
 def test_every_fused_optimizer_takes_fuse_grad_scaler(name):
-    param = parameter()
+    param, other = (nn.Parameter(parameter().detach()[None]) for _ in range(2))  # matrices, for Muon
     optimizer = FUSED[name]([param], lr=0.1, fuse_grad_scaler=True)
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=64.0)
-    other = parameter()
     plain = FUSED[name]([other], lr=0.1)
     scaler.scale((param * vector(*X)).sum()).backward()
     scaler.step(optimizer)
