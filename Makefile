@@ -80,10 +80,11 @@ demo-ddp: $(if $(SIMULATED_NPU),setup-dev,setup-demo) ## two processes on this m
 	@$(PY) -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 examples/ddp_digits.py \
 	    $(if $(SIMULATED_NPU),--simulated-npu) $(ARGS)
 
+# With --quiet --strict would not count warnings.
 docs: setup-dev ## warnings are errors; needs nothing from the network once it is set up
 	@$(PY) -m pip install -qq -r requirements-docs.txt
 	@$(PY) scripts/site_pages.py build/site/pages
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict > build/site/log 2>&1 || { grep -v '^INFO' build/site/log >&2; exit 1; }
 	@echo '==> written: build/site/html/index.html'
 
 test: lint types pytest-quick

@@ -83,7 +83,7 @@ def ours(name: str, device: torch.device, level: str, *, fold: bool = False, set
 
 
 def variants(name: str, device: torch.device) -> dict[str, Callable[[], Step]]:
-    """Iterations of the model ``name``. O1 is left to o1_overhead.py: its casts would be on for the others."""
+    """Iterations of the model ``name``. O1 is left out: its casts would be on for the others."""
     return {
         TORCH_FP32: lambda: theirs(name, device, None),
         "apex_npu O0, as written": lambda: ours(name, device, "O0"),

@@ -20,7 +20,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import bare_steps
-import gathered_first
 import iterations
 import overhead
 import torch
@@ -44,8 +43,6 @@ def _comparisons() -> dict[str, Make]:
         found[f"whole {precision} step"] = found[f"{NO_COMPILER}whole {precision} step"] = whole
     for what in ("step", "O1", "O2"):
         found[f"overhead of {what}"] = lambda bench, what=what: overhead.variants(what, bench)
-    for step in gathered_first.STEPS:
-        found[f"gradients of {step}"] = lambda bench, step=step: gathered_first.variants(step, bench)
     for model in iterations.MODELS:
         found[f"iteration of {model}"] = lambda bench, model=model: iterations.variants(model, bench.device)
     return found

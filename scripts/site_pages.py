@@ -27,6 +27,7 @@ PAGES = (
     "examples/*/README.md",
     "patch/README.md",
     "scripts/docker/README.md",
+    "tests/README.md",
 )
 REFERENCE = {
     "amp": "Mixed precision: `from apex_npu import amp`.",

@@ -20,17 +20,14 @@ SUFFIXES = (".py", ".pyi", ".cpp", ".h")
 
 def measure(root: Path = ROOT) -> dict[str, int]:
     """Lines of source by package, in the order of their names; ``apex_npu`` are the modules of no package."""
-    packages = [path for path in (root / "apex_npu").iterdir() if path.is_dir()]
-    folders = [*packages, *(root / name for name in ("csrc", "tests", "benchmarks", "examples", "scripts"))]
-    files = {path.relative_to(root).as_posix(): path.rglob("*") for path in folders}
-    sizes = {"apex_npu": (root / "apex_npu").glob("*"), **files}
-    return {name: sum(map(_lines, sizes[name])) for name in sorted(sizes) if name.rpartition("/")[2][0] != "_"}
-
-
-def _lines(path: Path) -> int:
-    if path.suffix not in SUFFIXES or "build" in path.parts[len(ROOT.parts) :]:
-        return 0
-    return path.read_bytes().count(b"\n")
+    sizes: dict[str, int] = {}
+    for folder in ("apex_npu", "csrc", "tests", "benchmarks", "examples", "scripts"):
+        for path in (root / folder).rglob("*"):
+            parts = path.relative_to(root).parts
+            if path.suffix in SUFFIXES and not {"build", "__pycache__"} & {*parts}:
+                package = "/".join(parts[: 2 if folder == "apex_npu" and len(parts) > 2 else 1])
+                sizes[package] = sizes.get(package, 0) + path.read_bytes().count(b"\n")
+    return dict(sorted(sizes.items()))
 
 
 def recorded() -> tuple[str, dict[str, int]]:
@@ -52,9 +49,9 @@ def main() -> None:
     library = [row for row in rows if row[0].startswith("apex_npu")]
     rows.append(("all of apex_npu", sum(row[1] for row in library), sum(row[2] for row in library)))
     width = max(len(row[0]) for row in rows)
-    print(f"{'lines of source':{width}}  {release:>8}  {'now':>6}")
+    print(f"{'lines of source':{width}}  {release:>10}  {'now':>6}")
     for name, then, now in rows:
-        print(f"{name:{width}}  {then:8}  {now:6}  {f'{now - then:+}' if now != then else ''}".rstrip())
+        print(f"{name:{width}}  {then:10}  {now:6}  {f'{now - then:+}' if now != then else ''}".rstrip())
 
 
 if __name__ == "__main__":

@@ -31,6 +31,9 @@ def test_every_page_has_a_place():
     docs = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
     assert docs <= set(NAV)
     assert {path.name for path in ROOT.glob("*.md")} <= set(NAV)
+    examples = {f"examples/{path.parent.name}/README.md" for path in (ROOT / "examples").glob("*/main.py")}
+    assert len(examples) == 4
+    assert examples <= set(NAV)
     written = [page for page in NAV if not page.startswith(("optimizers/", "reference/"))]
     assert [page for page in written if not (ROOT / page).is_file()] == []
 

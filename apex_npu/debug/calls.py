@@ -32,6 +32,22 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Vanished(NamedTuple):
+    """What has become 0 where its dtype is too small for it.
+
+    Attributes:
+        what: The number or the result, in words.
+        dtype: That is too small.
+        operator: That has rounded it.
+        place: The line that calls it.
+    """
+
+    what: str
+    dtype: torch.dtype
+    operator: str
+    place: Place | None
+
+
 @dataclass(eq=False)
 class Call:
     """One call of an operator.
@@ -54,6 +70,7 @@ class Call:
         opinion: What float64 says, where no input is to blame.
         from_constant: A number among the arguments is not finite.
         from_other_process: A collective, whose own inputs were finite.
+        vanished: What was rounded to 0, where a result is 0 for it, or is not finite as an input is 0 for it.
     """
 
     index: int
@@ -73,6 +90,7 @@ class Call:
     opinion: Opinion | None = None
     from_constant: bool = False
     from_other_process: bool = False
+    vanished: Vanished | None = None
 
     @functools.cached_property
     def ends(self) -> frozenset[int]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from apex_npu.debug.calls import Call, Leaf, iterate
+from apex_npu.debug.text import name_of
 from apex_npu.debug.watch import Watch
 
 # In the order in which causes are shown. A loss scale that is too large may hide others, so it comes last.
@@ -20,6 +21,7 @@ Kind = Literal[
     "weights",
     "constant",
     "overflow",
+    "underflow",
     "math",
     "gradient",
     "accumulation",
@@ -153,11 +155,6 @@ def _common(call: Call, path: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def name_of(dtype: torch.dtype | None) -> str:
-    """Without ``torch.``."""
-    return "" if dtype is None else str(dtype).removeprefix("torch.")
-
-
 def _of_leaf(call: Call, leaf: Leaf, path: tuple[str, ...]) -> Finding:
     if leaf.kind == "weights":
         why = f"{leaf.name} held inf or nan before the iteration began"
@@ -226,7 +223,7 @@ def _kind_of(call: Call, fits: float | None, scale: Scale) -> Kind:
     if opinion is None or opinion.reason:
         return "unknown"
     if not opinion.is_finite:
-        return "math"
+        return "math" if call.vanished is None else "underflow"
     if call.phase != "backward":
         return "overflow"
     if call.parameter is not None or (call.node or "").endswith("AccumulateGrad"):
@@ -249,6 +246,11 @@ _Text = Callable[[Call, Scale, float | None, float | None, float | None], tuple[
 
 # What computes something that has a stable form, by what its name contains.
 _STABLE = (
+    ("nll_loss", "no target counts, as all are ignore_index: leave out such batches, or divide a sum by a number that "
+     "is at least 1, F.cross_entropy(..., reduction=\"sum\") / (target != ignore_index).sum().clamp(min=1)"),
+    ("ctc_loss", "a target that is longer than its input has no alignment: zero_infinity=True, or leave it out"),
+    ("xlogy", "targets of F.kl_div must not be negative; with log_target=True they are logarithms"),
+    ("binary_cross_entropy", "targets must be between 0 and 1; F.binary_cross_entropy_with_logits is stable"),
     ("log_softmax", "logits that are inf or nan: look at what computes them"),
     ("log1p", "its argument must be larger than -1: clamp it"),
     ("log", "torch.log(x.clamp(min=eps)); of a softmax F.log_softmax or F.cross_entropy, of a sigmoid F.logsigmoid or "
@@ -300,7 +302,10 @@ def _overflow(
     if call.dtype != torch.float16:
         held = f"no dtype of training holds more than {name_of(call.dtype)}"
         return why, f"{held}: scale the inputs down, or normalize them"
-    if call.operator == "aten::_to_copy":
+    if "_norm" in call.operator:
+        advice = "a row without variance is divided by the root of eps: an eps of 1e-5 or more keeps 1 / sqrt(eps) "
+        advice += "within float16; or keep this layer in float32"
+    elif call.operator == "aten::_to_copy":
         why = f"a cast: {why}"
         advice = "at O1 put this line into amp.disable_casts(), or its function into amp.register_float_function; "
         advice += "at O2 and O3 scale down what is passed to the model"
@@ -322,6 +327,21 @@ def _math(call: Call, scale: Scale, value: float | None, limit: float | None, fi
                 is_own = negative and key in own and key in _AT_NEGATIVE
                 return why, f"{_AT_NEGATIVE[key]}; {_MASKED}" if is_own else advice
     return why, "look for a division, root or logarithm at 0; eps or clamp keeps its argument away from it"
+
+
+def _underflow(
+    call: Call, scale: Scale, value: float | None, limit: float | None, fits: float | None
+) -> tuple[str, str]:
+    assert call.vanished is not None
+    what, dtype, operator, place = call.vanished
+    info, name = torch.finfo(dtype), name_of(dtype)
+    where = "" if place is None else f" at {place}"
+    least = info.smallest_normal * info.eps
+    return (
+        f"an input is 0 since {what} is 0 in {name}, whose smallest number is {least:.2g}: see {operator}{where}",
+        f"an eps that {name} holds, such as 1e-4, in the line that adds it or as eps= of its function; or cast the "
+        "inputs of these lines with .float(), at O1 within amp.disable_casts(); or use bfloat16 (opt_level O4, O5)",
+    )
 
 
 def _gradient(
@@ -390,6 +410,7 @@ def _power(value: float | None) -> str:
 
 _TEXTS: dict[Kind, _Text] = {
     "overflow": _overflow,
+    "underflow": _underflow,
     "math": _math,
     "gradient": _gradient,
     "accumulation": _accumulation,

@@ -20,11 +20,12 @@ from torch.utils.flop_counter import flop_registry
 from apex_npu.backends import for_device
 from apex_npu.backends._torch_private import autocast_disabler
 from apex_npu.debug.calls import Call
-from apex_npu.debug.causes import name_of
+from apex_npu.debug.lineage import span_of
 from apex_npu.debug.opening import check_models, models_to_watch
 from apex_npu.debug.operators import Operator, tensors_in
 from apex_npu.debug.places import Caller, Names, Place
 from apex_npu.debug.second_opinion import call_wide, results_of
+from apex_npu.debug.text import fitted, name_of
 from apex_npu.debug.watch import Arguments, Watch
 
 # In units of the coarsest dtype's eps: beyond the first the CPU's own kernel is asked, beyond so many times what that
@@ -133,7 +134,7 @@ class CheckedOperators:
             lines.append(f"the largest error of the others: {others[0].error:.3g} eps, {others[0]}")
         if not blamed and self.checked:
             lines.append("no operator differs by more than rounding explains")
-        return "\n".join(lines)
+        return fitted("\n".join(lines))
 
 
 class Check(Watch):
@@ -284,8 +285,7 @@ def _call_on_host(
     def placed(value: Any) -> Any:
         if isinstance(value, Tensor):
             host = value.detach().cpu()
-            host = host.contiguous() if dense else host
-            return host.clone() if operator.written else host
+            return host.contiguous().clone() if dense else _copy(host)  # the kernel may write what it does not declare
         if isinstance(value, torch.device):
             return torch.device("cpu")
         return type(value)(map(placed, value)) if isinstance(value, (list, tuple)) else value
@@ -293,6 +293,15 @@ def _call_on_host(
     args, kwargs = placed(args), {name: placed(value) for name, value in kwargs.items()}
     with torch.no_grad(), autocast_disabler()():
         return results_of(operator, func(*args, **kwargs), args, kwargs)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """``tensor`` in memory of its own, with the same strides."""
+    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+        return tensor.clone()
+    span = span_of(tensor)
+    elements = (span.end - span.begin) // tensor.element_size()
+    return tensor.as_strided((elements,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
 
 
 def _error(exact: Tensor, result: Tensor, floor: float = 0.0) -> float:

@@ -8,22 +8,28 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from apex_npu.amp.session import Session, current, settings
+from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
+from apex_npu.amp.session import Session, current, is_first_rank, settings
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import dispatch_modes
-from apex_npu.debug.finder import Finder
+from apex_npu.debug.finder import Finder, gradients_of, params_of, stepped
 from apex_npu.debug.observers import leave, observe, observers_of
 from apex_npu.debug.opening import session_models
+from apex_npu.debug.operators import is_measurable
 from apex_npu.debug.overflow_report import OverflowReport
 from apex_npu.debug.ranks import Ranks
 from apex_npu.debug.replay import Block, Replayer
+from apex_npu.debug.text import count
+from apex_npu.distributed import local_part
 
 logger = logging.getLogger("apex_npu.debug")
 
@@ -36,6 +42,10 @@ class Explainer:
     An iteration is watched from the first forward after the skip until its step is skipped, or the forward of the next
     iteration; with ``replay`` the skipped step itself is run again first, and where that tells the cause, no other
     iteration is watched. What goes wrong while watching is logged, and ends it; training goes on.
+
+    A block whose loss is not finite, or under a static scale a gradient, counts as a skip where its step is applied:
+    as with a static scale, or where no target counts. Its loss is read when the block has ended, and under a static
+    scale its gradients are, which waits for the device.
     """
 
     def __init__(self, after: int, times: int | None, *, once: bool = False, replay: bool = False) -> None:
@@ -46,11 +56,22 @@ class Explainer:
         self._start: Any = None
         self._error: BaseException | None = None
         self._ranks = Ranks()
+        self._row = 0
+        self._last: list[tuple[Any, ...]] = []
+        self._repeated = 0
+        self._optimizers: Any = None
+        self._loss: Tensor | None = None
+        self._is_dynamic = True
+        self._undecided: list[tuple[AmpOptimizerState, StepReport | None]] = []
+        self.blocks = self.skips = self.applied = self.tables = 0
 
     # ---- what amp calls --------------------------------------------------------------------------------------------
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
         """See ``Observer``."""
+        self._error = sys.exc_info()[1]
+        self._guarded(self._settle)
+        self._loss, self._optimizers, self._is_dynamic = loss.detach(), optimizers, dynamic
         if self._finder is not None:
             self._guarded(self._finder.block_begins, loss, optimizers, loss_id, scale, dynamic)
         if self._replayer is not None:
@@ -68,15 +89,58 @@ class Explainer:
         finder = self._finder
         if self._replayer is not None:
             self._guarded(self._replayer.block_ended)
-        if finder is None:
+        if finder is not None:
+            self._guarded(finder.block_ended)
+            if sys.exc_info()[1] is not self._error:  # an exception has ended the block
+                self.end()
+        if not self._once and sys.exc_info()[1] is self._error and not is_capturing():
+            self._guarded(self._look_at_block)
+
+    def _look_at_block(self) -> None:
+        """Whether the loss, or under a static scale a gradient, is not finite, though the step is not skipped."""
+        self.blocks += 1
+        is_bad = self._loss is not None and not bool(self._loss.isfinite().all())
+        self._loss, self._undecided = None, []
+        if not is_bad and not self._is_dynamic:
+            grads = [local_part(grad) for _, grad in gradients_of(params_of(self._optimizers)[0])]
+            is_bad = not all(bool(grad.isfinite().all()) for grad in grads if is_measurable(grad))
+        if not is_bad:
+            self._row = 0
             return
-        self._guarded(finder.block_ended)
-        if sys.exc_info()[1] is not self._error:  # an exception has ended the block
+        states = [state for one in stepped(self._optimizers) if (state := state_of(one)) is not None]
+        decisions = [state.decision for state in states]
+        if not self._is_dynamic or not any(decision is None or decision.skip for decision in decisions):
+            self._is_applied()
+        elif None in decisions:  # a later block decides, or the device
+            self._undecided = [(state, state.report) for state in states]
+
+    def _settle(self) -> None:
+        """Whether the step of a bad block that had been left undecided was applied."""
+        ended = [state.report for state, before in self._undecided if state.report is not before]
+        if ended:
+            self._undecided = []
+            if any(report is not None and report.applied for report in ended):
+                self._is_applied()
+
+    def _is_applied(self) -> None:
+        self.applied += 1
+        self._row += 1
+        finder, replayer = self._finder, self._replayer
+        reports = [] if finder is None else [report for report in finder.found.reports if report.overflowed]
+        is_due = self._row >= self._after and self._left != 0
+        if not reports and is_due and replayer is not None:
+            reports = [report for report in replayer.explain_pending(self._optimizers) if report.overflowed]
+        if reports:
             self.end()
+            self._log("\n\n".join(map(str, reports)), reports)
+        elif is_due:
+            self.arm()
 
     def step_skipped(self, report: StepReport) -> None:
         """See ``Observer``."""
         finder = self._finder
+        self.skips += 1
+        self._undecided, self._row = [], 0
         if finder is not None:
             self._guarded(finder.step_skipped, report)
             self.end()
@@ -106,9 +170,25 @@ class Explainer:
         """Log why; False where the cause is not known."""
         told = self._ranks.explain(skip, reports)
         if told.text:
-            logger.warning("%s", told.text)
-            self._left = None if self._left is None else self._left - 1
+            self._log(told.text, reports)
         return told.is_cause
+
+    def _log(self, text: str, reports: Sequence[OverflowReport]) -> None:
+        """Log ``text``, unless the causes are those of the table before: these are counted."""
+        self._left = None if self._left is None else self._left - 1
+        causes = [cause for report in reports for cause in report.identity()]
+        if causes and causes == self._last:
+            self._repeated += 1
+            return
+        self._log_repeated()
+        self._last = causes
+        self.tables += 1
+        logger.warning("%s", text)
+
+    def _log_repeated(self) -> None:
+        if self._repeated:
+            logger.warning("the cause above was found again in %s", count(self._repeated, "later iteration"))
+        self._repeated = 0
 
     def keep_forwards(self) -> None:
         """With ``replay``: keep what the models of the session are called with, from now on."""
@@ -119,9 +199,34 @@ class Explainer:
     def close(self) -> None:
         """Watch and keep nothing from now on."""
         self.end()
+        self._log_repeated()
         if self._replayer is not None:
             self._replayer.end()
             self._replayer = None
+
+    def end_script(self, says_nothing: bool) -> None:
+        """The script has ended: print what was seen, in a sentence, unless nothing was and not ``says_nothing``."""
+        if settings.observer is not self:  # the script has ended or replaced it
+            return
+        self._guarded(self._settle)
+        self.close()
+        if is_first_rank() and (self.blocks or says_nothing):
+            print(f"--explain-overflows: {self._summary()}", file=sys.stderr, flush=True)
+
+    def _summary(self) -> str:
+        if not self.blocks:
+            return "the script has ended, and no scale_loss block of amp has run in it"
+        seen = f"{count(self.blocks, 'block')}, {count(self.skips, 'skipped step')}"
+        if self.applied:
+            seen += f", {count(self.applied, 'applied step')} with a loss or gradients that were not finite"
+        if self.tables:
+            return f"{seen}; {count(self.tables, 'table')} above"
+        if not (self.skips or self.applied):
+            return f"{seen}: all losses were finite, and nothing has overflowed"
+        return (
+            f"{seen}; none was explained, as that takes {self._after} in a row and an iteration after them that is not "
+            "finite either: --explain-overflows=1 --replay explains the first one itself"
+        )
 
     # ---- when it watches -------------------------------------------------------------------------------------------
 
@@ -145,6 +250,7 @@ class Explainer:
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
         if self._finder is not None:
             if self._finder.watch.is_over():
+                self._guarded(self._settle)
                 self.end()
             return
         session = current()
@@ -157,7 +263,6 @@ class Explainer:
             self.end()
 
     def _begin(self, session: Session, module: nn.Module, args: Any) -> None:
-        self._error = sys.exc_info()[1]
         finder = self._finder = Finder(session_models(session))
         finder.watch.make_way = self.end
         finder.attach()
@@ -174,6 +279,9 @@ class Explainer:
 def explain_overflows(after: int | None = 2, times: int = 20, *, replay: bool = False) -> None:
     """From now on, after some skipped steps in a row, watch the next iteration and log why its step is skipped.
 
+    A step that is applied although its loss, or under a static loss scale a gradient, is not finite counts as one that
+    is skipped. To know that takes a wait for the device in each block.
+
     The iteration that is watched takes a few times as long, the others as long as before. What the model learns does
     not depend on it. The tables are those of ``find_overflow``, logged as warnings of the logger ``apex_npu.debug``.
     With the environment variable ``APEX_NPU_EXPLAIN_OVERFLOWS=2``, or ``python -m apex_npu run --explain-overflows=2
@@ -181,7 +289,7 @@ def explain_overflows(after: int | None = 2, times: int = 20, *, replay: bool = 
 
     Args:
         after: Skips in a row after which an iteration is watched; 1 or more. None: no longer.
-        times: How many tables are logged at most.
+        times: How many iterations are explained at most. A cause that is that of the table before is counted.
         replay: Keep what the models are called with until the step, and run a step that is skipped once more instead of
             watching the next iteration, whose batch is another; see ``find_overflow``. Objects of the script that
             forward changes are then changed twice. The next iteration is watched where that does not tell the cause.
@@ -236,3 +344,7 @@ def explain_as_environment_says() -> None:
             f"got {text!r}"
         )
     explain_overflows(int(after), replay=bool(comma))
+    explainer = settings.observer
+    assert isinstance(explainer, Explainer)
+    is_first = parent_process() is None  # not of processes that load data
+    Finalize(None, lambda: explainer.end_script(is_first), exitpriority=0)

@@ -15,18 +15,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex_npu.amp.optimizer_state import adopted_inside, inner_optimizer, state_of
-from apex_npu.amp.session import current
+from apex_npu.amp.session import Session, current
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import for_device
 from apex_npu.debug.calls import Leaf
-from apex_npu.debug.causes import OF_ANOTHER_PROCESS, Finding, Scale, find_causes, name_of
-from apex_npu.debug.operators import is_measurable
+from apex_npu.debug.causes import OF_ANOTHER_PROCESS, Finding, Scale, find_causes
+from apex_npu.debug.operators import is_measurable, vanishing_number_in
 from apex_npu.debug.overflow_report import OverflowReport, Overflows, note_of_dropped
 from apex_npu.debug.places import Names
+from apex_npu.debug.text import name_of
 from apex_npu.debug.watch import Watch
 from apex_npu.distributed import local_part
 from apex_npu.distributed.torch_ddp import ddps_of
+from apex_npu.ops import LOW_PRECISION
 
+OF_STATIC_SCALE = (
+    "look at the iterations before: under a static loss scale steps are applied whatever their gradients are. "
+    'loss_scale="dynamic" skips such steps, so that their cause is found; explain_overflows(replay=True), or --replay, '
+    "finds it in the first of them"
+)
 # Each after its parameter.
 Gradients = list[tuple[Tensor, Tensor]]
 
@@ -180,6 +187,14 @@ class Finder:
             report.parameters[self._name_of(i, source)] = (int(grad.isnan().sum()), int(grad.isinf().sum()))
         return grads, bad
 
+    def _advised(self, cause: Finding) -> Finding:
+        """``cause``, weights that are not finite, with what is known of the step that wrote them."""
+        session = current()
+        eps = "" if session is None else _vanished_eps(session)
+        if eps or session is None or self._loss is None or self.dynamic:
+            return replace(cause, advice=eps + cause.advice)
+        return replace(cause, advice=OF_STATIC_SCALE)
+
     def examine(self, report: OverflowReport, results: Sequence[Tensor], gradients: Gradients) -> None:
         """Make ``report`` of ``gradients``, and of what forward ends with, as with the loss."""
         watch = self.watch
@@ -191,6 +206,7 @@ class Finder:
         targets = list(dict.fromkeys(call for tensor in starts for call in watch.bad_writers(tensor)))
         scale = Scale(report.scale, self.dynamic)
         report.causes = find_causes(watch, targets, scale)
+        report.causes = [self._advised(cause) if cause.kind == "weights" else cause for cause in report.causes]
         if watch.flag.raised and not report.causes:
             report.causes = find_causes(watch, watch.bad or watch.constants, scale)
         if watch.saturates and len(report.causes) > 1:
@@ -205,6 +221,20 @@ class Finder:
         report.not_measured = dict(watch.not_measured) if report.overflowed else {}
         if watch.dropped_bad:
             report.notes.append(note_of_dropped(watch.dropped_bad))
+
+
+def _vanished_eps(session: Session) -> str:
+    """Of an optimizer whose eps the dtype of its parameters rounds to 0: the beginning of an advice; or empty."""
+    for optimizer in session.adopted:
+        for group in optimizer.param_groups:
+            dtypes = {p.dtype for p in group["params"] if p.dtype in LOW_PRECISION}
+            for dtype in dtypes:
+                if (eps := vanishing_number_in(group.get("eps"), dtype)) is not None:
+                    return (
+                        f"the eps of {type(optimizer).__name__}, {eps:g}, is 0 in {name_of(dtype)}, so that its step "
+                        "divides by 0 where the second moment is 0: eps=1e-4, or O2, whose masters are float32. Else "
+                    )
+    return ""
 
 
 def _of_loss(leaf: Leaf) -> Finding:

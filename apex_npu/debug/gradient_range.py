@@ -25,7 +25,8 @@ from apex_npu.debug.gradients import adopted_state
 from apex_npu.debug.observers import leave, observe
 from apex_npu.debug.opening import session_models
 from apex_npu.debug.operators import is_measurable
-from apex_npu.debug.range_report import GradientRange, ParameterRange, exponent_of, named
+from apex_npu.debug.range_report import GradientRange, ParameterRange, exponent_of
+from apex_npu.debug.text import listed
 from apex_npu.debug.watch import Watch
 from apex_npu.distributed import local_part
 from apex_npu.ops import LOW_PRECISION
@@ -81,7 +82,7 @@ class _Probe:
         missed = [s for s, g in zip(sources, grads, strict=True) if g is None]
         if missed:
             names = {} if session is None else session.parameter_names()
-            shown = named([names.get(s) or f"a parameter of shape {tuple(s.shape)}" for s in missed])
+            shown = listed([names.get(s) or f"a parameter of shape {tuple(s.shape)}" for s in missed])
             self._note(f"not measured: {shown}, which this loss does not use, or only within reentrant checkpoints")
         zeros = {id(s): g == 0 for s, g in measured}
         parameters = iter(self._found.parameters.values())

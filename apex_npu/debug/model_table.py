@@ -14,6 +14,7 @@ import torch
 
 from apex_npu.debug.memory import Memory
 from apex_npu.debug.tally import Tally
+from apex_npu.debug.text import name_of
 
 _LOW = (torch.float16, torch.bfloat16)
 _ROWS = 40
@@ -144,7 +145,7 @@ def _totals(levels: list[LevelReport]) -> Table:
 
     def by_dtype(of: Callable[[LevelReport], Counter[torch.dtype]]) -> Iterator[list[str]]:
         for dtype in _ordered({dtype for one in levels for dtype, n in of(one).items() if n}):
-            yield row(f"  {_name(dtype)}", lambda one, dtype=dtype: _bytes(of(one)[dtype]))  # type: ignore[misc]
+            yield row(f"  {name_of(dtype)}", lambda one, dtype=dtype: _bytes(of(one)[dtype]))  # type: ignore[misc]
 
     def kind(name: str, of: Callable[[LevelReport], Counter[torch.dtype]]) -> Iterator[list[str]]:
         yield row(name, lambda one: _bytes(of(one).total()))
@@ -156,7 +157,7 @@ def _totals(levels: list[LevelReport]) -> Table:
     rows = [row("FLOPs", lambda one: _count(flops[one.level]))]
     for dtype in _ordered({f.dtype for one in levels for f in one.tally.flops}):
         share = lambda one, dtype=dtype: _percent(one.tally.flops_in(dtype), flops[one.level])  # noqa: E731
-        rows.append(row(f"  in {_name(dtype)}", share))
+        rows.append(row(f"  in {name_of(dtype)}", share))
     rows.append(row("casts", lambda one: str(one.tally.casts.total())))
     rows.append(row("  weights that are cast", lambda one: str(len(one.tally.cast_weights))))
     rows.append(row("  moved by casts", lambda one: _bytes(one.tally.cast_bytes.total())))
@@ -216,7 +217,7 @@ def _functions(found: ModelReport) -> Iterator[Table | str]:
         for function, n in one.tally.calls.items():
             if function.phase == "forward":
                 key = function.module, function.operator
-                dtypes.setdefault(key, {}).setdefault(level, []).append(_name(function.dtype))
+                dtypes.setdefault(key, {}).setdefault(level, []).append(name_of(function.dtype))
                 counts[key] += n
         calls |= counts
     grouped: dict[tuple[str, ...], int] = {}
@@ -252,10 +253,6 @@ def _starred(module: str | None) -> str:
 
 def _ordered(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
     return sorted(dtypes, key=lambda dtype: (not dtype.is_floating_point, dtype.itemsize, str(dtype)))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _count(n: float) -> str:

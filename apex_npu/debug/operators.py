@@ -88,6 +88,16 @@ def nonfinite_number_in(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(nonfinite_number_in, value))
 
 
+def vanishing_number_in(value: Any, dtype: torch.dtype) -> float | None:
+    """A number of an argument that is not 0, and that ``dtype`` rounds to 0; None: there is none."""
+    if isinstance(value, float):
+        info = torch.finfo(dtype)
+        return value if 0.0 < abs(value) <= info.smallest_normal * info.eps / 2 else None
+    if isinstance(value, (list, tuple)):
+        return next((n for item in value if (n := vanishing_number_in(item, dtype)) is not None), None)
+    return None
+
+
 def is_measurable(tensor: Tensor) -> bool:
     """Whether its range can be read, and its bytes be followed: strided floating memory of its own, not empty."""
     return (

@@ -7,15 +7,18 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from apex_npu.debug.calls import KEPT_BAD
 from apex_npu.debug.causes import Finding
+from apex_npu.debug.text import count, fitted, listed
 
 _WIDTH = 12
 _SHOWN = 5
+_DETAILS = ("kind", "phase", "module", "operator", "file", "line", "tensor")
 
 
 @dataclass
@@ -67,37 +70,39 @@ class OverflowReport:
             return "\n".join([f"{head}: no cause was found", *self.notes])
         if not self.overflowed:
             return f"no overflow: {head}, all {self.gradients} gradients are finite ({self.operators} operators)"
-        bad = (
-            f"{len(self.parameters)} of {self.gradients} gradients are not finite" if self.gradients else "no gradient"
-        )
-        names = f" ({shortened(list(self.parameters))})" if self.parameters else ""
-        lines = [f"{head}: {bad}{names}"]
+        lines = [f"{head}: {self._gradients()}"]
+        given = [cause for cause in self.causes if cause.kind in ("data", "weights")]
         for cause in self.causes:
-            lines += _lines_of(cause)
+            if cause not in given[1:]:
+                lines += _lines_of(cause)
+            if cause in given[:1] and len(given) > 1:
+                lines.append(f"{'also':{_WIDTH}}{listed([other.tensor or '' for other in given[1:]])}")
         if not self.causes:
             lines.append("no cause was found: no operator that was watched has written them")
         if self.not_measured:
             some = "; ".join(f"{why} ({count})" for why, count in list(self.not_measured.items())[:_SHOWN])
             lines.append(f"not measured: {some}")
-        return "\n".join([*lines, *self.notes])
+        return fitted("\n".join([*lines, *self.notes]), _WIDTH)
+
+    def identity(self) -> list[tuple[Any, ...]]:
+        """What reports of one cause have in common."""
+        return [tuple(getattr(cause, name) for name in _DETAILS) for cause in self.causes]
+
+    def _gradients(self) -> str:
+        if not self.gradients:
+            return "no gradient"
+        if not self.parameters:
+            return f"all {self.gradients} gradients are finite"
+        bad = f"{len(self.parameters)} of {self.gradients} gradients are not finite"
+        return f"{bad} ({listed(list(self.parameters))})"
 
     def _head(self) -> str:
         if self.loss_id is None:
             return "without amp"
         value = "" if self.loss is None else f" is {self.loss:.4g}"
         after = "" if self.scale_after is None else f" → {self.scale_after:g}"
-        row = "" if self.skips_in_a_row is None else f", {_count(self.skips_in_a_row, 'skip')} in a row"
+        row = "" if self.skips_in_a_row is None else f", {count(self.skips_in_a_row, 'skip')} in a row"
         return f"loss {self.loss_id}{value}, loss scale {self.scale:g}{after}{row}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def shortened(names: Sequence[str]) -> str:
-    """The first few of ``names``."""
-    shown = ", ".join(names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown}, … {len(names) - _SHOWN} more"
 
 
 def _range(name: str, low: float, high: float) -> str:
@@ -191,7 +196,17 @@ class Overflows:
     def __str__(self) -> str:
         if not self.reports:
             return self._nothing
-        return "\n\n".join(map(str, self.reports))
+        return "\n\n".join(_without_repetitions(self.reports))
+
+
+def _without_repetitions(reports: Sequence[OverflowReport]) -> Iterator[str]:
+    """The tables; of those that follow each other with the same causes the first, and how many there are."""
+    for _, alike in groupby(reports, lambda report: (report.identity(), report.notes) if report.causes else id(report)):
+        first, *others = alike
+        blocks = f"the same cause{'s' * (len(first.causes) > 1)} in {count(len(others), 'block')} after it"
+        scales = [f"{report.scale:g}" for report in others]
+        shown = ", ".join(scales if len(scales) < 5 else [*scales[:2], "…", scales[-1]])
+        yield f"{first}\n{blocks}, loss scale {shown}" if others else str(first)
 
 
 def _plain(value: Any) -> Any:

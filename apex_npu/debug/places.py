@@ -51,11 +51,12 @@ class Caller(Enum):
 
 @dataclass(frozen=True)
 class Place:
-    """A line of code."""
+    """A line of code; that of an installed package with the ``script``'s own line that has led to it."""
 
     file: str
     line: int
     function: str
+    script: Place | None = None
 
     @property
     def source(self) -> str:
@@ -69,7 +70,7 @@ class Place:
             if name.startswith(folder):
                 name = name[len(folder) :]
                 break
-        return f"{name}:{self.line}"
+        return f"{name}:{self.line}" + ("" if self.script is None else f", called from {self.script}")
 
 
 @functools.cache
@@ -110,9 +111,23 @@ def calling_line(frames: int = 2) -> Place | Caller | None:
         code = frame.f_code
         kind = _kind_of(code.co_filename, code.co_name)
         if kind is True:
-            return Place(code.co_filename, frame.f_lineno, code.co_name)
+            script = _script_line(frame.f_back) if code.co_filename.startswith(_PACKAGES) else None
+            return Place(code.co_filename, frame.f_lineno, code.co_name, script)
         if kind is not False:
             return kind
+        frame = frame.f_back
+    return None
+
+
+def _script_line(frame: Any) -> Place | None:
+    """The innermost line that is of no package, among ``frame`` and what has called it; None: backward has."""
+    while frame is not None:
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        kind = _kind_of(file, function)
+        if kind is Caller.ENGINE:
+            return None
+        if kind is True and not file.startswith(_PACKAGES):
+            return Place(file, frame.f_lineno, function)
         frame = frame.f_back
     return None
 

@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from apex_npu.debug.recorded import Held, Recorded, Row
+from apex_npu.debug.text import listed
 
-_NAMED = 5
 # Draws of float32 and of bfloat16 are the same where no element differs by more than rounding does, and to spare.
 _ROUNDING = 2.0**-6
 
@@ -123,8 +123,3 @@ def _differ(one: Held, other: Held) -> bool:
 def _drawn_otherwise(one: Row, other: Row) -> bool:
     a, b = one.exact, other.exact
     return bool(((a - b).abs() > _ROUNDING * torch.maximum(a.abs(), b.abs()) + _ROUNDING**3).any())
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first of ``names``, and how many more."""
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from apex_npu.debug.census import BIAS, FIRST, NONFINITE, ZERO, Counts
+from apex_npu.debug.text import fitted, listed, name_of
 
 # How many of the elements that are not zero may lose bits.
 _ACCEPTED = 0.01
@@ -173,7 +174,7 @@ class GradientRange:
         return {f"amp/gradients_{name}": n / elements for name, n in found.items() if n is not None}
 
     def __str__(self) -> str:
-        return "\n".join(_lines_of(self) if self.parameters else ["no gradient was measured yet", *self.notes])
+        return fitted("\n".join(_lines_of(self) if self.parameters else ["no gradient was measured yet", *self.notes]))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the histogram into a file, ``.png`` or another format of matplotlib.
@@ -189,15 +190,19 @@ class GradientRange:
         figure = Figure(figsize=(8, 4), layout="constrained")
         axes = figure.subplots()
         exponents: Any = np.arange(FIRST, NONFINITE) - BIAS
-        used = np.flatnonzero(total.counts[FIRST:NONFINITE])
+        here, lost = (100.0 * c[FIRST:NONFINITE] / max(total.elements, 1) for c in (total.counts, total.lost_counts))
+        used = np.flatnonzero(here + lost)
         begin, end = (used[0], used[-1] + 1) if used.size else (0, 1)
-        shares = 100.0 * total.counts[FIRST:NONFINITE] / max(total.elements, 1)
-        axes.bar(exponents[begin:end], shares[begin:end], width=0.9)
+        axes.bar(exponents[begin:end], here[begin:end], width=0.9, label="not zero")
+        if lost.any():
+            axes.bar(exponents[begin:end], lost[begin:end], 0.9, here[begin:end], color="red", label="lost")
+            axes.legend()
         low, high = _smallest(self.dtype) - shift - 0.5, _largest(self.dtype) - shift + 0.5
         axes.axvspan(max(low, exponents[0]), min(high, exponents[-1]), alpha=0.15, color="green")
         axes.set_xlabel("binary exponent of the unscaled gradient")
         axes.set_ylabel("elements, %")
-        axes.set_title(f"{self.optimizer} at loss scale {self.scale:g}; shaded: {_name(self.dtype)} with all its bits")
+        shaded = f"shaded: {name_of(self.dtype)} with all its bits"
+        axes.set_title(f"{self.optimizer} at loss scale {self.scale:g}; {shaded}")
         figure.savefig(os.fspath(path))
 
 
@@ -221,10 +226,6 @@ def _largest(dtype: torch.dtype) -> int:
     return math.frexp(torch.finfo(dtype).max)[1] - 1
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _percent(part: float, total: float) -> str:
     share = 100.0 * part / total if total else 0.0
     digits = 0 if share == 0 or share >= 10 else 1 if share >= 1 else 2
@@ -237,7 +238,7 @@ def _lines_of(found: GradientRange) -> Iterator[str]:
         f"gradients of {found.optimizer} at loss scale {found.scale:g}: {elements} elements, "
         f"{_percent(total.zeros, elements)} zero, {_percent(total.nonfinite, elements)} inf or nan"
     )
-    name = _name(found.dtype)
+    name = name_of(found.dtype)
     yield (
         f"lossy: so small at this loss scale that {name} has fewer bits for them (below 2^{_smallest(found.dtype)} "
         "when scaled)"
@@ -249,6 +250,7 @@ def _lines_of(found: GradientRange) -> Iterator[str]:
             f"largest: from 2^{total.largest} on, unscaled; a loss scale of 2^{total.largest_scale} takes it to the "
             f"largest {name}"
         )
+    if total.true_nonzero:
         yield ""
         yield from _histogram(total)
     yield ""
@@ -262,22 +264,24 @@ def _lines_of(found: GradientRange) -> Iterator[str]:
 
 def _histogram(total: ParameterRange) -> Iterator[str]:
     """A row for some exponents each, with a limit between rows where float16 begins to lose bits."""
-    used: Any = np.flatnonzero(total.counts[FIRST:NONFINITE]) + FIRST - BIAS
+    every = total.counts + total.lost_counts
+    used: Any = np.flatnonzero(every[FIRST:NONFINITE]) + FIRST - BIAS
     low, high = int(used[0]), int(used[-1])
     width = -(-(high - low + 1) // _ROWS)
     limit = _smallest(total.dtype) - total.scale_exponent
     top = limit + -(-(high + 1 - limit) // width) * width  # rows end at the limit
     rows = []
     while top > low:
-        count = int(total.counts[max(top - width + BIAS, FIRST) : min(max(top + BIAS, FIRST), NONFINITE)].sum())
-        rows.append((top - width, top, count))
+        of_row = slice(max(top - width + BIAS, FIRST), min(max(top + BIAS, FIRST), NONFINITE))
+        rows.append((top - width, top, int(total.counts[of_row].sum()), int(total.lost_counts[of_row].sum())))
         top -= width
-    most = max(count for _, _, count in rows)
-    names = [f"2^{begin} to 2^{end}" for begin, end, _ in rows]
-    for name, (_, end, count) in zip(names, rows, strict=True):
-        bar = "█" * math.ceil(30 * count / most)
-        mark = " lossy" if end <= limit else ""
-        yield f"{name:>{max(map(len, names))}}  {bar:30}  {_percent(count, total.elements)}{mark}"
+    most = max(here + lost for _, _, here, lost in rows)
+    names = [f"2^{begin} to 2^{end}" for begin, end, _, _ in rows]
+    for name, (_, end, here, lost) in zip(names, rows, strict=True):
+        bar = "█" * math.ceil(30 * here / most) + "░" * math.ceil(30 * lost / most)
+        marks = [_percent(here, total.elements) + " lossy" * (end <= limit)] if here or not lost else []
+        marks += [f"{_percent(lost, total.elements)} lost"] if lost else []
+        yield f"{name:>{max(map(len, names))}}  {bar[:30]:30}  {', '.join(marks)}"
 
 
 def _parameters(found: GradientRange) -> Iterator[str]:
@@ -312,7 +316,7 @@ def advice_of(found: GradientRange) -> str:
     total, present = found.total, exponent_of(found.scale)
     bad = [one.name for one in found.parameters.values() if one.nonfinite]
     if bad:
-        return f"{named(bad)} have inf or nan, so that this step is skipped: amp.debug.find_overflow tells why"
+        return f"{listed(bad)} have inf or nan, so that this step is skipped: amp.debug.find_overflow tells why"
     known = total.true_nonzero - total.nonzero
     lost = ""
     if known:
@@ -320,11 +324,11 @@ def advice_of(found: GradientRange) -> str:
     elif total.lost == 0 and total.zeros:
         lost = "; the zeros are true ones: they stay at a larger scale"
     if found.probe is not None and found.unknown:
-        lost += f"; what is lost of {named(found.unknown)} is unknown"
+        lost += f"; what is lost of {listed(found.unknown)} is unknown"
     if found.dtype is torch.bfloat16:
         return f"{found.level} needs no loss scale: bfloat16 has the range of float32"
     if found.dtype is not torch.float16:
-        return f"{found.level} needs no loss scale: its gradients are {_name(found.dtype)}"
+        return f"{found.level} needs no loss scale: its gradients are {name_of(found.dtype)}"
     smallest, largest = total.smallest_scale, total.largest_scale
     if largest is None:
         return f"all gradients are zero{lost}" + (
@@ -336,7 +340,7 @@ def advice_of(found: GradientRange) -> str:
         names = [o.name for o in found.parameters.values() if o.lossy_at(largest) > _ACCEPTED * o.true_nonzero]
         return (
             f"no loss scale fits: the gradients need {needed} binades, and float16 has 30. Use O4 or O5, whose "
-            f"bfloat16 has the range of float32, or keep {named(names)} in float32{lost}"
+            f"bfloat16 has the range of float32, or keep {listed(names)} in float32{lost}"
         )
     static = min(max(smallest, 0) + _MARGIN, largest)
     if smallest <= present <= largest:
@@ -351,12 +355,7 @@ def advice_of(found: GradientRange) -> str:
     if small:
         scales = [one.smallest_scale for one in small if one.smallest_scale is not None]
         verb = "needs" if len(small) == 1 else "need"
-        text += f"; {named([one.name for one in small])} alone {verb} 2^{max(scales)}"
+        text += f"; {listed([one.name for one in small])} alone {verb} 2^{max(scales)}"
         if max(scales) > largest:
             text += ", at which others overflow: keep it in float32, or use O4 or O5"
     return text + lost
-
-
-def named(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

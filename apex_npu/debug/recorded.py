@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from apex_npu.debug.text import name_of
+
 Kind = Literal["operator", "module", "random", "gradient", "buffer"]
 
 _FORMAT = 1
@@ -204,11 +206,6 @@ def digest_of(tensor: Tensor) -> str:
     return hashlib.blake2b(host.view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def name_of_dtype(dtype: torch.dtype) -> str:
-    """``"float16"``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def row_of(tensor: Tensor, samples: Samples, scale: float, known: dict[str, Any]) -> Row:
     """The row of ``tensor``, with what is ``known`` of where it is computed."""
     host = on_host(tensor)
@@ -218,7 +215,7 @@ def row_of(tensor: Tensor, samples: Samples, scale: float, known: dict[str, Any]
     low, high = (float(end) / scale for end in torch.aminmax(real))
     return Row(
         shape=tuple(host.shape),
-        dtype=name_of_dtype(host.dtype),
+        dtype=name_of(host.dtype),
         scale=scale,
         norm=float(torch.linalg.vector_norm(real, dtype=torch.float64)) / scale,
         low=low,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from apex_npu.amp.optimizer_state import AmpOptimizerState, adopted_inside, inner_optimizer, state_of
@@ -21,8 +22,9 @@ from apex_npu.debug.calls import Call
 from apex_npu.debug.lineage import Lineage
 from apex_npu.debug.operators import Operator, is_measurable, tensors_in
 from apex_npu.debug.places import Caller, Names, Place
-from apex_npu.debug.recorded import Held, Kind, Recorded, Samples, digest_of, name_of_dtype, on_host, row_of
+from apex_npu.debug.recorded import Held, Kind, Recorded, Samples, digest_of, on_host, row_of
 from apex_npu.debug.second_opinion import results_of
+from apex_npu.debug.text import name_of
 from apex_npu.debug.watch import Arguments, Watch
 from apex_npu.distributed import local_part
 
@@ -74,7 +76,7 @@ class Recorder(Watch):
                 name = self.names.of_tensor(tensor) or ""
                 host = on_host(held)
                 values = self._samples.of(host)
-                dtype = name_of_dtype(host.dtype)
+                dtype = name_of(host.dtype)
                 self.recorded.weights.append(Held(name, tuple(host.shape), dtype, digest_of(host), values))
 
     def note_end(self) -> None:
@@ -218,6 +220,7 @@ class Recorder(Watch):
         """``tensor``, or the part of it that is here, if its elements can be read."""
         local = local_part(tensor)
         readable = local.layout == torch.strided and local.device.type != "meta" and not local.is_nested
+        readable = readable and not is_lazy(local)
         return local if readable and local.numel() and not has_python_dispatch(local) else None
 
     def _reads_scaled(self, operator: Operator, given: Arguments) -> bool:
@@ -254,7 +257,7 @@ class Recorder(Watch):
                     continue
                 if self.names.of_memory(held) is None and not self._is_of_parameter(held):
                     argument, held = self._given_by(held) or (f"what {place} reads", held)
-                    dtype = name_of_dtype(held.dtype)
+                    dtype = name_of(held.dtype)
                     self.recorded.batch.append(Held(argument, tuple(held.shape), dtype, digest_of(held)))
                 self._made.write(held, False)
 

@@ -17,10 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from apex_npu.amp.session import current
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends._torch_private import without_modes
-from apex_npu.debug.causes import Finding, name_of
+from apex_npu.debug.causes import Finding
 from apex_npu.debug.finder import Finder, Gradients, params_of, stepped
 from apex_npu.debug.forwards import Forward, Forwards, NotReplayedError
 from apex_npu.debug.overflow_report import OverflowReport, Overflows
+from apex_npu.debug.text import name_of
 from apex_npu.debug.watch import GIVEN, Watch
 from apex_npu.distributed import local_part
 from apex_npu.fusion import grads_of
@@ -175,6 +176,11 @@ class Replayer:
             return None
         self._taken = which
         return blocks
+
+    def explain_pending(self, optimizers: Any) -> list[OverflowReport]:
+        """``explain`` the blocks whose gradients the next step of ``optimizers`` will take, though they are bad."""
+        blocks = self._drop(stepped(optimizers))
+        return self.explain(blocks, StepReport(True, None, None, None, 0, 0)) if blocks else []
 
     def explain(self, blocks: Sequence[Block], skip: StepReport) -> list[OverflowReport]:
         """Run the forwards and backwards of the ``blocks`` of a skipped step again; a report for each of them."""

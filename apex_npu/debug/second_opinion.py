@@ -57,12 +57,12 @@ class Opinion:
 
 
 def widen(value: Any) -> Any:
-    """``value``, an argument, for an operator that computes in float64 on the host."""
+    """``value``, an argument, for an operator that computes in float64 on the host; tensors are copies.
+
+    An operator may write more than its schema declares, as a batch norm does with its running averages.
+    """
     if isinstance(value, Tensor):
-        host = value.detach().cpu()
-        if value.dtype.is_complex:
-            return host.to(torch.complex128)
-        return host.double() if value.dtype.is_floating_point else host
+        return value.detach().to("cpu", widen(value.dtype), copy=True)
     if isinstance(value, torch.dtype):
         return torch.float64 if value.is_floating_point else torch.complex128 if value.is_complex else value
     if isinstance(value, torch.device):
@@ -118,6 +118,16 @@ def stays_bad(
         except _FAILURES:
             return None
         return not all(bool(t.isfinite().all()) for t in results if t.dtype.is_floating_point)
+
+
+def largest_of(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The largest magnitude of the results in float64; 0 where they cannot be computed."""
+    with torch.no_grad():
+        try:
+            found = [float(t.abs().max()) for t in call_wide(func, operator, args, kwargs) if t.numel()]
+        except _FAILURES:
+            return 0.0
+    return max(found, default=0.0)
 
 
 def call_wide(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -23,7 +23,7 @@ from apex_npu.backends._torch_private import (
     sequence_number,
     take_off_mode,
 )
-from apex_npu.debug.calls import KEPT, KEPT_BAD, Call, Input, Leaf, Phase, Result
+from apex_npu.debug.calls import KEPT, KEPT_BAD, Call, Input, Leaf, Phase, Result, Vanished
 from apex_npu.debug.forwards import Forward, NotReplayedError
 from apex_npu.debug.lineage import Lineage
 from apex_npu.debug.operators import (
@@ -33,16 +33,20 @@ from apex_npu.debug.operators import (
     nonfinite_number_in,
     operator_of,
     tensors_in,
+    vanishing_number_in,
 )
 from apex_npu.debug.places import Caller, ModuleStack, Names, Place, calling_line
 from apex_npu.debug.ranges import OverflowFlag, Ranges
-from apex_npu.debug.second_opinion import Opinion, ask, results_of, stays_bad
+from apex_npu.debug.second_opinion import Opinion, ask, largest_of, results_of, stays_bad
 from apex_npu.distributed import local_part
 
 # Of a tensor that is no argument of a module, and that no operator has written.
 GIVEN = "a tensor given from outside"
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+# Each element of their results is computed of one of each input: they are 0 for inputs that are not by rounding alone.
+_ELEMENTWISE = {"mul", "mul_", "pow", "pow_", "square", "square_", "div", "div_", "exp", "exp_", "sigmoid", "prod"}
 
 
 class Watch(TorchDispatchMode):
@@ -391,12 +395,15 @@ class Watch(TorchDispatchMode):
         if not measured:
             return
         found: list[tuple[Tensor, bool | None, float]] = []
+        zeros = all_zero = False
         if operator.is_collective:  # not there yet
             found = [(tensor, None, math.nan) for tensor in measured]
         else:
             for tensor, (low, high) in zip(measured, self.ranges.of(measured), strict=True):
                 bad = saturated or not (math.isfinite(low) and math.isfinite(high))
                 found.append((tensor, bad, max(abs(low), abs(high))))
+                zeros |= low == 0.0 or high == 0.0
+            all_zero = not any(largest for _, _, largest in found)
         first = next((tensor for tensor, bad, _ in found if bad), found[0][0])
         call.dtype, call.shape = first.dtype, tuple(first.shape)
         if self.saturates:
@@ -405,6 +412,10 @@ class Watch(TorchDispatchMode):
         if call.is_bad:
             self._explain(call, func, operator, given, before, results, saturated, first)
             self._keep_bad(call)
+        elif zeros and call.dtype.is_floating_point:
+            call.vanished = self._vanished_in(operator, given, call) or self._vanished_before(operator, given)
+            if all_zero and call.vanished is None and operator.plain in _ELEMENTWISE:
+                call.vanished = self._vanished_result(call, func, operator, given, before)
         elif operator.is_collective:
             self._find_inputs(call, func, operator, given, before or given)
             call.from_other_process = not call.causes and not call.leaves
@@ -449,6 +460,46 @@ class Watch(TorchDispatchMode):
             call.from_constant = True
         else:
             call.opinion = ask(func, operator, *before, results, saturated=saturated)
+            if not (call.opinion.is_finite or call.opinion.reason):
+                call.vanished = self._vanished_before(operator, given)
+
+    @staticmethod
+    def _vanished_in(operator: Operator, given: Arguments, call: Call) -> Vanished | None:
+        """A number that the dtype of the result rounds to 0, such as an eps."""
+        assert call.dtype is not None
+        for name, value in operator.operands(*given):
+            number = vanishing_number_in(value, call.dtype)
+            if number is not None:
+                what = f"{number:g} ({name} of {operator.plain})"
+                return Vanished(what, call.dtype, operator.name, call.place)
+        return None
+
+    def _written_before(self, operator: Operator, given: Arguments) -> Iterator[list[Result]]:
+        """For each tensor that an operator reads what has written it."""
+        for name, value in operator.operands(*given):
+            for tensor in () if operator.written.get(name) else tensors_in(value):
+                local = self._followed(tensor)
+                yield [] if local is None else [result for _, result in self._lineage.writers(local)]
+
+    def _vanished_before(self, operator: Operator, given: Arguments) -> Vanished | None:
+        """What an input is 0 for."""
+        every = (result.call.vanished for results in self._written_before(operator, given) for result in results)
+        return next((vanished for vanished in every if vanished is not None), None)
+
+    def _vanished_result(
+        self, call: Call, func: Any, operator: Operator, given: Arguments, before: Arguments | None
+    ) -> Vanished | None:
+        """The result itself, where no input is 0 throughout, and float64 has another number."""
+        inputs = list(self._written_before(operator, given))
+        if before is None or not inputs or not all(results and results[-1].largest for results in inputs):
+            return None
+        largest = largest_of(func, operator, *before)
+        if not largest:
+            return None
+        assert call.dtype is not None
+        return Vanished(
+            f"the result of {operator.plain}, at most {largest:.2g},", call.dtype, operator.name, call.place
+        )
 
     def _follow_saturation(self, call: Call, operator: Operator, given: Arguments) -> None:
         """What has saturated before ``call``, and has gone on to it as a finite number."""

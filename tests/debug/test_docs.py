@@ -24,6 +24,7 @@ def test_a_block_prints_what_is_shown(block, tmp_path, monkeypatch, capsys, capl
     code, shown = BLOCKS[block]
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS")
     (tmp_path / "train.py").write_text(code, encoding="utf-8")
     with caplog.at_level(logging.WARNING, logger="apex_npu.debug"):
         exec(compile(code, str(tmp_path / "train.py"), "exec"), {"__name__": "__main__"})
@@ -36,7 +37,8 @@ def comparable(text):
     text = re.sub(r"\+(cpu|cu\d+)\b", "", text)  # of torch's version
     if not re.search("share|lossy|float64 on the host|they part at", text):
         return text
-    text = re.sub("█+ *", "", text).replace("less than ", "").replace("<", "")
+    text = re.sub(r"\n {4}(?=\S)", " ", text)  # where lines are broken depends on numbers
+    text = re.sub("[█░]+ *", "", text).replace("less than ", "").replace("<", "")
     lines = [line for line in text.splitlines() if not re.match("advice:|forward|backward|after backward|.*::", line)]
     return [re.sub(r"[\d.]+(e[+-]\d+)?", "0", " ".join(line.split())) for line in lines]
 

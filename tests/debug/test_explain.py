@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What is said of skipped steps without a change to the script: the first line, and the table after some skips."""
 
+import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,14 +49,17 @@ def test_planted(fault, level, caplog):
     planted.iterate(fault, model, optimizer)
     assert tables(caplog) == []
     planted.iterate(fault, model, optimizer)
-    if amp.last_step(optimizer).applied:  # the loss has overflowed, and no gradient; or the scale has settled
-        assert fault.name in ("bias", "product", "sum")
+    applied = amp.last_step(optimizer).applied  # the loss has overflowed, and no gradient; or the scale has settled
+    assert applied == (fault.name in ("bias", "product", "sum"))
+    if fault.name == "sum":
         assert tables(caplog) == []
         return
+    if applied:  # known by the next block
+        planted.iterate(fault, model, optimizer)
     (table,) = tables(caplog)
     expected = fault.at(level)
     lines = table.splitlines()
-    assert "2 skips in a row" in lines[0]
+    assert ("2 skips in a row" in lines[0]) is not applied
     assert lines[1].split()[:2] == [expected["kind"], expected["phase"]]
     assert expected["operator"] in lines[1]
     if expected["line"] is not None:
@@ -301,3 +306,110 @@ def test_naming_gradients_takes_few_launches(scale, launches, waits):
     assert len(bad) == (0 if scale == 1.0 else 160)
     assert counts.launches <= launches
     assert counts.syncs <= waits
+
+
+# ---- steps that are applied though their loss is not finite ----------------------------------------------------------
+
+NO_TARGET = torch.full((4,), -100)
+
+
+def train_linear(loss_of, level, optimizer=None, steps=6, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8).to(DEVICE)
+    optimizer = (optimizer or functools.partial(torch.optim.SGD, lr=0.1))(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model(torch.ones(4, 8, device=DEVICE)).float(), step)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    return optimizer
+
+
+def log_of_zero(y, step):
+    return (y * (0 if step == 1 else 1)).abs().log().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "level", "options", "kind", "advice"),
+    [
+        (
+            lambda y, step: torch.nn.functional.cross_entropy(y, NO_TARGET.to(DEVICE)),
+            "O2",
+            {"loss_scale": "dynamic"},
+            "math",
+            "no target counts, as all are ignore_index",
+        ),
+        (log_of_zero, "O3", {}, "weights", 'loss_scale="dynamic" skips such steps'),
+        (
+            lambda y, step: (y * 1e-4).square().mean(),
+            "O3",
+            {"optimizer": functools.partial(torch.optim.Adam, lr=1e-3)},
+            "weights",
+            "the eps of Adam, 1e-08, is 0 in float16",
+        ),
+    ],
+    ids=["ignore_index", "static scale", "eps of Adam"],
+)
+def test_a_loss_that_is_not_finite_though_no_step_is_skipped(loss_of, level, options, kind, advice, caplog):
+    amp.debug.explain_overflows(after=1)
+    optimizer = train_linear(loss_of, level, **options)
+    assert amp.last_step(optimizer).applied
+    (table,) = tables(caplog)
+    lines = table.splitlines()
+    assert lines[0].startswith("loss 0 is nan")
+    assert lines[1].split()[0] == kind
+    assert advice in " ".join(table.split())
+    caplog.clear()
+    amp.debug.explain_overflows(None)
+    assert re.fullmatch(r"the cause above was found again in \d later iterations?", tables(caplog)[0])
+
+
+def test_the_first_step_that_a_static_scale_applies_is_run_again(caplog):
+    class Logarithm(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward((x - x[0, 0]).log() if self.bias.isnan().any() or self.spoilt else x)
+
+    model = Logarithm(8, 8).to(DEVICE)
+    amp.debug.explain_overflows(after=1, replay=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    model.spoilt = False
+    for step in range(3):
+        model.spoilt = step == 1
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(4, 8, device=DEVICE)).float().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    first = tables(caplog)[0]
+    assert first.splitlines()[1].startswith("math        forward  the model itself  aten::log  float16")
+    assert "run again as it was" in first
+
+
+def test_a_cause_that_stays_is_told_once(caplog):
+    amp.debug.explain_overflows(after=1)
+    train_linear(lambda y, step: (y * 0).log().mean(), "O1", steps=8, loss_scale="dynamic")
+    assert len(tables(caplog)) == 1
+    amp.debug.explain_overflows(None)
+    assert tables(caplog)[1:] == ["the cause above was found again in 6 later iterations"]
+
+
+FINE = SCRIPT.replace("(y * 0).log()", "y").replace("verbosity=0", "loss_scale=1.0")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("from apex import amp", "no scale_loss block of amp has run in it"),
+        (FINE, "3 blocks, 0 skipped steps: all losses were finite, and nothing has "),
+        (SCRIPT, "3 blocks, 3 skipped steps; 1 table above"),
+        (SCRIPT.replace("range(3)", "range(1)"), "none was explained, as that takes 2 in a row and an iteration after"),
+    ],
+)
+@pytest.mark.slow
+def test_a_script_ends_with_a_sentence(text, sentence, tmp_path):
+    printed = printed_by(tmp_path, text, "option", ["--explain-overflows=2"], "2")
+    last = printed.rstrip().splitlines()[-1]
+    assert last.startswith("--explain-overflows: ")
+    assert sentence in last

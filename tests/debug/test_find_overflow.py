@@ -2,12 +2,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``find_overflow`` names the kind, the module, the operator and the line of planted faults, and of nothing else."""
 
+import importlib
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from debug import planted, planted_more
-from devices import SIMULATOR, require
+from devices import DEVICE, SIMULATOR, require
 
 from apex_npu import amp, optimizers
+from apex_npu.debug import places
 
 SETTINGS = {
     "torch.optim": (torch.optim.SGD, {}),
@@ -73,3 +78,82 @@ def test_planted_on_a_chip_that_saturates(fault, level, optimizer, options, satu
         planted.iterate(fault, model, made)
     expected = fault.at(level)
     assert [{key: getattr(cause, key) for key in expected} for cause in found.causes] == [expected], str(found)
+
+
+def normalized(x):
+    return torch.nn.functional.normalize(x)  # fault: normalize
+
+
+def standardized(x):
+    variance = x.var(-1, keepdim=True, unbiased=False)
+    return (x - x.mean(-1, keepdim=True)) / torch.sqrt(variance + 1e-12)  # fault: standardize
+
+
+def by_norm(x):
+    return x / (x * x).sum(-1, keepdim=True).sqrt()  # fault: by_norm
+
+
+@pytest.mark.parametrize(
+    ("function", "weight", "what", "mark"),
+    [
+        (normalized, 0.0, "1e-12 (min of clamp_min) is 0 in float16", "normalize"),
+        (standardized, 0.0, "1e-12 (other of add) is 0 in float16", "standardize"),
+        (by_norm, 1e-6, "the result of mul, at most 6.6e-11, is 0 in float16", "by_norm"),
+    ],
+)
+def test_a_divisor_that_float16_rounds_to_zero(function, weight, what, mark):
+    layer = torch.nn.Linear(8, 8, bias=False).to(DEVICE, torch.float16)
+    torch.nn.init.constant_(layer.weight, weight)
+    with amp.debug.find_overflow(layer) as found:
+        function(layer(torch.ones(4, 8, device=DEVICE, dtype=torch.float16))).float().sum().backward()
+    cause = found.causes[0]
+    assert cause.kind == "underflow"
+    assert what in cause.why
+    assert f"test_find_overflow.py:{planted.marked_lines(__file__)[mark]}" in cause.why
+    assert "an eps that float16 holds, such as 1e-4" in cause.advice
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_divisor_that_is_zero_by_itself_is_mathematics(dtype):
+    layer = torch.nn.Linear(8, 8, bias=False).to(DEVICE, dtype)
+    torch.nn.init.zeros_(layer.weight)
+    with amp.debug.find_overflow(layer) as found:
+        by_norm(layer(torch.ones(4, 8, device=DEVICE, dtype=dtype))).float().sum().backward()
+    assert found.causes[0].kind == "math"
+
+
+def test_the_line_of_the_script_beside_that_of_a_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(places, "_PACKAGES", (*places._PACKAGES, f"{tmp_path}{os.sep}"))
+    (tmp_path / "a_package.py").write_text("def root(x):\n    return (x * 0).log()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    root = importlib.import_module("a_package").root
+    layer = torch.nn.Linear(8, 1).to(DEVICE)
+    with amp.debug.find_overflow(layer) as found:
+        root(layer(torch.ones(4, 8, device=DEVICE))).sum().backward()  # fault: package
+    line = planted.marked_lines(__file__)["package"]
+    place = found.causes[0].place
+    assert "a_package.py:2, called from " in place
+    assert place.endswith(f"{Path(__file__).name}:{line}")
+    assert f"line        {place}  return (x * 0).log()" in str(found)
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_lines_fit_the_terminal(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    layer = torch.nn.Linear(8, 1).to(DEVICE)
+    with amp.debug.find_overflow(layer) as found:
+        (layer(torch.ones(4, 8, device=DEVICE)) * 0).log().sum().backward()
+    lines = str(found).splitlines()
+    assert max(len(line) for line in lines if "/" not in line.split()[-1]) <= columns
+    assert any(line.startswith(" " * 12) for line in lines)
+
+
+def test_one_cause_in_several_blocks_is_printed_once():
+    fault = planted.FAULTS[0]
+    model, optimizer, _ = planted.set_up(fault, "O2", torch.optim.SGD)
+    with amp.debug.find_overflow(model) as found:
+        for _ in range(3):
+            planted.iterate(fault, model, optimizer)
+    assert len(found.reports) == 3
+    assert str(found).count("why ") == 1
+    assert str(found).endswith("the same cause in 2 blocks after it, loss scale 32768, 16384")

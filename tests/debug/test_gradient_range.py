@@ -364,6 +364,23 @@ def test_the_histogram_counts_all_and_has_its_limit_between_rows():
         assert sum(lossy) == pytest.approx(100 * found.total.lossy / 500, abs=3.0)
 
 
+def test_the_pictures_show_what_is_lost(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    for a, lost in (({"zero": 60, -22: 40}, {-28: 60}), ({"zero": 100}, {-28: 100})):
+        found = range_of(a=a, lost={"a": lost}, probe=256.0)
+        (row,) = (line for line in str(found).splitlines() if "░" in line)
+        assert row.endswith(f"{lost[-28]} % lost")
+        begin, end = (int(power.removeprefix("2^")) for power in row.split("░")[0].split(" to "))
+        assert begin <= -28 < end
+        drawn = []
+        monkeypatch.setattr(figure, "savefig", lambda figure, path: drawn.append(figure.axes[0]))  # noqa: B023
+        found.plot(tmp_path / "range.png")
+        bars = next(bars for bars in drawn[0].containers if bars.get_label() == "lost")
+        (bar,) = (bar for bar in bars if bar.get_height())
+        assert bar.get_x() + bar.get_width() / 2 == pytest.approx(-28)
+        assert bar.get_height() == pytest.approx(lost[-28])
+
+
 def test_plot(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     found = range_of(scale=2.0**7, a=WIDE)

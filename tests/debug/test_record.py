@@ -476,3 +476,11 @@ def test_within_another(tmp_path):
     with amp.debug.find_overflow(model):  # noqa: SIM117
         with pytest.raises(ValueError, match="is open already"), amp.debug.record(tmp_path / "a.pt", model):
             pass
+
+
+def test_parameters_that_get_their_shape_in_the_iteration(tmp_path):
+    model = torch.nn.LazyLinear(2).to(DEVICE)
+    with amp.debug.record(tmp_path / "run.pt", model) as recorded:
+        model(torch.ones(3, 4, device=DEVICE)).sum().backward()
+    assert recorded.weights == []
+    assert [row.module for row in recorded.rows if row.kind == "gradient"] == ["weight", "bias"]

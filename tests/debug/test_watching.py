@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from apex_npu import amp, optimizers
 from apex_npu.backends._torch_private import dispatch_modes
+from apex_npu.debug.operators import tensors_in
 
 
 def hooks_of_torch():
@@ -225,3 +227,77 @@ def test_operators_whose_kernels_call_others_that_are_cast(watch, function, tmp_
         watched = function(x)
     assert watched.dtype == once.dtype
     assert torch.equal(watched, once)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("watch", [amp.debug.check_operators, amp.debug.find_overflow])
+def test_running_averages_move_once(watch, dtype):
+    if dtype is torch.float64 and DEVICE.type != "cpu":
+        pytest.skip("devices have no float64 kernels")
+    averages = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        norm = torch.nn.BatchNorm1d(3, dtype=dtype, device=DEVICE)
+        # Its variance is lost to rounding, and its gradient to an overflow: both are asked in float64.
+        x = 3e4 + torch.rand(16, 3, dtype=dtype, device=DEVICE)
+        x[0, 0] = torch.finfo(dtype).max / 2
+        with watch(norm) if watched else nullcontext():
+            norm(x).sum().backward()
+        averages.append([b.cpu() for b in norm.buffers()])
+    assert all(torch.equal(a.nan_to_num(1.0), b.nan_to_num(1.0)) for a, b in zip(*averages, strict=True))
+
+
+# Gradients of torch's own implementation depend on addresses of memory: under an empty dispatch mode they differ, too.
+DEPENDS_ON_ADDRESSES = {"nn.LinearCrossEntropyLoss"}
+
+
+def run_of_module(info, training, index, dtype, watch):
+    """All that one sample of torch's database of modules computes and leaves; None: torch itself refuses it."""
+    torch.manual_seed(0)
+    samples = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
+    inputs, given = samples[index].constructor_input, samples[index].forward_input
+    module = info.module_cls(*inputs.args, **inputs.kwargs).to(dtype).train(training)
+    torch.manual_seed(1)
+    with watch(module) if watch is not None else nullcontext():
+        outputs = list(tensors_in(module(*given.args, **given.kwargs)))
+        sum(t.sum() for t in outputs if t.requires_grad).backward()
+    held = [*module.parameters(), *module.buffers(), *tensors_in([*given.args, *given.kwargs.values()])]
+    left = [*outputs, *held, *(t.grad for t in held if t.grad is not None and t.is_leaf)]
+    return [t.detach().clone() for t in left], torch.get_rng_state()
+
+
+def as_bits(tensor):
+    dense = tensor.values() if tensor.is_nested else tensor.to_dense()
+    real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+    return real.contiguous().flatten().view(torch.uint8) if real.numel() else real
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the samples of torch's database are on the host")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("watch", [amp.debug.check_operators, amp.debug.find_overflow])
+def test_nothing_changes_in_any_module_of_torch(watch, dtype):
+    modules = pytest.importorskip("torch.testing._internal.common_modules")
+    seen, changed = 0, []
+    for info in modules.module_db:
+        for training in (True, False):
+            try:
+                count = len(info.module_inputs_func(info, "cpu", dtype, requires_grad=True, training=training))
+            except Exception:
+                continue
+            for i in range(0, count, 1 + count // 8):
+                try:
+                    alone = run_of_module(info, training, i, dtype, None)
+                except Exception:  # no floating result, no such dtype
+                    continue
+                left, state = run_of_module(info, training, i, dtype, watch)
+                seen += 1
+                same = [
+                    torch.allclose(a, b) if info.name in DEPENDS_ON_ADDRESSES else torch.equal(as_bits(a), as_bits(b))
+                    for a, b in zip(alone[0], left, strict=True)
+                ]
+                if not all(same) or not torch.equal(alone[1], state):
+                    changed.append((info.name, training, i, same))
+    assert changed == []
+    assert seen > 400

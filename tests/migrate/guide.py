@@ -13,15 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from apex_npu.migrate import rewrite
-from apex_npu.migrate.rules.catalogue import (
-    ADVICE_RULES,
-    AMP_RULES,
-    APEX_RULES,
-    DEVICE_RULES,
-    OPTIMIZER_RULES,
-    PARALLEL_RULES,
-    Rule,
-)
+from apex_npu.migrate.rules.catalogue import RULES, Rule
 from apex_npu.migrate.rules.tables import INSTEAD, NEEDS_CUDA, RENAMED, SAME_NAMES
 
 from . import chinese
@@ -36,6 +28,10 @@ def _shown(program: str, rule: str) -> str:
     hidden = ("import torch",) if rule == "D113" else ("import torch", "import torch_npu  # noqa: F401")
     lines = [line for line in program.splitlines() if line not in hidden]
     return "<br>".join(f"`{line.strip()}`" for line in lines if line.strip())
+
+
+def _family(letters: str) -> list[Rule]:
+    return [rule for rule in RULES.values() if rule.id[0] in letters and rule.id != "D170"]
 
 
 def _after(rule: Rule) -> str:
@@ -66,10 +62,9 @@ class Tables:
 
     def table(self, name: str) -> str:
         if name == "rules":
-            rules = (*DEVICE_RULES, *APEX_RULES, *OPTIMIZER_RULES)
-            return self._table(("rule", "what", "before", "after"), [self._example(rule) for rule in rules])
+            return self._table(("rule", "what", "before", "after"), [self._example(rule) for rule in _family("DXO")])
         if name in ("amp", "parallel", "advice"):
-            rules = {"amp": AMP_RULES, "parallel": PARALLEL_RULES, "advice": ADVICE_RULES}[name]
+            rules = _family({"amp": "AT", "parallel": "P", "advice": "N"}[name])
             made = [(rule, "changed" if _after(rule) != rule.example else "reported") for rule in rules]
             return self._table(
                 ("rule", "what", ""), [[rule.id, self.title(rule), self.word(did)] for rule, did in made]

@@ -40,6 +40,22 @@ def test_a_portable_program(tmp_path):
     assert portable["losses"] == pytest.approx(runpy.run_path(str(program))["losses"], rel=1e-5 if VENDOR else 0, abs=0)
 
 
+def test_a_program_that_gets_torch_from_another_file(tmp_path, monkeypatch):
+    program = next(path for path in PROGRAMS if path.stem == "gated")
+    (tmp_path / "passed_on.py").write_text("import torch\nfrom torch import nn\n")
+    changed = tmp_path / program.name
+    changed.write_text(program.read_text().replace("import torch\n", "from passed_on import *\n", 1))
+    made = plan([tmp_path], Options(ignore=("O",)))
+    assert {finding.status for finding in made.findings} == {"changed"}
+    (new,) = made.files
+    changed.write_bytes(new.after)
+    monkeypatch.syspath_prepend(tmp_path)
+    if DEVICE.type == "npu":
+        ran = runpy.run_path(str(changed))
+        assert ran["where"] == "npu"
+        assert ran["losses"] == pytest.approx(runpy.run_path(str(program))["losses"], rel=1e-5 if VENDOR else 0, abs=0)
+
+
 @pytest.mark.skipif(DEVICE.type != "npu", reason="the rewritten program runs on npu")
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
 def test_losses_are_those_of_the_cpu(program, tmp_path, apex):

@@ -14,14 +14,14 @@ from apex_npu import compat
 from apex_npu.migrate import rewrite
 from apex_npu.migrate.files import reports
 from apex_npu.migrate.rules import apex
-from apex_npu.migrate.rules.catalogue import ADVICE_RULES, OWN_RULES, RULES
+from apex_npu.migrate.rules.catalogue import RULES
 from apex_npu.migrate.rules.tables import NPU_PROPERTIES, PROFILER_NAMES, RENAMED, SAME_NAMES, SIMILAR, SUBMODULES
 
 CASES = sorted(golden.CASES.glob("*.txt"))
 
 
 @pytest.mark.parametrize(
-    "rule", [rule for rule in RULES.values() if rule.id[0] != "F" and rule not in OWN_RULES], ids=lambda rule: rule.id
+    "rule", [rule for rule in RULES.values() if rule.id[0] not in "FR" and rule.id != "D170"], ids=lambda rule: rule.id
 )
 def test_the_example_of_a_rule(rule):
     rewritten = rewrite(rule.example, options=rule.options)
@@ -52,8 +52,8 @@ def test_unsure_changes_may_follow_later(to):
 
 def test_every_rule_has_a_golden_case():
     reported = "".join(golden.parts(case)[2] for case in CASES)
-    own = {rule.id for rule in (*OWN_RULES, *ADVICE_RULES)}  # in test_own_rules.py, and by their examples
-    assert [rule for rule in RULES if rule[0] != "F" and rule not in reported and rule not in own] == []
+    # Those of --rules are in test_own_rules.py; those of advice have examples.
+    assert [rule for rule in RULES if rule[0] not in "FRN" and rule not in reported and rule != "D170"] == []
 
 
 def test_names_of_torch_cuda():
@@ -90,7 +90,7 @@ def test_names_of_apex_are_read_from_the_sources():
 def test_properties_of_an_npu():
     if DEVICE.type == "npu":
         given = torch.npu.get_device_properties(0)
-        assert all(getattr(given, name) for name in NPU_PROPERTIES)
+        assert all(getattr(given, name) is not None for name in NPU_PROPERTIES)
         assert getattr(given, "major", None) is getattr(given, "multi_processor_count", None) is None
         assert torch.npu.get_device_capability() is None
 

@@ -249,7 +249,9 @@ def test_segment_add(dtype, aligned):
     assert torch.equal(got[0][outside], x[outside])
 
 
-@pytest.mark.parametrize("dtypes", [DTYPES[0], *(pytest.param(d, marks=pytest.mark.sweep) for d in DTYPES[1:])], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [DTYPES[0], *(pytest.param(d, marks=pytest.mark.sweep) for d in DTYPES[1:])], ids=str
+)
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize(("op", "change"), SEGMENTED_CHANGES)
 def test_every_rule_that_looks_at_segments_gives_what_float64_gives(op, change, aligned, dtypes):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.syntax import text
+from apex_npu.migrate.engine.syntax import given_to, text
 
 _COLLECTIVE = re.compile(r"torch\.distributed\..*(reduce|gather|broadcast|all_to_all)\w*")
 # Functions of other libraries and other files, by their names.
@@ -31,13 +31,16 @@ class Averages:
         self._functions = {node.name: node for node in program.names.nodes if isinstance(node, ast.FunctionDef)}
         self._variables: set[_Variable] = set()
         self._makers: set[str] = set()  # functions that return gradients
-        flows = [flow for node in program.names.nodes for flow in self._flows(node)]
+        flows = [flow for node in program.names.nodes for flow in self._flows(node)] if self._has_gradients() else []
         size = -1
         while size != (size := len(self._variables) + len(self._makers)):
             for value, targets, maker in flows:
                 if self.is_gradient(value):
                     self._variables |= targets
                     self._makers |= maker
+
+    def _has_gradients(self) -> bool:
+        return any(isinstance(node, ast.Attribute) and node.attr == "grad" for node in self.program.names.nodes)
 
     def calls(self) -> Iterator[ast.Call]:
         """The collectives that get gradients, and functions elsewhere that are called so."""
@@ -66,14 +69,18 @@ class Averages:
         name = text(node)
         return (None if "." in name else self.program.names.scope(node).find(name), name)
 
-    def _stored(self, *targets: ast.AST) -> set[_Variable]:
-        found = [one for target in targets for one in ast.walk(target)]
-        return {self._variable(one) for one in found if isinstance(one, (ast.Name, ast.Attribute)) and text(one)}
+    def _stored(self, target: ast.AST) -> set[_Variable]:
+        """The variables that are bound, or whose parts are."""
+        while isinstance(target, (ast.Subscript, ast.Starred)):
+            target = target.value
+        if isinstance(target, (ast.Tuple, ast.List)):
+            return set().union(*map(self._stored, target.elts))
+        return {self._variable(target)} if text(target) else set()
 
     def _flows(self, node: ast.AST) -> Iterator[tuple[ast.AST, set[_Variable], set[str]]]:
         """What a node stores: a value, where it goes to, and the function that returns it."""
         if isinstance(node, ast.Assign):
-            yield node.value, self._stored(*node.targets), set()
+            yield from ((node.value, self._stored(target), set()) for target in node.targets)
         elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr)) and node.value is not None:
             yield node.value, self._stored(node.target), set()
         elif isinstance(node, (ast.For, ast.comprehension)):
@@ -83,15 +90,11 @@ class Averages:
         elif isinstance(node, ast.Call):
             if isinstance(node.func, ast.Attribute) and node.func.attr in _KEPT_BY:
                 kept = node.func.value
-                while isinstance(kept, (ast.Subscript, ast.Call)):  # d.setdefault(key, []).append
-                    kept = kept.value if isinstance(kept, ast.Subscript) else getattr(kept.func, "value", kept.func)
+                if isinstance(kept, ast.Call):  # d.setdefault(key, []).append
+                    kept = getattr(kept.func, "value", kept.func)
                 yield from ((one, self._stored(kept), set()) for one in node.args)
             function = self._functions.get(text(node.func).rpartition(".")[2])
             if function is not None:
-                places = [*function.args.posonlyargs, *function.args.args]
-                places = places[len(places) and places[0].arg == "self" :]
-                given = [*zip((one.arg for one in places), node.args, strict=False)]
-                given += [(one.arg, one.value) for one in node.keywords if one.arg]
                 inside = self.program.names.scope(function.body[0])
-                for name, value in given:
+                for name, value in given_to(function, node).items():
                     yield value, {(inside, name)}, set()

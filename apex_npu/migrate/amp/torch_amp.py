@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
-from apex_npu.migrate.engine.syntax import alone, around, body_of, text
+from apex_npu.migrate.engine.syntax import alone, around, body_of, given_to, text
 from apex_npu.migrate.rules.targets import replaced
 
 from .training import UnclearError
@@ -56,10 +56,8 @@ class TorchAmp:
             defined = functions.get(call.func.id, []) if isinstance(call.func, ast.Name) else []
             if len(defined) != 1 or any(isinstance(one, ast.Starred) for one in call.args):
                 continue
-            places = [one.arg for one in (*defined[0].args.posonlyargs, *defined[0].args.args)]
-            given = [*zip(places, call.args, strict=False), *((one.arg or "", one.value) for one in call.keywords)]
-            known = {*places, *(one.arg for one in defined[0].args.kwonlyargs)}
-            found += [(name, value) for name, value in given if name in known and text(value) in self.scalers]
+            given = given_to(defined[0], call).items()
+            found += [(name, value) for name, value in given if text(value) in self.scalers]
         return found
 
     def _made(self, node: ast.expr) -> ast.Assign:

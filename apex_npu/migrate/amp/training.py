@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from apex_npu.migrate.engine.names import Scope
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.syntax import alone, around, function_of, is_argument, method_of, text
+from apex_npu.migrate.engine.syntax import alone, around, function_of, given_to, is_argument, method_of, text
 
 _OPTIMIZER = re.compile(
     r"torch\.optim\.((?!lr_scheduler|swa_utils)\w+\.)?[A-Z]\w*|apex(_npu)?\.optimizers\.(?!WarmupLR|FusedEMA)(\w+\.)?[A-Z]\w*"
@@ -343,16 +343,9 @@ class Training:
         owner = self.program.parent(function)
         makes = isinstance(owner, ast.ClassDef) and function.name == "__init__"
         called = owner.name if isinstance(owner, ast.ClassDef) and makes else function.name
-        places = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-        found = []
-        for call in self.calls:
-            if text(call.func).rpartition(".")[2] == called:
-                shift = (makes or isinstance(call.func, ast.Attribute)) and places[:1] == ["self"]
-                given = dict(zip(places[shift:], call.args, strict=False))
-                given |= {one.arg: one.value for one in call.keywords if one.arg}
-                if name in given:
-                    found.append((call, given[name]))
-        return found
+        calls = [call for call in self.calls if text(call.func).rpartition(".")[2] == called]
+        given = [(call, given_to(function, call)) for call in calls]
+        return [(call, values[name]) for call, values in given if name in values]
 
     def is_same(self, one: Made, node: ast.AST) -> bool:
         """Whether its name means this optimizer at ``node``, too."""

@@ -15,8 +15,6 @@ from typing import Any
 from .names import Exports, Names
 from .source import Edit, Source, UnreadableError, apply_edits, parse, same_elsewhere, same_tree
 
-STATUSES = ("changed", "unsure", "refused", "note", "kept")
-
 
 @dataclass(frozen=True, order=True)
 class Finding:
@@ -70,6 +68,7 @@ def once(findings: Sequence[Finding]) -> Iterator[Finding]:
 
 
 _LITERAL = re.compile(r"""([uUrR]?)(\"""|'''|"|')""")
+_FROM = re.compile(r"from[ \t\f]+([\w.]+)(?![\w.])")
 _INDENT = re.compile(r"[ \t\f]*")
 _KEEP = re.compile(r"#\s*migrate:\s*keep\b")
 # Before 3.12 Python gives places inside an f-string that may be wrong.
@@ -237,6 +236,11 @@ class Program:
         if self.source.text[start:end] != node.attr or not self._is_exact(node):
             return None
         return Edit(start, end, name)
+
+    def rename_module(self, node: ast.ImportFrom, name: str) -> Edit | None:
+        """Import the same names from another module."""
+        found = _FROM.match(self.source.text, *self.source.span(node))
+        return Edit(*found.span(1), name) if found else None
 
     def method_span(self, node: ast.Attribute) -> tuple[int, int]:
         """The span of the dot and the name."""

@@ -60,3 +60,11 @@ def is_argument(program: Program, node: ast.AST, name: str) -> bool:
     arguments = home.node.args if home is not None and isinstance(home.node, _FUNCTIONS) else None
     given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs] if arguments else []
     return home is not None and any(one.arg == name for one in given) and len(home.bindings[name]) == 1
+
+
+def given_to(function: ast.FunctionDef | ast.AsyncFunctionDef, call: ast.Call) -> dict[str, ast.expr]:
+    """What a call of a function or method of the program gives for its arguments, by their names."""
+    places = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+    named = {*places, *(one.arg for one in function.args.kwonlyargs)}
+    given = dict(zip(places[places[:1] == ["self"] :], call.args, strict=False))
+    return given | {one.arg: one.value for one in call.keywords if one.arg in named}

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from apex_npu.compat.pipeline import files
 from apex_npu.compat.pipeline.errors import PipelineError
@@ -100,82 +101,88 @@ def plan(
             contents[target] = files.read(target.root, target.path) or b""
         except PipelineError as error:
             findings.append(unreadable(target.shown, "F906", str(error)))
-    programs = {target: data for target, data in contents.items() if _is_program(target.path)}
-    options = options or Options()
-    options = replace(options, owned=options.owned.union(*map(owned_names, programs.values())))
-    by_path = {target.shown: target for target in programs}
-    chosen = dict.fromkeys(by_path, options)
+    programs = {target.shown: target for target in contents if _is_program(target.path)}
+    work = _Work({shown: contents[target] for shown, target in programs.items()}, options or Options())
     if data_parallel is not None:
-        chosen.update(_several_cards(Path(data_parallel), programs, options))
-    work = [(shown, programs[by_path[shown]], one) for shown, one in chosen.items()]
-    work = [one for one in work if concerns(*one[1:])]
-    done = {shown: new for (shown, *_), new in zip(work, _all_rewritten(work, jobs), strict=True)}
+        work.choose_script(Path(data_parallel))
+    work.rewrite_all(jobs)
     if data_parallel is not None:
-        done.update(_one_card(work, done, chosen))
-    if options.amp:
-        chosen, again = _with_factories(programs, done, chosen)
-        done.update(again)
-        done.update(_without_amp(programs, dict(done), chosen))
+        work.leave_one_card()
+    if work.general.amp:
+        work.follow_factories()
+        work.leave_amp_out()
     if data_parallel is not None:
-        done.update(_one_card(work, done, chosen))
+        work.leave_one_card()
     changes = []
-    for shown, rewritten in done.items():
+    for shown, rewritten in work.done.items():
         findings.extend(rewritten.findings)
-        if rewritten.source != programs[by_path[shown]]:
+        if rewritten.source != work.programs[shown]:
             assert isinstance(rewritten.source, bytes)
-            changes.append(FileChange(by_path[shown], programs[by_path[shown]], rewritten.source))
-    for target in contents.keys() - programs.keys():
+            changes.append(FileChange(programs[shown], work.programs[shown], rewritten.source))
+    for target in contents.keys() - programs.values():
         findings.extend(_other(target, contents[target]))
     return Plan(tuple(changes), tuple(sorted(findings)), len(contents))
 
 
-def _with_factories(
-    programs: Mapping[Target, bytes], done: Mapping[str, Rewritten], options: Mapping[str, Options]
-) -> tuple[dict[str, Options], dict[str, Rewritten]]:
-    """Files whose optimizers come from functions of other files, rewritten with the knowledge of these."""
-    modules = {Path(target.shown): data for target, data in programs.items() if target.path.endswith(".py")}
-    findings = {path: done[str(path)].findings for path in modules if str(path) in done}
-    known = factories(modules, findings)
-    chosen = {shown: replace(one, factories=known) for shown, one in options.items()}
-    unknown = [path for path, found in findings.items() if any(one.rule == "A351" for one in found)]
-    again = unknown if known else []
-    return chosen, {str(path): _rewritten((str(path), modules[path], chosen[str(path)])) for path in again}
+class _Work:
+    """The programs by their paths, what the rules are told of each, and what has become of it."""
 
+    def __init__(self, programs: Mapping[str, bytes], options: Options) -> None:
+        self.programs = programs
+        self.modules = {Path(shown): data for shown, data in programs.items() if not shown.endswith(".ipynb")}
+        self.general = replace(options, owned=options.owned.union(*map(owned_names, programs.values())))
+        self.options = dict.fromkeys(programs, self.general)
+        self.done: dict[str, Rewritten] = {}
 
-def _without_amp(
-    programs: Mapping[Target, bytes], done: Mapping[str, Rewritten], options: Mapping[str, Options]
-) -> Iterator[tuple[str, Rewritten]]:
-    """The files of programs that amp cannot be put into as a whole, rewritten without it."""
-    modules = {Path(target.shown): data for target, data in programs.items() if target.path.endswith(".py")}
-    findings = {path: done[str(path)].findings for path in modules if str(path) in done}
-    for path, reason in left_out(modules, findings).items():
-        yield str(path), _rewritten((str(path), modules[path], replace(options[str(path)], amp_left=reason)))
+    def rewrite_all(self, jobs: int) -> None:
+        """Rewrite the programs that the rules could have anything to say of."""
+        work = [(shown, data, self.options[shown]) for shown, data in self.programs.items()]
+        work = [one for one in work if concerns(*one[1:])]
+        self.done = {shown: new for (shown, *_), new in zip(work, _all_rewritten(work, jobs), strict=True)}
 
+    def again(self, shown: str, **told: Any) -> None:
+        """Rewrite one with other options."""
+        self.options[shown] = replace(self.options[shown], **told)
+        self.done[shown] = _rewritten((shown, self.programs[shown], self.options[shown]))
 
-def _several_cards(main: Path, programs: Mapping[Target, bytes], options: Options) -> Iterator[tuple[str, Options]]:
-    """What the rules are told of a script that is to train on several cards, and of the files that it imports."""
-    modules = {Path(target.shown): data for target, data in programs.items() if target.path.endswith(".py")}
-    script = Path(os.path.normpath(main))
-    if script not in modules:
-        raise PipelineError(f"--data-parallel {main}: it is no Python file among those that are given")
-    for path in with_imports(script, modules):
-        yield str(path), replace(options, data_parallel="main" if path == script else "other")
+    def findings(self) -> dict[Path, Sequence[Finding]]:
+        """What was said of each module."""
+        return {path: self.done[str(path)].findings for path in self.modules if str(path) in self.done}
 
+    def choose_script(self, main: Path) -> None:
+        """Have a script train on several cards, with the files that it imports."""
+        script = Path(os.path.normpath(main))
+        if script not in self.modules:
+            raise PipelineError(f"--data-parallel {main}: it is no Python file among those that are given")
+        for path in with_imports(script, self.modules):
+            role = "main" if path == script else "other"
+            self.options[str(path)] = replace(self.general, data_parallel=role)
 
-def _one_card(
-    work: list[tuple[str, bytes, Options]], done: Mapping[str, Rewritten], chosen: dict[str, Options]
-) -> Iterator[tuple[str, Rewritten]]:
-    """The files of a script that cannot be one for several cards as a whole, as they are without that."""
-    of_script = [(shown, data) for shown, data, _ in work if chosen[shown].data_parallel]
-    found = [one for shown, _ in of_script for one in done[shown].findings if one.rule[0] in "PF"]
-    left = next((one for one in found if one.status in ("refused", "kept")), None)
-    if left is None and any(one.rule == "P601" and one.status == "changed" for one in found):
-        return
-    reason = f"{left.path}:{left.line} ({left.rule}): {left.message}" if left else "it trains on several cards already"
-    for shown, data in of_script:
-        if any(one.rule[0] == "P" and one.status == "changed" for one in done[shown].findings):
-            chosen[shown] = replace(chosen[shown], parallel_left=reason)
-            yield shown, _rewritten((shown, data, chosen[shown]))
+    def follow_factories(self) -> None:
+        """Rewrite files whose optimizers come from functions of other files with the knowledge of these."""
+        known, found = factories(self.modules, self.findings()), self.findings()
+        self.options = {shown: replace(one, factories=known) for shown, one in self.options.items()}
+        for path in found if known else ():
+            if any(one.rule == "A351" for one in found[path]):
+                self.again(str(path))
+
+    def leave_amp_out(self) -> None:
+        """Rewrite the programs that amp cannot be put into as a whole without it."""
+        for path, reason in left_out(self.modules, self.findings()).items():
+            self.again(str(path), amp_left=reason)
+
+    def leave_one_card(self) -> None:
+        """Rewrite a script that cannot be one for several cards as a whole without that."""
+        of_script = [shown for shown in self.done if self.options[shown].data_parallel]
+        found = [one for shown in of_script for one in self.done[shown].findings if one.rule[0] in "PF"]
+        left = next((one for one in found if one.status in ("refused", "kept")), None)
+        if left is None and any(one.rule == "P601" and one.status == "changed" for one in found):
+            return
+        reason = "it trains on several cards already"
+        reason = f"{left.path}:{left.line} ({left.rule}): {left.message}" if left else reason
+        for shown in of_script:
+            if any(one.rule[0] == "P" and one.status == "changed" for one in self.done[shown].findings):
+                self.again(shown, parallel_left=reason)
 
 
 def _all_rewritten(work: list[tuple[str, bytes, Options]], jobs: int) -> Iterator[Rewritten]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
-import re
 from pathlib import Path
 
 from apex_npu.compat import MODULES
@@ -16,7 +15,6 @@ from apex_npu.migrate.engine.source import Edit
 
 from .catalogue import RULES
 
-_FROM = re.compile(r"from[ \t\f]+([\w.]+)(?![\w.])")
 _RUN = "python -m apex_npu run serves it under its old name"
 _UPSTREAM = "it exists in NVIDIA's Apex alone"
 _PACKAGE = Path(__file__).parents[2]
@@ -109,14 +107,10 @@ def _import_from(program: Program, node: ast.ImportFrom, module: str) -> None:
         ours = exports(MODULES[module])
         unknown = program.names.unbound() - ours - set(dir(builtins)) - {"__file__", "__path__"}
         missing = f"{module}.{min(unknown)}" if unknown else None
-    start, end = program.source.span(node)
-    found = _FROM.match(program.source.text, start, end)
     if missing is not None:
         _refuse(program, node, missing, links)
         return
-    new = MODULES[module]
-    edit = Edit(*found.span(1), new) if found else None
-    program.report("X201", "changed", node, [edit], links=links)
+    program.report("X201", "changed", node, [program.rename_module(node, MODULES[module])], links=links)
 
 
 def _use(program: Program, node: ast.Attribute) -> None:

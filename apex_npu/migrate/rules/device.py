@@ -27,7 +27,6 @@ from .tables import (
 )
 from .targets import target_of
 
-_FROM = re.compile(r"from[ \t\f]+(torch\.cuda(?:\.\w+)*)(?!\w|\.)")
 _DATA_PARALLEL = re.compile(r"torch\.nn\.(parallel\.)?(data_parallel\.)?(DataParallel|data_parallel)")
 _OTHER_NAMES = RENAMED | {name: new for name, (new, _) in SIMILAR.items()}
 _NOT_PORTABLE = "it names a device: portable code writes torch.get_device_module(...), or torch.amp, where it is used"
@@ -343,10 +342,7 @@ def _from_torch_cuda(program: Program, node: ast.ImportFrom, module: str) -> Non
         reason = "import names one by one, rather than all of them" if first.endswith("*") else _without(first)
         program.report("D102", "refused", node, message=reason, links=links)
         return
-    start, end = program.source.span(node)
-    found = _FROM.match(program.source.text, start, end)
-    new = "torch_npu.npu." + ".".join(parts) if parts else "torch.npu"
-    edits = [Edit(*found.span(1), new) if found else None]
+    edits = [program.rename_module(node, "torch_npu.npu." + ".".join(parts) if parts else "torch.npu")]
     edits += [_renamed(program, alias) for alias in node.names if not parts and alias.name in _OTHER_NAMES]
     ranges = _RANGES if any(name[0] in SIMILAR for name in names) else ""
     program.report("D102", "changed", node, edits, ranges, links)

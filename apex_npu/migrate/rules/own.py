@@ -208,7 +208,6 @@ def _check_name(place: str, key: str, name: str) -> None:
 
 
 _PART = "a rule of --rules changes a part of it"
-_FROM = re.compile(r"from[ \t\f]+([\w.]+)(?![\w.])")
 
 
 def concerns(data: bytes, rules: tuple[OwnRule, ...]) -> bool:
@@ -360,10 +359,8 @@ def _replace(program: Program, node: ast.Attribute, rule: Rename, links: list[st
 
 def _rename_module(program: Program, node: ast.ImportFrom, rule: Rename, links: list[str]) -> None:
     """``from old import x``: names that are imported from a module of another name."""
-    found = _FROM.match(program.source.text, *program.source.span(node))
     new = rule.new + (node.module or "")[len(rule.old) :]
-    edit = Edit(*found.span(1), new) if found else None
-    program.report("R801", "changed", node, [edit], links=links)
+    program.report("R801", "changed", node, [program.rename_module(node, new)], links=links)
 
 
 def _rename_import(program: Program, alias: ast.alias, name: str, rule: Rename, links: list[str]) -> None:
