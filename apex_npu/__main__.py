@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from apex_npu._cli.command_line import HELP, Argument, Command, parse, split_rest
+from apex_npu._cli.options import EXPLAIN_OVERFLOWS, OPTIONS, TRACE, Option
 from apex_npu.compat import install_as_apex
 from apex_npu.compat.pipeline.commands import PATCH
 from apex_npu.doctor.bench_command import BENCH
@@ -30,6 +31,10 @@ ABOUT = (
     "Mixed precision and fused optimizers for PyTorch on npu, cuda and cpu. COMMAND --help lists the options of a "
     "command. With several processes: torchrun --nproc-per-node 8 -m apex_npu run script.py"
 )
+
+
+def _argument(option: Option) -> Argument:
+    return Argument(option.name, option.help, metavar=option.metavar, bare=option.bare, flag=option.metavar is None)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -98,21 +103,17 @@ def _run(options: argparse.Namespace) -> int:
         except OSError as error:
             return _fail(f"--trace {options.trace}: no folder can be made there ({error.strerror})")
     # These are read when amp is imported.
-    if options.explain_overflows is not None:
-        replay = ",replay" if options.replay else ""
-        os.environ["APEX_NPU_EXPLAIN_OVERFLOWS"] = options.explain_overflows + replay
-    if options.profile is not None:
-        os.environ["APEX_NPU_PROFILE"] = options.profile
-        os.environ["APEX_NPU_PROFILE_TRACE"] = os.path.abspath(options.trace) if options.trace else ""
-    if options.gradient_range is not None:
-        os.environ["APEX_NPU_GRADIENT_RANGE"] = options.gradient_range
-    if options.check_operators is not None:
-        os.environ["APEX_NPU_CHECK_OPERATORS"] = options.check_operators
+    if options.explain_overflows is not None and options.replay:
+        options.explain_overflows += ",replay"
+    if options.trace:
+        options.trace = os.path.abspath(options.trace)
     if options.record is not None:
         step, _, path = options.record.partition(":")
-        os.environ["APEX_NPU_RECORD"] = f"{step}:{os.path.abspath(path)}"
-    if options.model_report:
-        os.environ["APEX_NPU_MODEL_REPORT"] = "1"
+        options.record = f"{step}:{os.path.abspath(path)}"
+    for option in OPTIONS:
+        value = getattr(options, option.attribute)
+        if value or (option is TRACE and options.profile):  # without a trace, whatever the environment says
+            os.environ[option.variable] = "1" if value is True else value or ""
     sys.argv = options.rest
     # As Python does for a script, and before the search for another apex; run_path does it for folders and archives.
     if not options.m and os.path.isfile(name) and not getattr(sys.flags, "safe_path", False):
@@ -147,28 +148,13 @@ RUN = Command(
             metavar="NAME",
             many=True,
         ),
-        Argument(
-            "--explain-overflows",
-            "after N skipped steps in a row (2, or as in --explain-overflows=5) watch the next iteration, and log what "
-            "overflowed",
-            metavar="N",
-            bare="2",
-        ),
+        _argument(EXPLAIN_OVERFLOWS),
         Argument(
             "--replay",
             "with --explain-overflows: run the skipped step once more, rather than watch the next one",
             flag=True,
         ),
-        Argument(
-            "--profile",
-            "print where the time goes of the steps from A, counted from 0, to before B",
-            metavar="A:B",
-        ),
-        Argument("--trace", "with --profile: also write a trace into this folder", metavar="DIR"),
-        Argument("--gradient-range", "print what float16 loses of the gradients of this step", metavar="STEP"),
-        Argument("--check-operators", "print how far operators of this step are from float64", metavar="STEP"),
-        Argument("--record", "write what this step computes to a file, for compare", metavar="STEP:FILE"),
-        Argument("--model-report", "print what each opt_level makes of the script's model", flag=True),
+        *(_argument(option) for option in OPTIONS if option is not EXPLAIN_OVERFLOWS),
         Argument("--device", "rewrite what is written for CUDA for npu, in memory, as it is imported", metavar="npu"),
         Argument(
             "--also",

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import bare_steps
 import iterations
+import muon_steps
 import overhead
 import torch
 import whole_steps
@@ -38,6 +39,7 @@ def _comparisons() -> dict[str, Make]:
     found: dict[str, Make] = {
         f"step of {rule}": lambda bench, rule=rule: bare_steps.variants(rule, bench) for rule in bare_steps.RULES
     }
+    found["step of Muon"] = muon_steps.variants
     for precision in whole_steps.REFERENCE:
         whole: Make = lambda bench, precision=precision: whole_steps.variants(precision, bench)  # noqa: E731
         found[f"whole {precision} step"] = found[f"{NO_COMPILER}whole {precision} step"] = whole

@@ -44,12 +44,29 @@ def tiny() -> Shapes:
     return [(4, 4), (4,), (4, 4), (4,)]
 
 
+def gpt(layers: int, width: int) -> Shapes:
+    """The matrices of nanoGPT's blocks: queries, keys and values in one, attention's output, and two of the MLP."""
+    return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * layers
+
+
+def bert_matrices() -> Shapes:
+    """Those of BERT-base's encoder: what Muon steps of it."""
+    return [shape for shape in bert()[5:] if len(shape) == 2]
+
+
 def even(total: int, tensors: int) -> Shapes:
     """``total`` elements in ``tensors`` vectors of one size."""
     return [(total // tensors,)] * tensors
 
 
 WORKLOADS: dict[str, Callable[[], Shapes]] = {f.__name__: f for f in (small2000, resnet50, bert, tiny)}
+# nanoGPT's for Shakespeare's characters and its GPT-2, and one of many small matrices.
+WORKLOADS |= {"gpt 6 x 384": partial(gpt, 6, 384), "gpt 12 x 768": partial(gpt, 12, 768)}
+WORKLOADS |= {
+    "gpt 24 x 64": partial(gpt, 24, 64),
+    "gpt 12 x 128": partial(gpt, 12, 128),
+    "bert matrices": bert_matrices,
+}
 # How cost grows with the number of tensors at a fixed size, and with the size at a fixed number.
 COUNTS = {f"4e6 in {count}": count for count in (1, 10, 100, 1000, 10_000)}
 SIZES = {f"1e{k} in 100": 10**k for k in range(4, 10)}

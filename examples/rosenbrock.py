@@ -36,6 +36,7 @@ RUNS = {
     "NpuFusedRMSpropTF": {"lr": 1e-2},
     "FusedNovoGrad": {"lr": 1.0, "betas": (0.9, 0.98)},
     "FusedAdagrad": {"lr": 0.3},
+    "NpuFusedMuon": {"lr": 5e-3, "weight_decay": 0.0},
 }
 
 
@@ -46,14 +47,15 @@ def rosenbrock(x: Tensor, y: Tensor) -> Tensor:
 
 def path(name: str) -> Tensor:
     """The points, (steps + 1, 2), that optimizer ``name`` visits."""
-    point = nn.Parameter(torch.tensor(START))
+    # Muon steps matrices alone: one of two numbers moves by the same length in each step.
+    point = nn.Parameter(torch.tensor(START).view(1, 2) if name == "NpuFusedMuon" else torch.tensor(START))
     optimizer = getattr(optimizers, name)([point], **RUNS[name])
-    points = [point.detach().clone()]
+    points = [point.detach().flatten().clone()]
     for _ in range(STEPS):
         optimizer.zero_grad()
-        rosenbrock(point[0], point[1]).backward()
+        rosenbrock(*point.flatten()).backward()
         optimizer.step()
-        points.append(point.detach().clone())
+        points.append(point.detach().flatten().clone())
     return torch.stack(points)
 
 
@@ -73,9 +75,11 @@ def draw(panel: plt.Axes, name: str) -> None:
 
 def draw_all(target: str) -> None:
     """One picture of all."""
-    figure, axes = plt.subplots(3, 4, figsize=(14, 9), sharex=True, sharey=True, constrained_layout=True)
-    for panel, name in zip(axes.flat, RUNS, strict=True):
+    figure, axes = plt.subplots(3, 5, figsize=(17, 9), sharex=True, sharey=True, constrained_layout=True)
+    for panel, name in zip(axes.flat, RUNS, strict=False):
         draw(panel, name)
+    for panel in axes.flat[len(RUNS) :]:
+        panel.set_axis_off()
     figure.suptitle(f"{STEPS} steps on Rosenbrock's function from {START}; star: minimum, dot: where it ended")
     figure.savefig(target, dpi=90)
     print(f"wrote {target}")

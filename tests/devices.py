@@ -76,6 +76,7 @@ _VENDOR_LACKS = {
     "errors_at_the_call": "the host CANN finds that operands do not fit when it computes, after the call",
     "float64": "torch_npu makes float32 of what is to become float64",
     "functorch_linear": 'torch_npu\'s products raise "Cannot access storage of TensorWrapper" under torch.func.jacrev',
+    "lists_of_devices": "torch_npu's operators on lists refuse tensors of several devices",
     "lstm_projection": "torch_npu's LSTM has no projections",
     "mixed_operands": "CANN promotes operands of two dtypes, where torch's CPU and CUDA kernels raise",
     "packed_rnn": "torch_npu pads packed sequences, and cannot unpack those of RNN and GRU",

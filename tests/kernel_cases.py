@@ -32,6 +32,7 @@ CASES = [
     ("sgd_", SGD, 1),
     ("sgd_", {**SGD, "step": 1}, 1),
     ("sgd_", {**SGD, "nesterov": True, "dampening": 0.0, "maximize": True}, 1),
+    ("sgd_", {**SGD, "nesterov": True, "weight_decay": 0.0}, 1),
     ("sgd_", {**SGD, "decoupled": True}, 1),
     ("sgd_", {**SGD, "weight_decay": 0.0}, (None,)),
     ("adam_", ADAM, 3),

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import reference_optimizers as reference
@@ -14,6 +15,7 @@ import torch
 from devices import DEVICE, needs
 
 from apex_npu import optimizers
+from apex_npu.ops import newton_schulz, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,20 @@ _BAD_RMSPROP = (
     ({"weight_decay": "x"}, TypeError, "weight_decay must be a number, got 'x'"),
     ({"centered": 1}, TypeError, "centered must be True or False, got 1"),
 )
+
+
+class Muon(optimizers.NpuFusedMuon):
+    """Takes parameters of any shape, and multiplies in the states' dtype: bfloat16's rounding would hide mistakes."""
+
+    supports_capture = True
+
+    def __init__(self, params, lr=1e-3, *, fuse_grad_scaler=False, **options):
+        super().__init__(params, lr, fuse_grad_scaler=fuse_grad_scaler, **{"use_muon": "auto", **options})
+
+    def update(self, run, group):
+        with mock.patch.object(newton_schulz, "product_dtype", return_value=wide_dtype(run.param.dtype)):
+            super().update(run, group)
+
 
 SPECS = [
     OptimizerSpec(
@@ -207,6 +223,31 @@ SPECS = [
             ({"lr": 0.1, "b2": -1}, ValueError, "Invalid b2 parameter: -1"),
             ({"lr": 0.1, "e": -1e-9}, ValueError, "Invalid epsilon value: -1e-09"),
             ({"lr": 0.1, "max_grad_norm": "one"}, TypeError, "max_grad_norm must be a number, got 'one'"),
+        ),
+        in_torch=False,
+        tolerance=_AGAINST_FLOAT64,
+    ),
+    OptimizerSpec(
+        Muon,
+        reference.Muon,
+        (
+            {},
+            {"lr": 0.02, "momentum": 0.8, "nesterov": False, "weight_decay": 0.3},
+            {"lr": 0.01, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3, "ns_coefficients": (3.0, -3.2, 1.2)},
+            {"lr": 0.01, "momentum": 0.0, "eps": 1e-3},
+        ),
+        (
+            ({"lr": -1.0}, ValueError, "Learning rate should be >= 0 but is: -1.0"),
+            ({"lr": torch.ones(2)}, ValueError, r"Tensor lr must be 1-element, got shape \(2,\)"),
+            ({"momentum": -0.5}, ValueError, "momentum should be >= 0 but is: -0.5"),
+            ({"weight_decay": float("nan")}, ValueError, "weight decay should be >= 0 but is: nan"),
+            ({"nesterov": 1}, TypeError, "nesterov must be True or False, got 1"),
+            ({"ns_steps": 100}, ValueError, "Number of steps must be less than 100"),
+            ({"ns_steps": 2.5}, TypeError, "ns_steps must be an int, got 2.5"),
+            ({"ns_coefficients": (1.0, 2.0)}, ValueError, "Coefficients must be a tuple of exactly 3 values"),
+            ({"eps": -1e-7}, ValueError, "Invalid epsilon value: -1e-07"),
+            ({"adjust_lr_fn": "rms"}, ValueError, "Adjust learning rate function rms is not supported"),
+            ({"use_muon": "yes"}, TypeError, "use_muon must be True or False, got 'yes'"),
         ),
         in_torch=False,
         tolerance=_AGAINST_FLOAT64,

@@ -345,3 +345,47 @@ class RMSpropTF(ReferenceOptimizer):
             group["momentum"] * state.get("momentum_buffer", torch.zeros_like(g)) + inside * scaled
         )
         return p - (1.0 if group["lr_in_momentum"] else lr) * state["momentum_buffer"]
+
+
+class Muon(ReferenceOptimizer):
+    """Muon for matrices, and AdamW for all others; each group is split in two, as NpuFusedMuon does for "auto"."""
+
+    defaults_: ClassVar = {
+        "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True,
+        "ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-7, "ns_steps": 5, "adjust_lr_fn": None,
+    }  # fmt: skip
+    adamw: ClassVar = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+
+    def add_param_group(self, group):
+        params = list(group["params"])
+        for of_matrices, defaults in ((True, {}), (False, self.adamw)):
+            part = [p for p in params if (p.dim() == 2) is of_matrices]
+            if part:
+                super().add_param_group({**defaults, **group, "params": part, "use_muon": of_matrices})
+
+    def rule(self, p, g, state, group):
+        lr, decay = group["lr"], group["weight_decay"]
+        if not group["use_muon"]:
+            m, v = self.moments(g, state, *group["betas"])
+            beta1, beta2 = (1 - beta ** state["step"] for beta in group["betas"])
+            return (1 - lr * decay) * p - lr * (m / beta1) / ((v / beta2).sqrt() + group["eps"])
+        momentum = group["momentum"]
+        b = momentum * state.get("momentum_buffer", torch.zeros_like(g)) + (1 - momentum) * g
+        state["momentum_buffer"] = b
+        o = (1 - momentum) * g + momentum * b if group["nesterov"] else b
+        o = orthogonalized(o, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        rows, columns = p.shape
+        ratio = max(1, rows / columns) ** 0.5
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            ratio = 0.2 * max(rows, columns) ** 0.5
+        return (1 - lr * decay) * p - lr * ratio * o
+
+
+def orthogonalized(x, coefficients, steps, eps):
+    """The polynomial on the singular values, which Newton-Schulz iterations compute without these."""
+    a, b, c = coefficients
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    s = s / max(s.norm().item(), eps) if s.numel() and not s.isnan().any() else s
+    for _ in range(steps):
+        s = a * s + b * s**3 + c * s**5
+    return u * s @ vh

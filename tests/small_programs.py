@@ -96,6 +96,6 @@ def right_or_refused(act, check, tensors=(), naming=""):
     else:
         return check(result)
     assert len(refusal.split()) > 5, f"says neither what nor how: {refusal}"
-    assert naming in refusal
+    assert naming in refusal, refusal
     # What initialize has cast by then keeps its values: those of these tests are exact in every dtype.
     assert all(torch.equal(t.detach().float(), b.float()) for t, b in zip(tensors, before, strict=True))

@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 CHANGES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("sgd_", {}, ()),
     ("sgd_", {"nesterov": True, "dampening": 0.0, "weight_decay": 0.0}, ()),
-    ("sgd_", {"step": 1, "maximize": True}, ()),
+    ("sgd_", {"nesterov": True, "step": 1, "maximize": True}, ()),
     ("sgd_", {"decoupled": True}, (2,)),
     ("adam_", {}, ()),
     ("adam_", {"decoupled": True, "step": 1, "maximize": True}, (4,)),

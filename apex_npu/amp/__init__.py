@@ -4,11 +4,10 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Callable
 from typing import Any
 
+from apex_npu._cli.hooks import call
 from apex_npu.amp.amp_scaler import AmpScaler
 from apex_npu.amp.checkpoint_view import checkpoint_view
 from apex_npu.amp.float32_copies import float32_copy
@@ -63,20 +62,13 @@ __all__ = [
 ]
 
 # Apex's names beside this interface: ``apex_npu.compat.amp`` puts these two here, and others on optimizers
-# (``accessors.py``). It is imported by its name, since nothing in this package may depend on it.
+# (``accessors.py``). What is above this package does so in a hook, since nothing here may depend on it.
 init: Callable[..., Any]
 _amp_state: Any
-importlib.import_module("apex_npu.compat.amp")
-
-if os.environ.get("APEX_NPU_EXPLAIN_OVERFLOWS"):
-    importlib.import_module("apex_npu.debug.explain").explain_as_environment_says()
-if any(os.environ.get(f"APEX_NPU_{name}") for name in ("PROFILE", "GRADIENT_RANGE", "CHECK_OPERATORS", "RECORD")):
-    importlib.import_module("apex_npu.debug.script").look_as_environment_says()
-if os.environ.get("APEX_NPU_MODEL_REPORT"):
-    importlib.import_module("apex_npu.debug.script_model").FirstForward()
+call("amp_imported")
 
 
 def __getattr__(name: str) -> Any:
     if name == "debug":  # above amp, and imported when it is asked for
-        return importlib.import_module("apex_npu.debug")
+        return call("diagnostics")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,25 +18,14 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from apex_npu._cli.hooks import call
 from apex_npu.amp.accessors import OptimizerAccessors
-from apex_npu.amp.bad_gradients import explain_skip
 from apex_npu.amp.capture import check_step
-from apex_npu.amp.checkpoint_guard import CHECKPOINTS
 from apex_npu.amp.data_parallel import GradSync
-from apex_npu.amp.deferred_inf_check import Deferral, DeferredInfCheck
-from apex_npu.amp.deferred_step import (
-    check_for_device,
-    clip_at_step,
-    clip_now,
-    divide_before_step,
-    holds,
-    report_later,
-    say_skipped,
-    take_step,
-    unscale_now_,
-)
+from apex_npu.amp.deferred_inf_check import DeferredInfCheck
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, fused_groups, state_of
+from apex_npu.amp.pending_step import PendingStep
 from apex_npu.amp.session import COPIED_WRITTEN, Session, current, warn_once
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
@@ -69,16 +58,22 @@ class AmpOptimizerMixin(OptimizerAccessors):
             check_step(self, state)
         result = None
         if args or kwargs:
-            result, args, kwargs = _evaluate_closure(self, args, kwargs)
+            result, args, kwargs = _evaluate_closure(self, state, args, kwargs)
         try:
-            if state.deferral is not None:
-                return _deferred_step(self, state, partial(super().step, *args, **kwargs), result)
-            if state.skip:
+            pending, check = state.pending, None
+            if pending is not None:
+                check = pending.prepare(self, state)
+            if check is None and state.decision is not None and state.decision.skip:
                 _skip_step(self, state)
                 return result
-            _check_ready(self, state)
-            result = super().step(*args, **kwargs)
-            _end_step(self, state)
+            doubt = _check_ready(self, state)
+            if doubt is not None:
+                warn_once(self, doubt)
+            if pending is None:
+                result = super().step(*args, **kwargs)
+            else:
+                result = pending.take(self, state, check, partial(super().step, *args, **kwargs))
+            _end_step(self, state, check)
         except BaseException as error:
             if not isinstance(error, Exception):
                 _end_interrupted_step(self, state)
@@ -101,8 +96,8 @@ class AmpOptimizerMixin(OptimizerAccessors):
             What it returns.
         """
         state = self._amp_state
-        if state.deferral is not None:
-            state.deferral.resolve()  # while the gradients are still there
+        if state.pending is not None:
+            state.pending.resolve()  # while the gradients are still there
         adopted: Any = type(self)
         if set_to_none is None:
             result = super().zero_grad(*args, **kwargs)
@@ -115,26 +110,6 @@ class AmpOptimizerMixin(OptimizerAccessors):
             result = super().zero_grad(set_to_none, *args, **kwargs)
         state.clear(set_to_none)
         return result
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer.
-
-        Raises:
-            RuntimeError: ``torch.distributed.checkpoint.state_dict`` looks for the model's parameters in the groups,
-                which have masters; it would fail with a KeyError.
-        """
-        frame = inspect.currentframe()
-        caller = None if frame is None or frame.f_back is None else frame.f_back.f_globals.get("__name__")
-        if caller == CHECKPOINTS:  # imported after initialize
-            self._check_named_by_model()
-        return super().state_dict()
-
-    def _check_named_by_model(self) -> None:
-        if self._amp_state.masters.masters:
-            raise RuntimeError(
-                f"{CHECKPOINTS} names states by the model's parameters, which at {self._amp_state.policy.opt_level} "
-                "are not in optimizer.param_groups: their fp32 masters are. Give it amp.checkpoint_view(optimizer)"
-            )
 
     def clip_optimizer_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -156,15 +131,17 @@ class AmpOptimizerMixin(OptimizerAccessors):
         state.check_unscaled("clipping")
         state.drop_cleared()
         flats, unfused = _gradients_of(state.grad_groups(self))
-        return clip_at_step(state, flats, unfused, max_norm, norm_type, error_if_nonfinite)
+        norm: Tensor = state.pending.clip(state.grad_scale, flats, unfused, max_norm, norm_type, error_if_nonfinite)
+        return norm
 
     def _clip_at_once(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         state = self._amp_state
         state.check_unscaled("clipping")
-        if state.deferral is not None:
-            state.deferral.start()  # an inf that is clipped is none any more
+        if state.pending is not None:
+            state.pending.start()  # an inf that is clipped is none any more
         groups = state.grad_groups(self)
-        clip_now(state, groups)
+        if state.pending is not None:
+            state.pending.clip_now(groups)
         state.drop_cleared()
         return clip_grad_norm_(*_gradients_of(groups), max_norm, norm_type, error_if_nonfinite)
 
@@ -309,10 +286,10 @@ def _combined_grads(optimizer: Optimizer, state: AmpOptimizerState) -> list[Flat
         state.check_unscaled("reading combined gradients")
     elif state.stage is not Stage.SCALED:
         groups = state.grad_groups(optimizer)
-        if state.deferral is not None:
-            state.deferral.start()  # an inf that a script overwrites is none any more
-        if holds(state):
-            unscale_now_(state, groups)
+        if state.pending is not None:
+            state.pending.start()  # an inf that a script overwrites is none any more
+        if state.holds_scaled:
+            state.pending.unscale_now_(state, groups)
         for group in groups:
             group.drop_cleared()
     return state.grads.combined(optimizer, state)
@@ -334,7 +311,7 @@ def _default_set_to_none(adopted: Any) -> bool | None:
 
 
 def _evaluate_closure(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    optimizer: Optimizer, state: AmpOptimizerState, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Call the closure among the arguments of a step, if there is one.
 
@@ -345,7 +322,7 @@ def _evaluate_closure(
     closure = args[0] if positional else kwargs.get("closure")
     if closure is None:
         return None, args, kwargs
-    loss = _evaluate(optimizer, closure)
+    loss = _evaluate(optimizer, state, closure)
     results = [loss]
 
     def evaluated() -> Any:
@@ -360,10 +337,9 @@ def _evaluate_closure(
     return (loss, (evaluated, *args[1:]), kwargs) if positional else (loss, args, {**kwargs, "closure": evaluated})
 
 
-def _evaluate(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+def _evaluate(optimizer: Optimizer, state: AmpOptimizerState, closure: Callable[[], Any]) -> Any:
     """The loss of ``closure``: here, not inside the optimizer, so that an overflow in it still skips the step."""
-    state = state_of(optimizer)
-    if isinstance(optimizer, LBFGS) or (state is not None and state.masters.masters):
+    if isinstance(optimizer, LBFGS) or state.masters.masters:
         raise RuntimeError(
             "Currently, Amp does not support closure use with optimizers. Compute the loss, call scale_loss "
             "and backward, then step() without arguments"
@@ -372,12 +348,12 @@ def _evaluate(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         return closure()
 
 
-def _check_ready(optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    """Require gradients that ``step`` can take."""
+def _check_ready(optimizer: Optimizer, state: AmpOptimizerState) -> str | None:
+    """Require gradients that ``step`` can take; what is to be warned of them, if anything."""
+    doubt = None
     if state.stage is not Stage.UNSCALED:
         state.check_unscaled("step()")
-        if state.stage is Stage.READY:
-            _check_named(optimizer, state)
+        doubt = _gradients_of_no_block(optimizer, state) if state.stage is Stage.READY else None
     if state.stage is Stage.LOCAL:
         raise RuntimeError(
             "the gradients are those of this process alone: the last scale_loss was inside of "
@@ -390,14 +366,16 @@ def _check_ready(optimizer: Optimizer, state: AmpOptimizerState) -> None:
     for group in state.grads.groups:
         group.drop_cleared()
         if group.edited:
-            group.edited = False
-            warn_once(optimizer, COPIED_WRITTEN)
-    if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-        _warn_of_missing_gradients(optimizer, state)
+            group.edited, doubt = False, COPIED_WRITTEN
+    for param_group in optimizer.param_groups:
+        for param in param_group["params"]:
+            if param.grad is not None:
+                return doubt
+    return _no_gradients(optimizer, state)
 
 
-def _check_named(optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    """Require that gradients come from a block that names ``optimizer``, of which there was none since its last step.
+def _gradients_of_no_block(optimizer: Optimizer, state: AmpOptimizerState) -> str | None:
+    """What is said of gradients where no block has named ``optimizer`` since its last step.
 
     Raises:
         RuntimeError: Blocks of other optimizers give it gradients.
@@ -405,56 +383,41 @@ def _check_named(optimizer: Optimizer, state: AmpOptimizerState) -> None:
     session = current()
     named = None if session is None else session.reached.get(optimizer)
     if named is None and state.policy.loss_scale != "dynamic":
-        return
+        return None
     if state.masters.masters:
         has_grads = any(group.has_uncopied() for group in state.grad_groups(optimizer))
     else:
         has_grads = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-    if has_grads and named is not None:
+    if not has_grads:
+        return None
+    if named is not None:
         raise RuntimeError(
             f"{type(optimizer).__name__}.step() was called with gradients that no amp.scale_loss block of its own has "
             f"unscaled: a block that names {named} alone reaches its parameters, too, and leaves their gradients "
             "multiplied by the loss scale. Pass all optimizers that the loss reaches to scale_loss, as a list, or call "
             "zero_grad() and then backward() in a block of its own"
         )
-    if has_grads and not state.masters.masters:
-        warn_once(
-            optimizer,
-            f"{type(optimizer).__name__}.step() was called with gradients that no amp.scale_loss has scaled and "
-            "checked since its last step: was backward() called outside amp.scale_loss? Use `with "
-            "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`",
-        )
+    return (
+        f"{type(optimizer).__name__}.step() was called with gradients that no amp.scale_loss has scaled and checked "
+        f"since its last step: {_OUTSIDE}"
+    )
 
 
-def _warn_of_missing_gradients(optimizer: Optimizer, state: AmpOptimizerState) -> None:
+_OUTSIDE = (
+    "was backward() called outside amp.scale_loss? Use `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+    "scaled_loss.backward()`"
+)
+
+
+def _no_gradients(optimizer: Optimizer, state: AmpOptimizerState) -> str | None:
     if any(group.has_uncopied() for group in state.grad_groups(optimizer)):
-        warn_once(
-            optimizer,
-            "the model has gradients, but its fp32 masters, which this step updates, have none: was backward() "
-            "called outside amp.scale_loss? Use `with amp.scale_loss(loss, optimizer) as scaled_loss: "
-            "scaled_loss.backward()`",
-        )
-    elif current() is not None:
-        warn_once(
-            optimizer,
-            f"{type(optimizer).__name__}.step() was called, but none of its parameters has a gradient: was backward() "
-            "called, and after zero_grad() rather than before it?",
-        )
-
-
-def _deferred_step(optimizer: Optimizer, state: AmpOptimizerState, step: Callable[[], Any], loss: Any) -> Any:
-    """A step to which blocks have left something; see ``deferred_step``. Returns ``loss`` where it is skipped."""
-    state.drop_cleared()  # first: an inf that has been cleared is none
-    check = check_for_device(optimizer, state)
-    if check is None:
-        divide_before_step(optimizer, state)
-        if state.skip:
-            _skip_step(optimizer, state)
-            return loss
-    _check_ready(optimizer, state)
-    result = take_step(optimizer, state, check, step)
-    _end_step(optimizer, state, check)
-    return result
+        return f"the model has gradients, but its fp32 masters, which this step updates, have none: {_OUTSIDE}"
+    if current() is None:
+        return None
+    return (
+        f"{type(optimizer).__name__}.step() was called, but none of its parameters has a gradient: was backward() "
+        "called, and after zero_grad() rather than before it?"
+    )
 
 
 def _end_step(optimizer: Optimizer, state: AmpOptimizerState, check: DeferredInfCheck | None = None) -> None:
@@ -470,7 +433,7 @@ def _end_step(optimizer: Optimizer, state: AmpOptimizerState, check: DeferredInf
         if state.masters.masters:
             _drop_master_grads(state)
         if check is not None:
-            report_later(state, check)
+            state.pending.report_later(state, check)
         else:
             state.end_step()
 
@@ -486,14 +449,17 @@ def _end_interrupted_step(optimizer: Optimizer, state: AmpOptimizerState) -> Non
 def _skip_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
     state.check_unscaled("step()")
     report = state.end_step()
-    say_skipped(report)
     session = current()
     if session is not None:
-        explain_skip(session, optimizer, state, report)
+        session.tell_skipped(report)
+        if report.skips_in_a_row == session.skip_alarm or session.verbosity > 0:
+            call("step_skipped", session, optimizer, state, report)
     if state.masters.masters:
         _drop_master_grads(state)
-    if holds(state):
-        unscale_now_(state, state.grad_groups(optimizer))  # what is not cleared now is a gradient like any other
+    if state.holds_scaled:
+        state.pending.unscale_now_(
+            state, state.grad_groups(optimizer)
+        )  # what is not cleared now is a gradient like any other
 
 
 def _drop_master_grads(state: AmpOptimizerState) -> None:
@@ -537,7 +503,7 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
     if session.data_parallel is not None:
         state.sync = GradSync(session.data_parallel)
     if policy.fuse_unscale or getattr(optimizer, "capturable", False):
-        state.deferral = Deferral()
+        state.pending = PendingStep()
     optimizer._amp_state = state  # type: ignore[attr-defined]
     cls: Any = type(optimizer)
     optimizer.__class__ = _adopted_class(cls)

@@ -1,12 +1,13 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Block``: what one ``scale_loss`` block does around the user's backward."""
+"""``Block``: what one ``scale_loss`` block does around the user's backward; ``BlockPart``: what else may be done."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu.amp.grad_groups import (
@@ -22,6 +23,7 @@ from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session
 from apex_npu.amp.step_decision import StepDecision
 from apex_npu.backends._torch_private import disable_dynamo
+from apex_npu.ops import LOW_PRECISION
 
 Work = list[tuple[AmpOptimizerState, list[GradGroup]]]
 Delay = Literal["delay_unscale", "delay_overflow_check", "no_sync"]
@@ -44,63 +46,126 @@ class BlockArgs(NamedTuple):
     loss_id: int
 
 
+class BlockPart:
+    """What is rare and done around a block: each method is a place where a part may act, and does nothing by itself.
+
+    Those before backward, and right after it, are called in the order of the block's parts, those after unscaling in
+    the opposite order.
+    """
+
+    def before_begin(self, block: Block) -> None:
+        """The gradients that are there are about to be brought to the loss scale."""
+
+    def begun(self, block: Block) -> None:
+        """They have been: backward follows."""
+
+    def multiplied(self, block: Block, scaled_loss: Tensor) -> None:
+        """Of ``scaled_loss``, which the user gets."""
+
+    def before_unscale(self, block: Block) -> None:
+        """Backward has ended."""
+
+    def after_unscale(self, block: Block, found_inf: bool) -> bool:
+        """Gradients are unscaled; whether one is inf or NaN, as far as is known with and without this part."""
+        return found_inf
+
+    def ended(self, block: Block) -> None:
+        """What follows for the step has been decided."""
+
+    def drops(self, block: Block, error: BaseException) -> bool:
+        """``error`` has ended backward; True: of the gradients none can be kept."""
+        return False
+
+    def abandoned(self, block: Block) -> None:
+        """It has, and gradients are as they were, or unscaled."""
+
+
 class Block:
     """A block: ``begin``, the user's backward, then ``end``, or ``abandon`` after an exception.
 
     Attributes:
         optimizers: Those whose gradients backward computes.
         work: Their states, and how their gradients get to them; also as ``states`` and ``groups``.
+        parts: What is done besides.
         scale: What the loss is multiplied with.
         dynamic: The scale is dynamic, so that gradients are checked, and the block waits for the device.
-        ending: ``end`` has begun: some gradients may be unscaled.
+        waited: The stage that optimizers had whose gradients wait for a later block, by the identity of their state.
     """
 
     # Whether gradients reach masters in this block, and whether it decides about the next step.
     copies_grads = True
     decides = True
 
-    def __init__(self, args: BlockArgs) -> None:
+    def __init__(self, args: BlockArgs, parts: Sequence[BlockPart] = ()) -> None:
         self._session, self.optimizers, self.work, self._scaler, self._loss_id = args
-        self.states = [state for state, _ in self.work]
-        self.groups = [group for _, groups in self.work for group in groups]
+        self.parts = parts
+        self.states: list[AmpOptimizerState] = []
+        self.groups: list[GradGroup] = []
+        for state, groups in self.work:
+            self.states.append(state)
+            self.groups += groups
         self.scale, self.dynamic = self._scaler.scale, self._scaler.dynamic
-        self.ending = False
-        self._waited: dict[int, Stage] = {}
-        self._unchecked = False
+        self.waited: dict[int, Stage] = {}
+        self._ending = self._unchecked = False
 
     @disable_dynamo
     def begin(self) -> None:
         """Bring the gradients that are there to the loss scale, so that backward adds like to like."""
+        for part in self.parts:
+            part.before_begin(self)
         if len(self.groups) > 1:
             separate(self.groups)
         scaled: list[tuple[GradGroup, float]] = []
         try:
             for state, groups in self.work:
-                if state.skip:
-                    state.drop_overflowed()
                 factor = self.scale / state.grad_scale
+                if state.decision is not None and state.decision.skip:
+                    state.drop_overflowed()
                 self._unchecked |= state.grads.unchecked
                 if state.stage in (Stage.DELAYED, Stage.LOCAL):
                     self._begin_delayed(state, groups)
                 for group in groups:
-                    group.begin_block(factor)
+                    self._begin_group(group, factor)
                     scaled.append((group, 1.0 / factor))
             self._end_with(Stage.SCALED, self.scale)
         except Exception:
             for group, factor in scaled:
-                group.abandon_block(factor)
+                self._abandon_group(group, factor)
             raise
         except BaseException:
             self.drop_all()  # an interrupt: some are scaled by now and some are not
             raise
+        for part in self.parts:
+            part.begun(self)
 
-    def end(self) -> None:
-        """Unscale and check the gradients, and decide about the next step."""
-        self.ending = True
-        self.decide(self.unscale())
+    def multiply(self, loss: Tensor) -> Tensor:
+        """``loss`` times the loss scale; a low-precision loss in float32."""
+        scaled_loss = (loss.float() if loss.dtype in LOW_PRECISION else loss) * self.scale
+        for part in self.parts:
+            part.multiplied(self, scaled_loss)
+        return scaled_loss
+
+    def _begin_group(self, group: GradGroup, factor: float) -> None:
+        group.begin_block(factor)
+
+    def _abandon_group(self, group: GradGroup, factor: float) -> None:
+        group.abandon_block(factor)
 
     @disable_dynamo
-    def unscale(self) -> bool:
+    def end(self) -> None:
+        """Unscale and check the gradients, and decide about the next step."""
+        self._ending = True
+        for part in self.parts:
+            part.before_unscale(self)
+        found_inf = self._unscale()
+        for part in reversed(self.parts):
+            found_inf = part.after_unscale(self, found_inf)
+        if self.decides:
+            decide(self.states, self._loss_id, self._scaler, found_inf)
+        for part in self.parts:
+            part.ended(self)
+
+    def _unscale(self) -> bool:
         """Bring gradients to the optimizers' parameters, unscaled; True: one of them is inf or NaN."""
         if self._session.open_checks:  # of blocks inside of this one, of other optimizers
             self._session.resolve_checks(self._scaler)
@@ -117,13 +182,13 @@ class Block:
         return not self._scaler.said and all(g.device.type == "cpu" for g in self.groups)
 
     def _end_with(self, stage: Stage, grad_scale: float = 1.0) -> None:
-        for state, _ in self.work:
+        for state in self.states:
             state.stage, state.grad_scale = stage, grad_scale
             if stage is Stage.UNSCALED:
                 state.grads.unchecked = False
 
     def _begin_delayed(self, state: AmpOptimizerState, groups: list[GradGroup]) -> None:
-        self._waited[id(state)] = state.stage
+        self.waited[id(state)] = state.stage
         for group in groups:
             group.drop_cleared()
             group.note_delayed()  # a script may have scaled others
@@ -134,28 +199,26 @@ class Block:
         for group in groups:
             group.note_delayed()
 
-    def decide(self, found_inf: bool) -> None:
-        """Move the loss scale, and have the next step skipped where a gradient is inf or NaN."""
-        decide(self.states, self._loss_id, self._scaler, found_inf)
-
     @disable_dynamo
     def abandon(self, error: BaseException) -> None:
         """After ``error`` in the block: drop what backward has left, or unscale it with what was there before.
 
         What blocks with ``delay_unscale`` have left stays delayed: it has not been checked.
         """
-        if self.ending:
-            self.drop_all()
+        if self._ending or any([part.drops(self, error) for part in self.parts]):
+            self.drop_all()  # some are unscaled, or averages, by now and some are not
             return
         for state, groups in self.work:
             if state.stage is not Stage.SCALED:
                 continue
-            if self._waited.get(id(state)) is Stage.DELAYED:
+            if self.waited.get(id(state)) is Stage.DELAYED:
                 self._leave_delayed(state, groups)
             else:
-                self._abandon_groups(state, groups)
+                self._abandon_state(state, groups)
+        for part in self.parts:
+            part.abandoned(self)
 
-    def _abandon_groups(self, state: AmpOptimizerState, groups: list[GradGroup]) -> None:
+    def _abandon_state(self, state: AmpOptimizerState, groups: list[GradGroup]) -> None:
         for group in groups:
             group.abandon_block(1.0 / self.scale)
         state.grad_scale = 1.0
@@ -163,7 +226,7 @@ class Block:
 
     def _end_abandoned(self, state: AmpOptimizerState) -> None:
         """What DistributedDataParallel has left to this process is not averaged yet."""
-        local = self._waited.get(id(state)) is Stage.LOCAL
+        local = self.waited.get(id(state)) is Stage.LOCAL
         state.stage = Stage.LOCAL if local else Stage.READY
 
     @disable_dynamo
@@ -175,8 +238,8 @@ class Block:
                     tensor.grad = None
                 group.forget_copied(set_to_none=True)
             state.stage, state.grad_scale = Stage.READY, 1.0
-            if state.deferral is not None:
-                state.deferral.clear()
+            if state.pending is not None:
+                state.pending.clear()
             if state.sync is not None:
                 state.sync.clear()
 
@@ -187,7 +250,7 @@ class UnscaledBlock(Block):
     def begin(self) -> None:
         self._end_with(Stage.SCALED)
 
-    def unscale(self) -> bool:
+    def _unscale(self) -> bool:
         self._end_with(Stage.UNSCALED)
         return False
 
@@ -198,9 +261,9 @@ class UnscaledBlock(Block):
 class DelayingBlock(Block):
     """A block with ``delay_unscale`` or ``delay_overflow_check``, or where DistributedDataParallel may not average."""
 
-    def __init__(self, args: BlockArgs, delay: Delay | None) -> None:
+    def __init__(self, args: BlockArgs, parts: Sequence[BlockPart], delay: Delay | None) -> None:
         """See ``scale_loss`` for ``delay``."""
-        super().__init__(args)
+        super().__init__(args, parts)
         self.set_delay(delay)
 
     def _end_with(self, stage: Stage, grad_scale: float = 1.0) -> None:
@@ -224,99 +287,59 @@ class DelayingBlock(Block):
         elif self.copies_grads and self.dynamic:
             self.set_delay("no_sync")
 
-    @disable_dynamo
-    def unscale(self) -> bool:
+    def _unscale(self) -> bool:
         if self.decides:
-            return super().unscale()
+            return super()._unscale()
         if self.copies_grads:
             unscale(self.groups, self.scale, check=False)
         self._end_with(STAGE_AFTER[self.delay], 1.0 if self.copies_grads else self.scale)
         return False
 
-    def decide(self, found_inf: bool) -> None:
-        """See ``Block``; or nothing, as a later block decides."""
-        if self.decides:
-            super().decide(found_inf)
 
-
-class WrappedBlock:
-    """Another block, and what is done around it."""
-
-    def __init__(self, block: AnyBlock) -> None:
-        self._block = block
-        self.scale: float = block.scale
-
-    def begin(self) -> None:
-        self._block.begin()
-
-    def end(self) -> None:
-        self._block.end()
-
-    def abandon(self, error: BaseException) -> None:
-        self._block.abandon(error)
-
-
-AnyBlock: TypeAlias = Block | WrappedBlock
-
-
-class SaturatingBlock(WrappedBlock):
-    """A block on a device that saturates where others give inf, and raises a flag instead.
+class Saturation(BlockPart):
+    """A device saturates where others give inf, and raises a flag instead.
 
     The flag is not about certain gradients, and what has saturated is finite. So each block reads the flag for its own,
     and ``OptimizerGrads.saturated`` stands for the inf that other devices keep until gradients are cleared. Of nested
     blocks it cannot be told which backward has raised the flag: it counts for the blocks around as well.
     """
 
-    _block: Block
-
-    def __init__(self, block: Block, around: Sequence[AmpOptimizerState]) -> None:
+    def __init__(self, around: Sequence[AmpOptimizerState]) -> None:
         """``around``: the optimizers of the blocks that are open."""
-        super().__init__(block)
         self._around = around
 
-    def begin(self) -> None:
-        """See ``Block``."""
-        for state, groups in self._block.work:
+    def before_begin(self, block: Block) -> None:
+        for state, groups in block.work:
             state.grads.saturated = state.grads.saturated and not state.skip and _has_nonzero_grads(state, groups)
         if self._around:
-            self._take()
+            self._take(block)
         else:
-            clear_saturation(self._block.groups)
-        self._block.begin()
+            clear_saturation(block.groups)
 
-    def _take(self) -> bool:
+    def _take(self, block: Block) -> bool:
         """Whether numbers have saturated, which the blocks around are told."""
-        found = take_saturation(self._block.groups)
+        found = take_saturation(block.groups)
         for state in self._around:
             state.grads.saturated |= found
         return found
 
-    def end(self) -> None:
-        self._block.ending = True
-        self.decide(self.unscale())
+    def before_unscale(self, block: Block) -> None:
+        if block.dynamic and self._take(block):
+            for state in block.states:
+                state.grads.saturated = True
 
-    def unscale(self) -> bool:
-        block = self._block
+    def after_unscale(self, block: Block, found_inf: bool) -> bool:
         if not block.dynamic:
-            return block.unscale()
-        saturated = self._take()
-        saturated |= block.unscale()
+            return found_inf
         for state in block.states:
-            state.grads.saturated |= saturated
+            state.grads.saturated |= found_inf
         return block.decides and any(state.grads.saturated for state in block.states)
 
-    @disable_dynamo
-    def abandon(self, error: BaseException) -> None:
-        """See ``Block``."""
-        block = self._block
-        block.abandon(error)
-        if block.dynamic and not block.ending and self._take():
+    def abandoned(self, block: Block) -> None:
+        if block.dynamic and self._take(block):
             for state, groups in block.work:
                 stay = state.stage is Stage.DELAYED or any(map(_has_own_grads, groups))
                 state.grads.saturated = state.grads.saturated or stay
-
-    def decide(self, found_inf: bool) -> None:
-        self._block.decide(found_inf)
 
 
 def _has_own_grads(group: GradGroup) -> bool:
@@ -333,20 +356,6 @@ def _has_nonzero_grads(state: AmpOptimizerState, groups: Sequence[GradGroup]) ->
     return any(grad is not None and bool(grad.count_nonzero()) for grad in grads)
 
 
-class CapturedBlock(WrappedBlock):
-    """A block in a CUDA graph that is being captured: the step that belongs to it has to be captured, too."""
-
-    def __init__(self, block: AnyBlock, states: Sequence[AmpOptimizerState]) -> None:
-        """``block`` has passed ``check_block``."""
-        super().__init__(block)
-        self._states = states
-
-    def end(self) -> None:
-        self._block.end()
-        for state in self._states:
-            state.stage = Stage.CAPTURED
-
-
 def decide(states: Iterable[AmpOptimizerState], loss_id: int, scaler: LossScaler, found_inf: bool) -> None:
     """Move the loss scale of ``scaler``, and have the next steps of ``states`` skipped where ``found_inf``."""
     before = scaler.scale
@@ -355,5 +364,5 @@ def decide(states: Iterable[AmpOptimizerState], loss_id: int, scaler: LossScaler
     finally:  # it may warn, and a warning be an error: the step is to be skipped all the same
         decision = StepDecision(found_inf and scaler.dynamic, loss_id, before, scaler.scale)
         for state in states:
-            if not state.skip:  # that a step is to be skipped stands until the step
+            if state.decision is None or not state.decision.skip:  # that a step is to be skipped stands until the step
                 state.decision = decision

@@ -8,9 +8,19 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
+from apex_npu.amp.block import Block, BlockPart
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, fused_groups, state_of
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.backends import is_capturing
+
+
+class Captured(BlockPart):
+    """A block in a CUDA graph that is being captured: the step that belongs to it has to be captured, too."""
+
+    def ended(self, block: Block) -> None:
+        """See ``BlockPart``."""
+        for state in block.states:
+            state.stage = Stage.CAPTURED
 
 
 def check_block(optimizers: Sequence[Optimizer], scaler: LossScaler, *, delays: bool) -> None:
@@ -36,7 +46,7 @@ def check_block(optimizers: Sequence[Optimizer], scaler: LossScaler, *, delays: 
             "CUDA graphs describe"
         )
     for optimizer in optimizers:
-        _check_optimizer(optimizer)
+        _check_optimizer(optimizer, state_of(optimizer))
 
 
 def check_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
@@ -46,9 +56,9 @@ def check_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
         RuntimeError: One of them is not, or as of ``check_block``.
     """
     if is_capturing():
-        _check_optimizer(optimizer)
+        _check_optimizer(optimizer, state)
         decided = state.decision is not None and state.policy.loss_scale == "dynamic"
-        if decided or (state.deferral is not None and state.deferral.check is not None):
+        if decided or (state.pending is not None and state.pending.check is not None):
             raise _refusal(
                 "after a block outside of the capture, with a dynamic loss scale: each replay would be skipped, or "
                 "not, by what that one block has found"
@@ -61,13 +71,12 @@ def check_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
         )
 
 
-def _check_optimizer(optimizer: Optimizer) -> None:
+def _check_optimizer(optimizer: Optimizer, state: AmpOptimizerState | None) -> None:
     if not getattr(optimizer, "capturable", False):
         raise _refusal(
             f"with {type(optimizer).__name__}, which is not capturable: use one of apex_npu.optimizers with "
             "capturable=True"
         )
-    state = state_of(optimizer)
     if state is not None and state.masters.masters and not state.masters.has_flat_model(fused_groups(optimizer)):
         raise _refusal(
             "before a step like it has been taken: parameters of the model are about to move. Take some outside first"

@@ -499,8 +499,8 @@ def last_step(optimizer: Optimizer) -> StepReport | None:
     state = _initialized(optimizer)
     if state is None:
         return APPLIED
-    if state.deferral is not None:
-        state.deferral.resolve_step()
+    if state.pending is not None:
+        state.pending.resolve_step()
     return state.report
 
 

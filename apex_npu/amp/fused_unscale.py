@@ -11,68 +11,59 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.block import STAGE_AFTER, BlockArgs, Delay, DelayingBlock, decide
+from apex_npu.amp.block import STAGE_AFTER, BlockArgs, BlockPart, Delay, DelayingBlock, decide
 from apex_npu.amp.deferred_inf_check import DeferredInfCheck
-from apex_npu.amp.deferred_step import clip_now, deferral_of, holds, supports_found_inf
-from apex_npu.amp.grad_groups import GradGroup, any_raised, look_for_overflow, separate, unscale
+from apex_npu.amp.grad_groups import GradGroup, any_raised, look_for_overflow, unscale
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, inner_optimizer, state_of
+from apex_npu.amp.pending_step import supports_found_inf
 from apex_npu.amp.session import current
-from apex_npu.backends._torch_private import disable_dynamo
 
 
 class DeferringBlock(DelayingBlock):
-    """A block of optimizers that have a ``Deferral``: gradients are divided, or their step is skipped, later."""
+    """A block of optimizers that have a ``PendingStep``: gradients are divided, or their step is skipped, later."""
 
-    def __init__(self, args: BlockArgs, delay: Delay | None, *, may_defer: bool) -> None:
+    def __init__(self, args: BlockArgs, parts: Sequence[BlockPart], delay: Delay | None, *, may_defer: bool) -> None:
         """Of ``may_defer`` the check may be left open: what processes decide together may not. See ``scale_loss``."""
-        super().__init__(args, delay)
+        super().__init__(args, parts, delay)
         self._fuses = any(state.policy.fuse_unscale for state in self.states)
         self._alone = may_defer
-        self._open: DeferredInfCheck | None = None
 
-    @disable_dynamo
-    def begin(self) -> None:
+    def _begin_group(self, group: GradGroup, factor: float) -> None:
         """See ``Block``. With ``fuse_unscale`` gradients of masters are scaled by the loss scale, too."""
         if not self._fuses:
-            super().begin()
+            super()._begin_group(group, factor)
             return
-        if len(self.groups) > 1:
-            separate(self.groups)
-        scaled: list[tuple[GradGroup, float]] = []
-        try:
-            for state, groups in self.work:
-                factor = self.scale / state.grad_scale
-                self._unchecked |= state.grads.unchecked
-                if state.skip:
-                    state.drop_overflowed()
-                    deferral_of(state).clip_coefficient = None  # of gradients that are zeros now; NaN, maybe
-                if state.stage in (Stage.DELAYED, Stage.LOCAL):
-                    self._begin_delayed(state, groups)
-                for group in groups:
-                    group.begin_block(1.0)
-                    group.scale_all_(factor)
-                    scaled.append((group, 1.0 / factor))
-            for state, groups in self.work:
-                clip_now(state, groups)
-            self._end_with(Stage.SCALED, self.scale)
-        except Exception:
-            for group, factor in scaled:
-                group.scale_all_(factor)
-                group.abandon_block(1.0)
-            raise
-        except BaseException:
-            self.drop_all()  # an interrupt: some are scaled by now and some are not
-            raise
+        group.begin_block(1.0)
+        group.scale_all_(factor)
 
-    @disable_dynamo
-    def unscale(self) -> bool:
-        """See ``Block``. Where the check is deferred, the result is not known yet."""
-        self._session.resolve_checks(self._scaler)
-        found_inf = self.copies_grads and self._unscale()
-        self._end_with(STAGE_AFTER[self.delay], self.scale if self._fuses or not self.copies_grads else 1.0)
-        return found_inf
+    def _abandon_group(self, group: GradGroup, factor: float) -> None:
+        if not self._fuses:
+            super()._abandon_group(group, factor)
+            return
+        group.scale_all_(factor)
+        group.abandon_block(1.0)
+
+    def _end_with(self, stage: Stage, grad_scale: float = 1.0) -> None:
+        if stage is Stage.SCALED and self._fuses:  # what was to be clipped by the step, before backward adds to it
+            for state, groups in self.work:
+                state.pending.clip_now(groups)
+        super()._end_with(stage, grad_scale)
 
     def _unscale(self) -> bool:
+        """See ``Block``. Where the check is deferred, the result is not known yet."""
+        self._session.resolve_checks(self._scaler)
+        check: DeferredInfCheck | None = None
+        found_inf = False
+        if self.copies_grads:
+            found_inf, check = self._bring()
+        self._end_with(STAGE_AFTER[self.delay], self.scale if self._fuses or not self.copies_grads else 1.0)
+        if check is not None:
+            self.decides = False  # the check does, when it is resolved
+            self.states[0].pending.check = self._session.open_checks[self._scaler] = check
+        return found_inf
+
+    def _bring(self) -> tuple[bool, DeferredInfCheck | None]:
+        """Bring gradients to the parameters; whether one is inf or NaN, or the check that is still to tell."""
         may_defer = self._alone and self.decides and self.dynamic and len(self.work) == 1
         on_device = may_defer and supports_found_inf(self.optimizers[0])
         leaves_open = may_defer and (self._fuses or on_device)
@@ -82,39 +73,34 @@ class DeferringBlock(DelayingBlock):
         if leaves_open:
             for group in self.groups if check and self._unchecked else ():
                 group.check(flags[0])
-            self._leave_open(on_device, flags)
-            return False
+            return False, self._open_check(on_device, flags)
         if check and self._unchecked:
             flags += look_for_overflow(self.groups)
-        return any_raised(flags)
+        return any_raised(flags), None
 
-    def _leave_open(self, on_device: bool, flags: list[Tensor]) -> None:
+    def _open_check(self, on_device: bool, flags: list[Tensor]) -> DeferredInfCheck:
         groups, loss_id, scaler = self.groups, self._loss_id, self._scaler
         # The session has the check until the next block, and must not keep an optimizer alive.
-        states = weakref.WeakSet(state for state, _ in self.work)
+        states = weakref.WeakSet(self.states)
 
         def look() -> list[Tensor]:
             for group in groups:
                 group.drop_cleared()  # an inf that has been cleared is none
             return look_for_overflow(groups)
 
-        self._open = DeferredInfCheck(
-            look,
-            lambda found: decide(states, loss_id, scaler, found),
-            on_device=on_device,
-        )
+        def settle(found_inf: bool) -> None:
+            for state in states:
+                state.pending.resolve()  # this check, which is known by now
+            decide(states, loss_id, scaler, found_inf)
+
+        check = DeferredInfCheck(look, settle, on_device=on_device)
         if flags:
-            self._open.start(*flags)
+            check.start(*flags)
+        return check
 
-    def decide(self, found_inf: bool) -> None:
-        if self._open is not None:
-            deferral_of(self.work[0][0]).check = self._session.open_checks[self._scaler] = self._open
-        else:
-            super().decide(found_inf)
-
-    def _abandon_groups(self, state: AmpOptimizerState, groups: list[GradGroup]) -> None:
+    def _abandon_state(self, state: AmpOptimizerState, groups: list[GradGroup]) -> None:
         if not self._fuses:
-            super()._abandon_groups(state, groups)
+            super()._abandon_state(state, groups)
             return
         for group in groups:
             group.abandon_block(1.0)
@@ -138,7 +124,7 @@ def check_fusible(given: Sequence[Any]) -> None:
             )
     session = current()
     adopted = [] if session is None else [o for o in session.adopted if o not in given]
-    holding = [o for o in adopted if (state := state_of(o)) is not None and holds(state)]
+    holding = [o for o in adopted if (state := state_of(o)) is not None and state.holds_scaled]
     if len(holding) + len(given) > 1:
         _check_unshared([*holding, *given])
 

@@ -9,13 +9,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from apex_npu.amp.block import AnyBlock, Block, DelayingBlock, SaturatingBlock, WrappedBlock
+from apex_npu.amp.block import Block, BlockPart, DelayingBlock
 from apex_npu.amp.data_parallel import DataParallel, GradSync, LocalGrads, Reduction, agree_on_overflow
-from apex_npu.amp.optimizer_state import Stage
+from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.session import require
 from apex_npu.backends import for_device
-from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.distributed.torch_ddp import LocalBackward
 
 
@@ -54,86 +54,78 @@ def no_sync() -> Iterator[None]:
         session.no_sync_depth -= 1
 
 
-class SyncedBlock(WrappedBlock):
-    """``block``, where other processes average its gradients, or decide together whether they have overflowed."""
+class Agreement(BlockPart):
+    """Other processes average the gradients of a block, or decide together whether they have overflowed."""
 
-    _block: Block | SaturatingBlock
-
-    def __init__(self, block: Block | SaturatingBlock, inner: Block, groups: Sequence[Any]) -> None:
+    def __init__(
+        self, states: Sequence[AmpOptimizerState], optimizers: Sequence[Optimizer], groups: Sequence[Any]
+    ) -> None:
         """Nothing has been sent yet.
 
         Args:
-            block: What is done around backward without other processes.
-            inner: The same, or what that wraps.
+            states: Those of the block.
+            optimizers: The block's.
             groups: Process groups that decide together, whether or not they average.
         """
-        super().__init__(block)
-        self._inner = inner
         self._agreeing = list(groups)
-        prepared = [state.sync for state in inner.states if state.sync is not None]
+        prepared = [state.sync for state in states if state.sync is not None]
         self._parallel: DataParallel | None = prepared[0].parallel if prepared else None
-        pairs = zip(inner.states, inner.optimizers, strict=True)
+        pairs = zip(states, optimizers, strict=True)
         self._averaged = [(state, optimizer) for state, optimizer in pairs if state.averages]
         self._syncs: list[GradSync] = [state.sync for state, _ in self._averaged]
         self._reduction: Reduction | None = None
         self._local_after: LocalGrads | None = None
 
-    @disable_dynamo
-    def begin(self) -> None:
-        self._join()
-        self._block.begin()
-
-    def _join(self) -> None:
+    def before_begin(self, block: Block) -> None:
         """Have the gradients of the backward that follows averaged, while it runs."""
-        parallel, inner = self._parallel, self._inner
+        parallel = self._parallel
         if parallel is None:
             return
         if self._averaged:
-            self._reduce(parallel, inner)
-        all_averages = len(self._averaged) == len(inner.states)
+            self._reduce(parallel, block)
+        all_averages = len(self._averaged) == len(block.states)
         late = self._reduction is None or self._reduction.masters
         # Averages are the same everywhere, and so is what is found in them; the rest is each process's own.
-        if late or not all_averages or any(for_device(group.device).saturates() for group in inner.groups):
+        if late or not all_averages or any(for_device(group.device).saturates() for group in block.groups):
             self._agreeing.insert(0, parallel.group)
 
-    def _reduce(self, parallel: DataParallel, inner: Block) -> None:
+    def _reduce(self, parallel: DataParallel, block: Block) -> None:
         """Begin to average, or note what is to be averaged later."""
         states = [state for state, _ in self._averaged]
         optimizers = [optimizer for _, optimizer in self._averaged]
         former = max(sync.local_grads for sync in self._syncs)
         with_masters = any(state.masters.masters for state in states)
         if require("amp.scale_loss").no_sync_depth > 0:
-            local = LocalGrads.IN_MASTERS if with_masters and inner.copies_grads else LocalGrads.IN_SOURCES
+            local = LocalGrads.IN_MASTERS if with_masters and block.copies_grads else LocalGrads.IN_SOURCES
             self._local_after = max(former, local)
             # What is trained now takes part in the average that follows, though it be frozen by then.
             in_masters = self._local_after is LocalGrads.IN_MASTERS
-            parallel.plan(states, optimizers, inner.groups, masters=in_masters)
-        elif former is LocalGrads.IN_MASTERS and not inner.copies_grads:
+            parallel.plan(states, optimizers, block.groups, masters=in_masters)
+        elif former is LocalGrads.IN_MASTERS and not block.copies_grads:
             self._local_after = former  # averaged when they have all reached the masters
         else:
             self._local_after = LocalGrads.NONE
             in_masters = former is LocalGrads.IN_MASTERS
-            self._reduction = parallel.begin(states, optimizers, inner.groups, masters=in_masters)
+            self._reduction = parallel.begin(states, optimizers, block.groups, masters=in_masters)
 
-    @disable_dynamo
-    def end(self) -> None:
-        inner = self._inner
-        inner.ending = True
+    def before_unscale(self, block: Block) -> None:
         if self._reduction is not None and not self._reduction.masters:
-            self._finish_reduction()
+            self._finish_reduction(block)
         if self._reduction is None:
             self._note()
-        found_inf = self._block.unscale()
-        if self._reduction is not None and inner.copies_grads:
-            self._finish_reduction()
-            self._note()
-        if inner.decides and inner.dynamic:
-            found_inf = self._agree(found_inf)
-        self._block.decide(found_inf)
 
-    def _finish_reduction(self) -> None:
+    def after_unscale(self, block: Block, found_inf: bool) -> bool:
+        if self._reduction is not None and block.copies_grads:
+            self._finish_reduction(block)
+            self._note()
+        if block.decides and block.dynamic:
+            for group in self._agreeing:
+                found_inf = agree_on_overflow(found_inf, block.scale, group, _device(block))
+        return found_inf
+
+    def _finish_reduction(self, block: Block) -> None:
         assert self._reduction is not None
-        self._reduction.finish(self._inner.groups, self.scale, dynamic=self._inner.dynamic)
+        self._reduction.finish(block.groups, block.scale, dynamic=block.dynamic)
         self._reduction = None
 
     def _note(self) -> None:
@@ -141,55 +133,37 @@ class SyncedBlock(WrappedBlock):
             for sync in self._syncs:
                 sync.local_grads = self._local_after
 
-    def _agree(self, found_inf: bool) -> bool:
-        """Whether a gradient has overflowed here or elsewhere."""
-        for group in self._agreeing:
-            found_inf = agree_on_overflow(found_inf, self.scale, group, self._device())
-        return found_inf
-
-    @disable_dynamo
-    def abandon(self, error: BaseException) -> None:
-        """See ``Block``. Other processes are notified that this one is about to raise ``error``."""
-        if self._inner.ending or self._fail(error):
-            self._inner.drop_all()  # some are averages by now and some are not
-        else:
-            self._block.abandon(error)
-
-    def _fail(self, error: BaseException) -> bool:
+    def drops(self, block: Block, error: BaseException) -> bool:
+        """Notify other processes that this one is about to raise ``error``."""
         if self._reduction is not None:
-            self._reduction.abandon(error, self.scale, dynamic=self._inner.dynamic)
+            self._reduction.abandon(error, block.scale, dynamic=block.dynamic)
             return True
-        if self._inner.decides and self._inner.dynamic and isinstance(error, Exception):
+        if block.decides and block.dynamic and isinstance(error, Exception):
             with suppress(RuntimeError):  # the others are gone: what matters is ``error``
                 for group in self._agreeing:
-                    agree_on_overflow(True, self.scale, group, self._device(), failed=True)
+                    agree_on_overflow(True, block.scale, group, _device(block), failed=True)
         return bool(self._syncs)
 
-    def _device(self) -> torch.device:
-        groups = self._inner.groups
-        return groups[0].device if groups else torch.device("cpu")
+
+def _device(block: Block) -> torch.device:
+    return block.groups[0].device if block.groups else torch.device("cpu")
 
 
-class NoSyncBlock(WrappedBlock):
-    """``block``, where DistributedDataParallel may keep the gradients to this process, as in its ``no_sync``.
+class UnknownAverages(BlockPart):
+    """DistributedDataParallel may keep the gradients of a block to this process, as in its ``no_sync``.
 
     If it does, masters do not get them, and nothing is decided about the step, until a block has averages: those of one
     process would part the masters, or the loss scales, of all.
     """
 
-    def __init__(self, block: AnyBlock, inner: DelayingBlock, ddps: Sequence[Any]) -> None:
-        """Of ``ddps``, around models of this block; ``block`` wraps ``inner``, or is it."""
-        super().__init__(block)
-        self._inner, self._ddps = inner, ddps
+    def __init__(self, ddps: Sequence[Any]) -> None:
+        """``ddps``: around models of the block, which is a ``DelayingBlock``."""
+        self._ddps = ddps
 
-    @disable_dynamo
-    def begin(self) -> None:
-        pending = any(state.stage in (Stage.DELAYED, Stage.LOCAL) for state in self._inner.states)
-        self._block.begin()
-        self._backward = LocalBackward(self._ddps, pending=pending)
+    def begun(self, block: Block) -> None:
+        self._backward = LocalBackward(self._ddps, pending=bool(block.waited))
 
-    @disable_dynamo
-    def end(self) -> None:
+    def before_unscale(self, block: Block) -> None:
         if self._backward.kept_grads():
-            self._inner.leave_to_averages()
-        self._block.end()
+            assert isinstance(block, DelayingBlock)
+            block.leave_to_averages()

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the graph of a loss tells of a ``scale_loss`` block: which optimizers it is for, and what backward has run on.
 
-The graph is walked before an optimizer's first step alone, and where an error is to be found.
+It is looked at before an optimizer's first step alone: what a script has wrong it has wrong from the start.
 """
 
 from __future__ import annotations
@@ -14,35 +14,46 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 
+from apex_npu.amp.block import Block, BlockPart
 from apex_npu.amp.session import Session
+from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.backends.live_objects import instances_of
 
 
-def check_backward(loss: Tensor, scale: float) -> None:
-    """At the end of a block whose scaled loss got no gradient: require that backward has not run on ``loss`` instead.
+class FirstLook(BlockPart):
+    """A block before the first step of one of its optimizers: is it for the right ones, and used as it has to be."""
 
-    Raises:
-        RuntimeError: It has, and the gradients lack the loss scale that they are about to be divided by.
-    """
-    if next((freed for node in _nodes(loss) if (freed := _is_freed(node)) is not None), False):
-        raise RuntimeError(
-            "the scaled loss got no gradient in its amp.scale_loss block: backward() was called on the loss itself, "
-            f"and the end of the block would divide gradients by a loss scale of {scale} that they never had. Call it "
-            "on what the block yields: `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
-        )
+    def __init__(self, session: Session, loss: Tensor) -> None:
+        self._session, self._loss = session, loss
+        # What backward has brought to the scaled loss, and to the loss itself.
+        self._scaled: list[Tensor] = []
+        self._unscaled: list[Tensor] = []
 
+    def before_begin(self, block: Block) -> None:
+        """See ``BlockPart``."""
+        check_optimizers(self._session, self._loss, block.optimizers, block.scale)
 
-def _is_freed(node: Any) -> bool | None:
-    """Whether a backward has run through ``node`` and freed the tensors that it had saved; None: it has saved none."""
-    names = [name for name in dir(node) if name.startswith("_saved_")]
-    for name in [*names, *(["saved_tensors"] if isinstance(node, BackwardCFunction) else [])]:
-        try:
-            saved = getattr(node, name)
-        except RuntimeError as error:
-            return "second time" in str(error)
-        if isinstance(saved, Tensor) or (saved and name == "saved_tensors"):
-            return False
-    return None
+    @disable_dynamo
+    def multiplied(self, block: Block, scaled_loss: Tensor) -> None:
+        """See ``BlockPart``."""
+        if block.scale != 1.0 and scaled_loss.requires_grad:
+            scaled_loss.register_hook(self._scaled.append)
+            self._loss.register_hook(self._unscaled.append)
+
+    def before_unscale(self, block: Block) -> None:
+        """Require that backward has not begun at the loss itself.
+
+        Raises:
+            RuntimeError: It has, and the gradients lack the loss scale that they are about to be divided by.
+        """
+        # Several may have scaled the loss, as AmpScaler does: backward has begun where its gradient is 1.
+        if not self._scaled and any(bool((grad == 1).all()) for grad in self._unscaled):
+            raise RuntimeError(
+                "the scaled loss got no gradient in its amp.scale_loss block: backward() was called on the loss "
+                f"itself, and the end of the block would divide gradients by a loss scale of {block.scale} that they "
+                "never had. Call it on what the block yields: `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+                "scaled_loss.backward()`"
+            )
 
 
 def _nodes(loss: Tensor) -> Iterator[Any]:
@@ -99,4 +110,5 @@ def _gets_gradients(optimizer: Any) -> set[int]:
     """The identities of what ``optimizer`` steps, model parameters in place of their masters."""
     state = getattr(optimizer, "_amp_state", None)
     model_params = [] if state is None else state.masters.model_params
-    return {id(p) for p in (*(p for group in optimizer.param_groups for p in group["params"]), *model_params)}
+    groups = getattr(optimizer, "param_groups", ())  # one whose constructor has failed has none
+    return {id(p) for p in (*(p for group in groups for p in group["params"]), *model_params)}

@@ -12,7 +12,6 @@ import torch
 from torch.optim import Optimizer
 
 from apex_npu.amp.accessors import OptimizerAccessors
-from apex_npu.amp.deferred_inf_check import Deferral
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.grad_layout import combine_grads, make_grad_groups, take_over, trainable
 from apex_npu.amp.master_params import MasterPair, MasterParams
@@ -70,7 +69,7 @@ class AmpOptimizerState:
         report: How the last call of ``step`` ended of which that is known.
         masters: The fp32 masters of low-precision parameters.
         grads: How gradients get from backward to the optimizer's parameters.
-        deferral: What blocks leave to the step, with ``fuse_unscale`` or on a device that skips steps; else None.
+        pending: What blocks leave to the step, with ``fuse_unscale`` or on a device that skips steps; else None.
         sync: Which processes average gradients, with ``combine_ddp``; else None.
         legacy: What a package above amp keeps with an optimizer; its ``clear`` is called when gradients are cleared.
         links: What copies of the optimizer and of the models that it steps find each other by.
@@ -83,7 +82,7 @@ class AmpOptimizerState:
     report: StepReport | None = None
     masters: MasterParams = field(default_factory=MasterParams)
     grads: OptimizerGrads = field(default_factory=lambda: OptimizerGrads())
-    deferral: Deferral | None = None
+    pending: Any = None
     sync: Any = None
     legacy: Any = None
     links: list[Any] = field(default_factory=list)
@@ -112,14 +111,14 @@ class AmpOptimizerState:
     @property
     def skip(self) -> bool:
         """The next step is to be skipped."""
-        if self.deferral is not None:
-            self.deferral.resolve()
+        if self.pending is not None:
+            self.pending.resolve()
         return self.decision is not None and self.decision.skip
 
     def resolve(self) -> None:
         """Have everything decided that has been left to the device, or to the step."""
-        if self.deferral is not None:
-            self.deferral.resolve_all()
+        if self.pending is not None:
+            self.pending.resolve_all()
 
     @property
     def averages(self) -> bool:
@@ -168,6 +167,12 @@ class AmpOptimizerState:
         """Gradients are as backward has left them, and stay so in a block at a scale of 1."""
         skips = self.decision is not None and self.decision.skip
         return self.grad_scale == 1.0 and not self.policy.master_weights and not skips
+
+    @property
+    def holds_scaled(self) -> bool:
+        """The next step has to divide gradients by the loss scale, or to clip them."""
+        clips = self.pending is not None and self.pending.clip_coefficient is not None
+        return self.policy.fuse_unscale and (self.grad_scale != 1.0 or clips)
 
     @property
     def awaits_block(self) -> bool:
@@ -231,6 +236,8 @@ class AmpOptimizerState:
         Gradients that overflowed are filled with zeros; where all have been cleared the decision is dropped with them.
         """
         self.drop_cleared()
+        if self.pending is not None:
+            self.pending.clear()  # what they were to be clipped by, NaN maybe
         if any(group.has_grads() for group in self.grads.groups):
             for group in self.grads.groups:
                 group.zero_()
@@ -239,8 +246,8 @@ class AmpOptimizerState:
 
     def end_step(self) -> StepReport:
         """Record that ``step`` has ended as decided, which is not for another step."""
-        if self.deferral is not None:
-            self.deferral.resolve_step()  # in order
+        if self.pending is not None:
+            self.pending.resolve_step()  # in order
         decision, former = self.decision, self.report
         skip = decision is not None and decision.skip
         self.report = StepReport(
@@ -269,7 +276,7 @@ class AmpOptimizerState:
         self.grads.unchecked = self.grads.saturated = False
         if self.stage is not Stage.SCALED:  # there, what backward is about to add is scaled
             self.stage, self.grad_scale = Stage.READY, 1.0
-        for rare in (self.deferral, self.sync, self.legacy):
+        for rare in (self.pending, self.sync, self.legacy):
             if rare is not None:
                 rare.clear()
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,28 +11,27 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex_npu._cli.hooks import call
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.block import (
-    AnyBlock,
     Block,
     BlockArgs,
-    CapturedBlock,
+    BlockPart,
     Delay,
     DelayingBlock,
-    SaturatingBlock,
+    Saturation,
     UnscaledBlock,
     Work,
 )
-from apex_npu.amp.capture import check_block
+from apex_npu.amp.capture import Captured, check_block
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
-from apex_npu.amp.grad_sync import NoSyncBlock, SyncedBlock
-from apex_npu.amp.loss_graph import check_backward, check_optimizers
+from apex_npu.amp.grad_sync import Agreement, UnknownAverages
+from apex_npu.amp.loss_graph import FirstLook
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer
 from apex_npu.amp.session import Session, require, settings
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo, torch_profiler
 from apex_npu.distributed.torch_ddp import ddps_of, may_keep_grads
-from apex_npu.ops import LOW_PRECISION
 
 
 @contextmanager
@@ -96,7 +94,7 @@ def scale_loss(
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss must be a tensor, got {type(loss).__name__}")
     if torch_profiler._is_profiler_enabled is (settings.labels is None):  # on without ranges, or off with them
-        importlib.import_module("apex_npu.debug.labels").follow_profiler()  # a package above this one
+        call("profiler_changed")
     delay: Delay | None = "delay_unscale" if delay_unscale else "delay_overflow_check" if delay_overflow_check else None
     block = _open_block(session, loss, optimizers, loss_id, delay)
     if not loss.requires_grad:
@@ -106,13 +104,7 @@ def scale_loss(
         if observer is not None:
             observer.block_begins(loss, optimizers, loss_id, block.scale, session.scaler(loss_id).dynamic)
         block.begin()
-        scaled = [(loss.float() if loss.dtype in LOW_PRECISION else loss) * block.scale]
-        backwards: list[Any] = []
-        if block.scale != 1.0 and scaled[0].requires_grad:
-            scaled[0].grad_fn.register_prehook(backwards.append)  # type: ignore[union-attr]
-        yield scaled.pop()  # held here it would keep what a script hooks to it
-        if not backwards and block.scale != 1.0:
-            check_backward(loss, block.scale)
+        yield block.multiply(loss)  # held here it would keep what a script hooks to it
         if observer is not None:
             observer.backward_ended()
         block.end()
@@ -133,7 +125,7 @@ def _warn_of_constant_loss(session: Session, loss_id: int) -> None:
 
 
 @disable_dynamo
-def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, delay: Delay | None) -> AnyBlock:
+def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, delay: Delay | None) -> Block:
     """The block for ``optimizers``: the ordinary one, unless something about them or the session is special."""
     scaler = session.scaler(loss_id)
     listed = [optimizers] if isinstance(optimizers, OptimizerAccessors) else _listed(optimizers)
@@ -145,7 +137,7 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
     states = []
     for optimizer in listed:
         state = _state_for_block(optimizer)
-        ordinary = ordinary and state.deferral is None and state.sync is None and not state.policy.combine_ddp
+        ordinary = ordinary and state.pending is None and state.sync is None and not state.policy.combine_ddp
         unscaled = unscaled and state.is_unscaled
         states.append(state)
     if ordinary and unscaled and not capturing:
@@ -195,37 +187,34 @@ def _state_for_block(optimizer: Optimizer) -> AmpOptimizerState:
     return state
 
 
-def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | None) -> AnyBlock:
-    """What is rare: each kind is an object of its own, around or in place of the ordinary block."""
+def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | None) -> Block:
+    """What is rare: parts of a block, or a kind of block in place of the ordinary one."""
     session, work = args.session, args.work
     states = [state for state, _ in work]
     for state in states:
-        if state.deferral is not None:
-            state.deferral.resolve_step()  # what the device alone knows, if the block before was another session's
+        state.resolve()  # what is not known of blocks before, those of another session included
     _check_fusing(given, states)
     _check_parallel(states)
-    if any(state.report is None for state in states):
-        check_optimizers(session, loss, args.optimizers, args.scaler.scale)
     ddps = _may_keep_grads(session, work)
     if ddps and is_capturing() and any(state.masters.masters for state in states):
         check_block(args.optimizers, args.scaler, delays=True)
-    saturating = any(state.grads.saturates for state in states)
-    synced = session.overflow_group is not None or any(state.sync is not None for state in states)
-    if any(state.deferral is not None for state in states):
-        may_defer = not saturating and not synced
-        inner: Block = DeferringBlock(args, delay, may_defer=may_defer)
-    elif delay is not None or ddps:
-        inner = DelayingBlock(args, delay)
-    else:
-        inner = Block(args)
-    unsynced = SaturatingBlock(inner, _open_states(session)) if saturating else inner
-    block: AnyBlock = unsynced
-    if synced:
-        block = SyncedBlock(unsynced, inner, [] if session.overflow_group is None else [session.overflow_group()])
+    parts: list[BlockPart] = []
+    if any(state.report is None for state in states):
+        parts.append(FirstLook(session, loss))
     if ddps:
-        assert isinstance(inner, DelayingBlock)
-        block = NoSyncBlock(block, inner, ddps)
-    return CapturedBlock(block, states) if is_capturing() else block
+        parts.append(UnknownAverages(ddps))
+    synced = session.overflow_group is not None or any(state.sync is not None for state in states)
+    if synced:
+        deciding = [] if session.overflow_group is None else [session.overflow_group()]
+        parts.append(Agreement(states, args.optimizers, deciding))
+    saturating = any(state.grads.saturates for state in states)
+    if saturating:
+        parts.append(Saturation(_open_states(session)))
+    if is_capturing():
+        parts.append(Captured())
+    if any(state.pending is not None for state in states):
+        return DeferringBlock(args, parts, delay, may_defer=not saturating and not synced)
+    return DelayingBlock(args, parts, delay) if delay is not None or ddps else Block(args, parts)
 
 
 def _open_states(session: Session) -> list[AmpOptimizerState]:

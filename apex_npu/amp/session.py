@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.amp.accessors import step_without
-from apex_npu.amp.checkpoint_guard import watch_checkpoints
 from apex_npu.amp.clip_guard import watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.deferred_inf_check import DeferredInfCheck
@@ -298,8 +297,6 @@ class Session:
         if self.policy.enabled:
             watch_clipping(self._undo, self._look_at_clipping, self._clip_of)
             average_in_float32(self._undo)
-            if self.policy.master_weights:
-                watch_checkpoints(self._undo)
             watch = DDPWatch(self.ddps, self._check_averaged_once)
             self._undo.callback(watch.close)
             watch.open()
@@ -399,8 +396,8 @@ class Session:
                 state.check_unscaled(caller)
             if any(id(p) in given for group in optimizer.param_groups for p in group["params"]):
                 state.check_unscaled(caller)
-                if state.deferral is not None and state.deferral.check is not None:
-                    state.deferral.start()  # inf clipped by value is none any more
+                if state.pending is not None and state.pending.check is not None:
+                    state.pending.start()  # inf clipped by value is none any more
                 if _holds_scaled(state):
                     self.warn_once(optimizer, SCALED_CLIPPED)
             if of_model and not state.awaits_block:
@@ -412,6 +409,15 @@ class Session:
         if text not in said:
             said.add(text)
             warn(text)
+
+    def tell_skipped(self, report: StepReport) -> None:
+        """Tell the user, and the observer, that a step was skipped."""
+        self.say(
+            f"Gradient overflow.  Skipping step, loss scaler {report.loss_id} reducing loss scale to "
+            f"{report.scale_after}"
+        )
+        if self.observer is not None:
+            self.observer.step_skipped(report)
 
     def say(self, text: str) -> None:
         """Print ``text`` unless ``verbosity`` is 0."""

@@ -70,8 +70,6 @@ NAMES: dict[str, str] = {
     "torch.autograd.profiler._is_profiler_enabled": "whether a profiler is on that ranges are to be opened for",
     # Data parallel training
     "torch.nn.parallel.distributed._sync_module_states": "patched, so that masters follow what it broadcasts",
-    # Checkpoints
-    "torch.distributed.checkpoint.state_dict._init_optim_state": "patched, so that optimizers with masters are refused",
     # Data loading
     "torch.utils.data._utils.worker._worker_loop": "patched, so that workers do not inherit ambient autocast",
     # Containers

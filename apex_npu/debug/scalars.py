@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from apex_npu.amp.session import require
-from apex_npu.debug.range_report import GradientRange
+from apex_npu.debug.gradient_range.report import GradientRange
 
 
 def scalars(gradients: GradientRange | None = None) -> dict[str, float]:
@@ -38,8 +38,8 @@ def scalars(gradients: GradientRange | None = None) -> dict[str, float]:
     found = {f"amp/loss_scale{i}": float(scaler.scale) for i, scaler in enumerate(session.scalers)}
     states = [optimizer._amp_state for optimizer in session.adopted]
     for state in states:
-        if state.deferral is not None:
-            state.deferral.resolve_step()
+        if state.pending is not None:
+            state.pending.resolve_step()
     reports = [state.report for state in states if state.report is not None]
     found["amp/skipped_steps"] = float(sum(report.skipped_steps for report in reports))
     found["amp/skips_in_a_row"] = float(max((report.skips_in_a_row for report in reports), default=0))

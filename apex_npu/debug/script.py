@@ -15,20 +15,28 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 
+from apex_npu._cli.options import (
+    CHECK_OPERATORS,
+    GRADIENT_RANGE,
+    MODEL_REPORT,
+    PROFILE,
+    RECORD,
+    TRACE,
+    Option,
+)
 from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
 from apex_npu.amp.session import current, is_first_rank, settings
 from apex_npu.autocast.monkey_patches import patch_attribute
 from apex_npu.autocast.undo import Undo
 from apex_npu.backends._torch_private import dispatch_modes
-from apex_npu.debug.check_operators import check_operators
-from apex_npu.debug.gradient_range import gradient_range
-from apex_npu.debug.profile import profile
-from apex_npu.debug.record import record
-from apex_npu.debug.watch import Watch
-
-PROFILE, TRACE = "APEX_NPU_PROFILE", "APEX_NPU_PROFILE_TRACE"
-GRADIENT_RANGE, CHECK_OPERATORS = "APEX_NPU_GRADIENT_RANGE", "APEX_NPU_CHECK_OPERATORS"
-RECORD = "APEX_NPU_RECORD"
+from apex_npu.debug.comparison.check_operators import check_operators
+from apex_npu.debug.comparison.record import record
+from apex_npu.debug.gradient_range.measure import gradient_range
+from apex_npu.debug.model_report.script import FirstForward
+from apex_npu.debug.overflow.explain import explain_as_environment_says
+from apex_npu.debug.profiling.profile import profile
+from apex_npu.debug.watching.opening import WatchingContext
+from apex_npu.debug.watching.watch import Watch
 
 
 class Part:
@@ -67,7 +75,7 @@ class Part:
 class ProfilePart(Part):
     """Where the time goes."""
 
-    option = "--profile"
+    option = PROFILE.name
 
     def __init__(self, first: int, last: int, trace: str | None = None) -> None:
         """See ``profile`` for ``trace``."""
@@ -93,7 +101,7 @@ class ProfilePart(Part):
 class GradientRangePart(Part):
     """The range of the gradients of a step."""
 
-    option = "--gradient-range"
+    option = GRADIENT_RANGE.name
     _found: object = "--gradient-range: no optimizer of amp has stepped"
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -113,21 +121,39 @@ class GradientRangePart(Part):
         return self._found
 
 
-class CheckOperatorsPart(Part):
+class WatchingPart(Part):
+    """A part that opens a context which watches."""
+
+    def open(self, context: WatchingContext, module: nn.Module | None, args: Any) -> Any:
+        """Open ``context``; returns what it yields."""
+        if module is not None and not Watch.is_open() and dispatch_modes():
+            raise RuntimeError(
+                f"the first forward is called within another dispatch mode, {type(dispatch_modes()[-1]).__name__}: "
+                "name a later step, or take that mode out"
+            )
+        found = context.__enter__()
+        context.make_way(self.give_way)
+        if module is not None:
+            context.enter_module(module, args)
+        return found
+
+    def give_way(self) -> None:
+        """The script opens a context that watches."""
+        raise NotImplementedError
+
+
+class CheckOperatorsPart(WatchingPart):
     """The operators of a step."""
 
-    option = "--check-operators"
+    option = CHECK_OPERATORS.name
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
         """See ``Part``."""
-        _check_modes(module)
         self._context = check_operators()
-        self._found = self._context.__enter__()
-        self._context.make_way(self._make_way)
-        if module is not None:
-            self._context.enter_module(module, args)
+        self._found = self.open(self._context, module, args)
 
-    def _make_way(self) -> None:
+    def give_way(self) -> None:
+        """See ``WatchingPart``."""
         self._context.__exit__(None, None, None)
         self.note = f"{self.option} has ended where the script opens find_overflow, check_operators or record itself"
 
@@ -137,10 +163,10 @@ class CheckOperatorsPart(Part):
         return self._found
 
 
-class RecordPart(Part):
+class RecordPart(WatchingPart):
     """A file of a step."""
 
-    option = "--record"
+    option = RECORD.name
 
     def __init__(self, first: int, path: str) -> None:
         """See ``record`` for ``path``."""
@@ -149,14 +175,11 @@ class RecordPart(Part):
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
         """See ``Part``."""
-        _check_modes(module)
         self._context = record(self._path)
-        self._recorded = self._context.__enter__()
-        self._context.make_way(self._make_way)
-        if module is not None:
-            self._context.enter_module(module, args)
+        self._recorded = self.open(self._context, module, args)
 
-    def _make_way(self) -> None:
+    def give_way(self) -> None:
+        """See ``WatchingPart``."""
         self._context.discard()
         self._gave_way = True
 
@@ -175,19 +198,6 @@ class RecordPart(Part):
         except (RuntimeError, OSError) as error:  # as where the disk is full
             return f"{self.option}: no file is written: {error}"
         return f"{self.option}: step {self.first} is in {self._context.path}, {len(self._recorded.rows)} tensors"
-
-
-def _check_modes(module: nn.Module | None) -> None:
-    """Check that what begins within the forward of ``module`` is not ended by a dispatch mode that is left after it.
-
-    Raises:
-        RuntimeError: There is a dispatch mode.
-    """
-    if module is not None and not Watch.is_open() and dispatch_modes():
-        raise RuntimeError(
-            f"the first forward is called within another dispatch mode, {type(dispatch_modes()[-1]).__name__}: name a "
-            "later step, or take that mode out"
-        )
 
 
 class ScriptSteps:
@@ -270,34 +280,40 @@ class ScriptSteps:
 
 
 def look_as_environment_says() -> None:
-    """Look at the steps that the variables of the options of ``python -m apex_npu run`` name.
+    """Begin what the variables of ``OPTIONS`` ask for.
 
     Raises:
-        ValueError: One is not ``A:B`` with 0 ≤ A < B, or no step, or not ``STEP:FILE``.
+        ValueError: One is not ``A:B`` with 0 ≤ A < B, or no step, or not ``STEP:FILE``, or no number of skips.
     """
+    explain_as_environment_says()
     parts: list[Part] = []
-    if os.environ.get(PROFILE):
-        parts.append(ProfilePart(*_steps_of(PROFILE), os.environ.get(TRACE) or None))
-    kinds: tuple[tuple[str, type[Part]], ...] = (
-        (GRADIENT_RANGE, GradientRangePart),
-        (CHECK_OPERATORS, CheckOperatorsPart),
-    )
-    for variable, kind in kinds:
-        if os.environ.get(variable):
-            parts.append(kind(*_steps_of(variable)))
-    if os.environ.get(RECORD):
-        step, _, path = os.environ[RECORD].partition(":")
+    if _given(PROFILE):
+        parts.append(ProfilePart(*_steps_of(PROFILE), _given(TRACE) or None))
+    if _given(GRADIENT_RANGE):
+        parts.append(GradientRangePart(*_steps_of(GRADIENT_RANGE)))
+    if _given(CHECK_OPERATORS):
+        parts.append(CheckOperatorsPart(*_steps_of(CHECK_OPERATORS)))
+    if text := _given(RECORD):
+        step, _, path = text.partition(":")
         if not step.strip().isdecimal() or not path:
-            raise ValueError(f"{RECORD} is STEP:FILE, a step, counted from 0, and a file; got {os.environ[RECORD]!r}")
+            raise ValueError(f"{RECORD.variable} is STEP:FILE, a step, counted from 0, and a file; got {text!r}")
         parts.append(RecordPart(int(step), path))
     if parts:
         ScriptSteps(parts)
+    if _given(MODEL_REPORT):
+        FirstForward()
 
 
-def _steps_of(variable: str) -> tuple[int, int]:
+def _given(option: Option) -> str:
+    return os.environ.get(option.variable, "")
+
+
+def _steps_of(option: Option) -> tuple[int, int]:
     """The numbers of ``A:B``, or of a step and the next."""
-    text = os.environ[variable].strip()
+    text = _given(option).strip()
     first, colon, last = text.partition(":")
     if not first.isdecimal() or not (last if colon else first).isdecimal() or (colon and int(first) >= int(last)):
-        raise ValueError(f"{variable} is A:B, from step A, counted from 0, to before step B, or a step; got {text!r}")
+        raise ValueError(
+            f"{option.variable} is A:B, from step A, counted from 0, to before step B, or a step; got {text!r}"
+        )
     return int(first), int(last) if colon else int(first) + 1

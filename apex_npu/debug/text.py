@@ -20,9 +20,9 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], between: str = ", ") -> str:
     """The first of ``names``, and how many more there are."""
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return between.join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def name_of(dtype: torch.dtype | None) -> str:
@@ -30,12 +30,26 @@ def name_of(dtype: torch.dtype | None) -> str:
     return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """``rows`` of cells in columns: the first ``left`` of these to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def fitted(text: str, indent: int = 4) -> str:
     """``text`` with lines that are longer than the terminal is wide broken at spaces, and continued ``indent`` on."""
     columns = max(shutil.get_terminal_size((_COLUMNS, 24)).columns, 2 * indent + 20)
-    options = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
-    lines: list[str] = []
-    for line in text.split("\n"):
-        whole = len(line) <= columns
-        lines += [line] if whole else textwrap.wrap(line, columns, subsequent_indent=" " * indent, **options)
-    return "\n".join(lines)
+    wrapper = textwrap.TextWrapper(
+        columns,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+    return "\n".join("\n".join(wrapper.wrap(line)) if len(line) > columns else line for line in text.split("\n"))

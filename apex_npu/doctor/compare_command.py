@@ -15,8 +15,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.rows < 1:
         return _fail(f"--rows {options.rows}: a positive number is expected")
     try:
-        from apex_npu.debug.compare import compare
-        from apex_npu.debug.comparison_report import HEAD, lines_after, lines_before, rows_to_show, table_of
+        from apex_npu.debug.comparison.compare import compare
+        from apex_npu.debug.comparison.report import HEAD, lines_after, lines_before, rows_to_show, table_of
     except ImportError as error:
         return _fail(f"{error}: torch 2.6 or newer is needed, see https://pytorch.org")
     try:

@@ -4,7 +4,46 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch.optim.optimizer import ParamsT
+
 from apex_npu import optimizers
+
+
+class HostMuon(optimizers.NpuFusedMuon):
+    """``NpuFusedMuon`` for programs that have one learning rate and one decay, of AdamW, for all parameters.
+
+    Matrices are stepped by Muon, whose steps are brought to the size of AdamW's, all else by AdamW: other parameters
+    and, in groups with timm's ``use_fallback``, matrices.
+
+    Args:
+        params: As of ``NpuFusedMuon``.
+        lr: Of groups that do not name it.
+        betas: AdamW's.
+        eps: Of both rules.
+        weight_decay: Of groups that do not name it.
+        adjust_lr_fn: As of ``NpuFusedMuon``.
+        **options: Other arguments of ``NpuFusedMuon``.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        adjust_lr_fn: str | None = "match_rms_adamw",
+        **options: Any,
+    ) -> None:
+        given: list[Any] = list(params)
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        shared = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        rules = (False if group.get("use_fallback") else "auto" for group in groups)
+        groups = [{**shared, "use_muon": rule, **group} for rule, group in zip(rules, groups, strict=True)]
+        super().__init__(groups, lr, weight_decay, adjust_lr_fn=adjust_lr_fn, **options)
 
 
 def optimizer_classes() -> dict[str, type[optimizers.FusedOptimizer]]:
@@ -15,6 +54,15 @@ def optimizer_classes() -> dict[str, type[optimizers.FusedOptimizer]]:
         for name, cls in named.items()
         if isinstance(cls, type) and issubclass(cls, optimizers.FusedOptimizer) and cls is not optimizers.FusedOptimizer
     }
+
+
+def host_class(name: str) -> type[optimizers.FusedOptimizer]:
+    """``optimizer_class``, or the class that takes the arguments of hosts in its place.
+
+    Raises:
+        ValueError: As of ``optimizer_class``.
+    """
+    return HostMuon if name == "NpuFusedMuon" else optimizer_class(name)
 
 
 def optimizer_class(name: str) -> type[optimizers.FusedOptimizer]:

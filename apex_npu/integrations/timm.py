@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from apex_npu import optimizers
+from apex_npu.integrations.optimizer_names import HostMuon
 from apex_npu.integrations.requirements import require
 
 require("timm", "timm", "1.0.31")
@@ -24,6 +25,7 @@ _OPTIMIZERS: dict[str, tuple[type[optimizers.FusedOptimizer], dict[str, Any]]] =
     "npufusedadam": (optimizers.NpuFusedAdam, _BETAS),
     "npufusedadamw": (optimizers.NpuFusedAdamW, _BETAS),
     "npufusedadamp": (optimizers.NpuFusedAdamP, {**_BETAS, "defaults": {"wd_ratio": 0.01, "nesterov": True}}),
+    "npufusedmuon": (HostMuon, {**_BETAS, "has_eps": True}),
     "npufusedlamb": (optimizers.NpuFusedLamb, _BETAS),
     "npufusedadadelta": (optimizers.NpuFusedAdadelta, {}),
     "npufusedrmsprop": (optimizers.NpuFusedRMSprop, _RMSPROP),

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from apex_npu.integrations.optimizer_names import optimizer_class
+from apex_npu.integrations.optimizer_names import host_class, optimizer_classes
 from apex_npu.integrations.requirements import require
 
 require("transformers", "transformers", "4.57")
@@ -97,7 +97,7 @@ def optimizer_cls_and_kwargs(
 
         >>> Trainer(model, args, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args))  # doctest: +SKIP
     """
-    cls = optimizer_class(name)
+    cls = host_class(name)
     found: dict[str, Any] = {"lr": args.learning_rate}
     if "betas" in inspect.signature(cls).parameters:
         found.update(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
@@ -118,22 +118,39 @@ def _parsed(optim_args: str | None) -> dict[str, Any]:
 
 
 def register() -> None:
-    """Have ``--optim adamw_torch_npu_fused`` be ``NpuFusedAdamW`` of this package, on every device. Idempotent.
+    """Have ``--optim`` take the fused optimizers by the names of their classes in lower case. Idempotent.
+
+    ``--optim adamw_torch_npu_fused`` is ``NpuFusedAdamW`` of this package then, on every device. A pickled
+    ``TrainingArguments`` (``training_args.bin``) with another of these names can be loaded after this call alone.
 
     Example::
 
         >>> register()  # doctest: +SKIP
-        >>> args = TrainingArguments(output_dir, optim="adamw_torch_npu_fused")
+        >>> args = TrainingArguments(output_dir, optim="npufusedmuon")
     """
     original = Trainer.get_optimizer_cls_and_kwargs
     if getattr(original, "__module__", None) == __name__:
         return
+    names = {name.lower(): name for name in optimizer_classes()}
+    for value in names:
+        _add_name(value)
+    names[OptimizerNames.ADAMW_TORCH_NPU_FUSED.value] = "NpuFusedAdamW"
 
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, *rest: Any, **named: Any) -> tuple[Any, Any]:
         """See ``transformers.Trainer``."""
-        if args.optim == OptimizerNames.ADAMW_TORCH_NPU_FUSED:
-            return optimizer_cls_and_kwargs(args)
+        name = names.get(OptimizerNames(args.optim).value)
+        if name is not None:
+            return optimizer_cls_and_kwargs(args, name)
         found: tuple[Any, Any] = original(args, *rest, **named)
         return found
 
     Trainer.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)
+
+
+def _add_name(value: str) -> None:
+    """Make ``value`` one of ``OptimizerNames``, which TrainingArguments and its command line take alone."""
+    member = str.__new__(OptimizerNames, value)
+    member._name_, member._value_ = value.upper(), value
+    OptimizerNames._member_names_.append(member._name_)
+    OptimizerNames._member_map_[member._name_] = member
+    OptimizerNames._value2member_map_[value] = member

@@ -20,6 +20,7 @@ from apex_npu.ops.gather import (
     unscale_grads,
 )
 from apex_npu.ops.lists import sgd_list_, takes_sgd_lists
+from apex_npu.ops.newton_schulz import Matrices, orthogonalize_
 from apex_npu.ops.reference import FLOATS, LOW_PRECISION, chunks, wide_dtype
 from apex_npu.ops.segmented import adamp_, lamb_, norm, segment_add_, segment_dot
 from apex_npu.ops.segments import Segments
@@ -28,6 +29,7 @@ __all__ = [
     "FLOATS",
     "LOW_PRECISION",
     "Call",
+    "Matrices",
     "Segments",
     "adadelta_",
     "adagrad_",
@@ -46,6 +48,7 @@ __all__ = [
     "masks_writes",
     "multiply_",
     "norm",
+    "orthogonalize_",
     "rmsprop_",
     "segment_add_",
     "segment_dot",

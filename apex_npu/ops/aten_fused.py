@@ -36,7 +36,9 @@ def sgd_(
     operands, step = (param, grad, momentum_buffer, model_param), options["step"]
     decays = options.get("decoupled", False) and options["weight_decay"] != 0
     # The buffer is zeros before the first step, which makes only this difference.
-    asks = isinstance(step, Tensor) and momentum_buffer is not None and options["dampening"] != 0
+    dampened = momentum_buffer is not None and options["dampening"] != 0
+    # Beside Nesterov's momentum torch knows no dampening.
+    asks = dampened and (isinstance(step, Tensor) or options["nesterov"])
     if decays or asks or not _one_dtype(*operands[:3]) or param.dtype in reference.LOW_PRECISION:
         elementwise.sgd_.reference(*operands, grad_scale=grad_scale, found_inf=found_inf, **options)
         return

@@ -61,7 +61,7 @@ def sgd_(
         p ← p − lr · weight_decay · p           if decoupled,   else  g ← ±g + weight_decay · p
         b ← g                                   if step = 1
         b ← momentum · b + (1 − dampening) · g  else
-        p ← p − lr · (g + momentum · b  if nesterov else  b)
+        p ← p − lr · ((1 − dampening) · g + momentum · b  if nesterov else  b)
 
     Args:
         param: θ, updated in place.
@@ -70,7 +70,7 @@ def sgd_(
         model_param: See the module.
         lr: Learning rate.
         momentum: Of b.
-        dampening: Of the gradient's share in b.
+        dampening: Of the gradient's share in b, and beside b.
         weight_decay: L2 penalty, or decoupled decay.
         nesterov: Look ahead.
         maximize: Ascend instead.
@@ -95,7 +95,12 @@ def sgd_(
                 b.copy_(update)
             else:
                 b.mul_(momentum).add_(update, alpha=1 - dampening)
-            update = update.add(b, alpha=momentum) if nesterov else b
+            if not nesterov:
+                update = b
+            elif dampening:
+                update = update.mul(1 - dampening).add_(b, alpha=momentum)
+            else:
+                update = update.add(b, alpha=momentum)
         add_(p, update, -lr)
         write_back(p_chunk, p, model_chunk)
 

@@ -37,7 +37,7 @@ def sgd_list_(
         momentum_buffers: Likewise; updated in place.
         lr: Learning rate.
         momentum: Of the buffers; not 0.
-        dampening: Of the gradient's share in them.
+        dampening: Of the gradient's share in them; 0 for ``nesterov``.
         weight_decay: L2 penalty.
         nesterov: Look ahead.
         maximize: Ascend instead.

@@ -365,12 +365,16 @@ _ADAM: dict[str, Any] = {"lr": 0.5, "beta1": 0.5, "beta2": 0.75, "eps": 0.25, "w
 _SGD: dict[str, Any] = {
     "lr": 0.5,
     "momentum": 0.5,
-    "dampening": 0.25,
     "weight_decay": 0.5,
-    "nesterov": True,
     "maximize": False,
     "step": 2,
 }
+
+
+def _step_sgd(kernel: Callable[..., None], *operands: Tensor) -> None:
+    """A step with dampening, and one with Nesterov's momentum, which torch's kernel has without it alone."""
+    kernel(*operands[:3], dampening=0.25, nesterov=False, **_SGD)
+    kernel(*operands[:3], dampening=0.0, nesterov=True, **_SGD)
 
 
 def _reference_adamw(*operands: Tensor) -> None:
@@ -387,8 +391,8 @@ _KERNELS: dict[str, tuple[Callable[[], bool], Callable[..., None], Callable[...,
     ),
     "_fused_sgd_": (
         lambda: has_aten_kernel("_fused_sgd_"),
-        lambda *operands: aten_fused.sgd_(*operands[:3], **_SGD),
-        lambda *operands: elementwise.sgd_.reference(*operands[:3], **_SGD),
+        lambda *operands: _step_sgd(aten_fused.sgd_, *operands),
+        lambda *operands: _step_sgd(elementwise.sgd_.reference, *operands),
     ),
 }
 # Those that ``works`` tells of.

@@ -83,7 +83,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     """
 
     is_npu_fused_optimizer = True
-    # True where state_dict() shows a `step` per parameter, as torch.optim's optimizer of the same rule does.
+    # True where state_dict() shows a `step` per parameter, as torch.optim's optimizer of the same rule does; where that
+    # depends on the group, ``shows_step`` says it.
     has_step_state: ClassVar[bool] = True
     # States that only some hyper-parameters call for: a state dict may have them or lack them.
     optional_states: ClassVar[tuple[str, ...]] = ()
@@ -142,6 +143,14 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
         """The per-element states that the rule keeps for ``group``, in the order of torch's state dict."""
         raise NotImplementedError(f"{type(self).__name__} must define state_names(group)")
+
+    def shows_step(self, group: ParamGroup) -> bool:
+        """True where the states of ``group`` have a ``step``."""
+        return self.has_step_state
+
+    def group_defaults(self, group: ParamGroup) -> dict[str, Any]:
+        """What ``group`` has where it does not say otherwise."""
+        return self.defaults
 
     def initial_state(self, name: str, group: ParamGroup) -> float:
         """What the elements of state ``name`` are before a parameter's first step."""
@@ -291,7 +300,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         grad_scale = getattr(self, "grad_scale", None)
         groups, names = self.param_groups, self._fused.state_names
         for fused, states in gathered:
-            addend: float | Tensor = 1.0 if self.has_step_state or names[fused.places[0][0]] else 0.0
+            first = fused.places[0][0]  # all have the same states
+            addend: float | Tensor = 1.0 if names[first] or self.shows_step(groups[first]) else 0.0
             if found_inf is not None and addend:
                 addend = (found_inf == 0).to(torch.float32)
             model_params = fused.model_params()
@@ -361,7 +371,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         """
         if isinstance(param_group, dict):
             with naming(type(self).__name__):
-                self.validate({**self.defaults, **param_group})
+                self.validate({**self.group_defaults(param_group), **param_group})
         super().add_param_group(param_group)
         self.add_torch_options(self.param_groups[-1])
         if self._may_leave_scaling and any(map(is_sharded, self.param_groups[-1]["params"])):

@@ -181,7 +181,7 @@ def _check_shard(which: str, param: Tensor, *, shards: bool, scaled: bool) -> No
     if not shards:
         raise TypeError(
             f"{which} is a DTensor, as fully_shard and distribute_tensor make them, of which this process has a part: "
-            "this optimizer's rule takes norms over whole parameters. Use one whose rule does not (Adam, AdamW, SGD, "
+            "this optimizer's rule needs whole parameters. Use one that steps element by element (Adam, AdamW, SGD, "
             "RMSprop, Adadelta, Adagrad), or replicate the model, with combine_ddp=True or DistributedDataParallel"
         )
     if scaled:

@@ -21,11 +21,14 @@ class Rule(Protocol):
     """What is required of an optimizer here; see ``FusedOptimizer``."""
 
     state: Any
-    has_step_state: ClassVar[bool]
     scalar_states: ClassVar[tuple[str, ...]]
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The states that the rule keeps for ``group``."""
+        ...
+
+    def shows_step(self, group: dict[str, Any]) -> bool:
+        """True where these have a ``step``."""
         ...
 
     def initial_state(self, name: str, group: dict[str, Any]) -> float:
@@ -69,7 +72,7 @@ class ShownState:
         self.entries, self.views = [], ([], [], [])  # if memory runs out below, the next step copies again
         for slot in slots:
             names = rule.state_names(slot.group)
-            if not rule.has_step_state and not names:
+            if not names and not rule.shows_step(slot.group):
                 continue  # a state that is switched on again is as old as it was
             entry = rule.state.get(slot.param, {})
             count = _count_of(rule, slot.group, entry)
@@ -135,7 +138,7 @@ def _reset(rule: Rule, slot: StateSlot, name: str) -> None:
 
 def _count_of(rule: Rule, group: dict[str, Any], entry: dict[str, Any]) -> float:
     """Steps that the state ``entry`` stands for; a rule without a count only tells the first from later ones."""
-    if rule.has_step_state:
+    if rule.shows_step(group):
         # NVIDIA's optimizers keep one count for the whole group.
         count: Any = entry.get("step", group.get("step", 0) if entry else 0)
         return float(count)
@@ -146,10 +149,11 @@ def _count_of(rule: Rule, group: dict[str, Any], entry: dict[str, Any]) -> float
 def _show(rule: Rule, slot: StateSlot) -> None:
     """Let the parameter's entry of ``state`` show the buffers' views, beside whatever else a user put there."""
     views = {name: sharded_like(_view(rule, slot, name), slot.param) for name in rule.state_names(slot.group)}
-    if not views and not rule.has_step_state:
+    shows_step = rule.shows_step(slot.group)
+    if not views and not shows_step:
         return
     entry, count = rule.state[slot.param], slot.fused.runs.counts.view(slot.position)
-    if rule.has_step_state:
+    if shows_step:
         entry["step"] = count
     elif _COUNT in entry or count.device.type != "cpu":
         entry[_COUNT] = count

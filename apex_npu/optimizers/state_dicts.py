@@ -38,12 +38,13 @@ def check_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
     problems: list[str] = []
     params = dict(_indexed_params(state_dict, optimizer.param_groups))
     for group in state_dict["param_groups"]:
-        merged = {**optimizer.defaults, **group}
+        defaults = optimizer.group_defaults(group)
+        merged = {**defaults, **group}
         with naming(owner):
             optimizer.validate(merged)
-        options = [name for name in _RULE_OPTIONS if merged.get(name) and name not in optimizer.defaults]
+        options = [name for name in _RULE_OPTIONS if merged.get(name) and name not in defaults]
         problems += [f"a group has {name}={merged[name]!r}, which {owner} does not have" for name in options]
-        if "step" in merged and optimizer.has_step_state:
+        if "step" in merged and optimizer.shows_step(merged):
             problems += _step_problems(merged["step"], "a group")
         for index in group["params"]:
             entry = state_dict["state"].get(index, {})
@@ -81,7 +82,7 @@ def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
                 target = param.device if value.dim() else value.device
                 optimizer.state[param][name] = value.detach().to(target, copy=True)
     for group in optimizer.param_groups:
-        for name, default in optimizer.defaults.items():
+        for name, default in optimizer.group_defaults(group).items():
             if name != "differentiable":  # torch's own, which no rule here has
                 group.setdefault(name, default)
         optimizer.add_torch_options(group)
@@ -90,7 +91,7 @@ def copy_loaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
 def _state_shapes(optimizer: Any, group: dict[str, Any], param: Tensor) -> dict[str, torch.Size]:
     names = (*optimizer.state_names(group), *optimizer.optional_states)
     shapes = {name: torch.Size() if name in optimizer.scalar_states else param.shape for name in names}
-    return {"step": torch.Size(), **shapes} if optimizer.has_step_state else shapes
+    return {"step": torch.Size(), **shapes} if optimizer.shows_step(group) else shapes
 
 
 def _find_unsharded(entry: dict[str, Any], param: Tensor, where: str) -> list[str]:

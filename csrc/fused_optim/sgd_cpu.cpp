@@ -25,7 +25,7 @@ struct Sgd {
     const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
       const T grad = gradient(g[i], p[i]);
       b[i] = first ? grad : momentum * b[i] + grad_share * grad;
-      p[i] = keep * p[i] - lr * (nesterov ? grad + momentum * b[i] : b[i]);
+      p[i] = keep * p[i] - lr * (nesterov ? grad_share * grad + momentum * b[i] : b[i]);
     };
     for_each<T>(n, body, p, g, b);
   }

@@ -38,7 +38,7 @@ def test_steps_by_its_rule_on_what_amp_leaves(spec, level):
     model, optimizer = amp.initialize(
         model, spec.cls(model.parameters(), **kwargs), opt_level=level, loss_scale=128.0, verbosity=0
     )
-    stepped = list(amp.master_params(optimizer))
+    stepped = amp.masters_of(model.parameters())
     twins = [nn.Parameter(p.detach().float().clone()) for p in stepped]
     reference = spec.reference(twins, **kwargs)
     for step in range(6):

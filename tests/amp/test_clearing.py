@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from devices import needs
 from small_programs import (
     LEVELS,
     WITH_MASTERS,
@@ -126,6 +127,7 @@ def test_a_skip_goes_with_the_gradients_that_are_dropped(level, kind, between):
     assert_values(model.parameters(), 9.0, 9.0)
 
 
+@needs("flag_on_the_device")
 @levels(LEVELS)
 def test_an_overflow_that_is_dropped_before_a_deferred_check_is_none(level):
     model, optimizer, x = ready("fuse_unscale", level, loss_scale="dynamic", dynamic_init_scale=16.0)

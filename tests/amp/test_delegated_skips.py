@@ -14,7 +14,7 @@ from devices import DEVICE, SAME_KERNELS, SIMULATOR, needs, needs_counts
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu.amp import amp_optimizer, deferred_step
+from apex_npu.amp import pending_step
 from apex_npu.ops import masks_writes
 
 needs_device = pytest.mark.skipif(DEVICE.type == "cpu", reason="on a CPU there is nothing to wait for")
@@ -28,7 +28,7 @@ CAPTURABLE = [
 @pytest.fixture(autouse=True)
 def delegated(monkeypatch):
     """On a simulated device, too, where it would cost more than a wait."""
-    monkeypatch.setattr(deferred_step, "masks_writes", lambda device: True)
+    monkeypatch.setattr(pending_step, "masks_writes", lambda device: True)
 
 
 HOOKS = ("register_step_pre_hook", "register_step_post_hook")
@@ -457,7 +457,7 @@ def test_a_subclass_that_changes_no_step_is_left_to_the_device():
         def validate(self, group):
             super().validate(group)
 
-    assert deferred_step.supports_found_inf(make(cls=Named)[1])
+    assert pending_step.supports_found_inf(make(cls=Named)[1])
 
 
 class AsksMeanwhile(optimizers.NpuFusedSGD):
@@ -490,13 +490,13 @@ def test_a_read_in_the_middle_of_a_step_changes_nothing(fuse_unscale):
 
 @needs_device
 def test_a_read_just_before_the_flag_is_set_changes_nothing(monkeypatch):
-    real = amp_optimizer.take_step
+    real = pending_step.PendingStep.take
 
-    def take_step(*args):
+    def take(*args):
         in_another_thread(amp.state_dict)
         real(*args)
 
-    monkeypatch.setattr(amp_optimizer, "take_step", take_step)
+    monkeypatch.setattr(pending_step.PendingStep, "take", take)
     model, optimizer = make(fuse_unscale=True)
     assert skips_all(optimizer, model)
     assert amp.last_step(optimizer).skipped_steps == 1

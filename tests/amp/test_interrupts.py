@@ -9,7 +9,7 @@ import functools
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, needs
 from interrupting import Interrupt
 from small_programs import WITH_MASTERS, Weights, levels, start, train_step, values
 
@@ -115,6 +115,9 @@ def test_later_blocks_open_on_old_or_new_values(level):
     assert not bad(level, "torch", *BLOCK, what=lambda found: isinstance(found, Exception) or set(found) - right)
 
 
+casting = levels(["O1", pytest.param("O4", marks=needs("autocast_to_bfloat16"))])
+
+
 def wrong_dtypes(level, *files):
     inputs = torch.float32 if level in ("O1", "O4") else DTYPES[level]
     return [(at, dtypes) for at, _, dtypes in outcomes(level, "torch", *files) if dtypes != (inputs, DTYPES[level])]
@@ -125,11 +128,11 @@ def test_inputs_are_cast(level):
     assert not wrong_dtypes(level, "forward_cast.py")
 
 
-@levels(("O1", "O4"))
+@casting
 def test_functions_are_cast(level):
     assert not wrong_dtypes(level, "casting.py")
 
 
-@levels(("O1", "O4"))
+@casting
 def test_functions_are_cast_after_an_interrupted_forward(level):
     assert not wrong_dtypes(level, "forward_cast.py")

@@ -4,7 +4,7 @@
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, require
 from small_programs import (
     CASTING,
     WITH_MASTERS,
@@ -89,6 +89,8 @@ def test_a_model_that_is_moved_between_steps_keeps_the_state_of_adam(level, cls)
 @kinds(ALL_KINDS)
 @levels(WITH_MASTERS)
 def test_a_part_that_is_moved_between_steps_is_trained_or_refused(level, kind):
+    if kind == "torch":
+        require("lists_of_devices")
     model, optimizer = start(Weights(10.0, 10.0).cpu(), kind=kind, level=level)
     step_on(model, optimizer)
     model.w[1].data = model.w[1].data.to(DEVICE)

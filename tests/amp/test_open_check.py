@@ -16,7 +16,7 @@ from devices import DEVICE, needs
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu.amp import deferred_step, fused_unscale
+from apex_npu.amp import fused_unscale, pending_step
 from apex_npu.amp.deferred_inf_check import DeferredInfCheck
 
 LEVELS = ["O0", "O2"]
@@ -303,7 +303,7 @@ def test_a_plain_step_reads_gradients_for_overflow_once(monkeypatch):
         monkeypatch.setattr(module, name, lambda *args: looks.append(1) or real(*args))
 
     count(fused_unscale, "look_for_overflow")
-    count(deferred_step, "_scale_and_look")  # where they are divided in the same pass
+    count(pending_step, "_scale_and_look")  # where they are divided in the same pass
     model, optimizer = make()
     for clip in (True, False):
         backward(model, optimizer)

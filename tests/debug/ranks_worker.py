@@ -12,7 +12,7 @@ from devices import DEVICE
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu.debug import ranks
+from apex_npu.debug.overflow import ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from common import main

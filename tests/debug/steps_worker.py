@@ -17,7 +17,7 @@ from devices import DEVICE
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu.debug.recorded import load
+from apex_npu.debug.comparison.recorded import load
 from apex_npu.debug.script import ProfilePart, RecordPart, ScriptSteps
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))

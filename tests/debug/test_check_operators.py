@@ -15,10 +15,10 @@ from devices import DEVICE, SIMULATOR, needs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex_npu import amp
-from apex_npu.debug.check_operators import _error
-from apex_npu.debug.operators import operator_of, tensors_in
+from apex_npu.debug.comparison.check_operators import _error
+from apex_npu.debug.watching.operators import operator_of, tensors_in
 
-PACKAGE = Path(sys.modules[_error.__module__].__file__).parent
+PACKAGE = Path(sys.modules[_error.__module__].__file__).parents[1]
 MARKED = planted.marked_lines(__file__)
 
 

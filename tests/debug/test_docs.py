@@ -11,7 +11,8 @@ import torch
 from devices import DEVICE
 
 from apex_npu import amp
-from apex_npu.debug import causes, labels
+from apex_npu.debug.overflow import causes
+from apex_npu.debug.profiling import labels
 
 TEXT = (Path(__file__).parents[2] / "docs" / "debug.md").read_text(encoding="utf-8")
 OTHER_RANGES = ["forward", "scale_up", "backward", "unscale_and_check", "all_reduce[i]", "copy_masters"]

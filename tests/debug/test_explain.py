@@ -17,7 +17,7 @@ from devices import DEVICE, SIMULATOR, START_SCRIPT, needs_counts
 
 from apex_npu import amp, optimizers
 from apex_npu.amp import session as amp_session
-from apex_npu.debug.explain import explain_as_environment_says
+from apex_npu.debug.overflow.explain import explain_as_environment_says
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ from debug import planted, planted_more
 from devices import DEVICE, SIMULATOR, require
 
 from apex_npu import amp, optimizers
-from apex_npu.debug import places
+from apex_npu.debug.watching import places
 
 SETTINGS = {
     "torch.optim": (torch.optim.SGD, {}),

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from apex_npu import amp, optimizers
 from apex_npu.amp.session import current, settings
-from apex_npu.debug import census
-from apex_npu.debug.census import exponent_census
-from apex_npu.debug.range_report import GradientRange, ParameterRange, advice_of
+from apex_npu.debug.gradient_range import census
+from apex_npu.debug.gradient_range.census import exponent_census
+from apex_npu.debug.gradient_range.report import GradientRange, ParameterRange, advice_of
 
 
 def reference(tensor):

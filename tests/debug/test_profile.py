@@ -17,9 +17,9 @@ from devices import DEVICE, SIMULATOR, needs_counts
 from apex_npu import amp, optimizers
 from apex_npu.amp import amp_optimizer, block
 from apex_npu.amp.session import settings
-from apex_npu.debug import labels, phases
-from apex_npu.debug.phases import Event, Kernel, Steps, summarize
-from apex_npu.debug.profile import advice_of
+from apex_npu.debug.profiling import labels, phases
+from apex_npu.debug.profiling.phases import Event, Kernel, Steps, summarize
+from apex_npu.debug.profiling.profile import advice_of
 
 CPU_ONLY = [torch.profiler.ProfilerActivity.CPU]
 needs_float16_scale = {"dynamic_init_scale": 128.0}

@@ -13,8 +13,8 @@ from debug.test_watching import iterate, set_up
 from devices import DEVICE, needs
 
 from apex_npu import amp, optimizers
-from apex_npu.debug import ranges, second_opinion
-from apex_npu.debug.operators import operator_of
+from apex_npu.debug.watching import ranges, second_opinion
+from apex_npu.debug.watching.operators import operator_of
 
 MARKED = planted.marked_lines(__file__)
 

@@ -19,7 +19,7 @@ from apex_npu import amp
 from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
 from apex_npu.amp.session import settings
 from apex_npu.backends._torch_private import dispatch_modes
-from apex_npu.debug.recorded import load
+from apex_npu.debug.comparison.recorded import load
 from apex_npu.debug.script import (
     CheckOperatorsPart,
     GradientRangePart,
@@ -28,7 +28,7 @@ from apex_npu.debug.script import (
     ScriptSteps,
     look_as_environment_says,
 )
-from apex_npu.debug.watch import Watch
+from apex_npu.debug.watching.watch import Watch
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from apex_npu import amp, optimizers
 from apex_npu.backends._torch_private import dispatch_modes
-from apex_npu.debug.operators import tensors_in
+from apex_npu.debug.watching.operators import tensors_in
 
 
 def hooks_of_torch():

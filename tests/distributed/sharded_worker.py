@@ -270,8 +270,9 @@ def refusals():
         optimizers.NpuFusedBertAdam,
         optimizers.FusedNovoGrad,
         optimizers.FusedLAMB,
+        optimizers.NpuFusedMuon,
     ):
-        with pytest.raises(TypeError, match=rf"{kind.__name__}: parameter 0 .* is a DTensor.* norms over whole param"):
+        with pytest.raises(TypeError, match=rf"{kind.__name__}: parameter 0 .* is a DTensor.* needs whole param"):
             kind(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="fuse_grad_scaler=True lets each process look for overflow in its own part"):
         optimizers.NpuFusedAdam(model.parameters(), fuse_grad_scaler=True)

@@ -93,6 +93,22 @@ def test_optimizers_of_the_factory(name, theirs, options):
     torch.testing.assert_close(*map(torch.tensor, results), rtol=1e-5, atol=1e-5)
 
 
+def test_muon_has_adamws_learning_rate_and_decay_for_all():
+    model = network()
+    optimizer = timm.optim.create_optimizer_v2(
+        model, opt="npufusedmuon", lr=1e-2, weight_decay=0.05, momentum=0.9, betas=(0.8, 0.9), fallback_list=["4.*"]
+    )
+    of_muon = [(group["use_muon"], group["weight_decay"], group["lr"]) for group in optimizer.param_groups]
+    assert sorted(set(of_muon)) == [(False, 0.0, 1e-2), (False, 0.05, 1e-2)]  # the only matrix is the head
+    assert all(group["betas"] == (0.8, 0.9) for group in optimizer.param_groups)
+    optimizer = timm.optim.create_optimizer_v2(model, opt="npufusedmuon", lr=1e-2, weight_decay=0.05)
+    (matrices,) = (group for group in optimizer.param_groups if group["use_muon"])
+    assert (matrices["lr"], matrices["weight_decay"], matrices["adjust_lr_fn"]) == (1e-2, 0.05, "match_rms_adamw")
+    assert matrices["params"] == [model[4].weight]
+    losses = trained(model, optimizer, 12)
+    assert losses[-1] < losses[0]
+
+
 def test_registering_twice_and_lookahead(caplog):
     names = timm.optim.list_optimizers("*fused*")
     ours.register()

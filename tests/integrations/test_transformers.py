@@ -235,6 +235,26 @@ def test_registered_optimizers(tmp_path, monkeypatch):
     assert type(trainer.create_optimizer()) is optimizers.NpuFusedAdamW
     assert all(group["amsgrad"] for group in trainer.optimizer.param_groups)
     assert type(trainer_of(tmp_path, optim="adamw_torch").create_optimizer()) is torch.optim.AdamW
+    trainer = trainer_of(tmp_path, optim="npufusedsgd", optim_args="momentum=0.9")
+    assert type(trainer.create_optimizer()) is optimizers.NpuFusedSGD
+
+
+def test_muon_from_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", Trainer.__dict__["get_optimizer_cls_and_kwargs"])
+    register()
+    (args,) = transformers.HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--optim", "npufusedmuon", "--adam_beta2", "0.95", "--weight_decay", "0.1"]
+    )
+    assert args.to_dict()["optim"] == "npufusedmuon"
+    trainer = trainer_of(tmp_path, optim=args.optim, adam_beta2=0.95, weight_decay=0.1)
+    optimizer = trainer.create_optimizer()
+    assert isinstance(optimizer, optimizers.NpuFusedMuon)
+    for group in optimizer.param_groups:
+        assert group["use_muon"] is all(p.dim() == 2 for p in group["params"])
+        assert (group["lr"], group["weight_decay"]) == (1e-2, 0.1 if group["use_muon"] else 0.0)
+        assert group["use_muon"] or group["betas"] == (0.9, 0.95)
+    losses, _ = trained(trainer)
+    assert losses[-1] < losses[0]
 
 
 # ------------------------------------------------------------------------------------------------------ bad input

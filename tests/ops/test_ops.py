@@ -33,7 +33,9 @@ def run(op, args, options):
     return args
 
 
-@pytest.mark.parametrize("change", [{}, {"nesterov": True, "dampening": 0.0}, {"step": 1}, {"maximize": True}])
+@pytest.mark.parametrize(
+    "change", [{}, {"nesterov": True, "dampening": 0.0}, {"nesterov": True}, {"step": 1}, {"maximize": True}]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_sgd_by_the_book(change, dtype):
     options = {**SGD, **change}
@@ -41,7 +43,8 @@ def test_sgd_by_the_book(change, dtype):
     p, g, b = (t.double() for t in args)
     g = (-g if options["maximize"] else g) + options["weight_decay"] * p
     b = g if options["step"] == 1 else options["momentum"] * b + (1 - options["dampening"]) * g
-    expected = p - options["lr"] * (g + options["momentum"] * b if options["nesterov"] else b)
+    ahead = (1 - options["dampening"]) * g + options["momentum"] * b
+    expected = p - options["lr"] * (ahead if options["nesterov"] else b)
     tolerance = {torch.float32: 1e-6, torch.float64: 1e-14}.get(dtype, torch.finfo(dtype).eps)
     for op in (ops.sgd_, ops.sgd_.reference):
         param, _, buffer = run(op, args, options)

@@ -156,7 +156,8 @@ class Machine:
 
     def move_between_groups(self):
         groups = self.optimizer.param_groups
-        if len(groups) > 1 and len(groups[0]["params"]) > 1:
+        of_one_rule = len({group.get("use_muon") for group in groups[:2]}) == 1
+        if len(groups) > 1 and len(groups[0]["params"]) > 1 and of_one_rule:
             groups[1]["params"].append(groups[0]["params"].pop())
             groups.reverse()
             self.save()

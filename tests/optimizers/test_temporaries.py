@@ -52,7 +52,9 @@ def test_a_step(cls, kwargs, shape, dtype):
             p.grad = grad
         optimizer.step()
 
-    assert largest_allocation(step) <= LARGEST
+    # The products of Newton-Schulz iterations are of whole matrices.
+    of_a_matrix = issubclass(cls, optimizers.NpuFusedMuon) and len(shape) == 2
+    assert largest_allocation(step) <= (4 * NUMEL if of_a_matrix else LARGEST)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

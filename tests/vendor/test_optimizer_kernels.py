@@ -19,6 +19,7 @@ from apex_npu.optimizers import (
     NpuFusedAdamW,
     NpuFusedBertAdam,
     NpuFusedLamb,
+    NpuFusedMuon,
     NpuFusedSGD,
 )
 
@@ -155,6 +156,23 @@ def test_adamp_does_not_wait():
     counted = counted_step(NpuFusedAdamP)
     assert counted.syncs == 0
     assert not counted.copies
+
+
+def test_muon_multiplies_equal_matrices_together():
+    """Three products in each of five iterations, of each of three shapes; nothing else depends on their number."""
+    counts = []
+    for repeats in (2, 20):
+        shapes = [(8, 8), (8, 24), (24, 8)] * repeats
+        params = [torch.nn.Parameter(torch.ones(shape, device=DEVICE)) for shape in shapes]
+        optimizer = NpuFusedMuon(params, lr=0.01)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            with host_cann.count() as counted:
+                optimizer.step()
+        counts.append((counted.launches, counted.by_op["aclnnBatchMatMul"] + counted.by_op["aclnnBaddbmm"]))
+        assert counted.syncs == 0
+    assert counts[0] == counts[1] == (counts[0][0], 45)
 
 
 STEPS = 12

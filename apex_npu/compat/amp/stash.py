@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.deferred_step import unscale_now_
 from apex_npu.amp.grad_groups import GradGroup, MasterGradGroup, any_raised, unscale
 from apex_npu.amp.master_params import copy_masters_to_model
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
@@ -283,7 +282,8 @@ class LegacyOptimizerNames(Optimizer):
         if _legacy(state).aside is None:
             state.resolve()  # while there is something to look at
             groups = state.grad_groups(self)
-            unscale_now_(state, groups)
+            if state.pending is not None:
+                state.pending.unscale_now_(state, groups)
             _legacy(state).aside = set_grads_aside(groups)
 
     def _post_amp_backward(self, loss_scaler: LossScaler) -> None:

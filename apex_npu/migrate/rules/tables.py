@@ -130,6 +130,10 @@ FUSED = {
     "Adadelta": ("NpuFusedAdadelta", "params lr rho eps weight_decay"),
     "Adam": ("NpuFusedAdam", "params lr betas eps weight_decay amsgrad"),
     "AdamW": ("NpuFusedAdamW", "params lr betas eps weight_decay amsgrad"),
+    "Muon": (
+        "NpuFusedMuon",
+        "params lr weight_decay momentum nesterov ns_coefficients eps ns_steps adjust_lr_fn",
+    ),
     "RMSprop": ("NpuFusedRMSprop", "params lr alpha eps weight_decay momentum centered"),
     "SGD": ("NpuFusedSGD", "params lr momentum dampening weight_decay nesterov"),
 }

@@ -51,7 +51,7 @@ def sgd(
             if numbers is not None:
                 b = tl.where(tl.load(numbers + LATER) != 0, b, update)
         tl.store(momentum_buffer + offsets, b, mask=mask)
-        update = update + number(momentum, DTYPE) * b if NESTEROV else b
+        update = number(share, DTYPE) * update + number(momentum, DTYPE) * b if NESTEROV else b
     store_param(param, model_param, offsets, p - chosen(numbers, LR, lr, DTYPE) * update, mask)
 
 

@@ -1,0 +1,293 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``PendingStep``: what blocks leave to the step, to divide gradients, to clip them, or to skip by itself.
+
+With ``fuse_unscale`` gradients stay multiplied with the loss scale until then. Where gradients have overflowed, some
+devices skip the step, and the host reads ``found_inf`` later.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from apex_npu.amp.deferred_inf_check import DeferredInfCheck
+from apex_npu.amp.grad_groups import GradGroup, found_inf_flags
+from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
+from apex_npu.amp.session import current
+from apex_npu.backends import number_on
+from apex_npu.fusion import FlatGrads, HasFusedGroups, clip_coefficient, total_grad_norm
+from apex_npu.ops import divides_in_update, joins_lists, masks_writes
+
+
+def supports_found_inf(optimizer: Optimizer) -> bool:
+    """True where a number on the device can make ``optimizer`` write nothing, and that is cheap."""
+    # A hook is not to be called for a step that is skipped.
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
+    if any(hooks) or not isinstance(optimizer, HasFusedGroups):
+        return False
+    if not optimizer.steps_by_rule_alone():  # type: ignore[attr-defined]
+        return False
+    device: torch.device | None = optimizer.skips_on()  # type: ignore[attr-defined]
+    # Elsewhere all that is written would have to be cloned, which takes longer than a wait.
+    return device is not None and masks_writes(device)
+
+
+class PendingStep:
+    """What the blocks of one optimizer leave to its step: to check gradients, to divide and to clip them.
+
+    By how much they are to be divided is ``AmpOptimizerState.grad_scale``, which blocks need without this, too.
+
+    Attributes:
+        check: Of the last block, before which its decision is not known; None: it is known.
+        skipped_check: The check by which the device has taken or skipped the last step; None: the host has the result.
+        clip_coefficient: What the next step has yet to multiply gradients by; float32, (1,).
+    """
+
+    def __init__(self) -> None:
+        self.check: DeferredInfCheck | None = None
+        self.skipped_check: DeferredInfCheck | None = None
+        self.clip_coefficient: Tensor | None = None
+
+    def resolve(self, norm: Tensor | None = None, look: Callable[[], Sequence[Tensor]] | None = None) -> None:
+        """Resolve the check that the last block has deferred; see ``DeferredInfCheck.resolve``."""
+        check = self.check
+        if check is not None:
+            check.resolve(norm, look)
+            self.check = None
+
+    def resolve_step(self) -> None:
+        """Find out whether the last step was skipped; waits where only the device has the result."""
+        check = self.skipped_check
+        if check is not None:
+            check.resolve()
+
+    def resolve_all(self) -> None:
+        """Both."""
+        self.resolve()
+        self.resolve_step()
+
+    @property
+    def device_check(self) -> DeferredInfCheck | None:
+        """The check that the last block has deferred, where the device can act on its flag; else None."""
+        check = self.check
+        return check if check is not None and check.on_device and check.is_open else None
+
+    def start(self) -> None:
+        """Have it known, if only to the device, whether gradients have overflowed: they are about to be changed."""
+        check = self.device_check
+        if check is not None:
+            check.start()
+        else:
+            self.resolve()
+
+    def clear(self) -> None:
+        """The gradients have been cleared."""
+        self.clip_coefficient = None
+
+    def prepare(self, optimizer: Optimizer, state: AmpOptimizerState) -> DeferredInfCheck | None:
+        """Before the step: the check by which the device skips it; None: the host knows by now whether to."""
+        state.drop_cleared()  # first: an inf that has been cleared is none
+        check = self._check_for_device(optimizer, state)
+        if check is None:
+            self._divide_with_check(optimizer, state)
+            self.resolve()
+        return check
+
+    def _check_for_device(self, optimizer: Optimizer, state: AmpOptimizerState) -> DeferredInfCheck | None:
+        check = self.device_check
+        if check is None or not supports_found_inf(optimizer):
+            return None
+        if state.decision is not None and state.decision.skip:
+            return None  # by an earlier block
+        session, last = current(), state.report
+        # The step that may raise the alarm: what has overflowed is looked for in gradients that are still there.
+        skips = 1 + (0 if last is None else last.skips_in_a_row)
+        return check if session is None or skips != session.skip_alarm else None
+
+    def _divide_with_check(self, optimizer: Optimizer, state: AmpOptimizerState) -> None:
+        """Where the step would need separate launches to divide gradients, divide them with the check for overflow."""
+        if self.check is None or self.clip_coefficient is not None or not state.holds_scaled:
+            return
+        groups = state.grad_groups(optimizer)
+        if any(divides_in_update(group.device) for group in groups):
+            return
+
+        def look() -> list[Tensor]:
+            flags = _scale_and_look(groups, 1.0 / state.grad_scale)
+            state.grad_scale = 1.0
+            return flags
+
+        self.resolve(look=look)
+
+    def take(
+        self, optimizer: Optimizer, state: AmpOptimizerState, check: DeferredInfCheck | None, step: Callable[[], Any]
+    ) -> Any:
+        """Call ``step`` with what has been left to it.
+
+        Args:
+            optimizer: Whose step it is.
+            state: The scale of its gradients.
+            check: What ``prepare`` has returned.
+            step: Its own.
+
+        Returns:
+            What it returns.
+        """
+        handed: Any = optimizer
+        # They stand on the optimizer during its step alone, and no interrupt comes before they are deleted.
+        handed.grad_scale = handed.found_inf = None
+        try:
+            handed_over = self._hand_over_scale(optimizer, state)
+            if check is not None:
+                handed.found_inf = check.start()
+            result = step()
+        finally:
+            del handed.grad_scale, handed.found_inf
+        # torch's kernels write the unscaled gradients back.
+        if handed_over and not isinstance(optimizer, HasFusedGroups):
+            state.grad_scale, self.clip_coefficient = 1.0, None
+        return result
+
+    def _hand_over_scale(self, optimizer: Optimizer, state: AmpOptimizerState) -> bool:
+        """Have gradients divided by their scale, and clipped: in the step itself, where the optimizer can.
+
+        Returns:
+            True where the step finds the scale on the optimizer, as torch.amp.GradScaler hands it over.
+        """
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        fuses = isinstance(optimizer, HasFusedGroups)
+        # Code of the script reads them.
+        are_read = bool(optimizer._optimizer_step_pre_hooks) or getattr(optimizer, "reads_param_grads", False)
+        if not fuses or are_read:
+            state.grads.materialize()
+        if not state.holds_scaled:
+            return False
+        coefficient = self.clip_coefficient
+        plain = coefficient is None and fuses
+        if (
+            first is None
+            or are_read
+            or not _takes_grad_scale(optimizer, first.device)
+            or (plain and not divides_in_update(first.device))
+        ):
+            self.unscale_now_(state, state.grad_groups(optimizer))
+            return False
+        there = first.device if coefficient is None else coefficient.device
+        scale = torch.full((1,), state.grad_scale, dtype=torch.float32, device=there)
+        if coefficient is not None:
+            scale /= coefficient
+        optimizer.grad_scale = number_on(scale, first.device)  # type: ignore[attr-defined]
+        return True
+
+    def unscale_now_(self, state: AmpOptimizerState, groups: list[GradGroup]) -> None:
+        """Divide gradients by their scale, and clip them, now rather than in the step."""
+        _gather_joined(groups)
+        self.clip_now(groups)
+        if state.policy.fuse_unscale:
+            for group in groups:
+                group.scale_(1.0 / state.grad_scale)
+            state.grad_scale = 1.0
+
+    def clip_now(self, groups: Sequence[GradGroup]) -> None:
+        """Clip now what was to be clipped by the next step: gradients to come have no part in it."""
+        if self.clip_coefficient is not None:
+            coefficient, self.clip_coefficient = self.clip_coefficient, None
+            for group in groups:
+                group.clip_(coefficient)
+
+    def clip(
+        self,
+        grad_scale: float,
+        flats: list[FlatGrads],
+        unfused: list[Tensor],
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+    ) -> Tensor:
+        """Leave it to the next step to clip gradients that are multiplied with ``grad_scale``.
+
+        The other arguments and the norm are those of ``clip_grad_norm_``.
+        """
+        check = self.device_check
+        if check is not None:
+            norm = _checked_norm(check, flats, unfused, norm_type)
+        else:
+            norm = total_grad_norm(flats, unfused, norm_type)
+        device = norm.device
+        if self.check is not None and check is None and norm_type > 0:  # others pass over inf and NaN
+            norm = norm.cpu()  # the one wait of the step; what follows from it is cheaper on the host
+            self.resolve(norm)
+        if norm_type != 0:  # which counts, whatever the scale
+            norm = norm / grad_scale
+        before = self.clip_coefficient
+        if before is not None and norm_type != 0:
+            norm = norm * number_on(before, norm.device).squeeze()
+        coefficient = clip_coefficient(norm, max_norm, norm_type, error_if_nonfinite).float().reshape(1)
+        self.clip_coefficient = coefficient if before is None else coefficient * number_on(before, coefficient.device)
+        return number_on(norm, device)
+
+    def report_later(self, state: AmpOptimizerState, check: DeferredInfCheck) -> None:
+        """Record that the device has taken or skipped the step, and report which when the check is resolved."""
+        self.skipped_check, self.check = check, None
+        state.stage = Stage.READY
+        stepped = weakref.ref(state)  # the session has the check, and must not keep an optimizer alive
+
+        def report() -> None:
+            state = stepped()
+            if state is not None and state.pending is not None:
+                state.pending.skipped_check = None
+                ended = state.end_step()
+                session = current()
+                if ended.skipped and session is not None:
+                    session.tell_skipped(ended)
+
+        check.add_done_callback(report)
+
+
+def _takes_grad_scale(optimizer: Optimizer, device: torch.device) -> bool:
+    """True for optimizers that read ``grad_scale``: those of this package, and torch's with ``fused=True``."""
+    if isinstance(optimizer, HasFusedGroups):
+        return True
+    # torch_npu's fused AdamW reads neither scale nor flag.
+    return device.type != "npu" and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _checked_norm(check: DeferredInfCheck, flats: list[FlatGrads], unfused: list[Tensor], norm_type: float) -> Tensor:
+    """The norm, with a look for overflow that the host does not wait for."""
+    if norm_type != 2.0 or check.flag is not None:
+        if norm_type > 0:  # others pass over inf and NaN, which are looked for later
+            check.start()
+        return total_grad_norm(flats, unfused, norm_type)
+    device = next(t.device for t in (*(flat.flat for flat in flats), *unfused))
+    found_inf = torch.zeros(1, dtype=torch.float32, device=device)
+    norm = total_grad_norm(flats, unfused, norm_type, found_inf)
+    check.start(found_inf)
+    return norm
+
+
+def _gather_joined(groups: Sequence[GradGroup]) -> None:
+    """Where gradients are gathered anyway, gather all: one that cannot be raises before any has been written."""
+    for group in groups:
+        if group.flat is not None and joins_lists(group.device):
+            group.flat.gather()
+
+
+def _scale_and_look(groups: Sequence[GradGroup], factor: float) -> list[Tensor]:
+    """``look_for_overflow``, while the gradients are multiplied by ``factor``."""
+    _gather_joined(groups)
+    flags = found_inf_flags(groups)
+    for group in groups:
+        group.scale_(factor, flags[group.device])
+    return list(flags.values())

@@ -1,0 +1,384 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``check_operators``: each operator of an iteration once more, in float64 on the host, on its own inputs."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from apex_npu.backends import for_device
+from apex_npu.backends._torch_private import autocast_disabler
+from apex_npu.debug.text import fitted, name_of
+from apex_npu.debug.watching.calls import Call
+from apex_npu.debug.watching.lineage import span_of
+from apex_npu.debug.watching.opening import WatchingContext
+from apex_npu.debug.watching.operators import Operator, mapped, tensors_in
+from apex_npu.debug.watching.places import Caller, Names, Place
+from apex_npu.debug.watching.second_opinion import call_wide, results_of
+from apex_npu.debug.watching.watch import Arguments, Watch
+
+# In units of the coarsest dtype's eps: beyond the first the CPU's own kernel is asked, beyond so many times what that
+# or the dtype explains an operator is blamed.
+_USUAL, _TIMES = 4.0, 8.0
+# Results of these are sums of products of their inputs, or are linear in such sums; as are those that torch knows the
+# number of operations of.
+_SUMS = {
+    *("sum", "nansum", "mean", "cumsum", "trace", "dot", "vdot", "inner", "mv", "addmv", "addr", "linear"),
+    *("index_add", "index_add_", "scatter_add", "scatter_add_", "embedding_dense_backward"),
+    *("native_batch_norm_backward", "native_layer_norm_backward", "native_group_norm_backward"),
+}
+# float64 operations of a host in a second, before one has been timed.
+_RATE = 1e9
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class OperatorError:
+    """How far the results of one call are from those in float64.
+
+    Attributes:
+        operator: Its name, as ``"aten::addmm"``.
+        phase: ``"forward"``, ``"backward"``, ``"recompute"`` or ``"block"``.
+        module: The innermost module whose forward, or backward, it is part of; None: of none.
+        file: Of the line of code; in backward that of forward; None where no line is known.
+        line: Its number.
+        source: Its text.
+        dtype: Of the result that differs most.
+        shape: Likewise.
+        error: The norm of the difference over the norm of the result, in units of ``eps``. Where terms of a sum cancel,
+            over what rounding them to float32 leaves of the norm of the sum of their magnitudes, if that is more.
+        eps: Of the coarsest dtype among inputs and results.
+        host_error: The same of the CPU's own kernel in the same dtypes; None: it was not asked.
+    """
+
+    operator: str
+    phase: str
+    module: str | None
+    file: str | None
+    line: int | None
+    source: str
+    dtype: str
+    shape: tuple[int, ...]
+    error: float
+    eps: float
+    host_error: float | None = None
+    place: str = ""
+
+    @property
+    def is_blamed(self) -> bool:
+        """Neither the dtype nor what the CPU's kernel does in it explains the error."""
+        return self.host_error is not None and self.error > _TIMES * max(1.0, self.host_error)
+
+    def __str__(self) -> str:
+        module = "outside of modules" if self.module is None else self.module or "the model itself"
+        place = f"  {self.place}  {self.source}" if self.place else ""
+        return f"{self.phase}  {module}  {self.operator}  {self.dtype} {list(self.shape)}{place}"
+
+
+class CheckedOperators:
+    """What ``check_operators`` has found.
+
+    Attributes:
+        checked: How many calls of operators were compared.
+        left_out: Why others were not, and how many.
+        errors: Of those that were compared, largest first; at most 1,000.
+    """
+
+    def __init__(self) -> None:
+        """Nothing so far."""
+        self.checked = 0
+        self.left_out: Counter[str] = Counter()
+        self.errors: list[OperatorError] = []
+
+    @property
+    def blamed(self) -> list[OperatorError]:
+        """Those whose results differ by more than rounding explains."""
+        return [error for error in self.errors if error.is_blamed]
+
+    def __str__(self) -> str:
+        left = "".join(f"; {count} not: {why}" for why, count in self.left_out.most_common())
+        lines = [f"{self.checked} operators were compared with float64 on the host{left}"]
+        blamed = self.blamed
+        for one in blamed[:_SHOWN]:
+            lines += [
+                str(one),
+                f"    its error, relative to the norm, is {one.error:.3g} eps of its coarsest dtype ({one.eps:.3g}); "
+                f"that of the CPU's kernel in the same dtypes is {one.host_error:.3g}",
+            ]
+        if len(blamed) > _SHOWN:
+            lines.append(f"and {len(blamed) - _SHOWN} more")
+        if blamed:
+            lines.append(
+                "do: compute these in float32 (amp.register_float_function, amp.disable_casts()) to see whether it is "
+                "the dtype; on inputs as above, compare the device with the CPU; then report the operator to its vendor"
+            )
+        explained = [one for one in self.errors if one.host_error is not None and not one.is_blamed]
+        if explained:
+            lines.append(
+                f"{len(explained)} with an error of more than {_USUAL:g} eps, which the CPU's kernel has, too: "
+                f"{explained[0].error:.3g} eps, {explained[0]}"
+            )
+        others = [one for one in self.errors if one.host_error is None]
+        if others:
+            lines.append(f"the largest error of the others: {others[0].error:.3g} eps, {others[0]}")
+        if not blamed and self.checked:
+            lines.append("no operator differs by more than rounding explains")
+        return fitted("\n".join(lines))
+
+
+class Check(Watch):
+    """Looks at operators as ``Watch`` does, but compares their results instead of reading their ranges."""
+
+    def __init__(self, names: Names, seconds: float) -> None:
+        """Of models with ``names``; the host computes for about ``seconds``."""
+        super().__init__(names)
+        self.found = CheckedOperators()
+        self._seconds, self._left, self._rate = seconds, seconds, _RATE
+
+    def _look(
+        self,
+        func: Any,
+        operator: Operator,
+        place: Place | Caller | None,
+        given: Arguments,
+        before: Arguments | None,
+        returned: Any,
+    ) -> None:
+        results = results_of(operator, returned, *given)
+        followed = [(i, local) for i, t in enumerate(results) if (local := self._followed(t)) is not None]
+        call = self._new_call(operator, place)
+        if operator.makes_tensor:
+            return
+        if not followed:
+            self.found.left_out[_kind_of(results)] += 1
+            return
+        flops = _flops(func, given, returned)
+        why = self._why_not(operator, before, flops)
+        if why:
+            self.found.left_out[why] += 1
+            return
+        assert before is not None
+        begin = time.perf_counter()
+        try:
+            self._compare(call, func, operator, given, before, followed)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, MemoryError) as error:
+            text = (str(error) or type(error).__name__).splitlines()[0]
+            self.found.left_out[f"{operator.name}: {textwrap.shorten(text, 100, placeholder=' …')}"] += 1
+        spent = time.perf_counter() - begin
+        self._left -= spent
+        if flops > 1e6:
+            self._rate = max(self._rate, flops / spent)
+
+    def _why_not(self, operator: Operator, before: Arguments | None, flops: float) -> str:
+        if operator.is_random:
+            return "random"
+        if operator.is_collective:
+            return "of several processes"
+        if before is None:
+            return "out of memory while its operands were copied"
+        if self._left < flops / self._rate:
+            return f"no time left of seconds={self._seconds:g}"
+        return ""
+
+    def _compare(
+        self,
+        call: Call,
+        func: Any,
+        operator: Operator,
+        given: Arguments,
+        before: Arguments,
+        followed: Sequence[tuple[int, Tensor]],
+    ) -> None:
+        exact = call_wide(func, operator, *before)
+        dtypes = {t.dtype for _, v in operator.operands(*given) for t in tensors_in(v)} | {t.dtype for _, t in followed}
+        eps = max(torch.finfo(d).eps for d in dtypes if d.is_floating_point or d.is_complex)
+        errors = [(_error(exact[i], result) / eps, i) for i, result in followed]
+        self.found.checked += 1
+        error, i = max(errors)
+        host_error = None
+        if error > _USUAL:
+            terms = _magnitudes(func, operator, *before)
+            finest = torch.finfo(torch.float32).eps
+            # What it is relative to, at the least: kernels sum half numbers in float32.
+            floors = {k: float(terms[k].norm()) * min(finest / eps, 1.0) if terms else 0.0 for k, _ in followed}
+            error, i = max((_error(exact[k], result, floors[k]) / eps, k) for k, result in followed)
+            hosts = [_call_on_host(func, operator, *before, dense=dense) for dense in (False, True)]
+            host_error = max(_error(exact[k], host[k], floors[k]) / eps for k, _ in followed for host in hosts)
+        result = dict(followed)[i]
+        where = call.place
+        self.found.errors.append(
+            OperatorError(
+                call.operator,
+                call.phase,
+                call.module,
+                None if where is None else where.file,
+                None if where is None else where.line,
+                "" if where is None else where.source,
+                name_of(result.dtype),
+                tuple(result.shape),
+                error,
+                eps,
+                host_error,
+                "" if where is None else str(where),
+            )
+        )
+        if len(self.found.errors) > 2000:
+            self.sort()
+
+    def sort(self) -> None:
+        """Keep the largest errors."""
+        self.found.errors.sort(key=lambda one: (one.is_blamed, one.error), reverse=True)
+        del self.found.errors[1000:]
+
+
+def _flops(func: Any, given: Arguments, returned: Any) -> float:
+    """Of products and convolutions, by torch's formulas; 0 for others."""
+    formula = flop_registry.get(func.overloadpacket)
+    if formula is None:
+        return 0.0
+    args, kwargs = given
+    return float(formula(*args, **kwargs, out_val=returned))
+
+
+def _kind_of(results: Sequence[Tensor]) -> str:
+    """Why ``results`` are not compared."""
+    if any(t.dtype.is_floating_point or t.dtype.is_complex for t in results if t.numel()):
+        return "sparse, nested, or of another class of tensors"
+    return "integers or truth values" if any(t.numel() for t in results) else "without a result"
+
+
+def _magnitudes(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The results of a sum, or of products, of the magnitudes of its inputs, in float64; empty: it is neither."""
+    if operator.plain not in _SUMS and func.overloadpacket not in flop_registry:
+        return []
+
+    def magnitude(value: Any) -> Any:
+        if isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex):
+            return value.detach().cpu().to(_wide(value.dtype)).abs().to(_wide(value.dtype))
+        return value
+
+    named = {k: abs(v) if k in ("alpha", "beta") else mapped(magnitude, v) for k, v in kwargs.items()}
+    return [t.abs() for t in call_wide(func, operator, mapped(magnitude, args), named)]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _call_on_host(
+    func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], *, dense: bool
+) -> list[Tensor]:
+    """Call ``func`` on its arguments on the host, in their dtypes, and as they are in memory or contiguous."""
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            host = value.detach().cpu()
+            return host.contiguous().clone() if dense else _copy(host)  # the kernel may write what it does not declare
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    args, kwargs = mapped(placed, args), {name: mapped(placed, value) for name, value in kwargs.items()}
+    with torch.no_grad(), autocast_disabler()():
+        return results_of(operator, func(*args, **kwargs), args, kwargs)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """``tensor`` in memory of its own, with the same strides."""
+    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+        return tensor.clone()
+    span = span_of(tensor)
+    elements = (span.end - span.begin) // tensor.element_size()
+    return tensor.as_strided((elements,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def _error(exact: Tensor, result: Tensor, floor: float = 0.0) -> float:
+    """The norm of the difference, less what subnormal numbers explain, over that of ``exact``, or a ``floor``."""
+    wide = _wide(exact.dtype)
+    got, true = result.detach().cpu().to(wide), exact.detach().to(wide)
+    info = torch.finfo(result.dtype)
+    # What is larger than the dtype holds is no fault of the operator's, and what is inf or nan in both is none.
+    held = true.isfinite() & (true.abs() <= info.max * (1 - info.eps))
+    if bool((held & ~got.isfinite()).any()):
+        return math.inf
+    zero = torch.zeros((), dtype=wide)
+    got, true = torch.where(held, got, zero), torch.where(held, true, zero)
+    spacing = info.smallest_normal * info.eps
+    difference = float((got - true).abs().norm()) - spacing * math.sqrt(true.numel())
+    norm = max(float(true.abs().norm()), floor)
+    if difference <= 0.0:
+        return 0.0
+    return difference / norm if norm > 0.0 else math.inf
+
+
+class check_operators(WatchingContext):
+    """A context that compares each operator of an iteration with float64, on the inputs that it has.
+
+    Every operator of forward and backward is called once more in float64 on the host, so that errors do not add up over
+    operators, and neither a second machine nor files are needed. An operator is blamed where the difference is more
+    than 8 times what the coarsest of its dtypes explains, and what the CPU's own kernel does in the same dtypes. What
+    the iteration computes does not change. It takes several times as long.
+
+    Args:
+        models: Those whose modules are named; by default those that were passed to ``amp.initialize``.
+        seconds: How long the host may compute; operators for which no time is left are counted, and not compared.
+
+    Returns:
+        From ``with``: a ``CheckedOperators`` with ``blamed``, ``errors``, ``checked`` and ``left_out``; print it.
+
+    Raises:
+        TypeError: One of ``models`` is no module.
+        ValueError: ``seconds`` is not positive; no model is given, and amp has none; or another such context,
+            ``find_overflow`` or ``record`` is open.
+        RuntimeError: A CUDA graph is being captured; or the device saturates.
+
+    Example::
+
+        >>> model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1")
+        >>> with amp.debug.check_operators(model) as checked:
+        ...     with amp.scale_loss(model(input).square().mean(), optimizer) as scaled_loss:
+        ...         scaled_loss.backward()
+        >>> checked.blamed
+        []
+    """
+
+    watch: Check | None = None
+
+    def __init__(self, *models: nn.Module, seconds: float = 60.0) -> None:
+        """Check the arguments."""
+        super().__init__(models)
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+            raise ValueError(f"seconds must be positive, how long the host may compute, got {seconds!r}")
+        self._seconds = float(seconds)
+
+    def __enter__(self) -> CheckedOperators:
+        models = self.models_to_watch()
+        devices = {p.device for model in models for p in model.parameters() if p.device.type != "meta"}
+        if any(for_device(device).saturates() for device in devices):
+            raise RuntimeError(
+                "check_operators cannot tell a wrong result from one that has saturated, as this device does; use "
+                "find_overflow there"
+            )
+        check = self.watch = Check(Names(models), self._seconds)
+        check.attach()
+        return check.found
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        check, self.watch = self.watch, None
+        if check is not None:
+            is_complete = check.detach()
+            check.sort()
+            check.found.left_out.update(check.not_measured)
+            if not is_complete:
+                check.found.left_out["all after a dispatch mode that was entered before was left"] += 1

@@ -1,0 +1,221 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``compare``: two recorded iterations side by side, and the first row where they part."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from apex_npu.debug.comparison.line_up import Difference, Distance, difference, line_up
+from apex_npu.debug.comparison.page import html_of
+from apex_npu.debug.comparison.preconditions import check_comparable, what_differs
+from apex_npu.debug.comparison.recorded import Recorded, Row, load
+from apex_npu.debug.comparison.report import ComparedRow, lines_of, plot, where_of
+from apex_npu.debug.text import listed
+
+# Errors of the floor below this are taken for it, and a row parts beyond so many times its floor.
+_SMALLEST, _TIMES = 2.0**-12, 4.0
+# The error of fewer elements than this is too much a matter of chance to be a floor of its own.
+_FEW = 16
+
+
+@dataclass
+class Comparison:
+    """What ``compare`` has found; ``print`` it.
+
+    Attributes:
+        rows: Those that both records have, in the order of execution.
+        first: The first of ``rows`` whose ``ratio`` is beyond 4; None: there is none, there is no floor, or
+            ``differing`` tells why nothing can be blamed.
+        differing: What makes the iterations other ones: the batch, weights, results of random operators.
+        extra: Rows of the candidate right before ``first`` that the reference does not have.
+        unmatched: Rows that only one of the two has, by ``"reference"`` and ``"candidate"``.
+        names: The files of reference and candidate, and of the floor, if any.
+        about: Level, device, loss scale and torch of each of these.
+        notes: What limits the comparison: compiled code that ran eagerly, loss scales that differ, rows that the floor
+            does not have.
+    """
+
+    rows: list[ComparedRow]
+    first: ComparedRow | None
+    differing: list[str]
+    extra: list[str]
+    unmatched: dict[str, list[str]]
+    names: list[str]
+    about: list[str]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def parts(self) -> bool:
+        """Whether the runs part: there is a ``first`` row, or the iterations are other ones."""
+        return self.first is not None or bool(self.differing)
+
+    def to_text(self, rows: int = 20) -> str:
+        """What ``print`` shows, with so many ``rows``."""
+        return "\n".join(lines_of(self, rows))
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the errors of all rows into a file, ``.png`` or another format of matplotlib.
+
+        Raises:
+            ImportError: matplotlib is missing.
+        """
+        plot(self, path)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write a page with all rows into a file, which needs no other."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(html_of(self))
+
+
+def compare(
+    reference: str | os.PathLike[str],
+    candidate: str | os.PathLike[str],
+    *,
+    floor: str | os.PathLike[str] | None = None,
+) -> Comparison:
+    r"""Compare what two runs compute in an iteration that both have recorded with the same weights and batch.
+
+    Rows are lined up by module, operator and shape. For each the error of the candidate is
+
+    .. math:: \|c - r\| / \|r\|
+
+    in float64, of the elements that are kept. With a floor, which is a record of the candidate's level on a device that
+    is trusted, a row has the ratio of this to the error of the floor, or to 2^-12 where that is more; the first row
+    whose ratio is beyond 4, in the order of execution, is the operator or the module where the runs part. A result of
+    fewer than 16 elements also has the floor of the row before it.
+
+    Args:
+        reference: A file of ``record``, as of O0 on the CPU.
+        candidate: Another, as of O1 on an NPU.
+        floor: One of the candidate's level, as of O1 on the CPU. None: values are shown, and none is blamed.
+
+    Returns:
+        A ``Comparison`` with ``first``, ``rows``, ``differing``, ``unmatched``, ``plot(path)``, ``to_html(path)``.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: A file is none of ``record``'s; they are of other models, or keep another number of samples; no row
+            of one is in the other; or the floor is of another level than the candidate.
+
+    Example::
+
+        >>> c = amp.debug.compare("cpu_O0.pt", "npu_O1.pt", floor="cpu_O1.pt")  # doctest: +SKIP
+        >>> print(c)  # doctest: +SKIP
+    """
+    paths = [os.fspath(path) for path in (reference, candidate, *([] if floor is None else [floor]))]
+    records = [load(path) for path in paths]
+    first, second = records[:2]
+    for other, path in zip(records[1:], paths[1:], strict=True):
+        check_comparable(first, other, (paths[0], path))
+    if floor is not None and records[2].level != second.level:
+        raise ValueError(
+            f"floor={paths[2]} is of level {records[2].level or 'none'}, and {paths[1]} of {second.level or 'none'}: "
+            "record the floor at the level of the candidate"
+        )
+    matched = [line_up(first.rows, other.rows) for other in records[1:]]
+    differing: list[str] = []
+    for other, path, rows in zip(records[1:], paths[1:], matched, strict=True):
+        differing += [f"{path}: {text}" for text in what_differs(first, other, rows)]
+    for path, rows, other in zip(paths[1:], matched, records[1:], strict=True):
+        if not differing and not any(other.rows[i].kind in ("operator", "module") for i in rows):
+            raise ValueError(f"no operator and no module of {path} is in {paths[0]}: was the same iteration recorded?")
+    apart = _differences(first, second, matched[0])
+    found = {i: _said(second.rows[i], first.rows[matched[0][i]], one) for i, one in apart.items()}
+    if floor is not None:
+        floors = {matched[1][i]: one for i, one in _differences(first, records[2], matched[1]).items()}
+        before = 0.0
+        for i, row in found.items():
+            if matched[0][i] in floors:
+                before = _set_floor(row, apart[i], floors[matched[0][i]], before)
+    known = set(matched[0].values())
+    unmatched = {
+        "reference": [_title(row) for i, row in enumerate(first.rows) if i not in known],
+        "candidate": [_title(row) for i, row in enumerate(second.rows) if i not in matched[0]],
+    }
+    blamed = [i for i, row in found.items() if row.ratio is not None and row.ratio > _TIMES and not differing]
+    extra: list[str] = []
+    for i in range(blamed[0] - 1 if blamed else -1, -1, -1):
+        if i in matched[0]:
+            break
+        extra.insert(0, _title(second.rows[i]))
+    first_row = found[blamed[0]] if blamed else None
+    about = [_about(record) for record in records]
+    unjudged = [_title(second.rows[i]) for i, row in found.items() if floor is not None and row.ratio is None]
+    notes = list(_notes(records, paths, unjudged))
+    return Comparison(list(found.values()), first_row, differing, extra, unmatched, paths, about, notes)
+
+
+def _differences(reference: Recorded, other: Recorded, matched: Mapping[int, int]) -> dict[int, Difference]:
+    """How far the rows of ``other`` with these indices are from those of ``reference``."""
+    pairs = ((i, reference.rows[k], other.rows[i]) for i, k in matched.items())
+    return {i: difference(true, row) for i, true, row in pairs if row.kind != "random"}
+
+
+def _said(row: Row, reference: Row, apart: Difference) -> ComparedRow:
+    known = {**vars(row), **vars(apart), "reference_dtype": reference.dtype}
+    return ComparedRow(**{one.name: known[one.name] for one in fields(ComparedRow) if one.name in known})
+
+
+def _set_floor(row: ComparedRow, apart: Difference, floor: Difference, before: float) -> float:
+    """Give ``row``, which is ``apart`` from the reference, the error of the ``floor``, and the ratio of the two.
+
+    Args:
+        row: Written.
+        apart: How far it is from the reference.
+        floor: How far the floor is.
+        before: The floor of the last row that has enough elements for one.
+
+    Returns:
+        ``before`` for the next row.
+    """
+    row.floor = floor.relative
+    if math.isinf(floor.kept.value):  # no error is beyond that
+        row.ratio, row.resolution = 1.0 if math.isinf(apart.kept.value) else 0.0, math.inf
+        return before
+    relative = _SMALLEST if math.isinf(floor.relative) else max(floor.relative, _SMALLEST)
+    if math.prod(row.shape) < _FEW:
+        relative = max(relative, before)
+    else:
+        before = relative
+    judged = (_judged(apart.kept, floor.kept, relative), _judged(apart.all, floor.all, relative))
+    row.ratio, row.resolution = max(judged, key=lambda found: found[0])
+    return before
+
+
+def _judged(apart: Distance, floor: Distance, relative: float) -> tuple[float, float]:
+    """How many times the error that is usual ``apart`` is, and the least relative error that is blamed."""
+    if math.isinf(apart.norm):
+        return 0.0, math.inf
+    limit = max(floor.value, relative * apart.norm, apart.spacing)
+    ratio = apart.value / limit if limit else math.inf if apart.value else 0.0
+    return ratio, _TIMES * limit / apart.norm if apart.norm else math.inf
+
+
+def _notes(records: Sequence[Recorded], paths: Sequence[str], unjudged: Sequence[str]) -> Iterator[str]:
+    """What limits the comparison of ``records``, of whose rows the floor lacks those with the titles ``unjudged``."""
+    for record, path in zip(records, paths, strict=True):
+        yield from (f"{path}: {note}" for note in record.notes)
+    scales = [f"{path} has {record.scale:g}" for record, path in zip(records, paths, strict=True)]
+    if len({record.scale for record in records}) > 1:
+        yield (
+            f"the loss scales differ: {', '.join(scales)}; backward is compared divided by them, but what overflows or "
+            "underflows is another: a static loss_scale makes them the same"
+        )
+    if unjudged:
+        yield f"{listed(unjudged)}: not judged, as {paths[2]} has no such row"
+
+
+def _title(row: Row) -> str:
+    return f"{row.phase}  {where_of(row.module)}  {row.operator} {list(row.shape)}"
+
+
+def _about(record: Recorded) -> str:
+    level = record.level or "without amp"
+    return f"{level} on {record.device}, loss scale {record.scale:g}, torch {record.versions.get('torch', 'unknown')}"

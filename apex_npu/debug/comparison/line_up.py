@@ -1,0 +1,182 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which row of one record is which of another, and how far two of them are apart."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from apex_npu.debug.comparison.recorded import Row
+
+_Key: TypeAlias = "tuple[str | None, str, int, tuple[int, ...]]"
+
+
+def line_up(reference: Sequence[Row], candidate: Sequence[Row]) -> dict[int, int]:
+    """The indices of rows of ``candidate``, each with that of the same row of ``reference``.
+
+    Operators of a phase are lined up in their order, by module, operator, result and shape; one that only one of the
+    two has is passed over. Others are known by their names and calls: autograd calls hooks of one tensor in another
+    order than those of a tensor and of its cast.
+    """
+    found: dict[int, int] = {}
+    for group in dict.fromkeys((row.kind, row.phase) for row in reference):
+        theirs = [i for i, row in enumerate(reference) if (row.kind, row.phase) == group]
+        ours = [i for i, row in enumerate(candidate) if (row.kind, row.phase) == group]
+        if group[0] in ("module", "gradient", "buffer"):
+            named = {(_key(reference[i]), reference[i].call): i for i in theirs}
+            pairs = {i: named.get((_key(candidate[i]), candidate[i].call)) for i in ours}
+            found.update((i, other) for i, other in pairs.items() if other is not None)
+            continue
+        found.update(_in_order({i: _key(reference[i]) for i in theirs}, {i: _key(candidate[i]) for i in ours}))
+    return dict(sorted(found.items()))
+
+
+def _in_order(theirs: dict[int, _Key], ours: dict[int, _Key]) -> dict[int, int]:
+    """Indices of ``ours``, each with that of the same row of ``theirs``; in time that grows with their number.
+
+    A row that both have equally often is the same as the one with its number there, as long as no pair crosses another
+    one: these are the anchors. Between two anchors rows are known by their number since the first of the two.
+    """
+    counts = Counter(theirs.values()), Counter(ours.values())
+    numbers: dict[_Key, deque[int]] = {}
+    for i, key in theirs.items():
+        numbers.setdefault(key, deque()).append(i)
+    even = {i: numbers[key].popleft() for i, key in ours.items() if counts[0][key] == counts[1][key]}
+    anchors = _increasing(even)
+    places = {other: i for i, other in anchors.items()}
+    named = {(places.get(anchor, -1), key, n): i for i, (anchor, key, n) in _since(theirs, set(places))}
+    between = {i: named[name] for i, name in _since(ours, set(anchors)) if name in named}
+    return anchors | between
+
+
+def _since(keys: dict[int, _Key], anchors: set[int]) -> Iterator[tuple[int, tuple[int, _Key, int]]]:
+    """The index of each row that is no anchor, with the last anchor before it, its key, and its number since then."""
+    last, seen = -1, Counter[_Key]()
+    for i, key in keys.items():
+        if i in anchors:
+            last, seen = i, Counter()
+        else:
+            yield i, (last, key, seen[key])
+            seen[key] += 1
+
+
+def _increasing(pairs: dict[int, int]) -> dict[int, int]:
+    """The most of ``pairs``, whose keys increase, whose values increase, too."""
+    ends: list[int] = []  # for each length the least value that so many end with
+    last: list[int] = []  # and its key
+    before: dict[int, int | None] = {}
+    for i, value in pairs.items():
+        at = bisect_left(ends, value)
+        before[i] = last[at - 1] if at else None
+        ends[at : at + 1], last[at : at + 1] = [value], [i]
+    chosen: dict[int, int] = {}
+    i_or_none = last[-1] if last else None
+    while i_or_none is not None:
+        chosen[i_or_none] = pairs[i_or_none]
+        i_or_none = before[i_or_none]
+    return chosen
+
+
+def _key(row: Row) -> _Key:
+    return row.module, row.operator, row.result, row.shape
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a tensor is from that of the reference, on the elements that are kept, and at least on all of them.
+
+    Attributes:
+        max_abs: The largest difference.
+        relative: The norm of the difference over the norm of the reference; inf where only one of the two is finite.
+        max_relative: The largest difference of an element over its magnitude in the reference.
+        cosine: Of the angle between the two.
+        saturated: The share of elements that are the largest number of the dtype, or its negative.
+        nonfinite: The share of elements that are inf or nan, where those of the reference are not.
+        new_zeros: The share of elements that are 0, where those of the reference are not.
+        kept: Of the elements that are kept.
+        all: Of all elements, of which norm and range are known: a lower bound of the distance.
+    """
+
+    max_abs: float
+    relative: float
+    max_relative: float
+    cosine: float
+    saturated: float
+    nonfinite: float
+    new_zeros: float
+    kept: Distance
+    all: Distance
+
+
+class Distance(NamedTuple):
+    """Of some elements of a tensor from those of the reference.
+
+    Attributes:
+        value: The norm of the difference.
+        norm: That of the reference.
+        spacing: The norm of a difference by the least subnormal number of the dtype in each element.
+    """
+
+    value: float
+    norm: float
+    spacing: float
+
+    @property
+    def relative(self) -> float:
+        """``value`` over ``norm``."""
+        return self.value / self.norm if self.norm else (math.inf if self.value else 0.0)
+
+
+def difference(reference: Row, candidate: Row) -> Difference:
+    """How far ``candidate`` is from ``reference``, in float64."""
+    true, got = reference.exact.reshape(-1), candidate.exact.reshape(-1)
+    count = max(true.numel(), 1)
+    dtype = getattr(torch, candidate.dtype)
+    largest, spacing = math.inf, 0.0
+    if dtype.is_floating_point or dtype.is_complex:
+        info = torch.finfo(dtype)
+        largest, spacing = info.max / candidate.scale, info.smallest_normal * info.eps / candidate.scale
+    same = (true == got) | (true.isnan() & got.isnan())  # inf, as in masks, is no difference where both have it
+    nonfinite = int((~got.isfinite() & true.isfinite()).sum())
+    held = true.isfinite() & got.isfinite()
+    zero = torch.zeros_like(true)
+    both_true, both_got = torch.where(held, true, zero), torch.where(held, got, zero)
+    apart = (both_got - both_true).abs()
+    # No norm and no end of the range moves by more than the norm of the difference.
+    norms, lows, highs = (
+        _moved(getattr(reference, name), getattr(candidate, name)) for name in ("norm", "low", "high")
+    )
+    moved = max(norms, lows, highs)
+    norm = float(both_true.norm())
+    distance = math.inf if math.isinf(moved) or bool((~held & ~same).any()) else float(apart.norm())
+    whole = reference.norm if math.isfinite(reference.norm) else math.inf
+    numel = max(math.prod(reference.shape), 1) * (2 if dtype.is_complex else 1)
+    kept = Distance(distance, norm, spacing * math.sqrt(count))
+    every = Distance(moved, whole, spacing * math.sqrt(numel))
+    nonzero = both_true != 0
+    product = norm * float(both_got.norm())
+    return Difference(
+        max_abs=math.inf if math.isinf(distance) else max(float(apart.max()) if apart.numel() else 0.0, lows, highs),
+        relative=math.inf if math.isinf(distance) else max(kept.relative, every.relative),
+        max_relative=float((apart[nonzero] / both_true[nonzero].abs()).max()) if bool(nonzero.any()) else 0.0,
+        cosine=float(both_true @ both_got) / product if product else 1.0 if not distance else 0.0,
+        saturated=int((got.abs() == largest).sum()) / count,
+        nonfinite=nonfinite / count,
+        new_zeros=int(((got == 0) & (true != 0)).sum()) / count,
+        kept=kept,
+        all=every,
+    )
+
+
+def _moved(true: float, got: float) -> float:
+    """How far two numbers are apart; inf where only one of them is finite, or both are not, and other ones."""
+    if math.isfinite(true) and math.isfinite(got):
+        return abs(got - true)
+    return 0.0 if true == got or (math.isnan(true) and math.isnan(got)) else math.inf

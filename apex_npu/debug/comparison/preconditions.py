@@ -1,0 +1,125 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whether two records are of the same iteration: models, batch, weights, and what random operators have drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from apex_npu.debug.comparison.recorded import Held, Recorded, Row
+from apex_npu.debug.text import listed
+
+# Draws of float32 and of bfloat16 are the same where no element differs by more than rounding does, and to spare.
+_ROUNDING = 2.0**-6
+
+
+def check_comparable(reference: Recorded, other: Recorded, names: tuple[str, str]) -> None:
+    """Check that these are files of one model, with the same ``samples``; they are called ``names``.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if reference.samples != other.samples:
+        raise ValueError(
+            f"{names[1]} keeps samples={other.samples} elements of a tensor, and {names[0]} {reference.samples}: "
+            "record both with the same number"
+        )
+    ours, theirs = ({(held.name, held.shape) for held in one.weights} for one in (reference, other))
+    if ours != theirs:
+        only = [
+            f"only {name} has {listed(sorted(f'{n} {list(shape)}' for n, shape in mine - others))}"
+            for name, mine, others in ((names[0], ours, theirs), (names[1], theirs, ours))
+            if mine - others
+        ]
+        raise ValueError(f"{names[0]} and {names[1]} are of other models: {'; '.join(only)}")
+
+
+def what_differs(reference: Recorded, other: Recorded, matched: Mapping[int, int]) -> list[str]:
+    """What makes the two other iterations, in words; empty: they are the same.
+
+    Args:
+        reference: The one.
+        other: The other.
+        matched: The indices of rows of ``other``, each with that of the same row of ``reference``.
+    """
+    found = []
+    batch = list(_batch(reference.batch, other.batch))
+    if batch:
+        found.append(f"the batch differs: {listed(batch)}")
+    weights = [held.name for mine, held in zip(_sorted(reference), _sorted(other), strict=True) if _differ(mine, held)]
+    if weights:
+        found.append(f"the weights differ: {listed(weights)}; load the same state_dict in both")
+    known = set(matched.values())
+    # A device may draw by another operator, or in another form: then there is nothing to compare.
+    alone = {row.module for k, row in enumerate(reference.rows) if row.kind == "random" and k not in known}
+    drawn = [
+        f"{row.operator} of {row.module or 'no module'}"
+        for i, row in enumerate(other.rows)
+        if row.kind == "random"
+        and (_drawn_otherwise(reference.rows[matched[i]], row) if i in matched else row.module in alone)
+    ]
+    if drawn and not batch:
+        states = reference.random_states, other.random_states
+        unlike = [name for name in states[0] if name in states[1] and states[0][name] != states[1][name]]
+        hint = "dropout of 0 makes them comparable"
+        if unlike:
+            hint = f"the generator of the {' and that of the '.join(unlike)} began in another state: seed both alike"
+        found.append(f"the results of random operators differ: {listed(drawn)}; {hint}")
+    return found
+
+
+def _sorted(recorded: Recorded) -> list[Held]:
+    return sorted(recorded.weights, key=lambda held: held.name)
+
+
+def _batch(reference: list[Held], other: list[Held]) -> Iterator[str]:
+    """Tensors of one shape and dtype, of which one record has others than the other."""
+    read, read_there = _shapes_of_arguments(reference), _shapes_of_arguments(other)
+    for name in [name for name in read_there if name in read]:
+        both = read[name], read_there[name]
+        # An argument may be a list, of which one of the two reads more.
+        if not (both[0].keys() <= both[1].keys() or both[1].keys() <= both[0].keys()):
+            yield f"{name} is {' and '.join(', '.join(str(list(shape)) for shape in one) for one in both)}"
+    for kind in dict.fromkeys((held.shape, held.dtype) for held in other):
+        mine = [held for held in reference if (held.shape, held.dtype) == kind]
+        theirs = [held for held in other if (held.shape, held.dtype) == kind]
+        # One of the two may read more: a level, or a device, copies what another takes as it is.
+        extra = Counter(h.digest for h in mine) - Counter(h.digest for h in theirs)
+        others = Counter(h.digest for h in theirs) - Counter(h.digest for h in mine)
+        if extra and others:
+            for held in theirs:
+                if held.digest in others:
+                    yield f"{held.name} ({held.dtype} {list(held.shape)})"
+
+
+def _shapes_of_arguments(batch: list[Held]) -> dict[str, dict[tuple[int, ...], None]]:
+    found: dict[str, dict[tuple[int, ...], None]] = {}
+    for held in batch:
+        if held.name.startswith("argument"):
+            found.setdefault(held.name, {})[held.shape] = None
+    return found
+
+
+def _differ(one: Held, other: Held) -> bool:
+    """Whether two weights differ by more than the rounding of the one to the dtype of the other."""
+    if one.dtype == other.dtype:
+        return one.digest != other.digest
+    if one.values is None or other.values is None:
+        return False
+    if one.values.element_size() == other.values.element_size() and one.values.dtype.is_floating_point:
+        # As float16 and bfloat16: each is the other within the rounding of both.
+        infos = [torch.finfo(held.values.dtype) for held in (one, other) if held.values is not None]
+        relative = sum(info.eps for info in infos) / 2
+        spacing = max(info.smallest_normal * info.eps for info in infos)
+        a, b = one.values.double(), other.values.double()
+        return bool(((a - b).abs() > relative * torch.maximum(a.abs(), b.abs()) + spacing).any())
+    narrow, wide = sorted((one.values, other.values), key=lambda values: values.element_size())
+    return narrow.element_size() < wide.element_size() and not torch.equal(wide.to(narrow.dtype), narrow)
+
+
+def _drawn_otherwise(one: Row, other: Row) -> bool:
+    a, b = one.exact, other.exact
+    return bool(((a - b).abs() > _ROUNDING * torch.maximum(a.abs(), b.abs()) + _ROUNDING**3).any())

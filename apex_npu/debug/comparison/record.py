@@ -1,0 +1,154 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``record``: an iteration in a file, which ``compare`` puts beside that of another run."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from apex_npu.amp.session import Session, current, own_rank
+from apex_npu.autocast.undo import Undo
+from apex_npu.debug.comparison.grad_scalers import follow_grad_scalers
+from apex_npu.debug.comparison.recorded import Recorded, digest_of
+from apex_npu.debug.comparison.recorder import Recorder
+from apex_npu.debug.observers import leave, observe
+from apex_npu.debug.watching.opening import WatchingContext
+from apex_npu.debug.watching.places import Names
+
+
+class record(WatchingContext):
+    """A context that records an iteration in a file.
+
+    The file has, for each operator and each module, in forward and backward, and for each gradient and buffer: norm,
+    range, number of zeros, and samples; what descends from the scaled loss is divided by the scale, which is amp's, or
+    that of a ``torch.amp.GradScaler``. With it are hashes
+    of the batch, the weights and the states of random number generators. The samples are the same elements in each run,
+    so that ``compare`` can put two files beside each other. What the iteration computes does not change, but code that
+    ``torch.compile`` has compiled runs eagerly: a compiler's kernels are not looked at. The file holds numbers, no
+    code: ``torch.load(path, weights_only=True)`` reads it. An iteration that ends in an exception leaves no file.
+
+    Args:
+        path: The file. With several processes each but the first appends ``.rank1``, ``.rank2``, …
+        models: Those whose modules and parameters are named; by default those that were passed to ``amp.initialize``.
+        samples: How many elements of a tensor are kept at most; None: all.
+
+    Returns:
+        From ``with``: a ``Recorded``, which is complete when the context has ended.
+
+    Raises:
+        TypeError: One of ``models`` is no module.
+        ValueError: ``samples`` is not positive; no model is given, and amp has none; or another context watches.
+        FileNotFoundError: The folder of ``path`` does not exist.
+        PermissionError: It cannot be written to.
+        RuntimeError: A CUDA graph is being captured; or, at the end, a dispatch mode that was entered before was left
+            within the context, which ended the record.
+
+    Example::
+
+        >>> model = torch.nn.Linear(4, 1)
+        >>> with amp.debug.record("run.pt", model) as recorded:
+        ...     model(torch.ones(2, 4)).sum().backward()
+        >>> [row.operator for row in recorded.rows if row.kind == "operator" and row.phase == "forward"]
+        ['aten::addmm', 'aten::sum']
+    """
+
+    watch: Recorder | None = None
+
+    def __init__(self, path: str | os.PathLike[str], *models: nn.Module, samples: int | None = 16384) -> None:
+        """Check the arguments."""
+        super().__init__(models)
+        if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
+            raise ValueError(f"samples must be a positive integer, or None to keep all elements, got {samples!r}")
+        self.path = path_of_rank(os.fspath(path))
+        folder = os.path.dirname(os.path.abspath(self.path))
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"record cannot write {self.path!r}: there is no folder {folder!r}; make it first")
+        if not os.access(self.path if os.path.exists(self.path) else folder, os.W_OK) or os.path.isdir(self.path):
+            raise PermissionError(f"record cannot write {self.path!r}: give a file in a folder that can be written to")
+        self._samples = samples
+        self._session: Session | None = None
+        self._undo = Undo()
+
+    def __enter__(self) -> Recorded:
+        models = [inside_of(model) for model in self.models_to_watch()]
+        session = self._session = current()
+        recorder = self.watch = Recorder(Names(models), self._samples)
+        recorded = recorder.recorded
+        if session is not None and session.policy.enabled:
+            recorded.level = session.policy.opt_level
+        devices = [parameter.device for model in models for parameter in model.parameters()]
+        recorded.device = devices[0].type if devices else "cpu"
+        recorded.versions = {"torch": str(torch.__version__)}
+        recorded.random_states = _random_states(recorded.device)
+        if any(_is_compiled(module) for model in models for module in model.modules()):
+            recorded.notes.append("torch.compile was off while this was recorded: what it has compiled ran eagerly")
+        try:
+            recorder.note_weights({} if session is None else session.masters)
+            if session is not None:
+                observe(session, recorder)
+            follow_grad_scalers(self._undo, recorder.scales, recorder.unscaled)
+            recorder.attach()
+        except BaseException:  # as an interrupt
+            self.discard()
+            raise
+        return recorded
+
+    def discard(self) -> bool:
+        """End, and write no file; False: operators are missing, as a mode that was entered before was left before."""
+        recorder, session = self.watch, self._session
+        self.watch = self._session = None
+        self._undo.close()
+        if recorder is None:
+            return True
+        if session is not None:
+            leave(session, recorder)
+        return recorder.detach()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        recorder = self.watch
+        is_complete = self.discard()
+        if recorder is not None and kind is None:
+            if not is_complete:
+                raise RuntimeError(
+                    f"the record is not complete, and {self.path!r} is not written: a dispatch mode that was entered "
+                    "before record, such as a FLOP counter, was left within it, which ended the record; enter record "
+                    "first, or leave it first"
+                )
+            with torch.no_grad():
+                recorder.note_end()
+            recorder.recorded.save(self.path)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By ``torch.compile(module)`` or ``module.compile()``."""
+    inner = getattr(module, "_orig_mod", None)
+    return isinstance(inner, nn.Module) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _random_states(device: str) -> dict[str, str]:
+    states = {"cpu": digest_of(torch.random.get_rng_state())}
+    module: Any = None if device in ("cpu", "meta") else torch.get_device_module(device)
+    if hasattr(module, "get_rng_state"):
+        states[device] = digest_of(module.get_rng_state())
+    return states
+
+
+def path_of_rank(path: str) -> str:
+    """``path``; in the second process and those after it with its rank."""
+    rank = own_rank()
+    return f"{path}.rank{rank}" if rank else path
+
+
+def inside_of(model: nn.Module) -> nn.Module:
+    """The model that torch's data parallel wrappers hold: with and without them names are the same."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while isinstance(model, wrappers):
+        model = model.module
+    return model

@@ -1,0 +1,340 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``Recorder``: sees each operator as ``Watch`` does, and keeps samples of its results."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from apex_npu.amp.optimizer_state import AmpOptimizerState, adopted_inside, inner_optimizer, state_of
+from apex_npu.amp.session import current
+from apex_npu.amp.step_decision import StepReport
+from apex_npu.backends._torch_private import autograd_node, has_python_dispatch
+from apex_npu.debug.comparison.recorded import Held, Kind, Recorded, Samples, digest_of, on_host, row_of
+from apex_npu.debug.text import name_of
+from apex_npu.debug.watching.calls import Call
+from apex_npu.debug.watching.lineage import Lineage
+from apex_npu.debug.watching.operators import Operator, is_measurable, tensors_in
+from apex_npu.debug.watching.places import Caller, Names, Place
+from apex_npu.debug.watching.second_opinion import results_of
+from apex_npu.debug.watching.watch import Arguments, Watch
+from apex_npu.distributed import local_part
+
+# Casts, copies and fills: levels differ in them, and what they write is seen where it is read.
+_LEFT_OUT = {
+    *("_to_copy", "to", "copy", "copy_", "_copy_from", "clone", "contiguous", "fill", "fill_", "zero_", "zeros"),
+    *("ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "arange", "eye"),
+    *("scalar_tensor", "npu_dtype_cast", "_npu_dtype_cast", "npu_format_cast", "_npu_format_cast", "npu_dtype_cast_"),
+}
+# These read a tensor for its shape, or for probabilities.
+_DRAWS = {"bernoulli", "rand_like", "randn_like", "randint_like", "multinomial", "poisson", "normal"}
+# What dropout returns besides: an element, or a bit, for each.
+_MASKS = (torch.bool, torch.uint8)
+
+
+class Recorder(Watch):
+    """Keeps samples of what operators and modules return, and of the gradients of parameters.
+
+    Attributes:
+        recorded: What it has kept.
+    """
+
+    def __init__(self, names: Names, samples: int | None) -> None:
+        """Of models with ``names``; at most ``samples`` elements of a tensor, or None: all."""
+        super().__init__(names)
+        self.recorded = Recorded(samples)
+        self._samples = Samples(samples)
+        self._tensors = list({id(tensor): tensor for tensor in names.tensors}.values())
+        self._calls: Counter[tuple[Any, ...]] = Counter()
+        self._made: Lineage[bool] = Lineage()  # whether it descends from the loss times its scale
+        self._masters: Any = {}
+        self._given: dict[int, list[tuple[str, Tensor]]] = {}  # by storage, for the outermost forward that runs
+        self._states: list[tuple[Optimizer, AmpOptimizerState]] = []
+        self._is_averaged = False
+        self._losses: list[Tensor] = []
+        self._scaling: list[Call] = []
+        self._scale_of_rest = 1.0  # of gradients that no block and no GradScaler has unscaled
+        self._unscaled: set[int] = set()
+
+    # ---- before and after ------------------------------------------------------------------------------------------
+
+    def note_weights(self, masters: Any) -> None:
+        """Keep the parameters, or their ``masters``, and the buffers, as they are before the iteration."""
+        self._masters = masters
+        for tensor in self._tensors:
+            master = masters.get(tensor) if tensor.requires_grad else None
+            held = self._held(tensor if master is None else master)
+            if held is not None:
+                name = self.names.of_tensor(tensor) or ""
+                host = on_host(held)
+                values = self._samples.of(host)
+                dtype = name_of(host.dtype)
+                self.recorded.weights.append(Held(name, tuple(host.shape), dtype, digest_of(host), values))
+
+    def note_end(self) -> None:
+        """Keep the buffers as the iteration has left them, and the gradients that are of no block."""
+        known = {row.module for row in self.recorded.rows if row.kind == "gradient"}
+        others = [t for t in self._tensors if t.is_leaf and self.names.of_tensor(t) not in known]
+        scales = (1.0 if id(t) in self._unscaled else self._scale_of_rest for t in others)
+        self._note_parameters([(t, t.grad, scale) for t, scale in zip(others, scales, strict=True)])
+        for tensor in self._tensors:
+            if not isinstance(tensor, nn.Parameter):
+                self._keep("buffer", "after backward", self.names.of_tensor(tensor), "buffer", 0, tensor)
+        self.recorded.left_out = dict(self.not_measured)
+
+    def _note_parameters(self, found: Sequence[tuple[Tensor, Tensor | None, float]]) -> None:
+        """Keep gradients of parameters, each with what it is multiplied with."""
+        # Of several blocks the last counts, whose gradients are the sums.
+        names = {name for parameter, _, _ in found if (name := self.names.of_tensor(parameter)) is not None}
+        self.recorded.rows = [row for row in self.recorded.rows if row.kind != "gradient" or row.module not in names]
+        own = {id(parameter): (gradient, scale) for parameter, gradient, scale in found}
+        for tensor in self._tensors:
+            gradient, scale = own.get(id(tensor), (None, 1.0))
+            if gradient is not None:
+                self._keep("gradient", "after backward", self.names.of_tensor(tensor), "gradient", 0, gradient, scale)
+
+    # ---- what amp calls --------------------------------------------------------------------------------------------
+
+    def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
+        """See ``Observer``."""
+        listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        states = [(o, state_of(o)) for o in map(inner_optimizer, map(adopted_inside, listed))]
+        self._states = [(o, state) for o, state in states if state is not None]
+        session = current()
+        is_local = session is None or session.no_sync_depth > 0
+        self._is_averaged = not is_local and any(state.averages for _, state in self._states)
+        self.recorded.scale, self._losses, self._scaling = scale, [loss], []
+        self.begin_block(scale, [])
+
+    def backward_ended(self) -> None:
+        """See ``Observer``."""
+        if not self._is_averaged:
+            sources = [s for o, state in self._states for group in state.grad_groups(o) for s in group.sources]
+            with torch.no_grad():
+                self._note_parameters([(s, s.grad, self.scale) for s in sources])
+
+    def block_ended(self) -> None:
+        """See ``Observer``."""
+        if self._is_averaged:  # the block has waited for the averages, and has unscaled them
+            with torch.no_grad():
+                self._note_parameters([found for o, state in self._states for found in self._averages(o, state)])
+        self._states, self._losses = [], []
+        self.end_block([])
+
+    def _averages(
+        self, optimizer: Optimizer, state: AmpOptimizerState
+    ) -> Iterator[tuple[Tensor, Tensor | None, float]]:
+        for group in state.grad_groups(optimizer):
+            for param, source in zip(group.params, group.sources, strict=True):
+                is_scaled = param is not source and param.grad is None
+                yield source, source.grad if is_scaled else param.grad, self.scale if is_scaled else state.grad_scale
+
+    def step_skipped(self, report: StepReport) -> None:
+        """See ``Observer``."""
+
+    # ---- what GradScalers do ---------------------------------------------------------------------------------------
+
+    def scales(self, losses: Any, scale: float) -> None:
+        """A GradScaler multiplies ``losses`` with ``scale``."""
+        self.recorded.scale = self.scale = self._scale_of_rest = scale
+        self._losses += tensors_in(losses)
+
+    def unscaled(self, optimizer: Optimizer) -> None:
+        """A GradScaler has divided the gradients of ``optimizer``."""
+        self._unscaled |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+    # ---- operators -------------------------------------------------------------------------------------------------
+
+    def _keep_written(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        return args, kwargs  # what an operator has read is not asked for
+
+    def _pass_over(
+        self, operator: Operator, place: Caller, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any
+    ) -> None:
+        is_scaled = autograd_node() is not None and self._reads_scaled(operator, (args, kwargs))
+        super()._pass_over(operator, place, args, kwargs, returned)
+        results = results_of(operator, returned, args, kwargs)
+        if self._losses and place is Caller.AMP:  # as in GradScaler.scale
+            self._is_scaling(self._new_call(operator, place), operator, (args, kwargs), results)
+        for tensor in results:
+            self._note_made(tensor, is_scaled)
+
+    def _look(
+        self,
+        func: Any,
+        operator: Operator,
+        place: Place | Caller | None,
+        given: Arguments,
+        before: Arguments | None,
+        returned: Any,
+    ) -> None:
+        call = self._new_call(operator, place)
+        if call.phase == "forward" and isinstance(place, Place):
+            self._note_batch(operator, given, place)
+        results = results_of(operator, returned, *given)
+        if self._is_scaling(call, operator, given, results):
+            for tensor in results:
+                self._note_made(tensor, call.phase == "backward")
+            return
+        is_scaled = call.phase == "backward" and self._reads_scaled(operator, given)
+        is_draw = operator.is_random and (operator.plain in _DRAWS or not self._reads_numbers(operator, given))
+        for i, tensor in enumerate(self._own_results(operator, results, given)):
+            self._note_made(tensor, is_scaled)
+            held = self._held(tensor)
+            if held is None or operator.makes_tensor or operator.plain in _LEFT_OUT:
+                continue
+            if operator.is_collective:  # not there yet; what reads it waits
+                continue
+            is_number = is_measurable(held)
+            drawn = operator.is_random and (is_draw or held.dtype in _MASKS)
+            if is_number or drawn:
+                scale = self.scale if is_scaled and is_number else 1.0
+                kind: Kind = "random" if drawn else "operator"
+                self._keep(kind, call.phase, call.module, operator.name, i, held, scale, call.place)
+
+    def _is_scaling(self, call: Call, operator: Operator, given: Arguments, results: Sequence[Tensor]) -> bool:
+        """Whether ``call`` multiplies the loss with its scale, or is the backward of that."""
+        if call.phase == "forward" and self._losses and operator.plain in ("_to_copy", "mul"):
+            read = {id(t) for _, value in operator.operands(*given) for t in tensors_in(value)}
+            others = [loss for loss in self._losses if id(loss) not in read]
+            if len(others) < len(self._losses) and operator.plain == "mul":
+                self._scaling.append(call)
+                self._losses = others
+            elif len(others) < len(self._losses):  # a half loss is scaled in float32
+                self._losses = [*others, results[0]]
+        return any(scaling in (call, call.forward) for scaling in self._scaling)
+
+    def _reads_numbers(self, operator: Operator, given: Arguments) -> bool:
+        read = (t for n, v in operator.operands(*given) if not operator.written.get(n) for t in tensors_in(v))
+        return any(tensor.dtype.is_floating_point for tensor in read)
+
+    def _held(self, tensor: Tensor) -> Tensor | None:
+        """``tensor``, or the part of it that is here, if its elements can be read."""
+        local = local_part(tensor)
+        readable = local.layout == torch.strided and local.device.type != "meta" and not local.is_nested
+        readable = readable and not is_lazy(local)
+        return local if readable and local.numel() and not has_python_dispatch(local) else None
+
+    def _reads_scaled(self, operator: Operator, given: Arguments) -> bool:
+        """Whether an operator of backward reads what descends from the scaled loss; what is not known is taken for it.
+
+        The others compute from what forward has saved, such as the power in the derivative of another one.
+        """
+        for name, value in operator.operands(*given):
+            for tensor in () if operator.written.get(name) else tensors_in(value):
+                held = self._held(tensor)
+                if held is not None and not is_measurable(held):
+                    continue
+                writers = [] if held is None else self._made.writers(held)
+                is_known = bool(writers) or (held is not None and self.names.of_memory(held) is not None)
+                if not self._scaling or not is_known or any(is_scaled for _, is_scaled in writers):
+                    return True
+        return False
+
+    def _note_made(self, tensor: Tensor, is_scaled: bool) -> None:
+        held = self._held(tensor)
+        if held is not None:
+            self._made.write(held, is_scaled)
+
+    def _note_batch(self, operator: Operator, given: Arguments, place: Place) -> None:
+        """What no operator has made, and is none of the models', is from outside."""
+        for name, value in operator.operands(*given):
+            for tensor in () if operator.written.get(name) else tensors_in(value):
+                whole = tensor._base
+                # As the transposed weight of a linear layer, or all positions of a batch in one dimension.
+                if whole is not None and (tensor.grad_fn is not None or whole.numel() == tensor.numel()):
+                    tensor = whole
+                held = None if tensor.grad_fn is not None else self._held(tensor)
+                if held is None or self._made.writers(held) or self._gradients.writers(held):
+                    continue
+                if self.names.of_memory(held) is None and not self._is_of_parameter(held):
+                    argument, held = self._given_by(held) or (f"what {place} reads", held)
+                    dtype = name_of(held.dtype)
+                    self.recorded.batch.append(Held(argument, tuple(held.shape), dtype, digest_of(held)))
+                self._made.write(held, False)
+
+    def _given_by(self, held: Tensor) -> tuple[str, Tensor] | None:
+        """The argument that ``held`` is a part of, and what it is called: levels read other parts of one."""
+        address = held.data_ptr()
+        known = self._given.get(held.untyped_storage()._cdata, ())
+        return max((g for g in known if g[1].data_ptr() <= address), key=lambda g: g[1].data_ptr(), default=None)
+
+    def _is_of_parameter(self, held: Tensor) -> bool:
+        """Whether ``held`` is in memory of a gradient or master: scripts measure these, and amp may have moved them."""
+        address = held.data_ptr()
+        for tensor in self._tensors:
+            if tensor.is_leaf:
+                master = self._masters.get(tensor)
+                for known in (tensor.grad, master, None if master is None else master.grad):
+                    local = None if known is None else self._held(known)
+                    if local is not None and local.device == held.device:
+                        begin = local.data_ptr()
+                        if begin <= address < begin + local.nbytes:
+                            return True
+        return False
+
+    # ---- modules ---------------------------------------------------------------------------------------------------
+
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """See ``Watch``."""
+        if not (self.suspended or self._modules.modules):
+            self._given = {}
+            for i, argument in enumerate(args):
+                name = f"argument {i} of {self.names.of_module(module) or type(module).__name__}"
+                for tensor in tensors_in(argument):
+                    held = self._held(tensor)
+                    if held is not None:
+                        self._given.setdefault(held.untyped_storage()._cdata, []).append((name, held))
+        super().enter_module(module, args)
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        super()._leave_module(module, args, output)
+        name = self.names.of_module(module)
+        if self.suspended or name is None:
+            return
+        phase, kind = "forward" if autograd_node() is None else "recompute", type(module).__name__
+        for i, tensor in enumerate(tensors_in(output)):
+            if self._followed(tensor) is None:
+                continue
+            with torch.no_grad():
+                self._keep("module", phase, name, kind, i, tensor)
+            if tensor.grad_fn is not None:
+                tensor.register_hook(functools.partial(self._note_gradient_of, name, kind, i))
+
+    def _note_gradient_of(self, module: str, kind: str, i: int, gradient: Tensor | None) -> None:
+        if gradient is not None and not self.suspended:  # torch_npu's LSTM leaves some out
+            with torch.no_grad():
+                self._keep("module", "backward", module, kind, i, gradient, self.scale)
+
+    def _keep(
+        self,
+        kind: Kind,
+        phase: str,
+        module: str | None,
+        operator: str,
+        result: int,
+        tensor: Tensor,
+        scale: float = 1.0,
+        place: Place | None = None,
+    ) -> None:
+        held = self._held(tensor)
+        if held is None or not (is_measurable(held) or kind == "random"):
+            return
+        with self._lock:
+            key = (kind, phase, module, operator, result)
+            known = {"kind": kind, "phase": phase, "module": module, "operator": operator, "result": result}
+            known |= {"call": self._calls[key], "place": "" if place is None else str(place)}
+            known |= {"source": "" if place is None else place.source}
+            try:
+                self.recorded.rows.append(row_of(held, self._samples, scale, known))
+                self._calls[key] += 1
+            except (RuntimeError, NotImplementedError, MemoryError) as error:  # as for float8, which has no norm
+                self.not_measured[f"{operator}: {str(error).splitlines()[0] if str(error) else error!r}"] += 1

@@ -1,0 +1,3 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``gradient_range``: gradients against the range of float16."""

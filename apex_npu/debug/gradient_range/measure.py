@@ -1,0 +1,235 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``gradient_range``: measures the gradients of an optimizer, at the loss scale and at a larger one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from apex_npu.amp.optimizer_state import AmpOptimizerState, adopted_inside, inner_optimizer
+from apex_npu.amp.policy import Policy
+from apex_npu.amp.session import Session, current, require
+from apex_npu.amp.step_decision import StepReport
+from apex_npu.backends import for_device
+from apex_npu.backends._torch_private import dispatch_modes
+from apex_npu.debug.gradient_range.census import ZERO, exponent_census
+from apex_npu.debug.gradient_range.report import GradientRange, ParameterRange, exponent_of
+from apex_npu.debug.gradients import adopted_state
+from apex_npu.debug.observers import leave, observe
+from apex_npu.debug.text import listed
+from apex_npu.debug.watching.opening import session_models
+from apex_npu.debug.watching.operators import is_measurable
+from apex_npu.debug.watching.watch import Watch
+from apex_npu.distributed import local_part
+from apex_npu.ops import LOW_PRECISION
+
+
+class _Probe:
+    """An observer of amp that measures the gradients of one block at its scale and at a larger one.
+
+    They are computed besides: nothing accumulates them, and the block finds everything as it was. Where autograd cannot
+    compute them besides, those that the block leaves are measured.
+    """
+
+    def __init__(self, found: GradientRange, optimizer: Optimizer, state: AmpOptimizerState, factor: float) -> None:
+        self._found, self._optimizer, self._state, self._factor = found, optimizer, state, factor
+        self._measures_end = False
+
+    def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
+        listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        ours = any(inner_optimizer(adopted_inside(one)) is self._optimizer for one in listed)
+        self._measures_end = False
+        if ours and loss.requires_grad and not self._found.parameters:
+            with _as_before(loss.device):
+                self._measure(loss, scale)
+
+    def backward_ended(self) -> None:
+        """Gradients are still to be unscaled."""
+
+    def block_ended(self) -> None:
+        if self._measures_end:
+            with suppress(RuntimeError):  # an exception has ended the block, before there were gradients
+                _measure_present(self._found, self._optimizer, self._state)
+
+    def step_skipped(self, report: StepReport) -> None:
+        """What is measured is that of a block."""
+
+    def _measure(self, loss: Tensor, scale: float) -> None:
+        sources = [s for group in self._state.grad_groups(self._optimizer) for s in group.sources if s.requires_grad]
+        if not sources:
+            return
+        session = current()
+        wide = loss.float() if loss.dtype in LOW_PRECISION else loss
+        try:
+            grads = _gradients(wide * scale, sources)
+            measured = [(s, g) for s, g in zip(sources, grads, strict=True) if g is not None and is_measurable(g)]
+            if not measured:
+                raise RuntimeError("autograd.grad reaches no parameter, as within a checkpoint that is reentrant")
+            larger = _gradients(wide * (scale * self._factor), sources)
+        except RuntimeError as error:  # such as a checkpoint that only backward() may enter
+            self._note(f"what is lost could not be measured: {str(error).splitlines()[0]}")
+            self._measures_end = True
+            return
+        _fill(self._found, session, measured, scale, 2.0 ** -exponent_of(scale))
+        missed = [s for s, g in zip(sources, grads, strict=True) if g is None]
+        if missed:
+            names = {} if session is None else session.parameter_names()
+            shown = listed([names.get(s) or f"a parameter of shape {tuple(s.shape)}" for s in missed])
+            self._note(f"not measured: {shown}, which this loss does not use, or only within reentrant checkpoints")
+        zeros = {id(s): g == 0 for s, g in measured}
+        parameters = iter(self._found.parameters.values())
+        factor = 2.0 ** -exponent_of(scale) / self._factor
+        for source, grad in zip(sources, larger, strict=True):
+            if id(source) in zeros:
+                one = next(parameters)
+                if one.lost is None and grad is not None and not _overflowed(grad):
+                    lost = torch.where(zeros[id(source)], grad, torch.zeros_like(grad))
+                    counts = exponent_census([lost], factor)[0]
+                    counts[ZERO] = 0
+                    one.set_lost(counts)
+
+    def _note(self, text: str) -> None:
+        if text not in self._found.notes:
+            self._found.notes.append(text)
+
+
+@contextmanager
+def _as_before(device: torch.device) -> Iterator[None]:
+    """Checkpoints call forwards once more: buffers and random numbers are as before, and nothing watches these."""
+    session = current()
+    modules = {m for model in ([] if session is None else session_models(session)) for m in model.modules()}
+    held = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None and not b.is_meta]
+    copies = [buffer.detach().clone() for _, _, buffer in held]
+    watches = [mode for mode in dispatch_modes() if isinstance(mode, Watch) and not mode.suspended]
+    for watch in watches:
+        watch.suspended = True
+    on_host = device.type == "cpu"
+    try:
+        with torch.random.fork_rng([] if on_host else [device], device_type="cuda" if on_host else device.type):
+            yield
+    finally:
+        for (module, name, buffer), copy in zip(held, copies, strict=True):
+            buffer.data.copy_(copy)  # the graph of the block may have saved it: its version stays
+            module._buffers[name] = buffer
+        for watch in watches:
+            watch.suspended = False
+
+
+def _gradients(loss: Tensor, sources: Sequence[Tensor]) -> list[Tensor | None]:
+    with torch.enable_grad():
+        grads = torch.autograd.grad(loss, sources, retain_graph=True, allow_unused=True)
+    return [None if grad is None else local_part(grad.detach()) for grad in grads]
+
+
+def _overflowed(grad: Tensor) -> bool:
+    largest = torch.finfo(grad.dtype).max if for_device(grad.device).saturates() else math.inf
+    return not bool((grad.abs() < largest).all())
+
+
+def _fill(
+    found: GradientRange, session: Session | None, grads: Sequence[tuple[Tensor, Tensor]], scale: float, factor: float
+) -> None:
+    """Take the gradients of parameters in; they are unscaled by ``factor``."""
+    names = {} if session is None else session.parameter_names()
+    found.scale = scale
+    counts = exponent_census([grad for _, grad in grads], factor)
+    for (source, grad), row in zip(grads, counts, strict=True):
+        name = names.get(source) or f"a parameter of shape {tuple(grad.shape)}"
+        if name in found.parameters:
+            name = f"{name} ({len(found.parameters)})"
+        one = found.parameters[name] = ParameterRange(name, row, exponent_of(scale), found.dtype)
+        if found.probe is not None and not one.zeros:  # whatever a larger scale does
+            one.set_lost(np.zeros_like(row))
+
+
+@overload
+def gradient_range(optimizer: Optimizer) -> GradientRange: ...
+@overload
+def gradient_range(optimizer: Optimizer, probe: float) -> Any: ...
+def gradient_range(optimizer: Optimizer, probe: float | None = None) -> Any:
+    """Measure the range of the gradients of ``optimizer``: what float16 loses of them, and which loss scale would do.
+
+    Call it after a ``scale_loss`` block, before the step and before ``zero_grad``. One pass over the gradients, which
+    are counted on the host; they do not change.
+
+    With ``probe`` it is a context for one iteration. In its first block of ``optimizer`` gradients are computed twice
+    more, at the loss scale and at ``probe`` times the loss scale. What is zero at the first and not at the second is
+    *lost*: that alone tells underflow from zeros that are true, as of weights which this batch does not reach. The
+    iteration itself is as without it; hooks of tensors are called for each backward. Where the larger scale overflows,
+    it is not known what is lost.
+
+    Args:
+        optimizer: One that was passed to ``amp.initialize``.
+        probe: How many times the loss scale to try, more than 1; 2**8 is a good choice. None: do not.
+
+    Returns:
+        A ``GradientRange``, or with ``probe`` a context that yields one.
+
+    Raises:
+        RuntimeError: ``optimizer`` was not passed to ``amp.initialize``; or there is no gradient.
+        ValueError: ``probe`` is not larger than 1.
+
+    Example::
+
+        >>> optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-3)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        >>> with amp.debug.gradient_range(optimizer, probe=2.0**8) as r:
+        ...     with amp.scale_loss(model(input).sum(), optimizer) as scaled_loss:
+        ...         scaled_loss.backward()
+        >>> r["weight"].lost
+        0
+    """
+    inner = inner_optimizer(adopted_inside(optimizer))
+    state = adopted_state(inner, "gradient_range")
+    if probe is not None:
+        if isinstance(probe, bool) or not isinstance(probe, (int, float)) or not 1 < probe < math.inf:
+            raise ValueError(f"probe must be larger than 1, how many times the loss scale to try, got {probe!r}")
+        return _probing(inner, state, float(probe))
+    found = GradientRange(type(inner).__name__, state.policy.opt_level, dtype=_dtype_of(state.policy))
+    _measure_present(found, inner, state)
+    return found
+
+
+def _dtype_of(policy: Policy) -> torch.dtype:
+    """What models of ``policy`` compute gradients in, for most of them."""
+    return policy.autocast_dtype if policy.patch_torch_functions else policy.cast_model_type or torch.float32
+
+
+@torch.no_grad()
+def _measure_present(found: GradientRange, optimizer: Optimizer, state: AmpOptimizerState) -> None:
+    session = require("gradient_range")
+    decision = state.decision
+    loss_id = 0 if decision is None else decision.loss_id
+    scale = session.scaler(loss_id).scale if decision is None else decision.scale_before
+    grads = []
+    for group in state.grad_groups(optimizer):
+        for param, source in zip(group.params, group.sources, strict=True):
+            grad = source.grad if param.grad is None else param.grad
+            if grad is not None and is_measurable(local_part(grad)):
+                grads.append((source, local_part(grad)))
+    if not grads:
+        raise RuntimeError(
+            "gradient_range found no gradient: call it after a scale_loss block, before step() and zero_grad(); or "
+            "give it probe=2.0**8, and run an iteration in its context"
+        )
+    _fill(found, session, grads, scale, scale / 2.0 ** exponent_of(scale) / state.grad_scale)
+
+
+@contextmanager
+def _probing(optimizer: Optimizer, state: AmpOptimizerState, factor: float) -> Iterator[GradientRange]:
+    session = require("gradient_range")
+    found = GradientRange(type(optimizer).__name__, state.policy.opt_level, factor, _dtype_of(state.policy))
+    probe = _Probe(found, optimizer, state, factor)
+    observe(session, probe)
+    try:
+        yield found
+    finally:
+        leave(session, probe)

@@ -1,0 +1,361 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``GradientRange``: binary exponents of gradients against the range of a dtype, as a table, a picture and advice."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from apex_npu.debug.gradient_range.census import BIAS, FIRST, NONFINITE, ZERO, Counts
+from apex_npu.debug.text import aligned, fitted, listed, name_of
+
+# How many of the elements that are not zero may lose bits.
+_ACCEPTED = 0.01
+# Above the smallest scale: gradients of other batches are smaller.
+_MARGIN = 2
+_ROWS = 14
+_NAMED = 5
+
+
+class ParameterRange:
+    """The range of the elements of a gradient, or of several.
+
+    Attributes:
+        name: Of the parameter.
+        counts: int64, (256,): how many elements have each binary exponent, as ``exponent_census`` counts them.
+        scale_exponent: The present loss scale is two to the power of this.
+        lost: How many elements are zero at this scale, and not at a larger one; None: that was not tried, or the larger
+            scale has overflowed.
+        lost_counts: Of those that are known to be lost, ``counts`` as measured at the larger scale.
+        dtype: What gradients are computed in.
+    """
+
+    def __init__(self, name: str, counts: Counts, scale_exponent: int, dtype: torch.dtype = torch.float16) -> None:
+        """Nothing is known to be lost; see the attributes."""
+        self.name, self.counts, self.scale_exponent, self.dtype = name, counts, scale_exponent, dtype
+        self.lost: int | None = None
+        self.lost_counts: Counts = np.zeros_like(counts)
+
+    def set_lost(self, counts: Counts) -> None:
+        """Of elements that are zero at this scale, and have these exponents at a larger one."""
+        info = torch.finfo(self.dtype)
+        # The sum of many that were rounded to zero can be larger than each of them.
+        limit = _column(exponent_of(info.smallest_normal) + exponent_of(info.eps) - 1 - self.scale_exponent)
+        self.lost_counts = counts.copy()
+        self.lost_counts[limit:] = 0
+        self.lost_counts[limit] += counts[limit:].sum()
+        self.lost = int(counts.sum())
+
+    @property
+    def elements(self) -> int:
+        """How many there are."""
+        return int(self.counts.sum())
+
+    @property
+    def zeros(self) -> int:
+        """How many are zero."""
+        return int(self.counts[ZERO])
+
+    @property
+    def nonfinite(self) -> int:
+        """How many are inf or nan."""
+        return int(self.counts[NONFINITE])
+
+    @property
+    def nonzero(self) -> int:
+        """How many are finite, and not zero."""
+        return int(self.counts[FIRST:NONFINITE].sum())
+
+    @property
+    def true_nonzero(self) -> int:
+        """``nonzero``, and those that are known to be lost."""
+        return self.nonzero + int(self.lost_counts.sum())
+
+    @property
+    def lossy(self) -> int:
+        """How many are not zero, and so small at the present loss scale that ``dtype`` has fewer bits for them."""
+        return int(self.counts[FIRST : self._limit(self.scale_exponent)].sum())
+
+    @property
+    def normal(self) -> int:
+        """How many ``dtype`` holds with all its bits."""
+        return self.nonzero - self.lossy
+
+    def lossy_at(self, exponent: int) -> int:
+        """How many would be lossy, or lost, at a loss scale of two to the power of ``exponent``."""
+        return int((self.counts + self.lost_counts)[FIRST : self._limit(exponent)].sum())
+
+    def _limit(self, exponent: int) -> int:
+        return _column(_smallest(self.dtype) - exponent)
+
+    @property
+    def largest(self) -> int | None:
+        """The exponent of the largest unscaled magnitude; None: there is none but zero."""
+        present = np.flatnonzero(self.counts[FIRST:NONFINITE])
+        return int(present[-1]) + FIRST - BIAS if present.size else None
+
+    @property
+    def smallest_scale(self) -> int | None:
+        """The exponent of the smallest loss scale at which no more than 1 % of ``true_nonzero`` are lossy, or lost."""
+        below = np.cumsum((self.counts + self.lost_counts)[FIRST:NONFINITE])
+        if not self.true_nonzero:
+            return None
+        first = int(np.searchsorted(below, _ACCEPTED * self.true_nonzero, side="right"))
+        return _smallest(self.dtype) - (first + FIRST - BIAS)
+
+    @property
+    def largest_scale(self) -> int | None:
+        """The exponent of the largest loss scale at which all are below the largest number of ``dtype``."""
+        return None if self.largest is None else _largest(self.dtype) - self.largest
+
+
+class GradientRange:
+    """What ``gradient_range`` has found: ``print`` it, or ask for a parameter by its name.
+
+    Attributes:
+        optimizer: The name of its class.
+        level: Its ``opt_level``.
+        dtype: What its gradients are computed in.
+        scale: The loss scale.
+        parameters: Name → ``ParameterRange``.
+        probe: How many times larger a scale was tried; None: none.
+        notes: What else is to be known.
+    """
+
+    def __init__(
+        self, optimizer: str, level: str, probe: float | None = None, dtype: torch.dtype = torch.float16
+    ) -> None:
+        """Without parameters."""
+        self.optimizer, self.level, self.probe, self.dtype = optimizer, level, probe, dtype
+        self.scale = 1.0
+        self.parameters: dict[str, ParameterRange] = {}
+        self.notes: list[str] = []
+
+    def __getitem__(self, name: str) -> ParameterRange:
+        if name not in self.parameters:
+            known = ", ".join(list(self.parameters)[:_NAMED])
+            there = f"there are {known}, …" if known else "none was measured yet"
+            raise KeyError(f"{name!r} is no parameter with a gradient; {there}")
+        return self.parameters[name]
+
+    @property
+    def total(self) -> ParameterRange:
+        """All of them together."""
+        every = list(self.parameters.values())
+        total = ParameterRange("all", np.zeros(256, np.int64), exponent_of(self.scale), self.dtype)
+        for one in every:
+            total.counts += one.counts
+            total.lost_counts += one.lost_counts
+        if every and not self.unknown:
+            total.lost = int(total.lost_counts.sum())
+        return total
+
+    @property
+    def unknown(self) -> list[str]:
+        """The names of parameters of which it is not known what is lost."""
+        return [one.name for one in self.parameters.values() if one.lost is None]
+
+    @property
+    def advice(self) -> str:
+        """Which loss scale would do."""
+        return advice_of(self)
+
+    def shares(self) -> dict[str, float]:
+        """For ``scalars``: which part is zero, lossy, not finite, and, where that is known of all, lost."""
+        total = self.total
+        elements = max(total.elements, 1)
+        found = {"zero": total.zeros, "lossy": total.lossy, "lost": total.lost, "not_finite": total.nonfinite}
+        return {f"amp/gradients_{name}": n / elements for name, n in found.items() if n is not None}
+
+    def __str__(self) -> str:
+        return fitted("\n".join(_lines_of(self) if self.parameters else ["no gradient was measured yet", *self.notes]))
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the histogram into a file, ``.png`` or another format of matplotlib.
+
+        Raises:
+            ImportError: matplotlib is missing.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("plot needs matplotlib: pip install apex_npu[debug]") from error
+        total, shift = self.total, exponent_of(self.scale)
+        figure = Figure(figsize=(8, 4), layout="constrained")
+        axes = figure.subplots()
+        exponents: Any = np.arange(FIRST, NONFINITE) - BIAS
+        here, lost = (100.0 * c[FIRST:NONFINITE] / max(total.elements, 1) for c in (total.counts, total.lost_counts))
+        used = np.flatnonzero(here + lost)
+        begin, end = (used[0], used[-1] + 1) if used.size else (0, 1)
+        axes.bar(exponents[begin:end], here[begin:end], width=0.9, label="not zero")
+        if lost.any():
+            axes.bar(exponents[begin:end], lost[begin:end], 0.9, here[begin:end], color="red", label="lost")
+            axes.legend()
+        low, high = _smallest(self.dtype) - shift - 0.5, _largest(self.dtype) - shift + 0.5
+        axes.axvspan(max(low, exponents[0]), min(high, exponents[-1]), alpha=0.15, color="green")
+        axes.set_xlabel("binary exponent of the unscaled gradient")
+        axes.set_ylabel("elements, %")
+        shaded = f"shaded: {name_of(self.dtype)} with all its bits"
+        axes.set_title(f"{self.optimizer} at loss scale {self.scale:g}; {shaded}")
+        figure.savefig(os.fspath(path))
+
+
+def exponent_of(scale: float) -> int:
+    """The largest whole exponent whose power of two is at most ``scale``."""
+    return math.floor(math.log2(scale))
+
+
+def _column(exponent: int) -> int:
+    """Where a census counts ``exponent``."""
+    return min(max(exponent + BIAS, FIRST), NONFINITE)
+
+
+def _smallest(dtype: torch.dtype) -> int:
+    """The exponent of its smallest normal number."""
+    return exponent_of(torch.finfo(dtype).smallest_normal)
+
+
+def _largest(dtype: torch.dtype) -> int:
+    """The exponent of its largest number."""
+    return math.frexp(torch.finfo(dtype).max)[1] - 1
+
+
+def _percent(part: float, total: float) -> str:
+    share = 100.0 * part / total if total else 0.0
+    digits = 0 if share == 0 or share >= 10 else 1 if share >= 1 else 2
+    return "less than 0.01 %" if 0 < share < 0.01 else f"{share:.{digits}f} %"
+
+
+def _lines_of(found: GradientRange) -> Iterator[str]:
+    total, elements = found.total, found.total.elements
+    yield (
+        f"gradients of {found.optimizer} at loss scale {found.scale:g}: {elements} elements, "
+        f"{_percent(total.zeros, elements)} zero, {_percent(total.nonfinite, elements)} inf or nan"
+    )
+    name = name_of(found.dtype)
+    yield (
+        f"lossy: so small at this loss scale that {name} has fewer bits for them (below 2^{_smallest(found.dtype)} "
+        "when scaled)"
+    )
+    if found.probe is not None:
+        yield f"lost: zero at this loss scale, and not at {found.probe:g} times this scale"
+    if total.largest is not None:
+        yield (
+            f"largest: from 2^{total.largest} on, unscaled; a loss scale of 2^{total.largest_scale} takes it to the "
+            f"largest {name}"
+        )
+    if total.true_nonzero:
+        yield ""
+        yield from _histogram(total)
+    yield ""
+    yield from _parameters(found)
+    yield ""
+    if found.dtype is torch.float16:
+        yield from _scales(total)
+    yield from found.notes
+    yield f"advice: {found.advice}"
+
+
+def _histogram(total: ParameterRange) -> Iterator[str]:
+    """A row for some exponents each, with a limit between rows where float16 begins to lose bits."""
+    every = total.counts + total.lost_counts
+    used: Any = np.flatnonzero(every[FIRST:NONFINITE]) + FIRST - BIAS
+    low, high = int(used[0]), int(used[-1])
+    width = -(-(high - low + 1) // _ROWS)
+    limit = _smallest(total.dtype) - total.scale_exponent
+    top = limit + -(-(high + 1 - limit) // width) * width  # rows end at the limit
+    rows = []
+    while top > low:
+        of_row = slice(max(top - width + BIAS, FIRST), min(max(top + BIAS, FIRST), NONFINITE))
+        rows.append((top - width, top, int(total.counts[of_row].sum()), int(total.lost_counts[of_row].sum())))
+        top -= width
+    most = max(here + lost for _, _, here, lost in rows)
+    names = [f"2^{begin} to 2^{end}" for begin, end, _, _ in rows]
+    for name, (_, end, here, lost) in zip(names, rows, strict=True):
+        bar = "█" * math.ceil(30 * here / most) + "░" * math.ceil(30 * lost / most)
+        marks = [_percent(here, total.elements) + " lossy" * (end <= limit)] if here or not lost else []
+        marks += [f"{_percent(lost, total.elements)} lost"] if lost else []
+        yield f"{name:>{max(map(len, names))}}  {bar[:30]:30}  {', '.join(marks)}"
+
+
+def _parameters(found: GradientRange) -> Iterator[str]:
+    """Those that lose most."""
+
+    def lossiness(one: ParameterRange) -> float:
+        return (one.lossy + (one.lost or 0) + one.nonfinite) / max(one.elements, 1)
+
+    shown = sorted(found.parameters.values(), key=lossiness, reverse=True)[:_NAMED]
+    probed, overflowed = found.probe is not None, found.total.nonfinite > 0
+    heads = ["zero", "lossy"] + ["lost"] * probed + ["inf, nan"] * overflowed
+    rows = [["those that lose most", "elements", *heads]]
+    for one in shown:
+        shares = [one.zeros, one.lossy] + [one.lost] * probed + [one.nonfinite] * overflowed
+        cells = ["unknown" if n is None else _percent(n, one.elements).replace("less than ", "<") for n in shares]
+        rows.append([one.name, str(one.elements), *cells])
+    yield from aligned(rows)
+
+
+def _scales(total: ParameterRange) -> Iterator[str]:
+    exponents = sorted({0, 4, 8, 12, 16, total.scale_exponent})
+    cells = [f"2^{k}: {_percent(total.lossy_at(k), total.true_nonzero)}" for k in exponents]
+    lost = total.true_nonzero > total.nonzero
+    yield (
+        f"lossy{' or lost' * lost} at a loss scale of {' · '.join(cells)} (of those that are not zero"
+        f"{', or lost' * lost})"
+    )
+
+
+def advice_of(found: GradientRange) -> str:
+    """Which loss scale would do, in a sentence or two."""
+    total, present = found.total, exponent_of(found.scale)
+    bad = [one.name for one in found.parameters.values() if one.nonfinite]
+    if bad:
+        return f"{listed(bad)} have inf or nan, so that this step is skipped: amp.debug.find_overflow tells why"
+    known = total.true_nonzero - total.nonzero
+    lost = ""
+    if known:
+        lost = f"; {_percent(known, total.elements)} of all elements are zero for lack of range, and lost"
+    elif total.lost == 0 and total.zeros:
+        lost = "; the zeros are true ones: they stay at a larger scale"
+    if found.probe is not None and found.unknown:
+        lost += f"; what is lost of {listed(found.unknown)} is unknown"
+    if found.dtype is torch.bfloat16:
+        return f"{found.level} needs no loss scale: bfloat16 has the range of float32"
+    if found.dtype is not torch.float16:
+        return f"{found.level} needs no loss scale: its gradients are {name_of(found.dtype)}"
+    smallest, largest = total.smallest_scale, total.largest_scale
+    if largest is None:
+        return f"all gradients are zero{lost}" + (
+            "" if smallest is None else f": a static loss scale of 2^{smallest + _MARGIN} would do, or a dynamic one"
+        )
+    assert smallest is not None
+    if smallest > largest:
+        needed = _largest(found.dtype) - _smallest(found.dtype) + 1 + smallest - largest
+        names = [o.name for o in found.parameters.values() if o.lossy_at(largest) > _ACCEPTED * o.true_nonzero]
+        return (
+            f"no loss scale fits: the gradients need {needed} binades, and float16 has 30. Use O4 or O5, whose "
+            f"bfloat16 has the range of float32, or keep {listed(names)} in float32{lost}"
+        )
+    static = min(max(smallest, 0) + _MARGIN, largest)
+    if smallest <= present <= largest:
+        text = f"the loss scale fits; a static one of 2^{static} would do, too, and a dynamic one is fine"
+    elif present < smallest:
+        text = f"the loss scale is too small: a static one of 2^{static} would do, or a dynamic one"
+    else:
+        text = f"the loss scale is too large: a static one of 2^{static} would do, or a dynamic one"
+    if static > present:
+        text += "; above the present one, gradients inside of the model may overflow before those of parameters do"
+    small = [one for one in found.parameters.values() if one.lossy_at(static) > _ACCEPTED * one.true_nonzero]
+    if small:
+        scales = [one.smallest_scale for one in small if one.smallest_scale is not None]
+        verb = "needs" if len(small) == 1 else "need"
+        text += f"; {listed([one.name for one in small])} alone {verb} 2^{max(scales)}"
+        if max(scales) > largest:
+            text += ", at which others overflow: keep it in float32, or use O4 or O5"
+    return text + lost

@@ -1,0 +1,175 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Copies of a model in float32 on which a level is tried: of sizes and dtypes alone."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+import sys
+from collections import UserList
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from apex_npu.amp.float32_copies import float32_copy
+from apex_npu.backends._torch_private import TorchDispatchMode, fake_modes, is_fake, tree_leaves, tree_map
+from apex_npu.debug.watching.operators import call_operator, operator_of
+
+# What batch norms write, though the schemas of some do not say so.
+_STATISTICS = ("running_mean", "running_var")
+
+
+class _EqualMasters(TorchFunctionMode):
+    """What fake masters and weights are compared for is their values, which they do not have."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return True if func is torch.equal else func(*args, **(kwargs or {}))
+
+
+class _WriteNothingReal(TorchDispatchMode):
+    """Operators that would write tensors with values write fakes of these: a teacher's statistics, averages of a loss.
+
+    Args:
+        fake: The mode of the fakes, inside of which this one is.
+    """
+
+    def __init__(self, fake: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake = fake
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operator = operator_of(func)
+        written = {*operator.written, *_STATISTICS}
+        args = [
+            self._without_values(value) if name in written else value
+            for name, value in zip(operator.arguments, args, strict=False)
+        ]
+        kwargs = {n: self._without_values(value) if n in written else value for n, value in (kwargs or {}).items()}
+        return call_operator(func, tuple(args), kwargs)
+
+    def _without_values(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [self._without_values(item) for item in value]
+        return self._fake.from_tensor(value) if isinstance(value, Tensor) and not is_fake(value) else value
+
+
+@contextmanager
+def fake_copies(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """A copy of ``model`` and of ``batch`` without values; what is computed in the block has none either."""
+    fake, copying = fake_modes()
+    with fake:
+        with copying, _EqualMasters():
+            made = float32_copy(model, allow_rounded=True)
+        with _WriteNothingReal(fake):
+            yield made, _copied(batch, fake.from_tensor)
+
+
+class _CopyTensors(TorchFunctionMode):
+    """deepcopy makes of a tensor what ``change`` does."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._change = change
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._change(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def _copied(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``batch`` with its tensors changed, those of its objects included; modules, and what has no copy, as they are."""
+    memo: dict[int, Any] = {}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return value
+        if isinstance(value, Tensor):
+            return memo.setdefault(id(value), change(value))
+        try:
+            with _CopyTensors(change):
+                return copy.deepcopy(value, memo)
+        except Exception:  # such as of a lock
+            return value
+
+    return tree_map(copied, batch)
+
+
+def every_tensor(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """The tensors of ``value`` in containers, dataclasses and attributes of objects; those of modules are not."""
+    seen = set() if seen is None else seen
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif id(leaf) not in seen:
+            seen.add(id(leaf))
+            for part in _parts(leaf):
+                yield from every_tensor(part, seen)
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, (nn.Module, ModuleType, FunctionType, type)):
+        return []
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, UserList)):  # of classes that tree_leaves does not know
+        return list(value)
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return list(getattr(value, "__dict__", {}).values())
+
+
+class KeptGradients:
+    """In the block tensors have no gradients; after it they have those that they had before."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._former: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.keep(tensors)
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """That of ``tensors``, too."""
+        for tensor in tensors:
+            if id(tensor) not in self._former:
+                self._former[id(tensor)] = tensor, tensor.grad
+                tensor.grad = None
+
+    def __enter__(self) -> KeptGradients:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for tensor, grad in self._former.values():
+            tensor.grad = grad
+
+
+def leaves_of_graph(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors to which a backward of ``outputs`` gives gradients."""
+    found = [t for t in outputs if t.requires_grad and t.grad_fn is None]
+    nodes: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            found.append(node.variable)
+        following = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= following
+        nodes += following
+    return found
+
+
+@contextmanager
+def same_random_numbers(device_types: list[str]) -> Iterator[None]:
+    """Generators of torch, Python and NumPy are after the block as they were before."""
+    with ExitStack() as stack:
+        for device_type in dict.fromkeys(t for t in device_types if t not in ("cpu", "meta")):
+            stack.enter_context(torch.random.fork_rng(device_type=device_type))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.callback(random.setstate, random.getstate())
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None:
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        yield

@@ -1,0 +1,154 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a model and its optimizer keep in memory at a level, computed from sizes and dtypes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from apex_npu.amp.optimizer_state import adopted_inside
+from apex_npu.amp.policy import Policy
+from apex_npu.amp.session import current
+from apex_npu.backends._torch_private import is_fake, tree_leaves
+from apex_npu.ops import LOW_PRECISION
+
+
+@dataclass
+class Memory:
+    """Bytes, for each dtype.
+
+    Attributes:
+        parameters: The model's parameters and buffers.
+        gradients: Of the model's parameters, as backward leaves them.
+        masters: The fp32 masters of low-precision parameters.
+        master_gradients: The gradients of these, which ``scale_loss`` makes.
+        states: For each optimizer that was asked for, its state.
+    """
+
+    parameters: Counter[torch.dtype] = field(default_factory=Counter)
+    gradients: Counter[torch.dtype] = field(default_factory=Counter)
+    masters: Counter[torch.dtype] = field(default_factory=Counter)
+    master_gradients: Counter[torch.dtype] = field(default_factory=Counter)
+    states: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StateSize:
+    """The state that an optimizer keeps for a parameter.
+
+    Attributes:
+        elements: Elements in the dtype of what it steps, for each element of the parameter.
+        bytes_each: Bytes in other dtypes, for each element.
+        bytes_more: Bytes that do not grow with the parameter, such as a count of steps.
+    """
+
+    elements: float = 0.0
+    bytes_each: float = 0.0
+    bytes_more: int = 0
+
+    def of(self, stepped: torch.dtype, numel: int) -> int:
+        """The bytes for a parameter of ``numel`` elements, stepped in ``stepped``."""
+        return round(numel * (self.elements * stepped.itemsize + self.bytes_each)) + self.bytes_more
+
+
+# Shown where no optimizer is given. A count of steps, of 4 bytes for a parameter, is left out.
+USUAL = {"SGD with momentum": StateSize(elements=1), "Adam": StateSize(elements=2)}
+
+Sizes = dict[str, dict[str, StateSize]]
+
+
+def measure(model: nn.Module, policy: Policy, sizes: Sizes) -> Memory:
+    """The memory of ``model``, converted for ``policy``, after a backward.
+
+    Args:
+        model: A copy; its tensors may have sizes alone.
+        policy: That of the level.
+        sizes: For each optimizer, by the names of parameters, what ``sizes_of`` has returned.
+    """
+    found = Memory(states=dict.fromkeys(sizes, 0))
+    for tensor in _distinct([*model.parameters(), *model.buffers()]):
+        found.parameters[tensor.dtype] += tensor.nbytes
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        if param.grad is not None:
+            found.gradients[param.grad.dtype] += _bytes_of(name, param.grad)
+        stepped = param.dtype
+        if policy.master_weights and stepped in LOW_PRECISION:
+            stepped = torch.float32
+            found.masters[stepped] += param.numel() * stepped.itemsize
+            if param.grad is not None:
+                found.master_gradients[stepped] += param.numel() * stepped.itemsize
+        for optimizer, of in sizes.items():
+            if name in of:
+                found.states[optimizer] += of[name].of(stepped, param.numel())
+    return found
+
+
+def _bytes_of(name: str, grad: Tensor) -> int:
+    if grad.layout != torch.sparse_coo:
+        return grad.nbytes
+    if is_fake(grad):
+        raise NotImplementedError(f"how many rows the sparse gradient of {name} has is not known without values")
+    return grad._indices().nbytes + grad._values().nbytes
+
+
+def _distinct(tensors: list[Tensor]) -> Iterator[Tensor]:
+    return iter({id(t): t for t in tensors}.values())
+
+
+def usual_sizes(model: nn.Module) -> Sizes:
+    """Those of SGD with momentum and of Adam."""
+    return {title: dict.fromkeys((name for name, _ in model.named_parameters()), size) for title, size in USUAL.items()}
+
+
+def sizes_of(optimizer: Optimizer, model: nn.Module) -> Sizes:
+    """Those of ``optimizer``, which has stepped parameters of ``model``.
+
+    Raises:
+        TypeError: It is no optimizer.
+        ValueError: It steps no parameter of the model, or has not stepped.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    optimizer = adopted_inside(optimizer)
+    session = current()
+    masters: Any = {} if session is None else session.masters
+    listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    stepped = {name: masters.get(p, p) for name, p in model.named_parameters()}
+    stepped = {name: p for name, p in stepped.items() if id(p) in listed}
+    title = type(optimizer).__name__
+    if not stepped:
+        raise ValueError(
+            f"this {title} steps no parameter of the model: make it of model.parameters(), or leave optimizer out"
+        )
+    state: Any = optimizer.state
+    if not any(p in state for p in stepped.values()):
+        raise ValueError(
+            f"this {title} has no state yet: call amp.debug.report after its first step, or leave optimizer out"
+        )
+    return {title: {name: _size(p, state[p]) for name, p in stepped.items() if p in state}}
+
+
+def _tensors(state: dict[str, Any]) -> list[Tensor]:
+    return list({id(value): value for value in tree_leaves(state) if isinstance(value, Tensor)}.values())
+
+
+def _size(param: Tensor, state: dict[str, Any]) -> StateSize:
+    elements = bytes_each = 0.0
+    more = 0
+    for value in _tensors(state):
+        if not param.numel() or (value.shape != param.shape and value.numel() == 1):
+            more += value.nbytes
+        elif value.dtype == param.dtype:
+            elements += value.numel() / param.numel()
+        else:
+            bytes_each += value.nbytes / param.numel()
+    return StateSize(elements, bytes_each, more)

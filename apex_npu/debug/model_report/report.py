@@ -1,0 +1,232 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``report``: what each level makes of a model, before it is trained: dtypes, FLOPs, casts, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from traceback import clear_frames
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from apex_npu.amp.policy import OPT_LEVELS, Policy, resolve
+from apex_npu.amp.preconditions import check_incoming
+from apex_npu.amp.session import Session, check_thread, standing_in
+from apex_npu.amp.user_casts import registered_patches
+from apex_npu.autocast.forward_cast import convert_model
+from apex_npu.backends._torch_private import tree_leaves
+from apex_npu.debug.model_report.copies import (
+    KeptGradients,
+    every_tensor,
+    fake_copies,
+    leaves_of_graph,
+    same_random_numbers,
+)
+from apex_npu.debug.model_report.memory import Sizes, measure, sizes_of, usual_sizes
+from apex_npu.debug.model_report.table import LevelReport, ModelReport
+from apex_npu.debug.model_report.tally import Tally, refuses_hooks
+
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+
+
+class _Refused(ValueError):
+    """Raised for what a caller has given, rather than for what cannot be done without values."""
+
+
+def report(
+    model: nn.Module,
+    *batch: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    levels: str | Sequence[str | Policy] = LEVELS,
+    optimizer: Optimizer | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> ModelReport:
+    """Compare what levels make of ``model``, by one forward and backward of each on tensors without values.
+
+    The Python code of the model and of ``loss`` runs, on copies that have sizes and dtypes alone (torch's fake
+    tensors): no values are computed or allocated, but of operators none of whose inputs depends on the model or the
+    batch. The model, all gradients, amp's session and all random generators stay as they are. Forward hooks of the
+    model are called, on the copies.
+
+    Args:
+        model: Passed to ``amp.initialize`` or not; every level begins with its float32 weights. The module inside of
+            DistributedDataParallel, DataParallel and torch.compile is taken.
+        *batch: What the model is called with.
+        loss: Gets what the model returns, and returns a scalar; targets are a closure's. None: all floating outputs
+            that require a gradient get one, and no loss function is counted.
+        levels: Some of "O0" to "O5", or policies of other names.
+        optimizer: Whose state is counted, one that has stepped. None: SGD with momentum and Adam.
+        kwargs: What the model is called with by name.
+
+    Returns:
+        A ``ModelReport``, which prints as tables.
+
+    Raises:
+        TypeError: ``model`` is no module, ``loss`` is not callable, ``optimizer`` is no optimizer.
+        ValueError: ``levels`` is empty; the batch is on another device than the model, or both are on meta; ``loss``
+            returns no scalar; ``optimizer`` steps no parameter of the model, or has never stepped.
+        RuntimeError: A level is unknown; parameters have no shape yet, or low precision that amp has not given them;
+            the model cannot be called without values, as where shapes depend on data.
+
+    Example::
+
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Softmax(-1))
+        >>> r = amp.debug.report(model, torch.randn(2, 8), levels=("O1", "O2"))
+        >>> r.levels["O1"].tally.flops_in(torch.float16)
+        256
+    """
+    model = unwrapped(model)
+    listed = (level if isinstance(level, Policy) else resolve(level) for level in _listed(levels))
+    policies = {policy.opt_level: policy for policy in listed}
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss must be a function of the model's output, or None, got {type(loss).__name__}")
+    check_thread("amp.debug.report")
+    check_incoming([model], [])
+    given = (batch, dict(kwargs or {}))
+    tensors = list(every_tensor(given))
+    device_types = _device_types(model, [t for t in tree_leaves(given) if isinstance(t, Tensor)])
+    with same_random_numbers(device_types), ExitStack() as stack:
+        for device_type in device_types:  # a region around the call
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        sizes = {level: usual_sizes(model) if optimizer is None else sizes_of(optimizer, model) for level in policies}
+        try:
+            results = _try_all(policies, device_types, model, given, loss, sizes)
+        except _Refused:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+            raise RuntimeError(
+                f"the model cannot be reported on without values ({why}), as where sizes depend on values (x[mask], "
+                ".item()), or an operator has no rule for sizes: report on a part of it that can"
+            ) from error
+    found = ModelReport(
+        type(model).__name__,
+        sum(p.numel() for p in model.parameters()),
+        [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors],
+        {one.level: one for one, _, _ in results},
+    )
+    if loss is None:
+        found.notes.append("no loss function was given, and none is counted")
+    if any(one.tally.saved is None for one, _, _ in results):
+        found.notes.append(
+            "what is saved for backward is unknown: derivatives of torch.func, as by grad in forward, allow no hooks "
+            "of saved tensors"
+        )
+    uncounted = {name for one, _, _ in results for name in one.tally.uncounted}
+    if uncounted:
+        found.notes.append(f"FLOPs of {', '.join(sorted(uncounted))} are not counted: there is no formula for them")
+    if not all(has_backward for _, has_backward, _ in results):
+        found.notes.append("nothing that the model returns requires a gradient: forward alone is counted")
+    reached = set().union(*(ids for _, _, ids in results))
+    used = next((name for name, p in model.named_parameters() if id(p) in reached), None)
+    if used is not None:
+        found.notes.append(
+            f"the loss function or forward uses {used} of the model itself, and not of the copy at a level: what is "
+            "computed of it is not what the level would compute"
+        )
+    return found
+
+
+def unwrapped(model: Any) -> nn.Module:
+    """What is inside of DistributedDataParallel, DataParallel and torch.compile; TypeError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"amp.debug.report takes a model, torch.nn.Module, got {type(model).__name__}")
+    inner: nn.Module = model
+    while True:
+        if isinstance(inner, (DistributedDataParallel, DataParallel)):
+            inner = inner.module
+        elif isinstance(vars(inner).get("_modules", {}).get("_orig_mod"), nn.Module):  # torch.compile
+            inner = inner.get_submodule("_orig_mod")
+        else:
+            return inner
+
+
+def _listed(levels: str | Sequence[str | Policy]) -> list[str | Policy]:
+    listed: list[str | Policy] = [levels] if isinstance(levels, str) else list(levels)
+    if not listed:
+        raise ValueError(f"levels is empty: give some of {', '.join(OPT_LEVELS)}")
+    return list(dict.fromkeys(listed))
+
+
+def _device_types(model: nn.Module, tensors: list[Tensor]) -> list[str]:
+    devices = dict.fromkeys(t.device for t in [*model.parameters(), *model.buffers()])
+    other = next((t.device for t in tensors if t.dim() and t.device not in devices), None)
+    if other is not None and len(devices) == 1:
+        (own,) = devices
+        raise ValueError(f"the batch has a tensor on {other}, and the model is on {own}: move one to the other")
+    types = list(dict.fromkeys(device.type for device in devices)) or ["cpu"]
+    if "meta" in types:
+        raise ValueError("the model is on meta, where nothing can be cast by function: make it on a device, or the cpu")
+    return types
+
+
+def _try_all(
+    policies: Mapping[str, Policy],
+    device_types: list[str],
+    model: nn.Module,
+    given: Any,
+    loss: Callable[[Any], Tensor] | None,
+    sizes: dict[str, Sizes],
+) -> list[tuple[LevelReport, bool, set[int]]]:
+    """``_try`` at each level; where forward allows no hooks of saved tensors, once more without counting these."""
+
+    def tried(*, counts_saved: bool) -> list[tuple[LevelReport, bool, set[int]]]:
+        sessions = [Session(policy, [], device_types=device_types) for policy in policies.values()]
+        tallies = [Tally() if counts_saved else Tally(saved=None) for _ in sessions]
+        return [_try(*pair, model, given, loss, sizes) for pair in zip(sessions, tallies, strict=True)]
+
+    try:
+        return tried(counts_saved=True)
+    except RuntimeError as error:
+        if not refuses_hooks(error):
+            raise
+        clear_frames(error.__traceback__)
+    return tried(counts_saved=False)
+
+
+def _try(
+    session: Session,
+    tally: Tally,
+    model: nn.Module,
+    given: Any,
+    loss: Callable[[Any], Tensor] | None,
+    sizes: dict[str, Sizes],
+) -> tuple[LevelReport, bool, set[int]]:
+    """One forward and backward of a copy of ``model``, whose casts are those of ``session``, counted by ``tally``.
+
+    Returns:
+        What it was, whether there was a backward, and the ids of the tensors that it gives gradients to.
+    """
+    session.patches = registered_patches(session.policy)
+    with (
+        KeptGradients(model.parameters()) as gradients,
+        fake_copies(model, given) as (made, (args, kwargs)),
+        standing_in(session),
+    ):
+        convert_model(made, session.policy, session.device_types, session.ambient)
+        with tally.counting(made, list(every_tensor((args, kwargs)))):
+            outputs = made(*args, **kwargs)
+            ends = _ends(outputs, loss)
+            leaves = leaves_of_graph(ends)
+            gradients.keep(leaves)
+            torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+        memory = measure(made, session.policy, sizes[session.policy.opt_level])
+    return LevelReport(session.policy.opt_level, tally, memory), bool(ends), {id(t) for t in leaves}
+
+
+def _ends(outputs: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
+    """What backward begins with."""
+    if loss is None:
+        return [t for t in every_tensor(outputs) if t.requires_grad]
+    value = loss(outputs)
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.dtype.is_floating_point:
+        got = f"a tensor of {value.dtype}, {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise _Refused(f"loss must return a scalar, a floating tensor of one element, got {got}")
+    return [value] if value.requires_grad else []

@@ -1,0 +1,104 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ``python -m apex_npu run --model-report`` prints at the first forward of a script's model."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields, replace
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch
+from torch import nn
+
+from apex_npu.amp.policy import Policy, resolve
+from apex_npu.amp.session import current, is_first_rank
+from apex_npu.autocast.cast_policy import CastPolicy
+from apex_npu.autocast.monkey_patches import patch_attribute
+from apex_npu.autocast.undo import Undo
+from apex_npu.debug.model_report.report import LEVELS, report, unwrapped
+
+
+class FirstForward:
+    """Reports on the first model that ``amp.initialize`` has been given and that is called to be trained."""
+
+    def __init__(self) -> None:
+        """From now on, until then."""
+        self._undo = Undo()
+        # No hook: a global one does not get the arguments that are passed by name.
+        patch_attribute(self._undo, nn.Module, "__call__", self._reporting)
+        self._exit = Finalize(None, self._script_ended, exitpriority=0)  # as in ScriptSteps
+
+    def _reporting(self, original: Any) -> Any:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # torch.compile reads this function, too, and cannot compile a report
+                return original(module, *args, **kwargs)
+            if not (torch.is_grad_enabled() and self._is_of_amp(module)):
+                return original(module, *args, **kwargs)
+            self.end()
+            output = original(module, *args, **kwargs)  # first: what the model keeps in caches then has values
+            if is_first_rank():
+                self._report(module, args, kwargs)
+            return output
+
+        return call
+
+    def _is_of_amp(self, module: nn.Module) -> bool:
+        session = current()
+        if session is None or not session.policy.enabled:
+            return False
+        inner = unwrapped(module)
+        return any(known.model is not None and unwrapped(known.model) is inner for known in session.models)
+
+    def _report(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        session = current()
+        assert session is not None
+        level = session.policy.opt_level
+        plain = resolve(level)
+        overrides = {
+            name: getattr(session.policy, name)
+            for name in (*(field.name for field in fields(CastPolicy)), "master_weights")
+            if getattr(session.policy, name) != getattr(plain, name)
+        }
+        levels: list[str | Policy] = [*LEVELS, level]
+        trains = f"the script trains at {level}"
+        if overrides:
+            own = replace(plain, opt_level=f"{level}*", **overrides)
+            levels.append(own)
+            trains += f" with {', '.join(f'{name}={value}' for name, value in overrides.items())}: {own.opt_level}"
+        try:
+            found = report(module, *args, levels=levels, kwargs=kwargs)
+        except Exception as error:  # the script goes on, and may show why
+            print(f"--model-report: {type(error).__name__}: {error}", flush=True)
+            return
+        found.notes.append(trains)
+        _print(found)
+
+    def _script_ended(self) -> None:
+        self.end()
+        if is_first_rank() and (current() is not None or parent_process() is None):
+            print(
+                "--model-report: the script has ended, and no model of amp.initialize was called to be trained outside "
+                "of a compiled function in this process",
+                flush=True,
+            )
+
+    def end(self) -> None:
+        """Look at calls no longer."""
+        self._exit.cancel()
+        self._undo.close()
+
+
+def _print(found: object) -> None:
+    """With rich's tables on a terminal, where rich is installed."""
+    if sys.stdout.isatty():
+        try:
+            from rich import print as rich_print
+        except ImportError:
+            pass
+        else:
+            rich_print(found)
+            return
+    print(found, flush=True)

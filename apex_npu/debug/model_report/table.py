@@ -1,0 +1,267 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``ModelReport``: what ``amp.debug.report`` finds, and prints, as plain text or by rich."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from apex_npu.debug.model_report.memory import Memory
+from apex_npu.debug.model_report.tally import Tally
+from apex_npu.debug.text import aligned, name_of
+
+_LOW = (torch.float16, torch.bfloat16)
+_ROWS = 40
+_KEPT = 8
+_MEANING = {
+    "O0": "float32 throughout",
+    "O1": "weights float32; each function in float16 or float32, by lists",
+    "O2": "weights float16 but for batch norms, with float32 masters that are stepped",
+    "O3": "weights float16",
+    "O4": "as O1, with bfloat16",
+    "O5": "as O2, with bfloat16",
+}
+
+
+@dataclass
+class LevelReport:
+    """What a level makes of a model.
+
+    Attributes:
+        level: "O0" to "O5"; with a star where a script overrides some of it.
+        tally: FLOPs, casts, bytes and functions of one iteration.
+        memory: Bytes of parameters, gradients, masters and optimizer state.
+    """
+
+    level: str
+    tally: Tally
+    memory: Memory
+
+
+@dataclass
+class ModelReport:
+    """What ``report`` returns; ``print`` it.
+
+    Attributes:
+        model: The name of the model's class.
+        parameters: How many numbers its parameters are.
+        batch: Dtype and shape of each tensor that it was called with.
+        levels: For each level what it makes of the model.
+        notes: What else is to be known of the figures.
+    """
+
+    model: str
+    parameters: int
+    batch: list[str]
+    levels: dict[str, LevelReport]
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return text_of(self)
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """For ``rich.print``."""
+        return render(self)
+
+
+@dataclass
+class Table:
+    """Rows of cells; the first column is the names of the rows."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+
+    def lines(self) -> Iterator[str]:
+        """As plain text: names to the left, all else to the right."""
+        yield self.title
+        yield from aligned([self.head, *self.rows])
+
+
+def text_of(found: ModelReport) -> str:
+    """All of it as plain text."""
+    lines: list[str] = []
+    for part in parts_of(found):
+        lines += [*part.lines(), ""] if isinstance(part, Table) else [part]
+    return "\n".join(lines).rstrip()
+
+
+def render(found: ModelReport) -> Iterator[Any]:
+    """All of it as what rich prints."""
+    from rich.box import SIMPLE
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    for part in parts_of(found):
+        if not isinstance(part, Table):
+            yield Text(part)
+            continue
+        table = RichTable(box=SIMPLE, title=Text(part.title), title_justify="left")
+        for i, name in enumerate(part.head):
+            table.add_column(Text(name), justify="right" if i else "left", overflow="fold")
+        for row in part.rows:
+            table.add_row(*map(Text, row))
+        yield table
+
+
+def parts_of(found: ModelReport) -> Iterator[Table | str]:
+    """Tables, and lines of text."""
+    batch = ", ".join(found.batch)
+    yield f"{found.model}, {found.parameters:,} parameters, called with {batch or 'no tensors'}"
+    yield "from sizes and dtypes alone: no values were computed, and the model is as it was"
+    yield from found.notes
+    for level in found.levels:
+        if level in _MEANING:  # a script's own level is in a note
+            yield f"  {level}: {_MEANING[level]}"
+    yield ""
+    yield _totals(list(found.levels.values()))
+    yield "FLOPs: operations of matrix products, convolutions and attention, forward and backward"
+    yield "casts: conversions between floating dtypes; those of O0 are the model's own, the other levels add amp's"
+    yield "moved: bytes that operators read and write; saved: what forward keeps in memory for backward"
+    yield ""
+    yield from _kept_in_float32(found)
+    yield from _functions(found)
+
+
+def _totals(levels: list[LevelReport]) -> Table:
+    def row(name: str, cell: Callable[[LevelReport], str]) -> list[str]:
+        return [name, *map(cell, levels)]
+
+    def by_dtype(of: Callable[[LevelReport], Counter[torch.dtype]]) -> Iterator[list[str]]:
+        for dtype in _ordered({dtype for one in levels for dtype, n in of(one).items() if n}):
+            yield row(f"  {name_of(dtype)}", lambda one, dtype=dtype: _bytes(of(one)[dtype]))  # type: ignore[misc]
+
+    def kind(name: str, of: Callable[[LevelReport], Counter[torch.dtype]]) -> Iterator[list[str]]:
+        yield row(name, lambda one: _bytes(of(one).total()))
+        parts = list(by_dtype(of))
+        if len(parts) > 1 or name == "saved for backward":
+            yield from parts
+
+    flops = {one.level: sum(one.tally.flops.values()) for one in levels}
+    rows = [row("FLOPs", lambda one: _count(flops[one.level]))]
+    for dtype in _ordered({f.dtype for one in levels for f in one.tally.flops}):
+        share = lambda one, dtype=dtype: _percent(one.tally.flops_in(dtype), flops[one.level])  # noqa: E731
+        rows.append(row(f"  in {name_of(dtype)}", share))
+    rows.append(row("casts", lambda one: str(one.tally.casts.total())))
+    rows.append(row("  weights that are cast", lambda one: str(len(one.tally.cast_weights))))
+    rows.append(row("  moved by casts", lambda one: _bytes(one.tally.cast_bytes.total())))
+    rows.append(row("moved, casts included", lambda one: _bytes(one.tally.bytes_moved)))
+    saved = [one.tally.saved for one in levels]
+    if None in saved:
+        rows.append(row("saved for backward", lambda one: "unknown"))
+    else:
+        rows += kind("saved for backward", lambda one: one.tally.saved or Counter())
+    rows += kind("parameters and buffers", lambda one: one.memory.parameters)
+    rows += kind("gradients", lambda one: one.memory.gradients)
+    rows.append(row("fp32 masters", lambda one: _bytes(one.memory.masters.total())))
+    rows.append(row("gradients of masters", lambda one: _bytes(one.memory.master_gradients.total())))
+    for title in levels[0].memory.states:
+        rows.append(row(f"state of {title}", lambda one, title=title: _bytes(one.memory.states[title])))  # type: ignore[misc]
+    in_all = "in all" if None not in saved else "in all but what is saved"
+    for title in levels[0].memory.states:
+        rows.append(row(f"{in_all}, with {title}", lambda one, title=title: _bytes(_sum(one, title))))  # type: ignore[misc]
+    return Table("one iteration at each level", ["", *(one.level for one in levels)], rows)
+
+
+def _sum(one: LevelReport, optimizer: str) -> int:
+    memory = one.memory
+    kinds = (memory.parameters, memory.gradients, memory.masters, memory.master_gradients, one.tally.saved or Counter())
+    return sum(kind.total() for kind in kinds) + memory.states[optimizer]
+
+
+def _kept_in_float32(found: ModelReport) -> Iterator[Table | str]:
+    """Which functions have FLOPs that a level does not take to low precision."""
+    for level, one in found.levels.items():
+        kept: Counter[tuple[str, str]] = Counter()
+        for function, n in one.tally.flops.items():
+            if function.dtype not in _LOW:
+                kept[_starred(function.module), function.operator] += n
+        if level == "O0" or not kept:
+            continue
+        total = sum(one.tally.flops.values())
+        yield f"FLOPs that {level} keeps in float32, {_percent(kept.total(), total)}:"
+        for (module, operator), n in kept.most_common(_KEPT):
+            yield f"  {_percent(n, total)}  {operator}  {module}"
+        if len(kept) > _KEPT:
+            yield f"  and {len(kept) - _KEPT} more"
+        yield ""
+    counted = {level: one.tally for level, one in found.levels.items() if level != "O0" and not one.tally.uncounted}
+    whole = [level for level, tally in counted.items() if tally.flops and all(f.dtype in _LOW for f in tally.flops)]
+    if whole:
+        yield f"no FLOPs stay in float32 at {', '.join(whole)}"
+        yield ""
+
+
+def _functions(found: ModelReport) -> Iterator[Table | str]:
+    """The dtype of each function of forward at each level, modules of one kind together."""
+    dtypes: dict[tuple[str | None, str], dict[str, list[str]]] = {}
+    calls: Counter[tuple[str | None, str]] = Counter()
+    for level, one in found.levels.items():
+        counts: Counter[tuple[str | None, str]] = Counter()
+        for function, n in one.tally.calls.items():
+            if function.phase == "forward":
+                key = function.module, function.operator
+                dtypes.setdefault(key, {}).setdefault(level, []).append(name_of(function.dtype))
+                counts[key] += n
+        calls |= counts
+    grouped: dict[tuple[str, ...], int] = {}
+    for key, of_level in dtypes.items():
+        cells = [", ".join(dict.fromkeys(of_level.get(level, ["-"]))) for level in found.levels]
+        row = (f"{_starred(key[0])}  {key[1]}", *cells)
+        grouped[row] = grouped.get(row, 0) + calls[key]
+    rows = [[row[0], str(n), *row[1:], _change(found, row[1:])] for row, n in grouped.items()]
+    compared = "O1" in found.levels and "O2" in found.levels
+    head = ["module and function", "calls", *found.levels, "O2 changes"]
+    if not compared:
+        head, rows = head[:-1], [row[:-1] for row in rows]
+    yield Table("dtype of what each function of forward returns", head, rows[:_ROWS])
+    if len(rows) > _ROWS:
+        yield f"and {len(rows) - _ROWS} more; r.levels[...].tally.calls has all"
+    if compared:
+        changed = sum(bool(row[-1]) for row in rows)
+        yield f"O2 computes {changed} of {len(rows)} rows in another dtype than O1"
+
+
+def _change(found: ModelReport, cells: Iterable[str]) -> str:
+    of = dict(zip(found.levels, cells, strict=True))
+    before, after = of.get("O1"), of.get("O2")
+    return f"to {after}" if before != after else ""
+
+
+def _starred(module: str | None) -> str:
+    """The name of a module with ``*`` for the numbers of layers in a stack."""
+    if module is None:
+        return "(outside of the model)"
+    return re.sub(r"(?<![^.=])\d+(?=\.)|(?<=\.)\d+(?=$|=)", "*", module) or "(the model itself)"
+
+
+def _ordered(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
+    return sorted(dtypes, key=lambda dtype: (not dtype.is_floating_point, dtype.itemsize, str(dtype)))
+
+
+def _count(n: float) -> str:
+    for unit in ("", " k", " M", " G", " T"):
+        if n < 1000:
+            return f"{n:.3g}{unit}"
+        n /= 1000
+    return f"{n:.3g} P" if n < 1000 else f"{n / 1000:.3g} E"
+
+
+def _bytes(n: float) -> str:
+    if n < 1024:
+        return f"{n:.0f} B" if n else "0"
+    for unit in ("KB", "MB", "GB"):
+        n /= 1024
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+    return f"{n / 1024:.3g} TB"
+
+
+def _percent(part: float, total: float) -> str:
+    return f"{100 * part / total:.3g} %" if total and part else "0"

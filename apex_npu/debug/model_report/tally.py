@@ -1,0 +1,180 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``Tally``: a dispatch mode that counts the FLOPs, casts and bytes of the operators that are called in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from inspect import unwrap
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apex_npu.backends._torch_private import TorchDispatchMode, autograd_node, is_in_backward, sequence_number
+from apex_npu.debug.model_report.flops import flops_of
+from apex_npu.debug.watching.operators import call_operator, operator_of, tensors_in
+from apex_npu.debug.watching.places import ModuleStack, Names
+
+# These take sizes and a dtype from a tensor, and read nothing of it, or only move what they read.
+_NO_FUNCTIONS = {"clone", "_unsafe_view"} | {
+    "ones_like",
+    "zeros_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+}
+_CASTS = ("aten::_to_copy", "aten::copy_")
+
+
+@dataclass(frozen=True)
+class Function:
+    """An operator that a module calls.
+
+    Attributes:
+        module: The name of the module; empty: the model itself; None: outside of the model, as in the loss function.
+        operator: Without namespace and overload: "addmm".
+        dtype: Of its results.
+        phase: "forward", or "backward" for the derivative of what the module has called.
+    """
+
+    module: str | None
+    operator: str
+    dtype: torch.dtype
+    phase: str
+
+
+@dataclass
+class Tally:
+    """What the operators of an iteration add up to; bytes are of the tensors that they read and write.
+
+    Attributes:
+        calls: For each function how often it is called.
+        flops: For each function its FLOPs.
+        uncounted: The names of operators whose FLOPs have no formula; "aten::" is left out.
+        bytes_moved: By all operators, casts included.
+        casts: For each (from, to) how often one is called. Both are floating dtypes.
+        cast_bytes: For each (from, to) the bytes that casts read and write.
+        cast_weights: The names of the parameters that are cast.
+        saved: For each dtype the bytes of memory that forward keeps for backward, without parameters and inputs; None:
+            it was not counted.
+    """
+
+    calls: Counter[Function] = field(default_factory=Counter)
+    flops: Counter[Function] = field(default_factory=Counter)
+    uncounted: dict[str, None] = field(default_factory=dict)
+    bytes_moved: int = 0
+    casts: Counter[tuple[torch.dtype, torch.dtype]] = field(default_factory=Counter)
+    cast_bytes: Counter[tuple[torch.dtype, torch.dtype]] = field(default_factory=Counter)
+    cast_weights: dict[str, None] = field(default_factory=dict)
+    saved: Counter[torch.dtype] | None = field(default_factory=Counter)
+
+    @contextmanager
+    def counting(self, model: nn.Module, given: list[Tensor]) -> Iterator[None]:
+        """Count what is called in the block; ``given`` are the model's inputs."""
+        with ExitStack() as stack:
+            stack.enter_context(_Counting(self, model))
+            if self.saved is not None:
+                stack.enter_context(_saving(self.saved, [*model.parameters(), *model.buffers(), *given]))
+            yield
+
+    def flops_in(self, dtype: torch.dtype) -> int:
+        """The FLOPs of all functions in one dtype."""
+        return sum(n for function, n in self.flops.items() if function.dtype == dtype)
+
+
+@contextmanager
+def _saving(saved: Counter[torch.dtype], known: list[Tensor]) -> Iterator[None]:
+    """Count in ``saved`` what autograd saves in the block, without the memory of the tensors ``known``."""
+    seen: dict[int, Any] = {t.untyped_storage()._cdata: t for t in known if t.layout == torch.strided}
+
+    # What is returned is kept by the node that saves it. It must not lead to a node: where a node saves its own
+    # output, that is a cycle which Python does not find.
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                seen[storage._cdata] = storage  # kept alive: no other has its address
+                saved[tensor.dtype] += storage.nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+def refuses_hooks(error: BaseException) -> bool:
+    """Whether ``error`` is that of a forward which allows no hooks of saved tensors, as torch.func's ``grad``."""
+    (*_, (frame, _)) = walk_tb(error.__traceback__)
+    return frame.f_code is unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self, tally: Tally, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tally, self._model = tally, model
+        self._names, self._stack = Names([model]), ModuleStack()
+        self._of_node: dict[int, str | None] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Any:
+        for module in self._model.modules():
+            self._hooks.append(module.register_forward_pre_hook(lambda m, args: self._stack.push(m), prepend=True))
+            self._hooks.append(module.register_forward_hook(lambda m, args, out: self._stack.pop(m), always_call=True))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> Any:
+        for hook in self._hooks:
+            hook.remove()
+        return super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def _module(self) -> str | None:
+        return self._names.of_module(self._stack.modules[-1]) if self._stack.modules else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = call_operator(func, args, kwargs)
+        operator = operator_of(func)
+        results = list(tensors_in(result))
+        if operator.passed_over or not results:
+            return result
+        # Recomputation within backward has nodes of its own, and is counted with the forward of its module.
+        node = autograd_node() if is_in_backward() and not self._stack.modules else None
+        if node is None:
+            module, phase = self._module(), "forward"
+            self._of_node.setdefault(sequence_number() - 1, module)
+        else:
+            module, phase = self._of_node.get(node._sequence_nr()), "backward"
+        named = [(name, t) for name, value in operator.operands(args, kwargs) for t in tensors_in(value)]
+        operands = [t for _, t in named]
+        moved = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*operands, *results)}.values())
+        self._tally.bytes_moved += moved
+        if operator.name in _CASTS and operands:
+            if operands[-1].dtype != results[0].dtype:
+                self._note_cast(operands[-1], results[0].dtype, moved)
+            return result
+        floating = [t for t in (*results, *operands) if t.dtype.is_floating_point or t.dtype.is_complex]
+        read = [t for name, t in named if not operator.written.get(name)]
+        if floating and operator.plain not in _NO_FUNCTIONS and any(t.dtype.is_floating_point for t in read):
+            function = Function(module, operator.plain, floating[0].dtype, phase)
+            self._tally.calls[function] += 1
+            flops = flops_of(func, args, kwargs, result)
+            if flops is None:
+                self._tally.uncounted[operator.name.removeprefix("aten::")] = None
+            elif flops:
+                self._tally.flops[function] += flops
+        return result
+
+    def _note_cast(self, source: Tensor, target: torch.dtype, moved: int) -> None:
+        if source.dtype.is_floating_point and target.is_floating_point:
+            self._tally.casts[source.dtype, target] += 1
+            self._tally.cast_bytes[source.dtype, target] += moved
+            name = self._names.of_tensor(source)
+            if name is not None:
+                self._tally.cast_weights[name] = None

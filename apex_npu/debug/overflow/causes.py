@@ -1,0 +1,422 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""From gradients that are not finite back to the causes: what kind of fault each is, and what to do about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+
+from apex_npu.debug.text import name_of
+from apex_npu.debug.watching.calls import Call, Leaf, iterate
+from apex_npu.debug.watching.watch import Watch
+
+# In the order in which causes are shown. A loss scale that is too large may hide others, so it comes last.
+Kind = Literal[
+    "data",
+    "weights",
+    "constant",
+    "overflow",
+    "underflow",
+    "math",
+    "gradient",
+    "accumulation",
+    "ranks",
+    "written",
+    "unknown",
+    "stale",
+    "scale",
+]
+ORDER: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Why a step was skipped: one cause.
+
+    Attributes:
+        kind: What sort of fault it is; docs/debug.md has the list.
+        phase: ``"forward"``, ``"backward"``, ``"recompute"`` (of an activation checkpoint), ``"block"`` (gradients
+            changed after backward).
+        module: The module by its name in the model, ``""`` for the model itself, the class in parentheses for a module
+            of no model that was given; None: outside of modules, as in a loss function.
+        operator: That has run: ``"aten::addmm"``; in backward see also ``forward_operator``.
+        forward_operator: In backward the operator of forward whose gradient this is.
+        node: In backward the name of autograd's node.
+        file: Of the line of code; None where no line is known. In backward it is the line of forward.
+        line: Its number.
+        source: Its text.
+        dtype: Of the result, or of the tensor that was not finite already.
+        shape: Likewise.
+        tensor: Its name where it was not finite already, or the parameter whose gradient is accumulated.
+        true_value: The largest magnitude that the result has in float64; None where it is not known.
+        limit: The largest number of ``dtype``.
+        inputs: The largest magnitude of each input.
+        ranges: The smallest and the largest element of each input.
+        fits_scale: In backward the largest power of two as a loss scale with which the result is finite.
+        before: The largest magnitudes of the results of the modules before, where they are numbered alike.
+        path: The operators on the way from the cause to the loss, or to a gradient.
+        why: The cause in a sentence.
+        advice: What to do.
+    """
+
+    kind: Kind
+    phase: str
+    module: str | None
+    operator: str
+    forward_operator: str | None = None
+    node: str | None = None
+    file: str | None = None
+    line: int | None = None
+    source: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    tensor: str | None = None
+    true_value: float | None = None
+    limit: float | None = None
+    inputs: tuple[tuple[str, float], ...] = ()
+    ranges: tuple[tuple[str, float, float], ...] = ()
+    fits_scale: float | None = None
+    before: tuple[tuple[str, float], ...] = ()
+    path: tuple[str, ...] = ()
+    why: str = ""
+    advice: str = ""
+    place: str = field(default="", repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The loss scale of a block."""
+
+    value: float
+    dynamic: bool
+
+
+# Why, and what to do.
+OF_ANOTHER_PROCESS = (
+    "what this process has sent was finite, what it has received is not: another process has overflowed",
+    "look at the tables of the other processes",
+)
+
+
+def find_causes(watch: Watch, targets: Sequence[Call], scale: Scale) -> list[Finding]:
+    """What has made the results of ``targets`` not finite, the most telling cause first."""
+    reached = dict(iterate(targets, lambda call: call.causes))
+    ends = [call for call in reached if call.leaves or not call.causes]
+    found: dict[Any, tuple[int, Finding]] = {}
+    for call in ends:
+        path = _path(call, reached)
+        findings = [_of_leaf(call, leaf, path) for leaf in call.leaves] or [_of_call(watch, call, path, scale)]
+        for finding in findings:
+            key = _identity(finding)
+            if key not in found or call.index < found[key][0]:
+                found[key] = (call.index, finding)
+    return [f for _, f in sorted(found.values(), key=lambda item: (ORDER.index(item[1].kind), item[0]))]
+
+
+def _identity(finding: Finding) -> Any:
+    if finding.kind == "stale":  # if one gradient is, most are
+        return finding.kind
+    if finding.kind in ("data", "weights"):
+        return finding.kind, finding.tensor
+    return finding.kind, finding.phase, finding.module, finding.operator, finding.file, finding.line
+
+
+def _path(call: Call, reached: dict[Call, Call | None]) -> tuple[str, ...]:
+    operators = []
+    step: Call | None = call
+    while step is not None:
+        operators.append(step.operator.rpartition(":")[2])
+        step = reached[step]
+    return tuple(operators)
+
+
+def _common(call: Call, path: tuple[str, ...]) -> dict[str, Any]:
+    place = call.place
+    return {
+        "phase": call.phase,
+        "module": call.module,
+        "operator": call.operator,
+        "forward_operator": None if call.forward is None else call.forward.operator,
+        "node": call.node,
+        "file": None if place is None else place.file,
+        "line": None if place is None else place.line,
+        "source": "" if place is None else place.source,
+        "place": "" if place is None else str(place),
+        "path": path,
+    }
+
+
+def _of_leaf(call: Call, leaf: Leaf, path: tuple[str, ...]) -> Finding:
+    if leaf.kind == "weights":
+        why = f"{leaf.name} held inf or nan before the iteration began"
+        advice = (
+            "look at the step that wrote it: a learning rate that is too large, a checkpoint that holds it already, "
+            "an initialization; continue from an earlier checkpoint"
+        )
+    elif leaf.kind == "data":
+        why = f"{leaf.name} held inf or nan already"
+        advice = "look at the batch: check it with isfinite() where it is loaded, and at what has prepared it"
+    elif leaf.kind == "stale":
+        reader = "backward" if call.phase == "backward" else "line"
+        why = f"the gradient of {leaf.name} was not finite before this {reader}"
+        advice = (
+            "look at the block before, whose gradients these are: its cause is this one's; if an optimizer has stepped "
+            "since, zero_grad() is missing"
+        )
+    else:
+        why = "the code makes a tensor of inf or nan here"
+        advice = "use a large finite number instead, or keep it out of what the loss depends on"
+    return Finding(
+        leaf.kind,
+        dtype=name_of(leaf.dtype),
+        shape=leaf.shape,
+        tensor=leaf.name,
+        why=why,
+        advice=advice,
+        **_common(call, path),
+    )
+
+
+def _of_call(watch: Watch, call: Call, path: tuple[str, ...], scale: Scale) -> Finding:
+    limit = torch.finfo(call.dtype).max if call.dtype is not None and call.dtype.is_floating_point else None
+    opinion = call.opinion
+    true_value = None if opinion is None or math.isnan(opinion.largest) else opinion.largest
+    fits = None
+    if call.phase == "backward" and true_value and limit is not None and opinion is not None and opinion.is_finite:
+        fits = 2.0 ** math.floor(math.log2(scale.value * limit / true_value))
+    kind = _kind_of(call, fits, scale)
+    why, advice = _TEXTS[kind](Found(call, scale, true_value, limit, fits))
+    return Finding(
+        kind,
+        dtype=name_of(call.dtype),
+        shape=call.shape,
+        tensor=call.parameter,
+        true_value=true_value,
+        limit=limit,
+        inputs=tuple((name, max(abs(low), abs(high))) for name, low, high in call.inputs),
+        ranges=tuple(call.inputs),
+        fits_scale=fits,
+        before=_before(watch, call) if kind == "overflow" else (),
+        why=why,
+        advice=advice,
+        **_common(call, path),
+    )
+
+
+def _kind_of(call: Call, fits: float | None, scale: Scale) -> Kind:
+    opinion = call.opinion
+    if call.from_other_process:
+        return "ranks"
+    if call.phase == "block":
+        return "written"
+    if call.from_constant:
+        return "constant"
+    if opinion is None or opinion.reason:
+        return "unknown"
+    if not opinion.is_finite:
+        return "math" if call.vanished is None else "underflow"
+    if call.phase != "backward":
+        return "overflow"
+    if call.parameter is not None or (call.node or "").endswith("AccumulateGrad"):
+        return "accumulation"
+    return "scale" if scale.value > 1.0 and (fits is None or fits >= 1.0) else "gradient"
+
+
+def _before(watch: Watch, call: Call) -> tuple[tuple[str, float], ...]:
+    """The results of up to three modules of the same list, ``blocks.4``, ``blocks.5`` and ``blocks.6`` of 7."""
+    parts = (call.module or "").split("=")[0].split(".")
+    for i in reversed(range(len(parts))):
+        if parts[i].isdigit():
+            names = [".".join([*parts[:i], str(k)]) for k in range(max(0, int(parts[i]) - 3), int(parts[i]))]
+            return tuple((name, watch.module_ranges[name]) for name in names if name in watch.module_ranges)
+    return ()
+
+
+class Found(NamedTuple):
+    """What the texts are about; see ``Finding`` for ``value``, its true value, ``limit`` and ``fits``."""
+
+    call: Call
+    scale: Scale
+    value: float | None
+    limit: float | None
+    fits: float | None
+
+
+# The texts: why, and what to do.
+_Text = Callable[[Found], tuple[str, str]]
+
+# What computes something that has a stable form, by what its name contains.
+_STABLE = (
+    ("nll_loss", "no target counts, as all are ignore_index: leave out such batches, or divide a sum by a number that "
+     "is at least 1, F.cross_entropy(..., reduction=\"sum\") / (target != ignore_index).sum().clamp(min=1)"),
+    ("ctc_loss", "a target that is longer than its input has no alignment: zero_infinity=True, or leave it out"),
+    ("xlogy", "targets of F.kl_div must not be negative; with log_target=True they are logarithms"),
+    ("binary_cross_entropy", "targets must be between 0 and 1; F.binary_cross_entropy_with_logits is stable"),
+    ("log_softmax", "logits that are inf or nan: look at what computes them"),
+    ("log1p", "its argument must be larger than -1: clamp it"),
+    ("log", "torch.log(x.clamp(min=eps)); of a softmax F.log_softmax or F.cross_entropy, of a sigmoid F.logsigmoid or "
+     "F.binary_cross_entropy_with_logits"),
+    ("rsqrt", "torch.rsqrt(x + eps)"),
+    ("sqrt", "torch.sqrt(x + eps), whose derivative is finite at 0, too"),
+    ("norm", "add eps inside of the root, torch.sqrt(x.square().sum() + eps): the derivative of a norm at 0 is not "
+     "defined"),
+    ("pow", "a negative or fractional power has no finite value or derivative at 0: x.clamp(min=eps)"),
+    ("reciprocal", "1 / (x + eps), or x.clamp(min=eps)"),
+    ("div", "a division by 0: add eps to the denominator, or clamp it"),
+    ("exp", "subtract the maximum before exp, or use torch.logsumexp or softmax"),
+    ("atan2", "its derivative at (0, 0) is not defined: add eps"),
+    ("acos", "its derivative at ±1 is not finite: x.clamp(-1 + eps, 1 - eps)"),
+    ("asin", "its derivative at ±1 is not finite: x.clamp(-1 + eps, 1 - eps)"),
+    ("std", "the derivative at a variance of 0, or of one element, is not finite: torch.sqrt(x.var() + eps)"),
+    ("var", "the variance of one element is 0 / 0: unbiased=False, or more elements"),
+    ("mean", "the mean of no elements is 0 / 0: leave out empty batches"),
+    ("softmax", "a row in which all logits are -inf: mask with a large negative number, or leave out such rows"),
+)  # fmt: skip
+
+# The same where the argument has negative elements, for which these are not defined.
+_AT_NEGATIVE = {
+    "log": "torch.log(x.clamp(min=eps))",
+    "rsqrt": "torch.rsqrt(x.clamp(min=0) + eps)",
+    "sqrt": "torch.sqrt(x.clamp(min=0) + eps)",
+    "pow": "x.clamp(min=eps) before a power that is no integer",
+}
+_MASKED = (
+    "where torch.where leaves such elements out, their gradient is nan all the same, so replace the argument, too: "
+    "torch.where(x > 0, f(torch.where(x > 0, x, 1.0)), 0.0)"
+)
+
+
+def _times(value: float | None, limit: float | None, dtype: torch.dtype | None) -> str:
+    if value is None or limit is None:
+        return "the true value is finite"
+    name = name_of(dtype)
+    if value <= limit:
+        return f"the true value is {value:.3g}, which {name} holds: an intermediate value has overflowed"
+    return f"the true value is {value:.3g}, {value / limit:.2g} times the largest {name}"
+
+
+def _overflow(f: Found) -> tuple[str, str]:
+    why = f"{_times(f.value, f.limit, f.call.dtype)}; no loss scale helps: it is in forward"
+    elsewhere = "or use bfloat16 (opt_level O4, O5), or scale its inputs down"
+    if f.call.dtype != torch.float16:
+        held = f"no dtype of training holds more than {name_of(f.call.dtype)}"
+        return why, f"{held}: scale the inputs down, or normalize them"
+    if "_norm" in f.call.operator:
+        advice = "a row without variance is divided by the root of eps: an eps of 1e-5 or more keeps 1 / sqrt(eps) "
+        advice += "within float16; or keep this layer in float32"
+    elif f.call.operator == "aten::_to_copy":
+        why = f"a cast: {why}"
+        advice = "at O1 put this line into amp.disable_casts(), or its function into amp.register_float_function; "
+        advice += "at O2 and O3 scale down what is passed to the model"
+    else:
+        advice = "cast the inputs of this line with .float(), at O1 within amp.disable_casts(), and bring the result "
+        advice += f"below {f.limit:.0f} before a float16 layer takes it"
+    return why, f"{advice}; {elsewhere}"
+
+
+def _math(f: Found) -> tuple[str, str]:
+    own = f.call.operator.rpartition(":")[2]
+    forward = own if f.call.forward is None else f.call.forward.operator.rpartition(":")[2]
+    of = f"the derivative of {forward}" if f.call.phase == "backward" else own
+    why = f"{of} is not finite for these inputs in float64 either: no dtype and no loss scale helps"
+    negative = any(name.startswith("self") and low < 0 for name, low, _ in f.call.inputs)
+    for name in (forward, own):
+        for key, advice in _STABLE:
+            if key in name:
+                is_own = negative and key in own and key in _AT_NEGATIVE
+                return why, f"{_AT_NEGATIVE[key]}; {_MASKED}" if is_own else advice
+    return why, "look for a division, root or logarithm at 0; eps or clamp keeps its argument away from it"
+
+
+def _underflow(f: Found) -> tuple[str, str]:
+    assert f.call.vanished is not None
+    what, dtype, operator, place = f.call.vanished
+    info, name = torch.finfo(dtype), name_of(dtype)
+    where = "" if place is None else f" at {place}"
+    least = info.smallest_normal * info.eps
+    return (
+        f"an input is 0 since {what} is 0 in {name}, whose smallest number is {least:.2g}: see {operator}{where}",
+        f"an eps that {name} holds, such as 1e-4, in the line that adds it or as eps= of its function; or cast the "
+        "inputs of these lines with .float(), at O1 within amp.disable_casts(); or use bfloat16 (opt_level O4, O5)",
+    )
+
+
+def _gradient(f: Found) -> tuple[str, str]:
+    divided = f", even divided by the loss scale {f.scale.value:g}" if f.scale.value > 1.0 else ""
+    return (
+        f"{_times(f.value, f.limit, f.call.dtype)}{divided}",
+        "compute this operator in float32 (amp.register_float_function, amp.disable_casts()) or in bfloat16 (O4, O5); "
+        "or scale the loss down, as by a mean in place of a sum",
+    )
+
+
+def _accumulation(f: Found) -> tuple[str, str]:
+    why = f"both gradients are finite, their sum is not: {_times(f.value, f.limit, f.call.dtype)}"
+    advice = "divide each loss by the number of backward passes that are accumulated, or use O1, whose gradients are "
+    advice += "float32, or O5"
+    if f.fits is not None and f.fits >= 1.0 and f.scale.dynamic:
+        advice = f"nothing at once: the scale will settle near {_power(f.fits)}. For a larger one {advice}"
+    return why, advice
+
+
+def _scale(f: Found) -> tuple[str, str]:
+    without = f"without the loss scale {f.scale.value:g} it fits"
+    why = f"{_times(f.value, f.limit, f.call.dtype)}; {without}" if f.value is not None else without
+    if not f.scale.dynamic:
+        return why, f'use loss_scale="dynamic", or at most {_power(f.fits)}' if f.fits else 'use loss_scale="dynamic"'
+    return why, f"nothing: the scale will settle near {_power(f.fits)}" if f.fits else "nothing: the scale will settle"
+
+
+def _ranks(f: Found) -> tuple[str, str]:
+    return OF_ANOTHER_PROCESS
+
+
+def _written(f: Found) -> tuple[str, str]:
+    return (
+        "the gradient was finite when backward ended, and was changed in the block after it",
+        "look at the code of the block after backward(), which sees gradients multiplied with the loss scale: do that "
+        "after the block",
+    )
+
+
+def _constant(f: Found) -> tuple[str, str]:
+    return (
+        "the code passes inf or nan to it, and this reaches the loss or a gradient",
+        "use a large finite number instead, such as torch.finfo(dtype).min in a mask (the softmax of a row that is all "
+        "masked is nan), or keep it out of what the loss depends on",
+    )
+
+
+def _unknown(f: Found) -> tuple[str, str]:
+    reason = f.call.opinion.reason if f.call.opinion is not None else "it was not asked"
+    return (
+        f"its inputs are finite, its result is not; float64 gave no second opinion ({reason})",
+        "compute it in float32 to see whether the dtype is too small",
+    )
+
+
+def _power(value: float | None) -> str:
+    return "" if value is None else f"2^{round(math.log2(value))}"
+
+
+_TEXTS: dict[Kind, _Text] = {
+    "overflow": _overflow,
+    "underflow": _underflow,
+    "math": _math,
+    "gradient": _gradient,
+    "accumulation": _accumulation,
+    "scale": _scale,
+    "ranks": _ranks,
+    "written": _written,
+    "constant": _constant,
+    "unknown": _unknown,
+}

@@ -1,0 +1,351 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``explain_overflows``: after some skipped steps the next iteration is watched, without a change to the script."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from apex_npu._cli.options import EXPLAIN_OVERFLOWS
+from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
+from apex_npu.amp.session import Session, current, is_first_rank, settings
+from apex_npu.amp.step_decision import StepReport
+from apex_npu.backends import is_capturing
+from apex_npu.backends._torch_private import dispatch_modes
+from apex_npu.debug.observers import leave, observe, observers_of
+from apex_npu.debug.overflow.finder import Finder, gradients_of, params_of, stepped
+from apex_npu.debug.overflow.ranks import Ranks
+from apex_npu.debug.overflow.replay import Block, Replayer
+from apex_npu.debug.overflow.report import OverflowReport
+from apex_npu.debug.text import count
+from apex_npu.debug.watching.opening import session_models
+from apex_npu.debug.watching.operators import is_measurable
+from apex_npu.distributed import local_part
+
+logger = logging.getLogger("apex_npu.debug")
+
+VARIABLE = EXPLAIN_OVERFLOWS.variable
+
+
+class Explainer:
+    """An observer of amp that has an iteration watched after skipped steps, and logs what is found.
+
+    An iteration is watched from the first forward after the skip until its step is skipped, or the forward of the next
+    iteration; with ``replay`` the skipped step itself is run again first, and where that tells the cause, no other
+    iteration is watched. What goes wrong while watching is logged, and ends it; training goes on.
+
+    A block whose loss is not finite, or under a static scale a gradient, counts as a skip where its step is applied:
+    as with a static scale, or where no target counts. Its loss is read when the block has ended, and under a static
+    scale its gradients are, which waits for the device.
+    """
+
+    def __init__(self, after: int, times: int | None, *, once: bool = False, replay: bool = False) -> None:
+        """After ``after`` skips in a row; ``times`` tables at most. With ``once`` one iteration, from now on."""
+        self._after, self._left, self._once = after, times, once
+        self._finder: Finder | None = None
+        self._replayer = Replayer() if replay else None
+        self._start: Any = None
+        self._error: BaseException | None = None
+        self._ranks = Ranks()
+        self._row = 0
+        self._last: list[tuple[Any, ...]] = []
+        self._repeated = 0
+        self._optimizers: Any = None
+        self._loss: Tensor | None = None
+        self._is_dynamic = True
+        self._undecided: list[tuple[AmpOptimizerState, StepReport | None]] = []
+        self.blocks = self.skips = self.applied = self.tables = 0
+
+    # ---- what amp calls --------------------------------------------------------------------------------------------
+
+    def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
+        """See ``Observer``."""
+        self._error = sys.exc_info()[1]
+        self._guarded(self._settle)
+        self._loss, self._optimizers, self._is_dynamic = loss.detach(), optimizers, dynamic
+        if self._finder is not None:
+            self._guarded(self._finder.block_begins, loss, optimizers, loss_id, scale, dynamic)
+        if self._replayer is not None:
+            self._guarded(self.keep_forwards)
+            self._guarded(self._replayer.block_begins, loss, optimizers, loss_id, scale, dynamic)
+
+    def backward_ended(self) -> None:
+        """See ``Observer``."""
+        for watching in (self._finder, self._replayer):
+            if watching is not None:
+                self._guarded(watching.backward_ended)
+
+    def block_ended(self) -> None:
+        """See ``Observer``."""
+        finder = self._finder
+        if self._replayer is not None:
+            self._guarded(self._replayer.block_ended)
+        if finder is not None:
+            self._guarded(finder.block_ended)
+            if sys.exc_info()[1] is not self._error:  # an exception has ended the block
+                self.end()
+        if not self._once and sys.exc_info()[1] is self._error and not is_capturing():
+            self._guarded(self._look_at_block)
+
+    def _look_at_block(self) -> None:
+        """Whether the loss, or under a static scale a gradient, is not finite, though the step is not skipped."""
+        self.blocks += 1
+        is_bad = self._loss is not None and not bool(self._loss.isfinite().all())
+        self._loss, self._undecided = None, []
+        if not is_bad and not self._is_dynamic:
+            grads = [local_part(grad) for _, grad in gradients_of(params_of(self._optimizers)[0])]
+            is_bad = not all(bool(grad.isfinite().all()) for grad in grads if is_measurable(grad))
+        if not is_bad:
+            self._row = 0
+            return
+        states = [state for one in stepped(self._optimizers) if (state := state_of(one)) is not None]
+        decisions = [state.decision for state in states]
+        if not self._is_dynamic or not any(decision is None or decision.skip for decision in decisions):
+            self._is_applied()
+        elif None in decisions:  # a later block decides, or the device
+            self._undecided = [(state, state.report) for state in states]
+
+    def _settle(self) -> None:
+        """Whether the step of a bad block that had been left undecided was applied."""
+        ended = [state.report for state, before in self._undecided if state.report is not before]
+        if ended:
+            self._undecided = []
+            if any(report is not None and report.applied for report in ended):
+                self._is_applied()
+
+    def _is_applied(self) -> None:
+        self.applied += 1
+        self._row += 1
+        finder, replayer = self._finder, self._replayer
+        reports = [] if finder is None else [report for report in finder.found.reports if report.overflowed]
+        is_due = self._row >= self._after and self._left != 0
+        if not reports and is_due and replayer is not None:
+            reports = [report for report in replayer.explain_pending(self._optimizers) if report.overflowed]
+        if reports:
+            self.end()
+            self._log("\n\n".join(map(str, reports)), reports)
+        elif is_due:
+            self.arm()
+
+    def step_skipped(self, report: StepReport) -> None:
+        """See ``Observer``."""
+        finder = self._finder
+        self.skips += 1
+        self._undecided, self._row = [], 0
+        if finder is not None:
+            self._guarded(finder.step_skipped, report)
+            self.end()
+            self._guarded(self._tell, report, finder.found.reports)
+        is_due = not self._once and report.skips_in_a_row >= self._after and self._left != 0
+        kept: Sequence[Block] | None = []
+        if self._replayer is not None:
+            kept = self._replayer.take(report)
+            if self._left == 0:
+                self.close()
+            elif is_due and finder is None and kept and any(block.runs for block in kept):
+                self._guarded(self._run_again, self._replayer, kept, report)
+                return
+            else:
+                self._replayer.release(kept or [])
+        if is_due and kept is not None:
+            self.arm()
+
+    def _run_again(self, replayer: Replayer, kept: Sequence[Block], skip: StepReport) -> None:
+        is_told = self._tell(skip, replayer.explain(kept, skip))
+        if self._left == 0:
+            self.close()
+        elif not is_told:
+            self.arm()
+
+    def _tell(self, skip: StepReport, reports: Sequence[OverflowReport]) -> bool:
+        """Log why; False where the cause is not known."""
+        told = self._ranks.explain(skip, reports)
+        if told.text:
+            self._log(told.text, reports)
+        return told.is_cause
+
+    def _log(self, text: str, reports: Sequence[OverflowReport]) -> None:
+        """Log ``text``, unless the causes are those of the table before: these are counted."""
+        self._left = None if self._left is None else self._left - 1
+        causes = [cause for report in reports for cause in report.identity()]
+        if causes and causes == self._last:
+            self._repeated += 1
+            return
+        self._log_repeated()
+        self._last = causes
+        self.tables += 1
+        logger.warning("%s", text)
+
+    def _log_repeated(self) -> None:
+        if self._repeated:
+            logger.warning("the cause above was found again in %s", count(self._repeated, "later iteration"))
+        self._repeated = 0
+
+    def keep_forwards(self) -> None:
+        """With ``replay``: keep what the models of the session are called with, from now on."""
+        session = current()
+        if self._replayer is not None and session is not None:
+            self._replayer.follow(session_models(session))
+
+    def close(self) -> None:
+        """Watch and keep nothing from now on."""
+        self.end()
+        self._log_repeated()
+        if self._replayer is not None:
+            self._replayer.end()
+            self._replayer = None
+
+    def end_script(self, says_nothing: bool) -> None:
+        """The script has ended: print what was seen, in a sentence, unless nothing was and not ``says_nothing``."""
+        if settings.observer is not self:  # the script has ended or replaced it
+            return
+        self._guarded(self._settle)
+        self.close()
+        if is_first_rank() and (self.blocks or says_nothing):
+            print(f"--explain-overflows: {self._summary()}", file=sys.stderr, flush=True)
+
+    def _summary(self) -> str:
+        if not self.blocks:
+            return "the script has ended, and no scale_loss block of amp has run in it"
+        seen = f"{count(self.blocks, 'block')}, {count(self.skips, 'skipped step')}"
+        if self.applied:
+            seen += f", {count(self.applied, 'applied step')} with a loss or gradients that were not finite"
+        if self.tables:
+            return f"{seen}; {count(self.tables, 'table')} above"
+        if not (self.skips or self.applied):
+            return f"{seen}: all losses were finite, and nothing has overflowed"
+        return (
+            f"{seen}; none was explained, as that takes {self._after} in a row and an iteration after them that is not "
+            "finite either: --explain-overflows=1 --replay explains the first one itself"
+        )
+
+    # ---- when it watches -------------------------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Watch from the next forward on."""
+        if self._start is None:
+            self._start = torch_module.register_module_forward_pre_hook(self._forward_begins)
+
+    def end(self) -> None:
+        """Watch no longer."""
+        finder, self._finder = self._finder, None
+        if finder is not None:
+            finder.detach()
+        if self._start is not None:
+            self._start.remove()
+            self._start = None
+        session = current()
+        if self._once and session is not None:
+            leave(session, self)
+
+    def _forward_begins(self, module: nn.Module, args: Any) -> None:
+        if self._finder is not None:
+            if self._finder.watch.is_over():
+                self._guarded(self._settle)
+                self.end()
+            return
+        session = current()
+        # Within another mode, which might be left first, operators are not watched; nor in the capture of a graph.
+        if session is None or not torch.is_grad_enabled() or dispatch_modes() or is_capturing():
+            return
+        if self in observers_of(session):
+            self._guarded(self._begin, session, module, args)
+        else:  # a later session, whose blocks and steps it does not hear of
+            self.end()
+
+    def _begin(self, session: Session, module: nn.Module, args: Any) -> None:
+        finder = self._finder = Finder(session_models(session))
+        finder.watch.make_way = self.end
+        finder.attach()
+        finder.watch.enter_module(module, args)
+
+    def _guarded(self, call: Any, *args: Any) -> None:
+        try:
+            call(*args)
+        except Exception:
+            logger.exception("an iteration could not be watched; training is not affected")
+            self.end()
+
+
+def explain_overflows(after: int | None = 2, times: int = 20, *, replay: bool = False) -> None:
+    """From now on, after some skipped steps in a row, watch the next iteration and log why its step is skipped.
+
+    A step that is applied although its loss, or under a static loss scale a gradient, is not finite counts as one that
+    is skipped. To know that takes a wait for the device in each block.
+
+    The iteration that is watched takes a few times as long, the others as long as before. What the model learns does
+    not depend on it. The tables are those of ``find_overflow``, logged as warnings of the logger ``apex_npu.debug``.
+    With the environment variable ``APEX_NPU_EXPLAIN_OVERFLOWS=2``, or ``python -m apex_npu run --explain-overflows=2
+    script.py``, a script needs no change. ``APEX_NPU_EXPLAIN_OVERFLOWS=2,replay``, or ``--replay``, is ``replay=True``.
+
+    Args:
+        after: Skips in a row after which an iteration is watched; 1 or more. None: no longer.
+        times: How many iterations are explained at most. A cause that is that of the table before is counted.
+        replay: Keep what the models are called with until the step, and run a step that is skipped once more instead of
+            watching the next iteration, whose batch is another; see ``find_overflow``. Objects of the script that
+            forward changes are then changed twice. The next iteration is watched where that does not tell the cause.
+
+    Raises:
+        ValueError: ``after`` or ``times`` is not a positive integer.
+
+    Example::
+
+        >>> amp.debug.explain_overflows(after=2)
+        >>> amp.debug.explain_overflows(None)
+    """
+    for name, value in (("after", after), ("times", times)):
+        valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not valid and not (name == "after" and value is None):
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    session = current()
+    listed = [] if session is None else observers_of(session)
+    for known in {id(o): o for o in (settings.observer, *listed)}.values():
+        if isinstance(known, Explainer):
+            known.close()
+            if session is not None:
+                leave(session, known)
+    settings.observer = explainer = None if after is None else Explainer(after, times, replay=replay)
+    if session is not None and explainer is not None:
+        observe(session, explainer)
+        explainer.keep_forwards()
+
+
+def watch_next_iteration() -> None:
+    """Watch the next iteration of the current session, where nothing else watches it; log what is found."""
+    session = current()
+    if session is not None and session.observer is None:
+        explainer = Explainer(after=1, times=1, once=True)
+        session.observer = explainer
+        explainer.arm()
+
+
+def explain_as_environment_says() -> None:
+    """Call ``explain_overflows`` where ``APEX_NPU_EXPLAIN_OVERFLOWS`` is set: to ``N`` or ``N,replay``.
+
+    Raises:
+        ValueError: N is no positive integer, or something else follows.
+    """
+    text = os.environ.get(VARIABLE, "").strip()
+    if text in ("", "0"):
+        return
+    after, comma, word = text.partition(",")
+    if not after.isdecimal() or (comma and word != "replay"):
+        raise ValueError(
+            f"{VARIABLE} must be a positive integer, how many skips in a row it takes, which ',replay' may follow; "
+            f"got {text!r}"
+        )
+    explain_overflows(int(after), replay=bool(comma))
+    explainer = settings.observer
+    assert isinstance(explainer, Explainer)
+    is_first = parent_process() is None  # not of processes that load data
+    Finalize(None, lambda: explainer.end_script(is_first), exitpriority=0)

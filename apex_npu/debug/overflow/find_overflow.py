@@ -1,0 +1,95 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``find_overflow``: a context that tells why the steps inside of it are skipped."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from torch import nn
+
+from apex_npu.amp.session import Session, current
+from apex_npu.debug.observers import leave, observe
+from apex_npu.debug.overflow.finder import Finder
+from apex_npu.debug.overflow.replay import ReplayFinder
+from apex_npu.debug.overflow.report import Overflows
+from apex_npu.debug.watching.opening import WatchingContext
+
+
+class find_overflow(WatchingContext):
+    """A context that finds out why the steps of the iterations inside of it are skipped.
+
+    Every operator of forward and backward is looked at, which takes 1.2 to four times as long as the iteration alone;
+    what the iteration computes, and which steps are skipped, does not change. ``print(found)`` has for each cause the
+    operator, the module, the line of code, the reason, and what to do.
+
+    With ``replay=True`` nothing is watched as long as no step is skipped. Each forward of the models is kept until the
+    step: its arguments and the gradients of its outputs by reference, copies of buffers, and the states of torch's
+    random number generators. A step that is skipped is run again from these, without collectives, the hooks
+    of DistributedDataParallel, and accumulation, and is watched then; the report says whether the gradients are those
+    of the skipped step. What follows the models, such as a loss function, is not run again, unless it is a module that
+    is passed with them.
+
+    Args:
+        models: Those whose modules and parameters are named; by default those that were passed to ``amp.initialize``.
+        replay: Watch skipped steps alone, while they are run again.
+
+    Returns:
+        From ``with``: an ``Overflows`` with ``causes``, ``parameters``, ``loss``, ``scale``, ``reports`` and
+        ``to_json(path)``.
+
+    Raises:
+        TypeError: One of ``models`` is no module.
+        ValueError: No model is given, and amp has none; or another ``find_overflow`` is open.
+        RuntimeError: A CUDA graph is being captured, whose operators the host cannot look at; or ``replay=True`` before
+            ``amp.initialize``.
+
+    Example::
+
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+        >>> with amp.debug.find_overflow(model) as found:
+        ...     loss = model(torch.randn(8, 4) * 1e6).mean()
+        ...     with amp.scale_loss(loss, optimizer) as scaled_loss:
+        ...         scaled_loss.backward()
+        ...     optimizer.step()
+        >>> found.causes[0].kind
+        'overflow'
+    """
+
+    def __init__(self, *models: nn.Module, replay: bool = False) -> None:
+        """Check the models."""
+        super().__init__(models)
+        self._replay = replay
+        self._finder: Finder | ReplayFinder | None = None
+        self._session: Session | None = None
+
+    def __enter__(self) -> Overflows:
+        session = current()
+        if self._replay and session is None:
+            raise RuntimeError(
+                "find_overflow(replay=True) runs steps again that amp has skipped: call amp.initialize first, or leave "
+                "replay out"
+            )
+        open_already = "find_overflow is open already: it covers all that runs inside of it; leave this one out"
+        models = self.models_to_watch(open_already)
+        finder = self._finder = ReplayFinder(models) if self._replay else Finder(models)
+        self._session = session
+        if session is not None:
+            observe(session, finder)
+        finder.attach()
+        return finder.found
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        finder, session = self._finder, self._session
+        if finder is None:
+            return
+        finder.detach()
+        if session is not None:
+            leave(session, finder)
+        if isinstance(finder, Finder):
+            finder.examine_rest(interrupted=kind is not None)
+        self._finder = self._session = None

@@ -1,0 +1,280 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``Finder``: of an iteration that is watched, why its gradients are not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from apex_npu.amp.optimizer_state import adopted_inside, inner_optimizer, state_of
+from apex_npu.amp.session import Session, current
+from apex_npu.amp.step_decision import StepReport
+from apex_npu.backends import for_device
+from apex_npu.debug.overflow.causes import OF_ANOTHER_PROCESS, Finding, Scale, find_causes
+from apex_npu.debug.overflow.report import OverflowReport, Overflows, note_of_dropped
+from apex_npu.debug.text import name_of
+from apex_npu.debug.watching.calls import Leaf
+from apex_npu.debug.watching.operators import is_measurable, vanishing_number_in
+from apex_npu.debug.watching.places import Names
+from apex_npu.debug.watching.watch import Watch
+from apex_npu.distributed import local_part
+from apex_npu.distributed.torch_ddp import ddps_of
+from apex_npu.ops import LOW_PRECISION
+
+OF_STATIC_SCALE = (
+    "look at the iterations before: under a static loss scale steps are applied whatever their gradients are. "
+    'loss_scale="dynamic" skips such steps, so that their cause is found; explain_overflows(replay=True), or --replay, '
+    "finds it in the first of them"
+)
+# Each after its parameter.
+Gradients = list[tuple[Tensor, Tensor]]
+
+
+def params_of(optimizers: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters that the optimizers of a ``scale_loss`` block step, and those that backward gives gradients to."""
+    params: list[Tensor] = []
+    sources: list[Tensor] = []
+    for optimizer in stepped(optimizers):
+        state = state_of(optimizer)
+        for group in [] if state is None else state.grad_groups(optimizer):
+            params += group.params
+            sources += group.sources
+    return params, sources
+
+
+def stepped(optimizers: Any) -> list[Optimizer]:
+    """The optimizers of a block without what is around them."""
+    listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    return list(map(inner_optimizer, map(adopted_inside, listed)))
+
+
+def gradients_of(sources: Sequence[Tensor]) -> Gradients:
+    """Those that are there."""
+    return [(source, source.grad) for source in sources if source.grad is not None]
+
+
+class Finder:
+    """An observer of amp that watches operators, and makes a report of each block.
+
+    Attributes:
+        found: The reports.
+        watch: What sees the operators.
+        dynamic: The loss scale of the block moves.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """Of ``models``, whose names the reports have."""
+        self.found = Overflows()
+        self._models = list(models)
+        params = [p for model in models for p in model.parameters()]
+        devices = [d for d in dict.fromkeys(p.device for p in params) if d.type != "meta" and for_device(d).saturates()]
+        self.watch = Watch(Names(models), devices)
+        self._loss: Tensor | None = None
+        self._sources: list[Tensor] = []
+        self._report: OverflowReport | None = None
+        self.dynamic = False
+
+    def attach(self) -> None:
+        """Begin."""
+        self.watch.attach()
+
+    def detach(self) -> None:
+        """End."""
+        self.watch.detach()
+
+    # ---- what amp calls --------------------------------------------------------------------------------------------
+
+    def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
+        """See ``Observer``."""
+        params, self._sources = params_of(optimizers)
+        self._loss, self.dynamic = loss.detach(), dynamic
+        self._report = OverflowReport(loss_id=loss_id, scale=scale)
+        self._note_scale(loss_id, scale)
+        gradients = []
+        for i, (param, source) in enumerate(zip(params, self._sources, strict=True)):
+            name = self._name_of(i, source)
+            gradients += [(name, grad) for grad in (param.grad, source.grad) if grad is not None]
+        self.watch.begin_block(scale, gradients)
+
+    def backward_ended(self) -> None:
+        """See ``Observer``."""
+        report = self._report
+        if report is None or self._loss is None:
+            return
+        self.watch.suspended = True
+        with torch.no_grad():
+            if self._loss.numel() == 1:
+                report.loss = float(self._loss)
+            self.examine(report, [self._loss], gradients_of(self._sources))
+        self.found.reports.append(report)
+        self.watch.flag.hand_back()
+
+    def block_ended(self) -> None:
+        """See ``Observer``."""
+        report = self._report
+        if report is not None and all(known is not report for known in self.found.reports):
+            self.watch.suspended = True
+            self._examine_interrupted(report)
+        self.watch.end_block([source.grad for source in self._sources if source.grad is not None])
+        self._loss, self._report, self._sources = None, None, []
+        self.watch.suspended = False
+
+    def step_skipped(self, report: StepReport) -> None:
+        """See ``Observer``."""
+        of_loss = [known for known in reversed(self.found.reports) if known.loss_id == report.loss_id]
+        decider = next((known for known in of_loss if known.scale == report.scale_before), None)
+        if decider is not None:
+            decider.scale_after, decider.skips_in_a_row = report.scale_after, report.skips_in_a_row
+        session = current()
+        for loss_id in {known.loss_id for known in self.found.reports if known.scale_after is None}:
+            if session is not None and loss_id is not None:  # of blocks after the one that has decided
+                self._note_scale(loss_id, session.scaler(loss_id).scale)
+
+    def _note_scale(self, loss_id: int, scale: float) -> None:
+        """The last block of a loss has left ``scale``."""
+        known = next((known for known in reversed(self.found.reports) if known.loss_id == loss_id), None)
+        if known is not None and known.scale_after is None and scale < known.scale:
+            known.scale_after = scale
+
+    # ---- what is found ---------------------------------------------------------------------------------------------
+
+    def examine_rest(self, interrupted: bool) -> None:
+        """Make a report of what no block of amp has told of, where it has ``interrupted`` the iteration, too."""
+        if not self.found.reports:
+            self._examine_without_block()
+        if interrupted and not self.found.causes:
+            self._examine_interrupted(OverflowReport())
+
+    def _examine_without_block(self) -> None:
+        report, params = OverflowReport(), [p for model in self._models for p in model.parameters()]
+        if any(p.grad is not None for p in params):
+            with torch.no_grad():
+                self.examine(report, [], gradients_of(params))
+            self.found.reports.append(report)
+
+    def _examine_interrupted(self, report: OverflowReport) -> None:
+        """Make ``report`` of the last result that was not finite, where an exception came before the gradients."""
+        told = max((known.operators for known in self.found.reports), default=0)
+        last = [call for call in self.watch.bad[-1:] if call.index >= told]
+        if last:
+            report.operators = self.watch.calls
+            with torch.no_grad():
+                report.causes = find_causes(self.watch, last, Scale(report.scale, self.dynamic))
+            report.notes.append(
+                "an exception has ended the iteration: this is about the last result that is not finite"
+            )
+            self.found.reports.append(report)
+
+    def _name_of(self, i: int, source: Tensor) -> str:
+        return self.watch.names.of_tensor(source) or f"parameter {i} of shape {list(source.shape)}"
+
+    def count(self, report: OverflowReport, gradients: Gradients) -> tuple[Gradients, Gradients]:
+        """Record in ``report`` which of ``gradients`` are not finite; return those that can be looked at, and these."""
+        present = [(source, local_part(grad)) for source, grad in gradients]
+        grads = [(source, grad) for source, grad in present if is_measurable(grad)]
+        ranges = self.watch.ranges.of([grad for _, grad in grads])
+        bad = [pair for pair, ends in zip(grads, ranges, strict=True) if not all(map(math.isfinite, ends))]
+        report.gradients, report.operators = len(grads), self.watch.calls
+        for i, (source, grad) in enumerate(bad):
+            report.parameters[self._name_of(i, source)] = (int(grad.isnan().sum()), int(grad.isinf().sum()))
+        return grads, bad
+
+    def _advised(self, cause: Finding) -> Finding:
+        """``cause``, weights that are not finite, with what is known of the step that wrote them."""
+        session = current()
+        eps = "" if session is None else _vanished_eps(session)
+        if eps or session is None or self._loss is None or self.dynamic:
+            return replace(cause, advice=eps + cause.advice)
+        return replace(cause, advice=OF_STATIC_SCALE)
+
+    def examine(self, report: OverflowReport, results: Sequence[Tensor], gradients: Gradients) -> None:
+        """Make ``report`` of ``gradients``, and of what forward ends with, as with the loss."""
+        watch = self.watch
+        grads, bad = self.count(report, gradients)
+        bad_results = [result for result in results if result.numel() and watch.ranges.is_bad(result)]
+        starts = bad_results or [grad for _, grad in bad]
+        if watch.saturates:  # where what has overflowed is finite
+            starts = [*results, *(grad for _, grad in grads)]
+        targets = list(dict.fromkeys(call for tensor in starts for call in watch.bad_writers(tensor)))
+        scale = Scale(report.scale, self.dynamic)
+        report.causes = find_causes(watch, targets, scale)
+        report.causes = [self._advised(cause) if cause.kind == "weights" else cause for cause in report.causes]
+        if watch.flag.raised and not report.causes:
+            report.causes = find_causes(watch, watch.bad or watch.constants, scale)
+        if watch.saturates and len(report.causes) > 1:
+            report.notes.append(f"{len(report.causes) - 1} more operators have saturated; the first is shown")
+            report.causes = report.causes[:1]
+        if not report.causes and bad_results:
+            report.causes = [_of_loss(watch.leaf(bad_results[0]))]
+        elif not report.causes and bad:
+            report.causes = [_of_unseen(bad[0][0], watch)]
+        if _are_averaged([source for source, _ in gradients]):
+            report.causes = [_of_average(cause) for cause in report.causes]
+        report.not_measured = dict(watch.not_measured) if report.overflowed else {}
+        if watch.dropped_bad:
+            report.notes.append(note_of_dropped(watch.dropped_bad))
+
+
+def _vanished_eps(session: Session) -> str:
+    """Of an optimizer whose eps the dtype of its parameters rounds to 0: the beginning of an advice; or empty."""
+    for optimizer in session.adopted:
+        for group in optimizer.param_groups:
+            dtypes = {p.dtype for p in group["params"] if p.dtype in LOW_PRECISION}
+            for dtype in dtypes:
+                if (eps := vanishing_number_in(group.get("eps"), dtype)) is not None:
+                    return (
+                        f"the eps of {type(optimizer).__name__}, {eps:g}, is 0 in {name_of(dtype)}, so that its step "
+                        "divides by 0 where the second moment is 0: eps=1e-4, or O2, whose masters are float32. Else "
+                    )
+    return ""
+
+
+def _of_loss(leaf: Leaf) -> Finding:
+    return Finding(
+        "data",
+        "forward",
+        None,
+        "none",
+        dtype=name_of(leaf.dtype),
+        shape=leaf.shape,
+        tensor="the loss",
+        why="the loss was not finite before it was watched, or was computed by code that is not seen",
+        advice="open find_overflow before the forward that the loss comes from",
+    )
+
+
+def _of_unseen(source: Tensor, watch: Watch) -> Finding:
+    return Finding(
+        "written",
+        "block",
+        None,
+        "none",
+        dtype=name_of(source.dtype),
+        shape=tuple(source.shape),
+        tensor=watch.names.of_tensor(source),
+        why="no operator that was watched has written this gradient: it was finite, or from before",
+        advice="look at code of the block that writes gradients, and at gradients that were not cleared",
+    )
+
+
+def _are_averaged(sources: Sequence[Tensor]) -> bool:
+    session = current()
+    if session is None or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    return session.data_parallel is not None or bool(ddps_of(session.ddps, sources))
+
+
+def _of_average(cause: Finding) -> Finding:
+    """``cause``, or where it is about a gradient that DistributedDataParallel has written: that of another process."""
+    if cause.phase != "block" or cause.file is not None or cause.kind not in ("data", "written"):
+        return cause
+    why, advice = OF_ANOTHER_PROCESS
+    return replace(cause, kind="ranks", tensor=None, why=why, advice=advice)

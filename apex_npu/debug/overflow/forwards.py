@@ -1,0 +1,270 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``Forwards``: what models are called with, kept so that they can be called once more with the same result."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import unserializable_hook
+
+from apex_npu.amp.session import current
+from apex_npu.backends import is_capturing
+from apex_npu.backends._torch_private import tree_map
+from apex_npu.debug.model_report.copies import every_tensor
+from apex_npu.debug.overflow.kept_state import KeptState
+from apex_npu.debug.watching.places import Place, calling_line
+
+logger = logging.getLogger("apex_npu.debug")
+
+
+class NotReplayedError(Exception):
+    """A forward cannot be run once more."""
+
+
+@dataclass(eq=False)
+class Forward:
+    """One call of a model.
+
+    Attributes:
+        module: The model.
+        given: Its arguments and keyword arguments, in containers of their own.
+        place: The line that has called it.
+        number: How many calls came before it.
+        state: What else its result depends on.
+        is_differentiated: Its gradients have a graph, as those of a gradient penalty.
+    """
+
+    module: nn.Module
+    given: Any
+    place: Place | None
+    number: int
+    state: KeptState
+    is_differentiated: bool = False
+    _handles: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Keep what tells whether the arguments are written, and how autocast is set."""
+        tensors = list(every_tensor(self.given))
+        self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+        self._autocast = _autocast_of({"cpu", *(t.device.type for t in tensors if t.device.type != "meta")})
+        session = current()
+        self._casts_around = session is not None and session.ambient.is_inside()
+
+    def why_not(self) -> str | None:
+        """Why it cannot be called with the same result; None: it can."""
+        if self.given is None:
+            return "another optimizer has stepped with its gradients"
+        if self.is_differentiated:
+            return "its gradients were differentiated (create_graph=True), as for a gradient penalty"
+        for i, (tensor, version) in enumerate(self._versions):
+            if tensor._version != version:
+                return (
+                    f"tensor {i} of its arguments, of shape {list(tensor.shape)}, was written in place since, by the "
+                    "model or by the script"
+                )
+        return self.state.why_not()
+
+    def release(self) -> None:
+        """Keep nothing any longer: what refers to it may live on."""
+        for handle in self._handles:
+            handle.remove()
+        self.given, self._versions, self._handles = None, [], []
+        self.__dict__.pop("state", None)
+
+    def follow(self, outputs: Sequence[Tensor], arrived: Callable[[Forward, int, Tensor], None]) -> None:
+        """Have ``arrived`` called with the gradients of ``outputs``, each with its number."""
+        for i, output in enumerate(outputs):
+
+            def note(i: int, gradient: Tensor | None) -> None:
+                if torch.is_grad_enabled():
+                    self.is_differentiated = True
+                if gradient is not None:
+                    arrived(self, i, gradient)
+
+            hook: Any = functools.partial(note, i)
+            self._handles.append(output.register_hook(unserializable_hook(hook)))
+
+    @contextmanager
+    def as_it_was(self) -> Iterator[tuple[Callable[[], Any], list[Tensor]]]:
+        """Give random numbers, attributes and autocast as they were before it; afterwards they are as they are now.
+
+        Returns:
+            From ``with``: what calls the model, and the arguments that require a gradient.
+        """
+        inputs: list[Tensor] = []
+
+        def leaf(value: Any) -> Any:
+            if not (isinstance(value, Tensor) and value.requires_grad):
+                return value
+            inputs.append(value.detach().requires_grad_())
+            return inputs[-1]
+
+        args, kwargs = tree_map(leaf, self.given)
+        call = functools.partial(self._call, args, kwargs)
+        session = current()
+        with ExitStack() as stack:
+            written = stack.enter_context(self.state.put_back())
+            stack.enter_context(torch.enable_grad())
+            here = _autocast_of(self._autocast)
+            for device_type, state in self._autocast.items():
+                if state != here[device_type]:
+                    stack.enter_context(torch.autocast(device_type, *state))
+            if session is not None:
+                call = functools.partial(session.ambient.call_as_if, self._casts_around, call)
+            yield call, inputs
+        if written:
+            raise NotReplayedError(f"forward writes a parameter, of shape {list(written[0].shape)}")
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def _autocast_of(device_types: Iterable[str]) -> dict[str, tuple[torch.dtype, bool, bool]]:
+    """The dtype of autocast, whether it is on, and whether it caches weights."""
+    caches = torch.is_autocast_cache_enabled()
+    return {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), caches) for kind in device_types}
+
+
+def _is_running(frame: Any) -> bool:
+    """Whether ``frame`` is among those that have called this one."""
+    caller: Any = inspect.currentframe()
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None
+
+
+class _Hook:
+    """A hook of a module that belongs to that module alone: its copies and pickles have none."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is None or torch.compiler.is_compiling():
+            return
+        self._call(*args)
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return _Hook()
+
+    def __copy__(self) -> _Hook:
+        return _Hook()
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
+
+
+class Forwards:
+    """Keeps what models are called with, for as long as the graph of what they have returned lives.
+
+    Attributes:
+        failed: Why calls cannot be kept; None: they can.
+    """
+
+    def __init__(self, gradient_arrived: Callable[[Forward, int, Tensor], None]) -> None:
+        """Of no model so far.
+
+        Args:
+            gradient_arrived: Is called in backward, with the number of the output and its gradient.
+        """
+        self._gradient_arrived = gradient_arrived
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self.failed: str | None = None
+        self._open = threading.local()
+        self._numbers = itertools.count()
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """Those whose calls are kept, as long as they are there."""
+        return list(self._hooks)
+
+    def follow(self, given: Sequence[nn.Module]) -> None:
+        """Keep the calls of ``given``, and of no others."""
+        models = [model.module if isinstance(model, DistributedDataParallel) else model for model in given]
+        if len(models) == len(self._hooks) and all(model in self._hooks for model in models):
+            return
+        self.end()
+        for model in models:
+            before, after = _Hook(self._forward_begins), _Hook(self._forward_ended)
+            self._hooks[model] = [
+                model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                model.register_forward_hook(after, always_call=True, with_kwargs=True),
+            ]
+
+    def end(self) -> None:
+        """Keep no calls."""
+        for hooks in list(self._hooks.values()):
+            for hook in hooks:
+                hook.remove()
+        for forward in list(self._kept):
+            forward.release()
+        self._hooks.clear()
+        self.close_interrupted()
+
+    def close_interrupted(self) -> None:
+        """No forward runs in this thread: those that are open have been interrupted."""
+        self._open.modules = []
+
+    @contextmanager
+    def again(self, returned: Callable[[list[Tensor]], None]) -> Iterator[None]:
+        """A call is run once more: it is not kept, and ``returned`` is called with its outputs."""
+        self.close_interrupted()
+        self._open.again = returned
+        try:
+            yield
+        finally:
+            del self._open.again
+
+    def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        outer: list[tuple[nn.Module, Forward | None, Any]] = vars(self._open).setdefault("modules", [])
+        if outer and not _is_running(outer[0][2]):  # it has been interrupted, after which no hook is called
+            outer.clear()
+        forward = None
+        is_outermost = not outer and module in self._hooks and self.failed is None
+        if is_outermost and not hasattr(self._open, "again") and torch.is_grad_enabled() and not is_capturing():
+            place = calling_line(3)  # past the hook, and what torch calls it by
+            try:
+                forward = self._new_forward(module, (args, kwargs), place if isinstance(place, Place) else None)
+            except Exception as error:
+                self.failed = f"{type(error).__name__}: {error}".splitlines()[0]
+                logger.exception("forwards of this model cannot be kept; training is not affected")
+        frame: Any = inspect.currentframe()
+        outer.append((module, forward, frame.f_back.f_back))
+
+    def _new_forward(self, module: nn.Module, given: Any, place: Place | None) -> Forward:
+        tensors = [*module.parameters(), *every_tensor(given)]
+        devices = [d for d in dict.fromkeys(tensor.device for tensor in tensors) if d.type not in ("cpu", "meta")]
+        state = KeptState(module, devices)
+        forward = Forward(module, tree_map(lambda leaf: leaf, given), place, next(self._numbers), state)
+        self._kept.add(forward)
+        return forward
+
+    def _forward_ended(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        outer = vars(self._open).get("modules", [])
+        forward = None
+        while outer:  # those inside of it that an exception has ended
+            begun, forward, _ = outer.pop()
+            if begun is module:
+                break
+        if outer:
+            return
+        outputs = [tensor for tensor in every_tensor(output) if tensor.grad_fn is not None]
+        if hasattr(self._open, "again"):
+            self._open.again(outputs)
+        elif forward is not None:
+            forward.state.forward_ended()
+            forward.follow(outputs, self._gradient_arrived)

@@ -1,0 +1,81 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a process says of a skipped step whose cause is on another: through the store at which they have met."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from apex_npu.amp.step_decision import StepReport
+from apex_npu.debug.overflow.report import OverflowReport
+from apex_npu.distributed.rank_progress import store_for
+
+_LENGTH = 4096
+_PATIENCE_SECONDS = 10.0
+_INTERVAL_SECONDS = 0.05
+
+
+class Told(NamedTuple):
+    """What is said of a skipped step; empty where nothing is.
+
+    Attributes:
+        text: The tables.
+        is_cause: They have a cause that says where to look, of this process or another.
+    """
+
+    text: str
+    is_cause: bool
+
+
+class Ranks:
+    """Tells the tables of this process to the others, and theirs to those who have no cause of their own.
+
+    No collective is involved: a process that does not watch is waited for in vain, once, for ten seconds.
+    """
+
+    def __init__(self) -> None:
+        self._asks = True
+
+    def explain(self, skip: StepReport, reports: Sequence[OverflowReport]) -> Told:
+        """What is to be said of the skipped step: the own tables, or those of the processes with a cause."""
+        own = "\n\n".join(str(report) for report in reports if report.overflowed or report.notes)
+        causes = [cause for report in reports for cause in report.causes]
+        is_cause = any(
+            c.operator != "none" for report in reports for c in report.causes if report.reproduced is not False
+        )
+        store = self._store()
+        if store is None:
+            return Told(own, is_cause)
+        # Skips are agreed on: every process has counted as many, and those that watch have explained as many.
+        key = f"{store.add(str(dist.get_rank()), 1)}/{skip.loss_id}/{skip.skipped_steps}"
+        if any(cause.kind != "ranks" for cause in causes):
+            store.set(f"{key}/{dist.get_rank()}", f"{int(is_cause)}{own}"[:_LENGTH])
+            return Told(own, is_cause)
+        told = self._ask(store, key) if self._asks else {}
+        self._asks = bool(told)
+        if not told:
+            return Told(own, False)
+        others = [f"rank {rank}\n{textwrap.indent(text[1:], '  ')}" for rank, text in told.items()]
+        first = own or "the gradients of this process are finite, the step was skipped for those of another"
+        return Told("\n\n".join([first, *others]), any(text[0] == "1" for text in told.values()))
+
+    @staticmethod
+    def _store() -> Any:
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return None
+        return store_for("explain_overflows")
+
+    @staticmethod
+    def _ask(store: Any, key: str) -> dict[int, str]:
+        ranks = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            there = [rank for rank in ranks if store.check([f"{key}/{rank}"])]
+            if there or time.monotonic() > end:
+                return {rank: store.get(f"{key}/{rank}").decode(errors="replace") for rank in there}
+            time.sleep(_INTERVAL_SECONDS)

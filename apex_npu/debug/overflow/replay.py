@@ -1,0 +1,465 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``Replayer``: runs a skipped step once more, from what its forwards were called with, and watches it then."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from apex_npu.amp.session import current
+from apex_npu.amp.step_decision import StepReport
+from apex_npu.backends._torch_private import without_modes
+from apex_npu.debug.overflow.causes import Finding
+from apex_npu.debug.overflow.finder import Finder, Gradients, params_of, stepped
+from apex_npu.debug.overflow.forwards import Forward, Forwards, NotReplayedError
+from apex_npu.debug.overflow.report import OverflowReport, Overflows
+from apex_npu.debug.text import name_of
+from apex_npu.debug.watching.watch import GIVEN, Watch
+from apex_npu.distributed import local_part
+from apex_npu.fusion import grads_of
+
+# Gradients may be accumulated over as many blocks.
+_MOST_BLOCKS = 256
+NO_FORWARD = (
+    "no forward was seen whose outputs have got gradients in the block. What is kept are calls of the model itself, "
+    "model(input), that begin where this is open already, are not compiled as a whole, and return tensors in lists, "
+    "tuples, dicts or dataclasses"
+)
+
+
+class Run(NamedTuple):
+    """One forward of a block, and the gradients that backward has passed to its outputs, by their number."""
+
+    forward: Forward
+    gradients: dict[int, Tensor]
+
+
+@dataclass(eq=False)
+class Block:
+    """A ``scale_loss`` block whose gradients no step has taken yet.
+
+    Attributes:
+        loss_id: Its arguments.
+        loss: Likewise, without its graph.
+        optimizers: Likewise.
+        scale: The loss scale.
+        dynamic: It moves.
+        params: What the optimizers step.
+        sources: What backward gives gradients to, for each.
+        runs: In the order of backward.
+    """
+
+    loss_id: int
+    loss: Tensor
+    optimizers: list[Optimizer]
+    scale: float
+    dynamic: bool
+    params: list[Tensor]
+    sources: list[Tensor]
+    runs: list[Run] = field(default_factory=list)
+    _left: tuple[Tensor, int] | None = None
+
+    def note_gradients(self) -> None:
+        """Its gradients are complete."""
+        grads = [grad for grad in [*grads_of(self.sources), *grads_of(self.params)] if grad is not None]
+        self._left = (grads[0], grads[0]._version) if grads else None
+
+    def is_cleared(self) -> bool:
+        """Whether its gradients have been dropped or written since, as by ``zero_grad``."""
+        grads = [*grads_of(self.sources), *grads_of(self.params)]
+        return (
+            self._left is None or self._left[0]._version != self._left[1] or all(g is not self._left[0] for g in grads)
+        )
+
+
+class Replayer:
+    """Keeps what the forwards since the last step were called with."""
+
+    def __init__(self) -> None:
+        """Of no model so far."""
+        self._forwards = Forwards(self._gradient_arrived)
+        self._pending: list[Block] = []
+        self._block: Block | None = None
+        self._taken: tuple[Any, ...] | None = None
+        self._hook: Any = None
+
+    # ---- what is kept ----------------------------------------------------------------------------------------------
+
+    def follow(self, models: Sequence[nn.Module]) -> None:
+        """Keep the forwards of ``models``, and of no others."""
+        self._forwards.follow(models)
+        session = current()
+        if self._hook is None:
+            self._hook = register_optimizer_step_post_hook(self._stepped)
+            if session is not None:
+                session.at_end(_ending(weakref.ref(self)))
+
+    def end(self) -> None:
+        """Keep nothing."""
+        self._forwards.end()
+        self._pending, self._block, self._taken = [], None, None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
+        """A block begins."""
+        self._forwards.close_interrupted()
+        params, sources = params_of(optimizers)
+        block = Block(loss_id, loss.detach(), stepped(optimizers), scale, dynamic, params, sources)
+        before = self._of(block.optimizers)
+        if before and before[-1].is_cleared():  # without a step
+            self.release(self._drop(block.optimizers))
+        self._block = block
+
+    def backward_ended(self) -> None:
+        """Its gradients are there."""
+        if self._block is not None:
+            self._pending.append(self._block)
+            for old in self._pending[:-_MOST_BLOCKS]:
+                self.release([old])
+
+    def block_ended(self) -> None:
+        """It has ended, after an exception, too."""
+        if self._block is not None:
+            self._block.note_gradients()
+        self._block = None
+
+    def _gradient_arrived(self, forward: Forward, i: int, gradient: Tensor) -> None:
+        block = self._block
+        if block is None:
+            return
+        run = next((run for run in block.runs if run.forward is forward and i not in run.gradients), None)
+        if run is None:
+            run = Run(forward, {})
+            block.runs.append(run)
+        run.gradients[i] = gradient
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.release(self._drop([optimizer]))
+
+    def _of(self, optimizers: Sequence[Optimizer]) -> list[Block]:
+        return [block for block in self._pending if any(one is o for one in block.optimizers for o in optimizers)]
+
+    def _drop(self, optimizers: Sequence[Optimizer]) -> list[Block]:
+        """Keep no blocks of ``optimizers``; returns those that were kept."""
+        theirs = self._of(optimizers)
+        self._pending = [block for block in self._pending if block not in theirs]
+        return theirs
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """Keep nothing of ``blocks``."""
+        self._pending = [block for block in self._pending if block not in blocks]
+        for block in blocks:
+            for run in block.runs:
+                run.forward.release()
+
+    # ---- what is run again -----------------------------------------------------------------------------------------
+
+    def take(self, skip: StepReport) -> list[Block] | None:
+        """The blocks whose gradients the skipped step was to take, which are not kept any longer.
+
+        Returns:
+            None where another optimizer of these blocks has skipped its step before, and they have been taken then.
+        """
+        blocks = self._drop([o for block in self._pending if block.loss_id == skip.loss_id for o in block.optimizers])
+        which = skip.loss_id, skip.scale_before, skip.scale_after
+        if not blocks and self._taken == which:
+            return None
+        self._taken = which
+        return blocks
+
+    def explain_pending(self, optimizers: Any) -> list[OverflowReport]:
+        """``explain`` the blocks whose gradients the next step of ``optimizers`` will take, though they are bad."""
+        blocks = self._drop(stepped(optimizers))
+        return self.explain(blocks, StepReport(True, None, None, None, 0, 0)) if blocks else []
+
+    def explain(self, blocks: Sequence[Block], skip: StepReport) -> list[OverflowReport]:
+        """Run the forwards and backwards of the ``blocks`` of a skipped step again; a report for each of them."""
+        reports = [OverflowReport(loss_id=block.loss_id, scale=block.scale) for block in blocks]
+        totals: dict[Tensor, Tensor] = {}
+        with torch.no_grad(), Watch.none_watches(), without_modes():
+            has_failed = False
+            for block, report in zip(blocks, reports, strict=True):
+                try:
+                    report.loss = float(block.loss) if block.loss.numel() == 1 else None
+                    self._replay(block, report, totals)
+                except Exception as error:
+                    has_failed = True
+                    report.notes.append(f"the step could not be run again: {_reason(error)}")
+            if reports and not has_failed:
+                told = next((report for report in reports if report.overflowed), reports[-1])
+                try:
+                    note, reproduced = _compared(blocks, totals)
+                except Exception as error:
+                    note, reproduced = f"run again; its gradients could not be compared: {_reason(error)}", False
+                told.notes.append(note)
+                for report in reports:
+                    report.reproduced = reproduced
+        for report in reversed(reports):
+            if (report.loss_id, report.scale) == (skip.loss_id, skip.scale_before):
+                report.scale_after, report.skips_in_a_row = skip.scale_after, skip.skips_in_a_row
+                break
+        self.release(blocks)
+        return reports
+
+    def _replay(self, block: Block, report: OverflowReport, totals: dict[Tensor, Tensor]) -> None:
+        if not block.runs:
+            failed = self._forwards.failed
+            raise NotReplayedError(NO_FORWARD if failed is None else f"its forward could not be kept: {failed}")
+        for run in block.runs:
+            reason = run.forward.why_not()
+            if reason is not None:
+                raise NotReplayedError(reason)
+        causes: list[tuple[int, Finding]] = []
+        notes: list[str] = []
+        sums: dict[Tensor, Tensor] = {}
+        for run in block.runs:
+            found = OverflowReport(scale=block.scale)
+            finder, gradients = self._run(block, run, found)
+            for source, gradient in gradients:
+                for total in (sums, totals):
+                    total[source] = gradient if source not in total else total[source] + gradient
+            causes += [(run.forward.number, cause) for cause in found.causes]
+            notes += found.notes
+            for why, count in found.not_measured.items():
+                report.not_measured[why] = report.not_measured.get(why, 0) + count
+            report.operators += found.operators
+        operators = report.operators
+        finder.count(report, list(sums.items()))
+        report.operators = operators
+        report.notes += dict.fromkeys(notes)
+        report.causes = _of_one_forward(causes) or [_of_sum(name) for name in list(report.parameters)[:1]]
+
+    def _run(self, block: Block, run: Run, found: OverflowReport) -> tuple[Finder, Gradients]:
+        """Run one forward and its backward again, with ``found`` as what is found; returns the gradients, too."""
+        sources = [source for source in block.sources if source.requires_grad]
+        outputs: list[Tensor] = []
+        with run.forward.as_it_was() as (call, inputs), self._forwards.again(outputs.extend):
+            finder = Finder(self._forwards.models)
+            finder.dynamic, watch = block.dynamic, finder.watch
+            watch.scale, watch.replayed = block.scale, run.forward
+            watch.flag.take()
+            was_raised, watch.flag.raised = watch.flag.raised, False
+            watch.attach()
+            try:
+                call()
+                gradients = [*sources, *inputs]
+                given = _begin_backward(outputs, run, watch)
+                grads = torch.autograd.grad(
+                    [output for output, _ in given], gradients, [grad for _, grad in given], allow_unused=True
+                )
+                watch.suspended = True
+                with torch.no_grad():
+                    pairs = [(s, g) for s, g in zip(gradients, grads, strict=True) if g is not None]
+                    _examine(finder, found, block, outputs, [grad for _, grad in given], pairs)
+            finally:
+                watch.suspended = True
+                watch.flag.read()
+                watch.flag.raised = was_raised
+                watch.detach()
+        known = {id(source) for source in sources}
+        return finder, [(source, gradient) for source, gradient in pairs if id(source) in known]
+
+
+def _reason(error: Exception) -> str:
+    first = str(error).splitlines()[0] if str(error) else repr(error)
+    return first if isinstance(error, NotReplayedError) else f"{type(error).__name__}: {first}"
+
+
+def _ending(replayer: weakref.ref[Replayer]) -> Callable[[], None]:
+    def end() -> None:
+        known = replayer()
+        if known is not None:
+            known.end()
+
+    return end
+
+
+def _of_one_forward(causes: Sequence[tuple[int, Finding]]) -> list[Finding]:
+    """Those that the others follow from: of the first forward, or else of the first backward.
+
+    What an earlier model returns is an argument of a later one, whose backward comes before.
+    """
+    forward = [(number, cause) for number, cause in causes if cause.phase == "forward"]
+    named = [(number, cause) for number, cause in causes if cause.operator != "none"]
+    chosen = min(number for number, _ in forward) if forward else next((number for number, _ in named or causes), None)
+    return [cause for number, cause in forward or named or causes if number == chosen]
+
+
+def _begin_backward(outputs: Sequence[Tensor], run: Run, watch: Watch) -> list[tuple[Tensor, Tensor]]:
+    """The outputs that backward begins at, and their gradients.
+
+    Those that others are computed from, as logits that a loss is computed from, get theirs on the way, and what the
+    script has added to it.
+    """
+    shapes = [outputs[i].shape if i < len(outputs) else None for i in run.gradients]
+    if shapes != [gradient.shape for gradient in run.gradients.values()]:
+        raise NotReplayedError(
+            "the model returns other outputs than it did: it depends on more than is kept, or other parameters require "
+            "gradients now"
+        )
+    pairs = [(outputs[i], gradient) for i, gradient in run.gradients.items()]
+    before = [_nodes_before(output.grad_fn) for output, _ in pairs]
+    given = []
+    for output, gradient in pairs:
+        if any(output.grad_fn is not None and output.grad_fn in nodes for nodes in before):
+
+            def settle(arrived: Tensor, recorded: Tensor = gradient) -> Tensor | None:
+                is_watched, watch.suspended = not watch.suspended, True
+                is_same = arrived.dtype == recorded.dtype and _are_equal(arrived, recorded)
+                watch.suspended = not is_watched
+                return None if is_same else recorded
+
+            output.register_hook(settle)
+        else:
+            given.append((output, gradient))
+    return given
+
+
+def _nodes_before(node: Any) -> set[Any]:
+    """The nodes of the graph that a backward from ``node`` comes to after it."""
+    found: set[Any] = set()
+    waiting = [node] if node is not None else []
+    while waiting:
+        for further, _ in waiting.pop().next_functions:
+            if further is not None and further not in found:
+                found.add(further)
+                waiting.append(further)
+    return found
+
+
+def _examine(
+    finder: Finder,
+    found: OverflowReport,
+    block: Block,
+    outputs: Sequence[Tensor],
+    given: Sequence[Tensor],
+    gradients: Gradients,
+) -> None:
+    ranges, saturates = finder.watch.ranges, finder.watch.saturates
+    bad = [gradient for gradient in given if (ranges.is_at_limit if saturates else ranges.is_bad)(gradient)]
+    begins_in_forward = bool(bad) or saturates or not bool(block.loss.isfinite().all())
+    finder.examine(found, outputs if begins_in_forward else [], gradients)
+    is_given = [c.kind == "data" and c.phase == "backward" and c.tensor == GIVEN for c in found.causes]
+    is_forward = any(cause.phase == "forward" for cause in found.causes)
+    if (bad and not is_forward) or (is_given and all(is_given)):
+        found.causes = [_after_model(next(iter(bad or given)))]
+
+
+def _after_model(gradient: Tensor) -> Finding:
+    return Finding(
+        "unknown",
+        "backward",
+        None,
+        "none",
+        dtype=name_of(gradient.dtype),
+        shape=tuple(gradient.shape),
+        tensor="the gradient of an output",
+        why="the models' outputs are finite, the gradients that backward passes to them are not: this begins in the "
+        "code that computes the loss from them, which is not run again",
+        advice="watch an iteration: find_overflow without replay; or let a module compute the loss, and pass it to "
+        "find_overflow, too",
+    )
+
+
+def _of_sum(parameter: str) -> Finding:
+    return Finding(
+        "accumulation",
+        "backward",
+        parameter.rpartition(".")[0],
+        "aten::add_",
+        tensor=parameter,
+        why="the gradients of each forward are finite, their sum is not",
+        advice="divide each loss by the number of backward passes that are accumulated, or use O1, whose gradients are "
+        "float32, or O5",
+    )
+
+
+def _compared(blocks: Sequence[Block], totals: dict[Tensor, Tensor]) -> tuple[str, bool]:
+    """What is to be said of the gradients beside those that the skipped step has left; whether they tell its cause."""
+    is_same, is_bad_alike, is_told, bad = True, True, False, 0
+    pairs = {s: (p, block.scale) for block in blocks for p, s in zip(block.params, block.sources, strict=True)}
+    for source, (param, scale) in pairs.items():
+        grad, again = source.grad if param.grad is None else param.grad, totals.get(source)
+        if grad is None or again is None:
+            is_same &= grad is again
+            is_bad_alike &= all(one is None or bool(local_part(one).isfinite().all()) for one in (grad, again))
+            continue
+        now, again = local_part(grad).float(), local_part(again).float()
+        bad += not bool(again.isfinite().all())
+        is_bad_alike &= torch.equal(now.isfinite(), again.isfinite())
+        is_same &= any(_are_equal(now, scaled) for scaled in (again, again * (1.0 / scale)))
+        is_told |= not bool(again.isnan().all())
+    if not bad:
+        return (
+            "run again, its gradients are finite: the cause is in other processes, in gradients from before, in a "
+            "state that is not kept, or in what the loss is computed from besides the models' outputs. Watch an "
+            "iteration: find_overflow without replay",
+            False,
+        )
+    if is_same:
+        same = "its gradients are the same, bit for bit" if is_told else "all of its gradients are nan, as they were"
+        return f"run again as it was, {same}", True
+    if is_bad_alike:
+        return (
+            "run again as it was, the same elements of its gradients are not finite; others were clipped, averaged or "
+            "added to since",
+            True,
+        )
+    return (
+        "run again as it was, other elements of its gradients are not finite than in the skipped step: these were "
+        "clipped, averaged or added to since, or the causes above are not all. Watch an iteration: find_overflow "
+        "without replay",
+        False,
+    )
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+class ReplayFinder:
+    """An observer of amp that has skipped steps run again, and keeps what is found.
+
+    Attributes:
+        found: The reports.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """Of ``models``."""
+        self.found = Overflows("no step was skipped while this was open")
+        self._replayer = Replayer()
+        self._models = list(models)
+
+    def attach(self) -> None:
+        """Begin."""
+        self._replayer.follow(self._models)
+
+    def detach(self) -> None:
+        """End."""
+        self._replayer.end()
+
+    def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
+        """See ``Observer``."""
+        self._replayer.block_begins(loss, optimizers, loss_id, scale, dynamic)
+
+    def backward_ended(self) -> None:
+        """See ``Observer``."""
+        self._replayer.backward_ended()
+
+    def block_ended(self) -> None:
+        """See ``Observer``."""
+        self._replayer.block_ended()
+
+    def step_skipped(self, report: StepReport) -> None:
+        """See ``Observer``."""
+        self.found.reports += self._replayer.explain(self._replayer.take(report) or [], report)

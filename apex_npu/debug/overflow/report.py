@@ -1,0 +1,224 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What was found, as objects, as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from apex_npu.debug.overflow.causes import Finding
+from apex_npu.debug.text import count, fitted, listed
+from apex_npu.debug.watching.calls import KEPT_BAD
+
+_WIDTH = 12
+_SHOWN = 5
+_DETAILS = ("kind", "phase", "module", "operator", "file", "line", "tensor")
+
+
+@dataclass
+class OverflowReport:
+    """What was found in one ``scale_loss`` block, or in an iteration without any.
+
+    Attributes:
+        loss_id: Of the block; None without amp.
+        loss: The value of the loss; None without amp, and where it has more than one element.
+        scale: What it was multiplied with.
+        scale_after: The loss scale after the block, where it has shrunk; None where it has not, or not yet.
+        skips_in_a_row: How many steps have been skipped one after the other with the one that this block has decided;
+            None where another block has, or where it was not skipped, or not called yet.
+        gradients: How many gradients there are.
+        parameters: The names of those that are not finite, each with how many of their elements are nan and inf.
+        causes: Why; the most telling cause first. Empty where nothing has overflowed.
+        operators: How many operators were looked at.
+        not_measured: Why results of operators were not, and how often.
+        notes: What else is to be known.
+        reproduced: False: the step was run again, and gradients were not finite in other places than in the step
+            itself, so that its cause may be another one. None: it was not run again.
+    """
+
+    loss_id: int | None = None
+    loss: float | None = None
+    scale: float = 1.0
+    scale_after: float | None = None
+    skips_in_a_row: int | None = None
+    gradients: int = 0
+    parameters: dict[str, tuple[int, int]] = field(default_factory=dict)
+    causes: list[Finding] = field(default_factory=list)
+    operators: int = 0
+    not_measured: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    reproduced: bool | None = None
+
+    @property
+    def overflowed(self) -> bool:
+        """The loss, or a gradient, is not finite."""
+        return bool(self.causes or self.parameters)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**vars(self), "causes": [cause.as_dict() for cause in self.causes]}
+
+    def __str__(self) -> str:
+        head = self._head()
+        if not self.overflowed and self.notes:
+            return "\n".join([f"{head}: no cause was found", *self.notes])
+        if not self.overflowed:
+            return f"no overflow: {head}, all {self.gradients} gradients are finite ({self.operators} operators)"
+        lines = [f"{head}: {self._gradients()}"]
+        given = [cause for cause in self.causes if cause.kind in ("data", "weights")]
+        for cause in self.causes:
+            if cause not in given[1:]:
+                lines += _lines_of(cause)
+            if cause in given[:1] and len(given) > 1:
+                lines.append(f"{'also':{_WIDTH}}{listed([other.tensor or '' for other in given[1:]])}")
+        if not self.causes:
+            lines.append("no cause was found: no operator that was watched has written them")
+        if self.not_measured:
+            some = "; ".join(f"{why} ({count})" for why, count in list(self.not_measured.items())[:_SHOWN])
+            lines.append(f"not measured: {some}")
+        return fitted("\n".join([*lines, *self.notes]), _WIDTH)
+
+    def identity(self) -> list[tuple[Any, ...]]:
+        """What reports of one cause have in common."""
+        return [tuple(getattr(cause, name) for name in _DETAILS) for cause in self.causes]
+
+    def _gradients(self) -> str:
+        if not self.gradients:
+            return "no gradient"
+        if not self.parameters:
+            return f"all {self.gradients} gradients are finite"
+        bad = f"{len(self.parameters)} of {self.gradients} gradients are not finite"
+        return f"{bad} ({listed(list(self.parameters))})"
+
+    def _head(self) -> str:
+        if self.loss_id is None:
+            return "without amp"
+        value = "" if self.loss is None else f" is {self.loss:.4g}"
+        after = "" if self.scale_after is None else f" → {self.scale_after:g}"
+        row = "" if self.skips_in_a_row is None else f", {count(self.skips_in_a_row, 'skip')} in a row"
+        return f"loss {self.loss_id}{value}, loss scale {self.scale:g}{after}{row}"
+
+
+def _range(name: str, low: float, high: float) -> str:
+    low, high = low + 0.0, high + 0.0  # -0 is 0
+    return f"{name} {low:.3g}" if low == high else f"{name} from {low:.3g} to {high:.3g}"
+
+
+def _lines_of(cause: Finding) -> list[str]:
+    operator = cause.operator
+    if cause.forward_operator is not None:
+        operator = f"{cause.forward_operator}, in its backward {cause.operator}"
+    elif cause.node is not None:
+        operator = f"{cause.operator} in {cause.node}"
+    module = "outside of modules" if cause.module is None else cause.module or "the model itself"
+    what = f"{cause.dtype} {list(cause.shape)}" if cause.dtype else ""
+    tensor = f" {cause.tensor}" if cause.tensor else ""
+    first = f"{cause.kind:{_WIDTH}}{cause.phase}  {module}  {operator}  {what}{tensor}"
+    lines = [first.rstrip()]
+    if cause.place:
+        lines.append(f"{'line':{_WIDTH}}{cause.place}  {cause.source}".rstrip())
+    lines.append(f"{'why':{_WIDTH}}{cause.why}")
+    if cause.inputs:
+        inputs = "largest magnitudes: " + ", ".join(f"{name} {value:.3g}" for name, value in cause.inputs)
+        if cause.kind == "math":  # its sign matters
+            inputs = ", ".join(_range(*ends) for ends in cause.ranges)
+        lines.append(f"{'inputs':{_WIDTH}}{inputs}")
+    if cause.before:
+        before = " · ".join(f"{name} {value:.3g}" for name, value in cause.before)
+        lines.append(f"{'before':{_WIDTH}}{before}")
+    if len(cause.path) > 1:
+        steps = cause.path if len(cause.path) <= 8 else (*cause.path[:5], "…", *cause.path[-2:])
+        lines.append(f"{'path':{_WIDTH}}{' → '.join(steps)}")
+    lines.append(f"{'do':{_WIDTH}}{cause.advice}")
+    return lines
+
+
+class Overflows:
+    """What ``find_overflow`` has found: a report for each ``scale_loss`` block.
+
+    Attributes:
+        reports: In the order of the blocks; without amp one for the whole iteration.
+    """
+
+    def __init__(self, nothing: str = "nothing was seen: no scale_loss block, and no gradient") -> None:
+        """No reports so far, of which ``nothing`` is printed."""
+        self.reports: list[OverflowReport] = []
+        self._nothing = nothing
+
+    def _told(self) -> OverflowReport | None:
+        """The first report of an overflow, or else the last."""
+        overflowed = (report for report in self.reports if report.overflowed)
+        return next(overflowed, self.reports[-1] if self.reports else None)
+
+    @property
+    def causes(self) -> list[Finding]:
+        """Those of all blocks; empty where nothing has overflowed."""
+        return [cause for report in self.reports for cause in report.causes]
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, int]]:
+        """The gradients that are not finite in any block: name → how many elements are nan, and inf."""
+        return {name: counts for report in self.reports for name, counts in report.parameters.items()}
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of the first block that has overflowed, or else of the last."""
+        told = self._told()
+        return None if told is None else told.loss
+
+    @property
+    def scale(self) -> float | None:
+        """Its loss scale."""
+        told = self._told()
+        return None if told is None else told.scale
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The reports as JSON, with inf and nan as strings.
+
+        Args:
+            path: A file to write it to as well.
+
+        Returns:
+            The text.
+        """
+        text = json.dumps({"format": 1, "reports": [_plain(report.as_dict()) for report in self.reports]}, indent=2)
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+        return text
+
+    def __str__(self) -> str:
+        if not self.reports:
+            return self._nothing
+        return "\n\n".join(_without_repetitions(self.reports))
+
+
+def _without_repetitions(reports: Sequence[OverflowReport]) -> Iterator[str]:
+    """The tables; of those that follow each other with the same causes the first, and how many there are."""
+    for _, alike in groupby(reports, lambda report: (report.identity(), report.notes) if report.causes else id(report)):
+        first, *others = alike
+        blocks = f"the same cause{'s' * (len(first.causes) > 1)} in {count(len(others), 'block')} after it"
+        scales = [f"{report.scale:g}" for report in others]
+        shown = ", ".join(scales if len(scales) < 5 else [*scales[:2], "…", scales[-1]])
+        yield f"{first}\n{blocks}, loss scale {shown}" if others else str(first)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
+
+
+def note_of_dropped(count: int) -> str:
+    """Said where more calls than are kept have had results that are not finite."""
+    return f"{count} more operators after the first {KEPT_BAD} had results that are not finite"

@@ -1,0 +1,237 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``profile``: where the time of a step goes, as a table and as a trace."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from apex_npu.amp.session import own_rank
+from apex_npu.backends._torch_private import torch_profiler
+from apex_npu.debug.profiling.labels import profiler_ranges
+from apex_npu.debug.profiling.phases import BEFORE_FORWARD, ELSEWHERE, OperatorTime, Phase, Steps, events_of, summarize
+from apex_npu.debug.text import aligned, count
+
+_SHOWN = 10
+# Less than this share of a step, in percent, is not worth an advice.
+_LITTLE = 5.0
+
+
+class profile:
+    """A context that records some training steps, and tells where their time goes.
+
+    ``print(p)`` has a line for each phase of a step: its time on the host, its share, how many operators were called
+    (on a GPU also how many kernels were launched, and how long they took), copies between the host and a device, and
+    how often the host has waited for a device; then the most expensive operators, and a line of advice. What a step
+    computes does not change. Let a few steps run before, as the first ones allocate memory.
+
+    Args:
+        steps: How many steps to record; what follows runs as without this.
+        trace: A folder for the trace, which chrome://tracing, Perfetto, TensorBoard and HolisticTraceAnalysis read;
+            None: no trace is written.
+
+    Attributes:
+        phases: The phases, in the order in which they begin, with ``name``, ``ms``, ``share``, ``operators``,
+            ``copies``, ``waits``, ``kernels`` and ``device_ms``, each of a step on average.
+        operators: The operators, the most expensive first, with ``name``, ``ms`` and ``calls``.
+        idle: For which part of the time the device computes nothing, in percent; None: no device was recorded.
+        advice: What to do first.
+
+    Raises:
+        ValueError: ``steps`` is not a positive integer.
+        NotADirectoryError: ``trace`` is a file.
+        PermissionError: Nothing can be written there.
+        RuntimeError: A profiler is on already.
+
+    Example::
+
+        >>> batches = [torch.randn(8, 4)] * 5
+        >>> optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        >>> with amp.debug.profile(steps=3) as p:
+        ...     for batch in batches:
+        ...         with amp.scale_loss(model(batch).square().mean(), optimizer) as scaled_loss:
+        ...             scaled_loss.backward()
+        ...         optimizer.step()
+        ...         p.step()
+        >>> [phase.name for phase in p.phases if phase.share > 100]
+        []
+    """
+
+    def __init__(self, steps: int = 3, trace: str | os.PathLike[str] | None = None) -> None:
+        """Check the arguments."""
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise ValueError(f"steps must be a positive integer, got {steps!r}")
+        self._steps = steps
+        self._folder = None if trace is None else check_folder(trace)
+        self._done = self._rank = 0
+        self._profiler: Any = None
+        self._ranges: AbstractContextManager[None] | None = None
+        self._found = Steps(0, 0.0)
+
+    def __enter__(self) -> profile:
+        if torch_profiler._is_profiler_enabled:
+            raise RuntimeError(
+                "amp.debug.profile was entered while a profiler is on: torch has one at a time. The traces of the "
+                "other have the ranges of amp, too; or leave it before"
+            )
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # steps have run before
+            schedule = torch.profiler.schedule(wait=0, warmup=0, active=self._steps, repeat=1)
+        self._done, self._rank = 0, own_rank()
+        profiler = torch.profiler.profile(activities=activities, schedule=schedule, record_shapes=True, acc_events=True)
+        profiler.start()
+        self._profiler, self._ranges = profiler, profiler_ranges()
+        self._ranges.__enter__()
+        return self
+
+    def step(self) -> None:
+        """A step has ended: call it after ``optimizer.step()``, once in each iteration."""
+        if self._profiler is not None:
+            self._rank = own_rank()  # at the end the process group may be gone
+            self._done += 1
+            if self._done < self._steps:
+                self._profiler.step()
+            else:
+                self._end()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        try:
+            profiler.stop()
+        finally:
+            if self._ranges is not None:
+                self._ranges.__exit__(None, None, None)
+        # The rest after the last full step is no step, unless there is nothing else.
+        self._found = summarize(*events_of(profiler), complete=self._done or None)
+        if self._folder is not None:
+            write = torch.profiler.tensorboard_trace_handler(self._folder, worker_name=f"rank{self._rank}")
+            write(profiler)
+
+    @property
+    def phases(self) -> list[Phase]:
+        """See the class."""
+        return self._found.phases
+
+    @property
+    def operators(self) -> list[OperatorTime]:
+        """See the class."""
+        return self._found.operators
+
+    @property
+    def idle(self) -> float | None:
+        """See the class."""
+        return self._found.idle
+
+    @property
+    def advice(self) -> str:
+        """See the class."""
+        return advice_of(self._found)
+
+    def __str__(self) -> str:
+        return "nothing was recorded yet" if not self._found.count else table_of(self._found)
+
+
+def check_folder(path: str | os.PathLike[str]) -> str:
+    """``path``, a folder that can be written to; made where it does not exist.
+
+    Raises:
+        NotADirectoryError: It is a file.
+        PermissionError: Nothing can be written there.
+    """
+    folder = os.fspath(path)
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise NotADirectoryError(f"trace must be a folder, and {folder!r} is a file")
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise PermissionError(f"trace: the folder {folder!r} cannot be made: {error}") from error
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"trace: nothing can be written to the folder {folder!r}")
+    return folder
+
+
+def table_of(found: Steps) -> str:
+    """A line for each phase, the most expensive operators, and the advice."""
+    on_device = found.idle is not None
+    heads = ["phase", "ms", "share", "operators", "copies", "waits"] + (["kernels", "device ms"] if on_device else [])
+    rows = [heads]
+    total = Phase("all", found.ms, 100.0)
+    for phase in found.phases:
+        rows.append(_cells(phase, on_device))
+        for key in ("operators", "copies", "waits", "kernels", "device_ms"):
+            setattr(total, key, getattr(total, key) + getattr(phase, key))
+    rows.append(_cells(total, on_device))
+    shown = found.operators[:_SHOWN]
+    lines = [f"{count(found.count, 'step')} of {found.ms:.3g} ms; what follows is of one step", ""]
+    lines += aligned(rows)
+    lines += ["", "copies: between the host and a device; waits: of the host for a device"]
+    if found.idle is not None:
+        lines.append(f"the device computes nothing for {found.idle:.1f} % of the time")
+    lines += ["", "the most expensive operators, each without those that it calls"]
+    lines += aligned([["operator", "ms", "calls"], *([o.name, f"{o.ms:.3f}", _number(o.calls)] for o in shown)])
+    return "\n".join([*lines, "", f"advice: {advice_of(found)}"])
+
+
+def _cells(phase: Phase, on_device: bool) -> list[str]:
+    cells = [phase.name, f"{phase.ms:.3f}", f"{phase.share:.1f} %"]
+    cells += [_number(value) for value in (phase.operators, phase.copies, phase.waits)]
+    return cells + ([_number(phase.kernels), f"{phase.device_ms:.3f}"] if on_device else [])
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value == round(value) else f"{value:.1f}"
+
+
+def advice_of(found: Steps) -> str:
+    """What to do first: the one that can save the largest share of a step."""
+    step, before = found.phase("Optimizer.step#"), found.phase(BEFORE_FORWARD)
+    rest = found.phase(ELSEWHERE)
+    elsewhere = [p for p in found.phases if p.name != "amp.wait" and p.waits]
+    waits_ms = sum(p.waits_ms for p in elsewhere)
+    per_step = 100.0 / found.ms if found.ms else 0.0
+    options = [(before.share, (
+        f"{before.share:.0f} % of a step is spent before forwards begin, mostly on data loading: more num_workers, "
+        "pin_memory and non_blocking copies, or a smaller transform"
+    ))]  # fmt: skip
+    options.append((rest.share, (
+        f"{rest.share:.0f} % of a step is elsewhere, in no phase of amp: the loss function, metrics, logging, saving, "
+        "a scheduler, data that is loaded after the last forward, or a model that amp does not know. Ranges of "
+        "torch.profiler.record_function around these show in the trace which it is"
+    )))  # fmt: skip
+    if step.operators > 30:  # a fused step is one operator, and a few for each further buffer
+        options.append((step.share, (
+            f"{step.operators:.0f} operators in Optimizer.step: a fused optimizer of apex_npu.optimizers calls one for "
+            "each buffer"
+        )))  # fmt: skip
+    if elsewhere:
+        most = max(elsewhere, key=lambda p: p.waits_ms)
+        options.append((waits_ms * per_step, (
+            f"{_number(sum(p.waits for p in elsewhere))} waits for the device besides amp's own, most of the time in "
+            f"{most.name}: .item(), print, a boolean mask, or a copy without non_blocking=True from pinned memory"
+        )))  # fmt: skip
+    if found.idle is not None:
+        options.append((found.idle, (
+            f"the device computes nothing for {found.idle:.0f} % of the time: a larger batch, torch.compile, or fewer "
+            "operators where the table has many"
+        )))  # fmt: skip
+    share, text = max(options)
+    if share >= _LITTLE:
+        return text
+    largest = max(found.phases, key=lambda p: p.share, default=Phase("nothing"))
+    return f"nothing stands out; {largest.name} takes {largest.share:.0f} % of a step"

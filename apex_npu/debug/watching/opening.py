@@ -1,0 +1,77 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What contexts that watch operators require before they are entered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from apex_npu.amp.session import Session, current
+from apex_npu.backends import is_capturing
+from apex_npu.debug.watching.watch import Watch
+
+
+def session_models(session: Session) -> list[nn.Module]:
+    """The models that amp knows, and that are still there."""
+    return [model for converted in session.models if (model := converted.model) is not None]
+
+
+class WatchingContext:
+    """A context that watches the operators of an iteration, by itself or in the steps of a script.
+
+    Attributes:
+        watch: What sees the operators; None: it is not open.
+    """
+
+    watch: Watch | None = None
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """Of ``models``; of those of amp where there are none.
+
+        Raises:
+            TypeError: One of ``models`` is no module.
+        """
+        self._name = type(self).__name__
+        for model in models:
+            if not isinstance(model, nn.Module):
+                raise TypeError(f"{self._name} takes models, torch.nn.Module, got {type(model).__name__}")
+        self._models = models
+
+    def __enter__(self) -> Any:
+        """Begin."""
+        raise NotImplementedError
+
+    def make_way(self, call: Callable[[], object]) -> None:
+        """Have ``call`` leave this context, where the script opens one that watches."""
+        if self.watch is not None:
+            self.watch.make_way = call
+
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """The context was entered within the forward of ``module``, before its operators."""
+        if self.watch is not None:
+            self.watch.enter_module(module, args)
+
+    def models_to_watch(self, open_already: str | None = None) -> list[nn.Module]:
+        """The models; ``open_already`` is the text of the error where another context watches.
+
+        Raises:
+            ValueError: There is no model; or another context watches.
+            RuntimeError: A CUDA graph is being captured.
+        """
+        caller = self._name
+        if is_capturing():
+            raise RuntimeError(
+                f"{caller} was entered while a CUDA graph is captured: the host cannot look at what its operators "
+                "compute. Run one iteration without a graph"
+            )
+        if Watch.is_open():
+            others = [name for name in ("check_operators", "find_overflow", "record") if name != caller]
+            raise ValueError(open_already or f"{caller}, {others[0]} or {others[1]} is open already: leave that before")
+        session = current()
+        found = list(self._models) or ([] if session is None else session_models(session))
+        if not found:
+            raise ValueError(f"{caller} needs a model: pass it, or call amp.initialize first")
+        return found

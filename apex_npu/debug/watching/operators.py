@@ -1,0 +1,116 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What an operator's schema says: its operands, and which of them it writes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_npu.backends._torch_private import autocast_within
+
+# These fill memory that holds nothing yet, or only describe it.
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
+# These write all of their first operand, and do not read it.
+_OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "set_"}
+# A dispatch mode sees it as one operator; its kernel calls bmm, which autocast casts.
+_CALLING_CAST = {"aten::affine_grid_generator"}
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+class Operator:
+    """One overload.
+
+    Attributes:
+        name: With its namespace, without the overload: ``aten::addmm``.
+        passed_over: It computes nothing: a view, an allocation, a query.
+        is_random: It draws numbers.
+        is_collective: Its result comes from other processes, too, and is there later.
+        makes_tensor: It takes in a tensor that Python's numbers have been written to.
+    """
+
+    def __init__(self, func: Any) -> None:
+        """Read the schema of ``func``, an ``OpOverload``."""
+        schema = func._schema
+        self.name: str = schema.name
+        namespace, _, plain = self.name.partition("::")
+        self.plain = plain
+        returns = [r.alias_info for r in schema.returns]
+        is_view = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
+        self.passed_over = is_view or plain in _ALLOCATIONS or (not schema.returns and not schema.is_mutable)
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        self.is_collective = namespace in _COLLECTIVES
+        self.makes_tensor = self.name in ("aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift")
+        self.arguments = [a.name for a in schema.arguments]
+        self.written = {
+            a.name: a.kwarg_only or plain in _OVERWRITING
+            for a in schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write
+        }
+
+    def operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The arguments with their names."""
+        yield from zip(self.arguments, args, strict=False)
+        yield from kwargs.items()
+
+
+operator_of = functools.cache(Operator)
+
+
+def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a dispatch mode calls ``func`` by, which is cast as it is without the mode."""
+    if func._schema.name not in _CALLING_CAST:
+        return func(*args, **kwargs)
+    with autocast_within():
+        return func(*args, **kwargs)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of an argument or a result."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """An argument with ``change`` applied to it, or to what is in its lists and tuples."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(change, item) for item in value)
+    return change(value)
+
+
+def nonfinite_number_in(value: Any) -> bool:
+    """Whether an argument is, or has, a number that is inf or nan."""
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    if isinstance(value, complex):
+        return not (math.isfinite(value.real) and math.isfinite(value.imag))
+    return isinstance(value, (list, tuple)) and any(map(nonfinite_number_in, value))
+
+
+def vanishing_number_in(value: Any, dtype: torch.dtype) -> float | None:
+    """A number of an argument that is not 0, and that ``dtype`` rounds to 0; None: there is none."""
+    if isinstance(value, float):
+        info = torch.finfo(dtype)
+        return value if 0.0 < abs(value) <= info.smallest_normal * info.eps / 2 else None
+    if isinstance(value, (list, tuple)):
+        return next((n for item in value if (n := vanishing_number_in(item, dtype)) is not None), None)
+    return None
+
+
+def is_measurable(tensor: Tensor) -> bool:
+    """Whether its range can be read, and its bytes be followed: strided floating memory of its own, not empty."""
+    return (
+        (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_nested
+        and tensor.numel() > 0
+    )

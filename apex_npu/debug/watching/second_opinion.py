@@ -1,0 +1,170 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""An operator once more, in float64 on the host: is a dtype too small, or is the result not finite in mathematics?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_npu.backends._torch_private import autocast_disabler
+from apex_npu.debug.watching.operators import Operator, mapped, tensors_in
+
+# What kernels raise that do not exist, or not for float64; OutOfMemoryError is a RuntimeError.
+_FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError, MemoryError)
+
+
+def _matmul_backward(grad: Tensor, a: Tensor, b: Tensor, mask: Sequence[bool]) -> list[Tensor]:
+    rows, columns = a[None] if a.dim() == 1 else a, b[:, None] if b.dim() == 1 else b
+    grad = grad if b.dim() > 1 else grad[..., None]
+    grad = grad if a.dim() > 1 else grad[..., None, :]
+    of_rows, of_columns = grad @ columns.mT, rows.mT @ grad
+    found = of_rows.sum_to_size(rows.shape).reshape(a.shape), of_columns.sum_to_size(columns.shape).reshape(b.shape)
+    return list(compress(found, mask))
+
+
+def _linear_backward(x: Tensor, grad: Tensor, weight: Tensor, output_mask: Sequence[bool]) -> list[Tensor]:
+    grads = grad.reshape(-1, len(weight))
+    return list(compress((grad @ weight, grads.T @ x.reshape(-1, x.shape[-1]), grads.sum(0)), output_mask))
+
+
+# Backwards that devices have as one operator, and the host as several: a dispatch mode is below autograd.
+_OF_DEVICES: dict[str, Callable[..., list[Tensor]]] = {
+    "aten::matmul_backward": _matmul_backward,
+    "aten::linear_backward": _linear_backward,
+}
+
+
+@dataclass(frozen=True)
+class Opinion:
+    """What float64 says of results that are not finite.
+
+    Attributes:
+        is_finite: All of them are.
+        largest: The largest magnitude among those that are; nan where there is none.
+        reason: Why there is no opinion; empty where there is one.
+    """
+
+    is_finite: bool = False
+    largest: float = float("nan")
+    reason: str = ""
+
+
+def widen(value: Any) -> Any:
+    """``value``, an argument, for an operator that computes in float64 on the host; tensors are copies.
+
+    An operator may write more than its schema declares, as a batch norm does with its running averages.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", widen(value.dtype), copy=True)
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else torch.complex128 if value.is_complex else value
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def ask(
+    func: Any,
+    operator: Operator,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    results: list[Tensor],
+    *,
+    saturated: bool = False,
+) -> Opinion:
+    """Call ``func`` again in float64.
+
+    Args:
+        func: The operator that has been called.
+        operator: What is known of it.
+        args: Its arguments; those that it writes as they were before.
+        kwargs: Likewise.
+        results: What it has returned and written, in the order of ``results_of``.
+        saturated: The device has neither inf nor nan, so that any of the results may have been either.
+    """
+    try:
+        return _compare(call_wide(func, operator, args, kwargs), results, saturated)
+    except _FAILURES as error:
+        return Opinion(reason=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+
+
+def stays_bad(
+    func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], mended: set[int]
+) -> bool | None:
+    """Whether results are inf or nan if those of the inputs with the ids ``mended`` are 0; None: it cannot be told."""
+    host: dict[int, Tensor] = {}
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            wide = widen(value)
+            host[id(value)] = wide.nan_to_num(0.0, 0.0, 0.0) if id(value) in mended else wide
+            return host[id(value)]
+        return value
+
+    with torch.no_grad():
+        try:
+            named = {name: mapped(placed, v) for name, v in kwargs.items()}
+            results = call_wide(func, operator, mapped(placed, args), named)
+        except _FAILURES:
+            return None
+        return not all(bool(t.isfinite().all()) for t in results if t.dtype.is_floating_point)
+
+
+def largest_of(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The largest magnitude of the results in float64; 0 where they cannot be computed."""
+    with torch.no_grad():
+        try:
+            found = [float(t.abs().max()) for t in call_wide(func, operator, args, kwargs) if t.numel()]
+        except _FAILURES:
+            return 0.0
+    return max(found, default=0.0)
+
+
+def call_wide(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Call ``func`` in float64 on the host, with tensors that are there, or are brought there."""
+    named = {name: mapped(widen, value) for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
+    placed = [mapped(widen, value) for value in args]
+    for i, name in enumerate(operator.arguments[: len(placed)]):
+        if name == "half_to_float":  # float64 stays
+            placed[i] = False
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(autocast_disabler()())
+        if operator.is_random:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+        returned = _OF_DEVICES.get(operator.name, func)(*placed, **named)
+    return results_of(operator, returned, tuple(placed), named)
+
+
+def results_of(operator: Operator, returned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The distinct tensors that an operator has returned and written."""
+    found = list(tensors_in(returned))
+    for name, value in operator.operands(args, kwargs):
+        if name in operator.written:
+            found += tensors_in(value)
+    return list({id(t): t for t in found}.values())
+
+
+def _compare(exact: list[Tensor], results: list[Tensor], saturated: bool) -> Opinion:
+    if len(exact) != len(results):
+        return Opinion(reason="another number of results in float64")
+    largest, is_finite = float("nan"), True
+    for true, result in zip(exact, results, strict=True):
+        if not result.dtype.is_floating_point or result.layout != torch.strided or result.is_nested:
+            continue
+        if true.shape != result.shape:
+            return Opinion(reason=f"shape {list(true.shape)} instead of {list(result.shape)} in float64")
+        values = true.detach().abs()
+        if not saturated:
+            values = values[~result.detach().cpu().isfinite()]
+        finite = values[values.isfinite()]
+        is_finite &= finite.numel() == values.numel()
+        if finite.numel():
+            high = float(finite.max())
+            largest = high if largest != largest else max(largest, high)
+    return Opinion(is_finite, largest)

@@ -1,0 +1,170 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Newton-Schulz iterations on the matrices of a flat buffer, those of equal shape by batched products.
+
+They need no kernel of their own: almost all of the work is in torch's products. How many products and other launches
+there are depends on the number of different shapes, not on that of the matrices.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from apex_npu.ops.gather import join_, joins_lists
+from apex_npu.ops.reference import chunk_numel
+
+logger = logging.getLogger("apex_npu")
+
+# On a CPU a batch is to stay in the cache of a core, and products of larger matrices are as quick alone.
+_BATCH_NUMEL = 1 << 19
+_ALONE_NUMEL = 1 << 16
+
+
+class Stack(NamedTuple):
+    """Matrices of equal shape in a flat buffer.
+
+    Attributes:
+        rows: Of each, as they are in memory: row by row.
+        columns: Likewise.
+        factor: What their results are multiplied by.
+        members: Which of the matrices.
+    """
+
+    rows: int
+    columns: int
+    factor: float
+    members: list[int]
+
+
+class Matrices(NamedTuple):
+    """Where the matrices of a flat buffer are.
+
+    Attributes:
+        sizes: Elements of the first, of the gap after it, of the second, and so on, up to the end of the buffer.
+        stacks: Those that are stepped together; empty ones are in none.
+        zeros: 1-D, of the dtype of the products; as many as the largest gap has.
+    """
+
+    sizes: list[int]
+    stacks: list[Stack]
+    zeros: Tensor
+
+    @staticmethod
+    def of(
+        shapes: Sequence[tuple[int, int]], offsets: Sequence[int], factors: Sequence[float], flat: Tensor
+    ) -> Matrices:
+        """Matrices of ``shapes`` at ``offsets``, the first of which is 0, in buffers like ``flat``."""
+        ends = [*offsets[1:], flat.numel()]
+        sizes: list[int] = []
+        stacks: dict[tuple[int, int, float], Stack] = {}
+        for i, ((rows, columns), factor, begin, end) in enumerate(zip(shapes, factors, offsets, ends, strict=True)):
+            sizes += [rows * columns, end - begin - rows * columns]
+            if rows * columns:
+                stacks.setdefault((rows, columns, factor), Stack(rows, columns, factor, [])).members.append(i)
+        zeros = flat.new_zeros(max(sizes[1::2], default=0), dtype=product_dtype(flat.device))
+        return Matrices(sizes, list(stacks.values()), zeros)
+
+
+@functools.cache
+def product_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16, or float32 where ``device`` has no batched products of that."""
+    try:
+        ones = torch.ones(1, 16, 16, dtype=torch.bfloat16, device=device)
+        product = torch.bmm(ones, ones)
+        found = float(torch.baddbmm(product, product, ones).max())
+    except RuntimeError as error:
+        because = str(error)
+    else:
+        if found == 16 + 16**2:
+            return torch.bfloat16
+        because = f"a product is {found} instead of {16 + 16**2}"
+    logger.info("apex_npu: no bfloat16 products on %s, Newton-Schulz iterations are in float32: %s", device, because)
+    return torch.float32
+
+
+def orthogonalize_(flat: Tensor, matrices: Matrices, *, coefficients: Sequence[float], steps: int, eps: float) -> None:
+    """Replace each matrix by ``factor`` times ``newton_schulz`` of it.
+
+    Args:
+        flat: 1-D, of float32 or float64; zeros between matrices.
+        matrices: In ``flat``.
+        coefficients: See ``newton_schulz``.
+        steps: Likewise.
+        eps: Likewise.
+    """
+    pieces = flat.split_with_sizes(matrices.sizes)[::2]
+    joins = joins_lists(flat.device)
+    results = [matrices.zeros[:0]] * len(pieces)
+    for rows, columns, factor, members in matrices.stacks:
+        count = _batch_size(rows * columns, flat.device)
+        for batch in (members[i : i + count] for i in range(0, len(members), count)):
+            x = _gathered([pieces[i] for i in batch], matrices.zeros.dtype, joins=joins)
+            x = x.view(-1, rows, columns) if len(batch) > 1 else x.view(rows, columns)
+            x = newton_schulz(x, coefficients=coefficients, steps=steps, eps=eps, factor=factor)
+            rows_of = x.reshape(len(batch), -1).unbind()
+            if not joins:
+                torch._foreach_copy_([pieces[i] for i in batch], list(rows_of))
+                continue
+            for i, row in zip(batch, rows_of, strict=True):
+                results[i] = row
+    if joins:
+        join_(flat, results, matrices.sizes[1::2], matrices.zeros)
+
+
+def _gathered(pieces: list[Tensor], dtype: torch.dtype, *, joins: bool) -> Tensor:
+    """Copies of ``pieces`` in rows, of ``dtype``."""
+    if joins:
+        return torch.stack(pieces).to(dtype)
+    rows = pieces[0].new_empty(len(pieces), pieces[0].numel(), dtype=dtype)
+    torch._foreach_copy_(list(rows.unbind()), pieces)
+    return rows
+
+
+def newton_schulz(x: Tensor, *, coefficients: Sequence[float], steps: int, eps: float, factor: float = 1.0) -> Tensor:
+    """Bring the singular values of matrices near to 1: U diag(s) Vᵀ becomes about U Vᵀ, without a decomposition.
+
+    ::
+
+        x ← x / max(‖x‖, eps)
+        A = x xᵀ;  x ← a · x + (b · A + c · A A) x      ``steps`` times
+        A = xᵀx;   x ← a · x + x (b · A + c · A A)      where x has more rows than columns: A is the smaller of both
+
+    with the Frobenius norm of each matrix. Each iteration applies a · s + b · s³ + c · s⁵ to all singular values.
+
+    Args:
+        x: One matrix, or a stack of them; written.
+        coefficients: a, b and c.
+        steps: How many iterations.
+        eps: Smallest divisor.
+        factor: What the result is multiplied by.
+
+    Returns:
+        Likewise, of the dtype of ``x``.
+    """
+    if x.dim() == 2 and x.size(0) > x.size(1):  # one is quicker transposed, a stack as it is
+        return newton_schulz(x.T, coefficients=coefficients, steps=steps, eps=eps, factor=factor).T
+    multiply, multiply_add = (torch.mm, torch.addmm) if x.dim() == 2 else (torch.bmm, torch.baddbmm)
+    tall = x.size(-2) > x.size(-1)
+    a, b, c = coefficients
+    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=eps))
+    if not steps:
+        return x.mul_(factor)
+    for step in range(1, steps + 1):
+        times = factor if step == steps else 1.0
+        gram = multiply(x.mT, x) if tall else multiply(x, x.mT)
+        polynomial = multiply_add(gram, gram, gram, beta=b, alpha=c)
+        x = multiply_add(x, *((x, polynomial) if tall else (polynomial, x)), beta=a * times, alpha=times)
+    return x
+
+
+def _batch_size(numel: int, device: torch.device) -> int:
+    """How many matrices of ``numel`` elements are worth a batch: memory for intermediate values is to have a bound."""
+    if device.type != "cpu":
+        return max(1, chunk_numel(device) // numel)
+    return max(1, _BATCH_NUMEL // numel) if numel <= _ALONE_NUMEL else 1
