@@ -43,7 +43,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 12;
+  m.attr("API") = 13;
 
   m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"),
         py::arg("keep_previous"));

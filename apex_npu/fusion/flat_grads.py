@@ -63,6 +63,7 @@ class FlatGrads:
         self.offsets = list(offsets)
         self.reads_lists = bool(self.params) and joins_lists(self.params[0].device)
         self.is_shown = False
+        self._in_one_pass = bool(self.params) and gathers_in_one_pass(self.params[0])
         self._total_numel = total_numel
         self._largest_numel = max((p.numel() for p in self.params), default=0)
         self._buffer: FlatBuffer | None = None
@@ -254,7 +255,7 @@ class FlatGrads:
         if FOREIGN not in states:
             return states
         first, views = 0 if slots is None else slots.start, self.views
-        if IN_BUFFER not in states and gathers_in_one_pass(self.params[0]):
+        if IN_BUFFER not in states and self._in_one_pass:
             all_of_them = slots is None and EXTERNAL not in states
             self.take(self.params, slots=None if all_of_them else _places_of(FOREIGN, states, first))
         else:
@@ -268,7 +269,7 @@ class FlatGrads:
     def gather_times(self, factor: float, slots: range) -> bytes:
         """``gather(slots)``, then multiply these gradients by ``factor``; in one pass where the device allows."""
         states = self.states(slots)
-        if IN_BUFFER not in states and FOREIGN in states and gathers_in_one_pass(self.params[0]):
+        if IN_BUFFER not in states and FOREIGN in states and self._in_one_pass:
             self.take(self.params, factor, slots=slots)
             return states.replace(bytes([FOREIGN]), bytes([IN_BUFFER]))
         states = self.gather(slots)
@@ -297,7 +298,7 @@ class FlatGrads:
         """
         views = self.views
         taken = range(len(self.params)) if slots is None else slots
-        if not gathers_in_one_pass(self.params[0]):
+        if not self._in_one_pass:
             self._take_batches(sources, views, taken, inv_scale, found_inf)
             return
         given, params = sources, self.params

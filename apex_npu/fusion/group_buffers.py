@@ -169,12 +169,14 @@ class ModelParamBuffer:
         table: Where they were when they were moved here.
         kept: Those whose former memory may still be referenced from outside torch.
         written: How many of them the last step has updated.
+        parts: Slices of ``flat`` that runs have asked for, by where they begin and end.
     """
 
     def __init__(self, flat: Tensor, params: Sequence[Tensor]) -> None:
         """Wrap ``flat``, which already holds ``params``."""
         self.flat = flat
         self.written = 0
+        self.parts: dict[tuple[int, int], Tensor] = {}
         self.params = list(params)
         self.table = slot_table(self.params)
         self.kept = [p for p in self.params if not release_previous(p)]

@@ -173,7 +173,10 @@ class Run:
         if buffer is None:
             return None
         buffer.written += len(self.params)
-        copy: Tensor = buffer.flat[self._span]
+        bounds = (self._span.start, self._span.stop)
+        copy = buffer.parts.get(bounds)
+        if copy is None:
+            copy = buffer.parts[bounds] = buffer.flat[self._span]
         return copy
 
     def write_back(self, param: Tensor) -> None:

@@ -4,6 +4,7 @@
 
 import apex_npu.ops.kernels  # noqa: F401 -- registers the kernels of devices
 from apex_npu.ops.cuda import masks_writes
+from apex_npu.ops.dispatch import Call, call_of_all
 from apex_npu.ops.elementwise import adadelta_, adagrad_, adam_, rmsprop_, sgd_
 from apex_npu.ops.gather import (
     as_real,
@@ -27,6 +28,7 @@ from apex_npu.ops.segments import Segments
 __all__ = [
     "FLOATS",
     "LOW_PRECISION",
+    "Call",
     "Matrices",
     "Segments",
     "adadelta_",
@@ -34,6 +36,7 @@ __all__ = [
     "adam_",
     "adamp_",
     "as_real",
+    "call_of_all",
     "chunks",
     "divides_in_update",
     "gather_",

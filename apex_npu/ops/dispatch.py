@@ -9,16 +9,19 @@ registers, or else the body. In signatures
 - ``Scratch`` likewise, with arbitrary values before and after the call;
 - ``float | Tensor`` and ``int | Tensor`` are numbers, or tensors of one element on the operands' device.
 
-A *rule* updates parameters. It has two overloads: the default one takes numbers; ``on_device`` takes in addition
-``<name>_tensor`` for each number that may be a tensor, and ``found_inf``. A call picks the overload.
+A *rule* updates parameters. It has three overloads: the default one takes numbers; ``on_device`` takes in addition
+``<name>_tensor`` for each number that may be a tensor, and ``found_inf``; ``runs`` takes lists of operands and of
+numbers, for several ranges of parameters. A call picks one of the first two, ``call_of_all`` the third.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import is_, itemgetter
 from string import ascii_lowercase
-from typing import Annotated, Any, Generic, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, ParamSpec, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -30,6 +33,9 @@ _R = TypeVar("_R")
 
 Mutated = Annotated[Tensor, "mutated"]
 Scratch = Annotated[Tensor, "mutated", "scratch"]
+
+# An op, or another function, and its arguments.
+Call: TypeAlias = tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]
 
 _library = torch.library.Library("apex_npu", "DEF")  # lives as long as the process
 
@@ -77,7 +83,11 @@ class Rule(Op[_P, None]):
     Attributes:
         numbers: The parameters that may be tensors, with the type that they have otherwise.
         on_device: The overload for such tensors and for ``found_inf``.
+        runs: The overload for lists: of operands, empty where there is none, and of numbers.
+        joins_on: The devices, by type, with a kernel of ``runs`` that is quicker than one call for each.
     """
+
+    joins_on: tuple[str, ...] = ()
 
     def __init__(self, body: Callable[_P, None]) -> None:
         """Register both overloads. The body need not read ``found_inf``."""
@@ -91,6 +101,8 @@ class Rule(Op[_P, None]):
         tensors = [f"Tensor? {name}=None" for name in (*(f"{number}_tensor" for number in self.numbers), "found_inf")]
         schema = f"{self.name}.on_device{_schema(body)}".replace(") -> ()", f", {', '.join(tensors)}) -> ()")
         self.on_device = _register(schema, self.device_scalars(self.reference), _return_none)
+        self._listed = {name: kinds[0] for name, kinds in hints.items() if kinds[0] in (float, int)}
+        self.runs = _register(f"{self.name}.runs{_schema(body, lists=True)}", self._each, _return_none)
 
     def __call__(self, *operands: _P.args, **options: _P.kwargs) -> None:
         """Run the kernel for the operands' device."""
@@ -104,6 +116,36 @@ class Rule(Op[_P, None]):
             self.on_device(*operands, found_inf=found_inf, **tensors, **options)
         else:
             self.overload(*operands, **options)
+
+    def bind(self, *operands: _P.args, **options: _P.kwargs) -> Call:
+        """A call with these arguments, to be made later."""
+        return self, operands, options
+
+    def call_of_all(self, operands: Sequence[tuple[Any, ...]], options: Sequence[dict[str, Any]]) -> Call | None:
+        """One call in the place of several; None where they differ in more than tensors and numbers."""
+        columns = list(zip(*operands, strict=True))
+        if any(sum(map(is_, column, repeat(None))) not in (0, len(column)) for column in columns):
+            return None
+        joined: dict[str, Any] = {}
+        for name, first in options[0].items():
+            values, number = list(map(itemgetter(name), options)), self._listed.get(name)
+            if number is not None:
+                if Tensor in set(map(type, values)):
+                    return None
+                joined[name] = list(map(number, values))
+            elif all(map(is_, values, repeat(first))):
+                joined[name] = first
+            else:
+                return None
+        if joined.pop("found_inf", None) is not None:
+            return None
+        return self.runs, tuple([] if column[0] is None else column for column in columns), joined
+
+    def _each(self, *operands: Any, **options: Any) -> None:
+        """The kernel of ``runs`` on all devices."""
+        for i in range(len(operands[0])):
+            numbers = {name: value[i] if name in self._listed else value for name, value in options.items()}
+            self.overload(*(column[i] if column else None for column in operands), **numbers)
 
     def device_scalars(self, kernel: Callable[..., None]) -> Callable[..., None]:
         """A kernel of the overload ``on_device``, from one with the declared signature."""
@@ -146,6 +188,15 @@ class Rule(Op[_P, None]):
                 torch.where(skipped, then, now, out=now)
 
 
+def call_of_all(calls: Sequence[Call]) -> Call | None:
+    """One call that does what ``calls`` do; None where there is none, or it would not be quicker."""
+    rule = calls[0][0]
+    if not isinstance(rule, Rule) or calls[0][1][0].device.type not in rule.joins_on:
+        return None
+    rules, operands, options = zip(*calls, strict=True)
+    return rule.call_of_all(operands, options) if all(map(is_, rules, repeat(rule))) else None
+
+
 def op(name: str, fake: Callable[..., object]) -> Callable[[Callable[_P, _R]], Op[_P, _R]]:
     """Declare an op under ``name``; see ``Op``."""
     return lambda body: Op(body, name, fake)
@@ -168,8 +219,11 @@ def _return_none(*operands: object, **options: object) -> None:
 _TYPES: dict[Any, str] = {Tensor: "Tensor", float: "float", int: "int", bool: "bool", type(None): "()"}
 
 
-def _schema(body: Callable[..., Any]) -> str:
-    """The schema that follows from the signature of ``body``; ``found_inf`` is in it only if it is mutated."""
+def _schema(body: Callable[..., Any], *, lists: bool = False) -> str:
+    """The schema that follows from the signature of ``body``; ``found_inf`` is in it only if it is mutated.
+
+    With ``lists`` it is that of an overload that takes lists of operands and numbers.
+    """
     hints = get_type_hints(body, include_extras=True)
     aliases = iter(ascii_lowercase)
     arguments = []
@@ -181,8 +235,9 @@ def _schema(body: Callable[..., Any]) -> str:
             continue
         mutated = get_origin(kind) is Annotated
         type_ = f"Tensor({next(aliases)}!)" if mutated else _TYPES[kind]
-        optional = "?" if type(None) in others else ""
-        default = "" if p.default is p.empty else f"={p.default}"
+        listed = lists and (p.kind is not p.KEYWORD_ONLY or kind in (float, int))
+        optional = "[]" if listed else "?" if type(None) in others else ""
+        default = "" if p.default is p.empty or listed else f"={p.default}"
         arguments.append(f"{type_}{optional} {p.name}{default}")
     return f"({', '.join(arguments)}) -> {_TYPES[hints['return']]}"
 

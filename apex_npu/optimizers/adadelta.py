@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
-from apex_npu.ops import adadelta_
+from apex_npu.ops import Call, adadelta_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_non_negative, check_unit_interval
 
@@ -81,9 +81,9 @@ class NpuFusedAdadelta(FusedOptimizer):
         """Averages of squared gradients and of squared steps."""
         return ("square_avg", "acc_delta")
 
-    def update(self, run: Run, group: ParamGroup) -> None:
-        """Apply the rule."""
-        adadelta_(
+    def call(self, run: Run, group: ParamGroup) -> Call:
+        """The rule."""
+        return adadelta_.bind(
             run.param,
             run.scaled_grad,
             run.state("square_avg"),

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
-from apex_npu.ops import adagrad_
+from apex_npu.ops import Call, adagrad_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_bool, check_non_negative
 
@@ -111,9 +111,9 @@ class FusedAdagrad(FusedOptimizer):
         lr = super().learning_rate(run, group)
         return lr / (1.0 + (run.step - 1.0) * group["lr_decay"]) if group["lr_decay"] else lr
 
-    def update(self, run: Run, group: ParamGroup) -> None:
-        """Apply the rule."""
-        adagrad_(
+    def call(self, run: Run, group: ParamGroup) -> Call:
+        """The rule."""
+        return adagrad_.bind(
             run.param,
             run.scaled_grad,
             run.state("sum"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
-from apex_npu.ops import adam_
+from apex_npu.ops import Call, adam_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool
 
@@ -115,10 +115,10 @@ class NpuFusedAdam(FusedOptimizer):
         """First and second moment, and the latter's maximum."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def update(self, run: Run, group: ParamGroup) -> None:
-        """Apply the rule."""
+    def call(self, run: Run, group: ParamGroup) -> Call:
+        """The rule."""
         beta1, beta2 = group["betas"]
-        adam_(
+        return adam_.bind(
             run.param,
             run.scaled_grad,
             run.state("exp_avg"),

@@ -9,6 +9,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import repeat, starmap
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -28,6 +29,7 @@ from apex_npu.fusion import (
     increment_versions,
 )
 from apex_npu.fusion.grad_slots import InPlace
+from apex_npu.ops import Call, call_of_all
 from apex_npu.optimizers.capture import check_capture, check_captured_gradients, refusal
 from apex_npu.optimizers.checks import check_bool, check_params, naming
 from apex_npu.optimizers.combined_accessors import CombinedAccessors
@@ -166,7 +168,16 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         ``run.grad`` is never to be written. Ops that take a ``grad_scale`` and a ``model_param`` get
         ``run.scaled_grad``, ``run.grad_scale`` and ``run.model_param()`` instead, and save a pass or two.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define update(run, group)")
+        op, operands, options = self.call(run, group)
+        op(*operands, **options)
+
+    def call(self, run: Run, group: ParamGroup) -> Call:
+        """In place of ``update``: the op that it calls, with its arguments; nothing is written by then.
+
+        The runs of several param groups can be updated by one call of such a rule, and where a hyper-parameter of any
+        of them is wrong, none is.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define update(run, group), or call(run, group)")
 
     def takes_lists(self, group: ParamGroup, fused: FusedGroup) -> bool:
         """True where ``update`` reads ``run.is_listed``, and for ``fused`` a list saves the gathering."""
@@ -232,13 +243,14 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         try:
             self._count(gathered, runs, found_inf)
             self.before_updates(runs)
-            for run, group in runs:
-                begun += 1
-                self.update(run, group)
-                updated += 1
+            for count, (update, operands, options) in self._updates(runs):
+                begun += count
+                update(*operands, **options)
                 # Writes to the flat buffer are invisible to autograd: without this it could not notice that a parameter
                 # changed between forward and backward.
-                increment_versions(run.params)
+                for run, _ in runs[updated:begun]:
+                    increment_versions(run.params)
+                updated = begun
         except BaseException as error:
             try:
                 end_failed_step(type(self).__name__, [run for run, _ in runs], begun, updated, error)
@@ -250,6 +262,14 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                 self._fused.hand_back([part for run, _ in runs[:updated] for part in run.params])
         if self._shown.has_joined:
             self._shown.remember(self, self._slots())
+
+    def _updates(self, runs: list[tuple[Run, ParamGroup]]) -> list[tuple[int, Call]]:
+        """The calls that update ``runs``, in order, each with how many of them it updates."""
+        if getattr(self.update, "__func__", None) is not FusedOptimizer.update:
+            return [(1, (self.update, pair, {})) for pair in runs]
+        calls = list(starmap(self.call, runs))
+        joined = call_of_all(calls) if len(calls) > 1 else None
+        return list(zip(repeat(1), calls, strict=False)) if joined is None else [(len(calls), joined)]
 
     def _gather(self) -> list[tuple[FusedGroup, bytes]]:
         """Bring gradients where ``update`` can read them: for each group, which of its slots have one, and where."""
@@ -536,5 +556,6 @@ def _steps_by_rule_alone(cls: Any) -> bool:
     return (
         all(inspect.unwrap(step) is inspect.unwrap(FusedOptimizer.step) for step in steps)
         and cls.update is rule.update
+        and cls.call is rule.call
         and cls.before_updates is rule.before_updates
     )

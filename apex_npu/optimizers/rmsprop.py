@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
-from apex_npu.ops import rmsprop_
+from apex_npu.ops import Call, rmsprop_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_bool, check_non_negative
 
@@ -92,9 +92,9 @@ class NpuFusedRMSprop(FusedOptimizer):
         """Second moment, and what momentum and centering need."""
         return rmsprop_states(group)
 
-    def update(self, run: Run, group: ParamGroup) -> None:
-        """Apply the rule."""
-        rmsprop_(
+    def call(self, run: Run, group: ParamGroup) -> Call:
+        """The rule."""
+        return rmsprop_.bind(
             run.param,
             run.scaled_grad,
             run.state("square_avg"),

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import FusedGroup, Run
-from apex_npu.ops import sgd_, sgd_list_, takes_sgd_lists
+from apex_npu.ops import Call, sgd_, sgd_list_, takes_sgd_lists
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import as_number, check_bool, check_non_negative
 
@@ -104,23 +104,13 @@ class NpuFusedSGD(FusedOptimizer):
             return False
         return bool(group["momentum"] > 0 and not group.get("wd_after_momentum", False))
 
-    def update(self, run: Run, group: ParamGroup) -> None:
-        """Apply the rule."""
+    def call(self, run: Run, group: ParamGroup) -> Call:
+        """The rule."""
         if run.is_listed and run.grad_scale is None and run.found_inf is None:
-            sgd_list_(
-                run.params,
-                run.grads,
-                run.states("momentum_buffer"),
-                lr=float(group["lr"]),
-                momentum=group["momentum"],
-                dampening=group["dampening"],
-                weight_decay=group["weight_decay"],
-                nesterov=group["nesterov"],
-                maximize=group["maximize"],
-                step=int(run.step),
-            )
-            return
-        sgd_(
+            operands = (run.params, run.grads, run.states("momentum_buffer"))
+            numbers = {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov", "maximize")}
+            return sgd_list_, operands, {"lr": float(group["lr"]), "step": int(run.step), **numbers}
+        return sgd_.bind(
             run.param,
             run.scaled_grad,
             run.state("momentum_buffer") if group["momentum"] else None,

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "fused_optim/adadelta_cpu.h"
 #include "fused_optim/adagrad_cpu.h"
@@ -56,6 +57,34 @@ class OrReference final : public c10::OperatorKernel {
   c10::KernelFunction kernel_;
 };
 
+// The overload of an update rule that takes several runs: the default one, called for each. Lists hold what differs
+// between runs; one that is empty stands for an operand that there is none of.
+class EachRun final : public c10::OperatorKernel {
+ public:
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) const {
+    const auto one = c10::Dispatcher::singleton().findSchemaOrThrow(op.schema().name().c_str(), "");
+    const std::vector<c10::IValue> arguments = torch::jit::pop(*stack, op.schema().arguments().size());
+    const size_t count = arguments.front().toTensorList().size();
+    torch::jit::Stack each;
+    for (size_t i = 0; i < count; ++i) {
+      each.clear();
+      for (const c10::IValue& argument : arguments) each.push_back(of_run(argument, i));
+      one.callBoxed(each);
+    }
+  }
+
+ private:
+  static c10::IValue of_run(const c10::IValue& argument, size_t i) {
+    if (argument.isTensorList()) {
+      const auto tensors = argument.toTensorList();
+      return tensors.empty() ? c10::IValue() : c10::IValue(tensors.get(i));
+    }
+    if (argument.isDoubleList()) return argument.toDoubleList().get(i);
+    if (argument.isIntList()) return argument.toIntList().get(i);
+    return argument;
+  }
+};
+
 template <typename Function>
 void implement(torch::Library& library, const char* name, Function* function) {
   auto kernel = std::make_unique<OrReference>(c10::KernelFunction::makeFromUnboxedRuntimeFunction(function));
@@ -75,6 +104,9 @@ KernelsCpu::KernelsCpu() : library_(torch::Library::IMPL, "apex_npu", c10::Dispa
   implement(library_, "segment_dot", segment_dot_cpu);
   implement(library_, "segment_add_", segment_add_cpu);
   implement(library_, "norm", norm_cpu);
+  for (const char* name : {"sgd_.runs", "adam_.runs", "rmsprop_.runs", "adadelta_.runs", "adagrad_.runs"}) {
+    library_.impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<EachRun>()));
+  }
 }
 
 }  // namespace apex_npu

@@ -202,6 +202,36 @@ def test_opcheck_every_rule_with_numbers_on_the_device(name):
     torch.library.opcheck(getattr(torch.ops.apex_npu, name).on_device, arguments, {**options, **tensors})
 
 
+@pytest.mark.parametrize("name", ["sgd_", "adam_", "rmsprop_", "adadelta_", "adagrad_"])
+def test_one_call_for_several_runs_is_what_a_call_for_each_is(name):
+    rule = getattr(ops, name)
+
+    def calls(changes):
+        operands = [*operands_of(name, torch.float32), torch.zeros(NUMEL, dtype=torch.float16)]
+        spans = (slice(0, 1000), slice(1000, 1017), slice(1017, NUMEL))
+        made = [(*(t[span] for t in operands), {**RULES[name][0], **o}) for span, o in zip(spans, changes, strict=True)]
+        return operands, [rule.bind(*run[:-1], **run[-1]) for run in made]
+
+    def joined(made):
+        return rule.call_of_all([operands for _, operands, _ in made], [options for _, _, options in made])
+
+    changes = [{"lr": 0.1 * i, "weight_decay": 0.01 * i} for i in range(3)]
+    expected, one_by_one = calls(changes)
+    for op, operands, options in one_by_one:
+        op(*operands, **options)
+    op, operands, options = joined(calls(changes)[1])
+    torch.library.opcheck(op, operands, options, test_utils="test_schema")
+    got, alike = calls(changes)
+    op, operands, options = joined(alike)
+    op(*operands, **options)
+    assert all(map(torch.equal, got, expected))
+    for other in ({"found_inf": torch.zeros(1)}, {"lr": torch.tensor(0.1)}, {"grad_scale": torch.ones(1)}):
+        apart = calls([{"found_inf": None, "grad_scale": None, **o} for o in ({}, other, {})])[1]
+        assert joined(apart) is None
+    op, operands, options = alike[0]
+    assert joined([(op, (*operands[:-1], None), options), *alike[1:]]) is None
+
+
 @pytest.mark.parametrize("found_inf", [0.0, 2.0])
 @pytest.mark.parametrize("name", ["sgd_", "adam_"])
 def test_torchs_own_kernels_take_tensors_of_any_dtype_and_any_flag(name, found_inf):

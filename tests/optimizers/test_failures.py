@@ -78,9 +78,8 @@ def test_a_hyper_parameter_that_cannot_be_used_counts_no_step():
     optimizer.param_groups[1]["lr"] = "fast"
     with pytest.raises(ValueError, match="fast"):
         optimizer.step()
-    assert [float(optimizer.state[p]["step"]) for p in params] == [3, 3, 2]
-    assert torch.equal(params[2], before[2])
-    assert not torch.equal(params[0], before[0])
+    assert [float(optimizer.state[p]["step"]) for p in params] == [2, 2, 2]
+    assert all(map(torch.equal, params, before))
 
 
 def test_a_parameter_that_becomes_complex_is_refused():
