@@ -15,12 +15,12 @@ from apex_npu import optimizers
 
 
 def variants(bench: Bench) -> dict[str, Callable[[], Step]]:
-    """All of them; each makes its own parameters, the matrices of the workload, when it is called."""
-    shapes = [shape for shape in bench.shapes if len(shape) == 2]
+    """All of them, on the matrices of the workload; each makes its own parameters when it is called."""
+    bench = Bench(bench.device, [shape for shape in bench.shapes if len(shape) == 2])
     found: dict[str, Callable[[], Step]] = {
-        "apex_npu": lambda: stepping(optimizers.NpuFusedMuon, bench, shapes),
-        "torch": lambda: stepping(torch.optim.Muon, bench, shapes),
+        "apex_npu": lambda: stepping(optimizers.NpuFusedMuon, bench, None),
+        "torch": lambda: stepping(torch.optim.Muon, bench, None),
     }
     if bench.device.type == "cuda" or (bench.device.type == "cpu" and compiler() is not None):
-        found["torch compiled"] = lambda: torch.compile(stepping(torch.optim.Muon, bench, shapes))
+        found["torch compiled"] = lambda: torch.compile(stepping(torch.optim.Muon, bench, None))
     return found
