@@ -36,7 +36,7 @@ class GraphRuns(Runs):
     def steps_as_before(self, group: GroupBuffers) -> bool:
         """True where ``cut`` would give the same runs as the last time, with gradients as they are now."""
         states = group.grads.states().replace(bytes([FOREIGN]), bytes([IN_BUFFER]))
-        return not states.strip(bytes([NONE])) or self.is_cut(states)
+        return not states.strip(bytes([NONE])) or (states == self._states and not self.counts.is_written())
 
     def keep(self) -> None:
         """A graph is being captured that reads the tables of these runs for as long as it is replayed."""

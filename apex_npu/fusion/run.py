@@ -292,7 +292,7 @@ class Runs:
             states: What ``grads.gather()`` returned.
             on_join: Called with the index of every such slot whenever the runs are cut again.
         """
-        if not self.is_cut(states):
+        if states != self._states or self.counts.is_written():
             self._states = None  # for as long as it takes: memory may run out in on_join
             self.current = self._cut(group, states)
             for index in (i for run in self.current for i in run.slots):
@@ -308,10 +308,6 @@ class Runs:
         """Count one step for each run; 0 where the rule keeps no state, or the step is one to be skipped."""
         for run, step in zip(self.current, self.counts.add(self._stretches, addend, self._firsts), strict=True):
             run.step = step
-
-    def is_cut(self, states: bytes) -> bool:
-        """True where ``cut`` would give the same runs as the last time."""
-        return states == self._states and not self.counts.is_written()
 
     def forget(self) -> None:
         """Counts or param groups have been set: the next step cuts the runs again."""
