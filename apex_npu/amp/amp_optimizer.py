@@ -457,9 +457,8 @@ def _skip_step(optimizer: Optimizer, state: AmpOptimizerState) -> None:
     if state.masters.masters:
         _drop_master_grads(state)
     if state.holds_scaled:
-        state.pending.unscale_now_(
-            state, state.grad_groups(optimizer)
-        )  # what is not cleared now is a gradient like any other
+        # What is not cleared now is a gradient like any other.
+        state.pending.unscale_now_(state, state.grad_groups(optimizer))
 
 
 def _drop_master_grads(state: AmpOptimizerState) -> None:
