@@ -23,7 +23,6 @@ from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session
 from apex_npu.amp.step_decision import StepDecision
 from apex_npu.backends._torch_private import disable_dynamo
-from apex_npu.ops import LOW_PRECISION
 
 Work = list[tuple[AmpOptimizerState, list[GradGroup]]]
 Delay = Literal["delay_unscale", "delay_overflow_check", "no_sync"]
@@ -138,9 +137,8 @@ class Block:
         for part in self.parts:
             part.begun(self)
 
-    def multiply(self, loss: Tensor) -> Tensor:
-        """``loss`` times the loss scale; a low-precision loss in float32."""
-        scaled_loss = (loss.float() if loss.dtype in LOW_PRECISION else loss) * self.scale
+    def multiplied(self, scaled_loss: Tensor) -> Tensor:
+        """``scaled_loss``, of which the parts are told."""
         for part in self.parts:
             part.multiplied(self, scaled_loss)
         return scaled_loss

@@ -32,6 +32,7 @@ from apex_npu.amp.session import Session, require, settings
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo, torch_profiler
 from apex_npu.distributed.torch_ddp import ddps_of, may_keep_grads
+from apex_npu.ops import LOW_PRECISION
 
 
 @contextmanager
@@ -104,7 +105,8 @@ def scale_loss(
         if observer is not None:
             observer.block_begins(loss, optimizers, loss_id, block.scale, session.scaler(loss_id).dynamic)
         block.begin()
-        yield block.multiply(loss)  # held here it would keep what a script hooks to it
+        # Held here, the scaled loss would keep what a script hooks to it.
+        yield block.multiplied((loss.float() if loss.dtype in LOW_PRECISION else loss) * block.scale)
         if observer is not None:
             observer.backward_ended()
         block.end()

@@ -94,10 +94,10 @@ class LabelledBlock:
         self._backward = record_function("amp.backward")
         self._backward.__enter__()
 
-    def multiply(self, loss: Tensor) -> Tensor:
+    def multiplied(self, scaled_loss: Tensor) -> Tensor:
         """See ``Block``."""
-        scaled_loss: Tensor = self._block.multiply(loss)
-        return scaled_loss
+        found: Tensor = self._block.multiplied(scaled_loss)
+        return found
 
     def end(self) -> None:
         """See ``Block``."""
