@@ -164,7 +164,12 @@ class Program:
             master = masters[id(param)]
             shown = {"param": param, "master": master, **self.optimizer.state.get(master, {})}
             group = grouped.get(id(master), (None,))[0]
-            found[f"w[{k}]"] = str((group, [(name, t.dtype, values([t])[0].tolist()) for name, t in shown.items()]))
+            # Five digits: the last bit of a norm over several arenas depends on what was fused together, and an action
+            # that was interrupted may have fused what it would not have without.
+            digits = [
+                (name, t.dtype, [f"{v:.5g}" for v in values([t])[0].flatten().tolist()]) for name, t in shown.items()
+            ]
+            found[f"w[{k}]"] = str((group, digits))
             if group is not None:
                 found[f"grad of w[{k}]"] = str((param.grad, master.grad))
         self.model(vector(*X))
