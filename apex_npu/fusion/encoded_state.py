@@ -80,10 +80,9 @@ class GroupEncoding:
 
 
 class EncodedView:
-    """The state of one parameter that is kept in fewer bytes, as ``optimizer.state`` shows it: no tensor, but one on
-    request.
+    """The state of one parameter that is kept in fewer bytes, as ``optimizer.state`` shows it.
 
-    Copies of it, and what is pickled, are float32 tensors.
+    It is no tensor; ``float()`` gives one. Copies of it, and what is pickled, are float32 tensors.
     """
 
     def __init__(

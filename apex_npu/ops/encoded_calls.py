@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Calls of elementwise rules on states, or parameters, that are kept in fewer bytes.
 
-Such operands take the places of tensors in the ordinary call of a rule. torch hands that call back here, by its protocol
-for arguments that are no tensors, so that calls without such operands have nothing to ask.
+Such operands take the places of tensors in the ordinary call of a rule. torch hands that call back here, by its
+protocol for arguments that are no tensors, so that calls without such operands have nothing to ask.
 """
 
 from __future__ import annotations
@@ -114,9 +114,7 @@ def _call(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, Any]) -
         _run_on_pieces(rule, encoding, operands, options)
 
 
-def _run_extension(
-    rule: Rule[...], encoding: RunEncoding, operands: tuple[Any, ...], options: dict[str, Any]
-) -> None:
+def _run_extension(rule: Rule[...], encoding: RunEncoding, operands: tuple[Any, ...], options: dict[str, Any]) -> None:
     kernel = getattr(torch.ops.apex_npu, rule.name).encoded
     states = [operand for operand in operands if isinstance(operand, EncodedState)]
     kernel(
@@ -130,9 +128,7 @@ def _run_extension(
     )
 
 
-def _run_on_pieces(
-    rule: Rule[...], encoding: RunEncoding, operands: tuple[Any, ...], options: dict[str, Any]
-) -> None:
+def _run_on_pieces(rule: Rule[...], encoding: RunEncoding, operands: tuple[Any, ...], options: dict[str, Any]) -> None:
     """The kernel for float32 values, piece by piece."""
     found_inf = options.pop("found_inf", None)
     for piece in encoding.pieces():

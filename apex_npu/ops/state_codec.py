@@ -10,8 +10,8 @@ bfloat16
     change: with β₂ = 0.999 an update is less than half of its last bit.
 int8, uint8
     Codes in blocks of 128 elements of one parameter, with a float32 scale each, the largest magnitude in the block. A
-    signed code c stands for c / 127 · scale; an unsigned one, of states that are never negative, for (c / 255)² · scale,
-    and it is 0 only where the value is, since a step divides by its root. Both are rounded stochastically in the code.
+    signed code c stands for c / 127 · scale; an unsigned one, of states that are never negative, for (c / 255)² · scale
+    and is 0 only where the value is, since a step divides by its root. Both are rounded stochastically in the code.
     A block with an inf or a nan is nan as a whole; one without a magnitude of 2⁻⁹⁰ is zeros.
 remainder
     The 16 bits that a bfloat16 parameter lacks of a float32 master: ``master = (parameter << 16) + remainder``, the
@@ -122,7 +122,9 @@ class Piece:
         """32 random bits for each element, int64."""
         _, _, firsts, positions, _, counters = self._table
         total = sum(self._counters)
-        part = torch.repeat_interleave(torch.arange(len(self._counters), device=self._device), counters, output_size=total)
+        part = torch.repeat_interleave(
+            torch.arange(len(self._counters), device=self._device), counters, output_size=total
+        )
         before = counters.cumsum(0) - counters
         number = torch.arange(total, device=self._device) - before[part] + firsts[part] // 64
         words = philox(number, pair, count, positions[part])
