@@ -103,6 +103,16 @@ class EncodedView:
         self._segment = segment._replace(begin=0)
         self._size, self._stride = like.size(), like.stride()
 
+    @classmethod
+    @torch.no_grad()
+    def remainder_of(cls, param: Tensor, master: Tensor) -> EncodedView:
+        """A remainder, in memory of its own, of the float32 ``master`` of ``param``, which takes its rounded value."""
+        flat = param.detach().as_strided((param.numel(),), (1,), param.storage_offset())
+        values = torch.zeros(param.numel(), dtype=torch.int16, device=param.device)
+        made = cls(values, None, flat, Segment(0, param.numel(), 0, 0), param)
+        made.copy_(master)
+        return made
+
     @property
     def shape(self) -> torch.Size:
         """Of the parameter."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import repeat, starmap
 from typing import Any, ClassVar, Literal
@@ -20,6 +20,8 @@ from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.distributed import is_sharded
 from apex_npu.fusion import (
+    MASTER_PARAM,
+    EncodedView,
     FlatGrads,
     FusedGroup,
     Run,
@@ -39,7 +41,7 @@ from apex_npu.optimizers.group_steps import check_group_step, follow_group_step
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
 from apex_npu.optimizers.shown_state import ShownState, StateSlot, decoded
 from apex_npu.optimizers.state_dicts import check_state_dict, copy_loaded
-from apex_npu.optimizers.state_formats import StateDtype, StateFormats
+from apex_npu.optimizers.state_formats import StateDtype, StateFormats, with_remainders, without_remainders
 
 logger = logging.getLogger("apex_npu")
 
@@ -490,6 +492,37 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         super().__setstate__(state)
         if "_fused" not in self.__dict__:
             self._forget_fusion()
+
+    # Remainders of parameters, for amp
+
+    def check_remainders(self) -> None:
+        """Require that ``keep_remainders`` can be called.
+
+        Raises:
+            RuntimeError: Parameters are rounded stochastically.
+        """
+        if self._formats is not None and self._formats.stochastic_rounding:
+            raise RuntimeError(
+                f"{type(self).__name__} has stochastic_rounding=True, which rounds parameters that "
+                "store_param_remainders=True keeps exact: leave one of them out"
+            )
+
+    def keep_remainders(self, values: Mapping[int, Tensor]) -> None:
+        """From now on keep of float32 masters what bfloat16 parameters lack; see ``StateFormats``.
+
+        Args:
+            values: ``id(param)`` → the float32 value that a bfloat16 parameter has been cast from, and now rounds.
+        """
+        self._formats = with_remainders(self._formats)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.dtype == torch.bfloat16 and id(p) in values:
+                self.state[p][MASTER_PARAM] = EncodedView.remainder_of(p, values[id(p)])
+
+    def forget_remainders(self) -> None:
+        """Take ``keep_remainders`` back."""
+        self._formats = without_remainders(self._formats)
+        for entry in self.state.values():
+            entry.pop(MASTER_PARAM, None)
 
     # Fusion
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from torch import Tensor
 
 from apex_npu.distributed import local_part_as, sharded_like
-from apex_npu.fusion import EncodedView, FusedGroup
+from apex_npu.fusion import MASTER_PARAM, EncodedView, FusedGroup
 
 # How many steps a state has seen, of a rule whose state dict has no `step`. A device may have skipped all of them, and
 # then the next one is still the first.
@@ -78,15 +78,17 @@ class ShownState:
             count = _count_of(rule, slot.group, entry)
             slot.fused.set_step(slot.position, count)
             if not count:
+                # What a parameter lacks of its master is there before its first step.
+                for name in slot.fused.own_states:
+                    if entry.get(name) is not None:
+                        entry[name] = _copied(_view(rule, slot, name), entry[name], slot.param)
                 continue
             for name in names:
                 value = entry.get(name)
                 if value is None:
                     _reset(rule, slot, name)
                     continue
-                view, value = _view(rule, slot, name), local_part_as(value, slot.param)
-                if value is not view:
-                    view.copy_(value)
+                _copied(_view(rule, slot, name), value, slot.param)
             _show(rule, slot)
         self.remember(rule, slots)
 
@@ -135,7 +137,16 @@ def decoded(state: dict[Any, Any]) -> dict[Any, Any]:
             for name, value in entry.items()
         }
         for param, entry in state.items()
+        if entry.keys() != {MASTER_PARAM}  # before its first step
     }
+
+
+def _copied(view: Tensor, value: Any, param: Tensor) -> Tensor:
+    """``view``, with ``value`` in it."""
+    value = local_part_as(value, param)
+    if value is not view:
+        view.copy_(value)
+    return view
 
 
 def _names(rule: Rule, slot: StateSlot) -> tuple[str, ...]:

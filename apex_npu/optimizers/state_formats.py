@@ -124,6 +124,18 @@ class StateFormats:
                 encode_states(fused, self.dtypes, positions, stochastic=self.stochastic_rounding)
 
 
+def with_remainders(formats: StateFormats | None) -> StateFormats:
+    """``formats``, and those of remainders."""
+    dtypes = {} if formats is None else formats.dtypes
+    return StateFormats({**dtypes, MASTER_PARAM: torch.int16})
+
+
+def without_remainders(formats: StateFormats | None) -> StateFormats | None:
+    """``formats`` but for those of remainders."""
+    dtypes = {} if formats is None else {k: dtype for k, dtype in formats.dtypes.items() if k != MASTER_PARAM}
+    return StateFormats(dtypes) if dtypes else None
+
+
 def _by_name(states: Sequence[str], state_dtype: StateDtype) -> dict[str, torch.dtype | str]:
     if state_dtype is None:
         return {}

@@ -81,8 +81,8 @@ struct PlainState {
 
 // To a neighbour in bfloat16: away from zero if `random`, 16 bits, and the bits that are cut off have a carry.
 APEX_NPU_INLINE BFloat16 round_stochastically(float value, uint32_t random) {
-  const auto bits = bit_cast<uint32_t>(value);
-  return {static_cast<uint16_t>(value != value ? (bits >> 16) | 0x0040u : (bits + random) >> 16)};
+  const uint32_t nan = value != value ? ~0u : 0u;  // a mask rather than a branch, into which loads would be moved
+  return {static_cast<uint16_t>(((bit_cast<uint32_t>(value) | (nan & 0x00400000u)) + (random & ~nan)) >> 16)};
 }
 
 struct BFloat16State {
