@@ -14,16 +14,14 @@ struct Adadelta {
   Gradient<T> gradient;
   T lr, rho, rho_rest, eps;
 
-  template <typename S>
-  APEX_NPU_INLINE void operator()(T* p, const T* g, States<S> states, int64_t n) const {
-    const S s = states[0], a = states[1];
+  APEX_NPU_INLINE void operator()(T* p, const T* g, States<T> states, int64_t n) const {
+    T *s = states[0], *a = states[1];
     const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
       const T grad = gradient(g[i], p[i]);
-      const T square = rho * s.load(i) + rho_rest * grad * grad, former = a.load(i);
-      s.store(i, square);
+      s[i] = rho * s[i] + rho_rest * grad * grad;
       // Two roots, since the quotient of what is under them can overflow.
-      const T delta = std::sqrt(former + eps) / std::sqrt(square + eps) * grad;
-      a.store(i, rho * former + rho_rest * delta * delta);
+      const T delta = std::sqrt(a[i] + eps) / std::sqrt(s[i] + eps) * grad;
+      a[i] = rho * a[i] + rho_rest * delta * delta;
       p[i] -= lr * delta;
     };
     for_each<T>(n, body, p, g, s, a);

@@ -14,14 +14,12 @@ struct Adagrad {
   Gradient<T> gradient;
   T keep, lr, eps;
 
-  template <typename S>
-  APEX_NPU_INLINE void operator()(T* p, const T* g, States<S> states, int64_t n) const {
-    const S s = states[0];
+  APEX_NPU_INLINE void operator()(T* p, const T* g, States<T> states, int64_t n) const {
+    T* s = states[0];
     const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
       const T grad = gradient(g[i], p[i]);
-      const T sum = s.load(i) + grad * grad;
-      s.store(i, sum);
-      p[i] = keep * p[i] - lr * grad / (std::sqrt(sum) + eps);
+      s[i] += grad * grad;
+      p[i] = keep * p[i] - lr * grad / (std::sqrt(s[i]) + eps);
     };
     for_each<T>(n, body, p, g, s);
   }

@@ -15,36 +15,29 @@ struct Adam {
   T keep, beta1, beta1_rest, beta2, beta2_rest, eps, step_size, root_factor;
   bool forgetful;
 
-  template <typename S>
-  APEX_NPU_INLINE void operator()(T* p, const T* g, States<S> states, int64_t n) const {
-    const S m = states[0], v = states[1], v_max = states[2];
-    if (!v_max.present()) {
+  APEX_NPU_INLINE void operator()(T* p, const T* g, States<T> states, int64_t n) const {
+    T *m = states[0], *v = states[1], *v_max = states[2];
+    if (v_max == nullptr) {
       const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
-        T mean = m.load(i), square = v.load(i);
-        update_moments(gradient(g[i], p[i]), mean, square);
-        m.store(i, mean);
-        v.store(i, square);
-        move(p[i], mean, square);
+        const T square = update_moments(gradient(g[i], p[i]), m[i], v[i]);  // before m[i] is read below
+        move(p[i], m[i], square);
       };
       for_each<T>(n, body, p, g, m, v);
     } else {
       const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
-        T mean = m.load(i), square = v.load(i), largest = v_max.load(i);
-        update_moments(gradient(g[i], p[i]), mean, square);
-        largest = largest >= square || largest != largest ? largest : square;  // nan stays
-        m.store(i, mean);
-        v.store(i, square);
-        v_max.store(i, largest);
-        move(p[i], mean, largest);
+        const T square = update_moments(gradient(g[i], p[i]), m[i], v[i]);
+        v_max[i] = v_max[i] >= square || v_max[i] != v_max[i] ? v_max[i] : square;  // nan stays
+        move(p[i], m[i], v_max[i]);
       };
       for_each<T>(n, body, p, g, m, v, v_max);
     }
   }
 
-  APEX_NPU_INLINE void update_moments(T grad, T& m, T& v) const {
+  APEX_NPU_INLINE T update_moments(T grad, T& m, T& v) const {
     // From the nearer end, as torch's lerp: else beta1 = 0 would not forget a huge m.
     m = forgetful ? grad + beta1 * (m - grad) : m + beta1_rest * (grad - m);
     v = beta2 * v + beta2_rest * grad * grad;
+    return v;
   }
 
   APEX_NPU_INLINE void move(T& p, T m, T square) const {

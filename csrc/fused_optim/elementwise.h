@@ -24,9 +24,9 @@ class DecodedStates {
     for (int k = 0; k < kMaxStates; ++k) {
       const StateBuffer& state = operands.state(k);
       if (state.data == nullptr || state.is_plain()) {
-        states_.state[k].data = state.data == nullptr ? nullptr : static_cast<float*>(state.data) + at_;
+        states_.state[k] = state.data == nullptr ? nullptr : static_cast<float*>(state.data) + at_;
       } else {
-        states_.state[k].data = copies_[k];
+        states_.state[k] = copies_[k];
         decode_state(state, at_, scale_, copies_[k], n);
       }
     }
@@ -35,12 +35,12 @@ class DecodedStates {
   DecodedStates(const DecodedStates&) = delete;
   DecodedStates& operator=(const DecodedStates&) = delete;
 
-  const States<PlainState<float>>& states() const { return states_; }
+  const States<float>& states() const { return states_; }
 
   void encode(const uint32_t (*random)[kBlockNumel]) const {
     for (int k = 0; k < kMaxStates; ++k) {
       const StateBuffer& state = operands_.state(k);
-      if (states_[k].data == copies_[k]) {
+      if (states_[k] == copies_[k]) {
         encode_state(state, at_, scale_, copies_[k], random[k / 2], k % 2 * 16, n_);
       }
     }
@@ -49,13 +49,12 @@ class DecodedStates {
  private:
   const Operands& operands_;
   const int64_t at_, scale_, n_;
-  States<PlainState<float>> states_;
+  States<float> states_;
   alignas(64) float copies_[kMaxStates][kBlockNumel];
 };
 
 template <typename Rule>
-void update_block(const Operands& operands, const Rule& rule, const EncodedSegment& segment, int64_t first, int64_t n,
-                  bool in_registers) {
+void update_block(const Operands& operands, const Rule& rule, const EncodedSegment& segment, int64_t first, int64_t n) {
   const Encoding& encoding = operands.encoding();
   const auto position = static_cast<uint32_t>(segment.position);
   const int64_t at = segment.begin + first;
@@ -68,18 +67,9 @@ void update_block(const Operands& operands, const Rule& rule, const EncodedSegme
   }
   float* param = operands.param(at, n, param_copy);
   const GradBlock<float> grad(operands, at, n);
-  if (in_registers) {
-    States<BFloat16State> states;
-    for (int k = 0; k < kMaxStates; ++k) {
-      auto* data = static_cast<BFloat16*>(operands.state(k).data);
-      states.state[k] = {data == nullptr ? nullptr : data + at, random[k / 2], k % 2 * 16};
-    }
-    vectorized(rule, param, grad.data(), states, n);
-  } else {
-    const DecodedStates states(operands, segment, first, n);
-    vectorized(rule, param, grad.data(), states.states(), n);
-    states.encode(random);
-  }
+  const DecodedStates states(operands, segment, first, n);
+  vectorized(rule, param, grad.data(), states.states(), n);
+  states.encode(random);
   if (encoding.stochastic_param()) {
     fill_random(random[0], first, position, encoding.count(), kParamPair);
     operands.write_back_stochastically(at, n, param, random[0]);
@@ -93,16 +83,10 @@ void update_block(const Operands& operands, const Rule& rule, const EncodedSegme
 // Where states or parameters are encoded: blocks are those of each parameter.
 template <typename Rule>
 void update_encoded(const Operands& operands, const Rule& rule) {
-  bool in_registers = false;
-  for (int k = 0; k < kMaxStates; ++k) in_registers |= operands.is_encoded(k);
-  for (int k = 0; k < kMaxStates; ++k) {
-    const StateBuffer& state = operands.state(k);
-    in_registers &= state.data == nullptr || state.dtype == at::kBFloat16;
-  }
   const Encoding& encoding = operands.encoding();
   parallel_for(0, encoding.blocks(), kGrainNumel / kBlockNumel, [&](int64_t from, int64_t to) {
     encoding.for_blocks(from, to, [&](const EncodedSegment& segment, int64_t first, int64_t n) {
-      detail::update_block(operands, rule, segment, first, n, in_registers);
+      detail::update_block(operands, rule, segment, first, n);
     });
   });
 }

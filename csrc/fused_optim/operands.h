@@ -83,11 +83,11 @@ class Operands {
 
   // All of them, which are not encoded, from element `begin` on.
   template <typename T>
-  States<PlainState<T>> states(int64_t begin) const {
-    States<PlainState<T>> found;
+  States<T> states(int64_t begin) const {
+    States<T> found;
     for (int k = 0; k < kMaxStates; ++k) {
       auto* data = static_cast<T*>(states_[k].data);
-      found.state[k].data = data == nullptr ? nullptr : data + begin;
+      found.state[k] = data == nullptr ? nullptr : data + begin;
     }
     return found;
   }

@@ -15,63 +15,50 @@ struct RmsProp {
   // Of eps and lr, one of each pair does nothing (0 or 1): that is what the options choose.
   T keep, alpha, alpha_rest, eps_inside, eps_outside, momentum, lr_inside, lr_outside;
 
-  template <typename S>
-  APEX_NPU_INLINE void operator()(T* p, const T* g, States<S> states, int64_t n) const {
-    const S s = states[0], a = states[1], b = states[2];
-    const bool centered = a.present(), has_momentum = b.present();
+  APEX_NPU_INLINE void operator()(T* p, const T* g, States<T> states, int64_t n) const {
+    T *s = states[0], *a = states[1], *b = states[2];
+    const bool centered = a != nullptr, has_momentum = b != nullptr;
     if (!centered && !has_momentum) {
       const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
         const T grad = gradient(g[i], p[i]);
-        move(p[i], direction(grad, blend_square(grad, s, i)));
+        move(p[i], direction(grad, blend_square(grad, s[i])));
       };
       for_each<T>(n, body, p, g, s);
     } else if (!centered) {
       const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
         const T grad = gradient(g[i], p[i]);
-        move(p[i], blend_momentum(direction(grad, blend_square(grad, s, i)), b, i));
+        move(p[i], blend_momentum(direction(grad, blend_square(grad, s[i])), b[i]));
       };
       for_each<T>(n, body, p, g, s, b);
     } else if (!has_momentum) {
       const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
         const T grad = gradient(g[i], p[i]);
-        move(p[i], direction(grad, blend_square(grad, s, i) - blend_mean(grad, a, i)));
+        move(p[i], direction(grad, blend_square(grad, s[i]) - blend_mean(grad, a[i])));
       };
       for_each<T>(n, body, p, g, s, a);
     } else {
       const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
         const T grad = gradient(g[i], p[i]);
-        const T variance = blend_square(grad, s, i) - blend_mean(grad, a, i);
-        move(p[i], blend_momentum(direction(grad, variance), b, i));
+        const T variance = blend_square(grad, s[i]) - blend_mean(grad, a[i]);
+        move(p[i], blend_momentum(direction(grad, variance), b[i]));
       };
       for_each<T>(n, body, p, g, s, a, b);
     }
   }
 
-  template <typename S>
-  APEX_NPU_INLINE T blend_square(T grad, const S& s, int64_t i) const {
-    const T square = alpha * s.load(i) + alpha_rest * grad * grad;
-    s.store(i, square);
-    return square;
-  }
+  APEX_NPU_INLINE T blend_square(T grad, T& s) const { return s = alpha * s + alpha_rest * grad * grad; }
 
   // The square of the mean.
-  template <typename S>
-  APEX_NPU_INLINE T blend_mean(T grad, const S& a, int64_t i) const {
-    const T former = a.load(i), mean = former + alpha_rest * (grad - former);
-    a.store(i, mean);
-    return mean * mean;
+  APEX_NPU_INLINE T blend_mean(T grad, T& a) const {
+    a += alpha_rest * (grad - a);
+    return a * a;
   }
 
   APEX_NPU_INLINE T direction(T grad, T variance) const {
     return lr_inside * grad / (std::sqrt(variance + eps_inside) + eps_outside);
   }
 
-  template <typename S>
-  APEX_NPU_INLINE T blend_momentum(T direction, const S& b, int64_t i) const {
-    const T velocity = momentum * b.load(i) + direction;
-    b.store(i, velocity);
-    return velocity;
-  }
+  APEX_NPU_INLINE T blend_momentum(T direction, T& b) const { return b = momentum * b + direction; }
 
   APEX_NPU_INLINE void move(T& p, T direction) const { p = keep * p - lr_outside * direction; }
 };

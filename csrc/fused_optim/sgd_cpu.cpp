@@ -13,10 +13,9 @@ struct Sgd {
   T keep, lr, momentum, grad_share;
   bool nesterov, first;
 
-  template <typename S>
-  APEX_NPU_INLINE void operator()(T* p, const T* g, States<S> states, int64_t n) const {
-    const S b = states[0];
-    if (!b.present()) {
+  APEX_NPU_INLINE void operator()(T* p, const T* g, States<T> states, int64_t n) const {
+    T* b = states[0];
+    if (b == nullptr) {
       const auto body = [=, *this](int64_t i)
                             APEX_NPU_INLINE_LAMBDA { p[i] = keep * p[i] - lr * gradient(g[i], p[i]); };
       for_each<T>(n, body, p, g);
@@ -24,9 +23,8 @@ struct Sgd {
     }
     const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
       const T grad = gradient(g[i], p[i]);
-      const T velocity = first ? grad : momentum * b.load(i) + grad_share * grad;
-      b.store(i, velocity);
-      p[i] = keep * p[i] - lr * (nesterov ? grad_share * grad + momentum * velocity : velocity);
+      b[i] = first ? grad : momentum * b[i] + grad_share * grad;
+      p[i] = keep * p[i] - lr * (nesterov ? grad_share * grad + momentum * b[i] : b[i]);
     };
     for_each<T>(n, body, p, g, b);
   }

@@ -15,6 +15,12 @@ constexpr uint32_t kKey0 = 0x243f6a88u, kKey1 = 0x85a308d3u;
 constexpr uint32_t kWeyl = 0x9e3779b9u;
 constexpr int kGroup = 16, kCounters = kBlockNumel / (4 * kGroup);
 
+// To a neighbour in bfloat16: away from zero if `random`, 16 bits, and the bits that are cut off have a carry.
+APEX_NPU_INLINE uint16_t round_stochastically(float value, uint32_t random) {
+  const uint32_t nan = value != value ? ~0u : 0u;  // a mask rather than a branch, into which loads would be moved
+  return static_cast<uint16_t>(((bit_cast<uint32_t>(value) | (nan & 0x00400000u)) + (random & ~nan)) >> 16);
+}
+
 struct FillRandom {
   APEX_NPU_INLINE void operator()(uint32_t* random, uint64_t counter, uint32_t position, uint32_t count,
                                   uint32_t pair) const {
@@ -58,8 +64,8 @@ APEX_NPU_INLINE float centred(uint32_t random, int shift) {
   return (static_cast<float>(bits) + 0.5f) * 0x1p-12f;
 }
 
-template <typename Code>
-constexpr float top = std::is_signed_v<Code> ? 127.0f : 255.0f;
+// Elements that are fetched ahead of what is decoded.
+constexpr int64_t kAheadCodes = 4 * kBlockNumel;
 
 template <typename Code>
 struct DecodeBlocks {
@@ -67,6 +73,8 @@ struct DecodeBlocks {
     for (int64_t begin = 0; begin < n; begin += kScaleNumel) {
       const int64_t end = std::min(n, begin + kScaleNumel);
       const float scale = scales[begin / kScaleNumel];
+      APEX_NPU_PREFETCH(codes + begin + kAheadCodes);
+      APEX_NPU_PREFETCH(codes + begin + kAheadCodes + 64);
 #pragma omp simd
       for (int64_t i = begin; i < end; ++i) {
         const auto code = static_cast<float>(static_cast<int32_t>(codes[i]));
@@ -106,13 +114,10 @@ struct EncodeBlocks {
       for (int64_t i = begin; i < end; ++i) {
         const float ratio = values[i] * down * inverse, u = centred(random[i], shift);
         if constexpr (std::is_signed_v<Code>) {
-          float t = ratio * 127.0f;
-          t = t > 127.0f ? 127.0f : t;
-          t = t < -127.0f ? -127.0f : t;
-          codes[i] = static_cast<Code>(static_cast<int32_t>(t + 128.0f + u) - 128);
+          // Above 127 and 255 by the rounding of float32 alone, which u leaves room for.
+          codes[i] = static_cast<Code>(static_cast<int32_t>(ratio * 127.0f + 128.0f + u) - 128);
         } else {
-          float t = std::sqrt(ratio > 0.0f ? ratio : 0.0f) * 255.0f;
-          t = t > 255.0f ? 255.0f : t;
+          const float t = std::sqrt(ratio > 0.0f ? ratio : 0.0f) * 255.0f;
           const int32_t least = values[i] > 0.0f ? 1 : 0;  // only a 0 becomes 0: it is divided by
           const auto code = static_cast<int32_t>(t + u);
           codes[i] = static_cast<Code>(code < least ? least : code);
@@ -126,7 +131,7 @@ struct NarrowStochastically {
   APEX_NPU_INLINE void operator()(const float* values, BFloat16* rounded, const uint32_t* random, int shift,
                                   int64_t n) const {
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) rounded[i] = round_stochastically(values[i], (random[i] >> shift) & 0xffffu);
+    for (int64_t i = 0; i < n; ++i) rounded[i].bits = round_stochastically(values[i], (random[i] >> shift) & 0xffffu);
   }
 };
 

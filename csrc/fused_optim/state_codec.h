@@ -69,47 +69,13 @@ class Encoding {
   bool stochastic_param_ = false, empty_ = false;
 };
 
-// A state as a rule reads and writes it.
+// The states of a rule, in the order of its operands; null where there is none.
 template <typename T>
-struct PlainState {
-  T* data;
-
-  APEX_NPU_INLINE bool present() const { return data != nullptr; }
-  APEX_NPU_INLINE T load(int64_t i) const { return data[i]; }
-  APEX_NPU_INLINE void store(int64_t i, T value) const { data[i] = value; }
-};
-
-// To a neighbour in bfloat16: away from zero if `random`, 16 bits, and the bits that are cut off have a carry.
-APEX_NPU_INLINE BFloat16 round_stochastically(float value, uint32_t random) {
-  const uint32_t nan = value != value ? ~0u : 0u;  // a mask rather than a branch, into which loads would be moved
-  return {static_cast<uint16_t>(((bit_cast<uint32_t>(value) | (nan & 0x00400000u)) + (random & ~nan)) >> 16)};
-}
-
-struct BFloat16State {
-  BFloat16* data;
-  const uint32_t* random;
-  int shift;
-
-  APEX_NPU_INLINE bool present() const { return data != nullptr; }
-  APEX_NPU_INLINE float load(int64_t i) const { return to_float(data[i]); }
-  APEX_NPU_INLINE void store(int64_t i, float value) const {
-    data[i] = round_stochastically(value, (random[i] >> shift) & 0xffffu);
-  }
-};
-
-// Of a rule, in the order of its operands.
-template <typename S>
 struct States {
-  S state[kMaxStates];
+  T* state[kMaxStates];
 
-  APEX_NPU_INLINE const S& operator[](int k) const { return state[k]; }
+  APEX_NPU_INLINE T* operator[](int k) const { return state[k]; }
 };
-
-template <typename T>
-APEX_NPU_INLINE const T* ahead_of(const PlainState<T>& state, int64_t i) {
-  return state.data + i;
-}
-APEX_NPU_INLINE const BFloat16* ahead_of(const BFloat16State& state, int64_t i) { return state.data + i; }
 
 // One state of a call: its memory, and how it is kept. Of 8 bits, kByte is unsigned and kChar signed.
 struct StateBuffer {

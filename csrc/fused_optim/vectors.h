@@ -68,20 +68,14 @@ constexpr int64_t kBlockNumel = 512;
 // Elements worth a thread of their own.
 constexpr int64_t kGrainNumel = 1 << 15;
 
-// What of a stream is fetched. Streams are pointers, or have an overload of their own.
-template <typename T>
-APEX_NPU_INLINE const T* ahead_of(const T* stream, int64_t i) {
-  return stream + i;
-}
-
 // body(i) for each i in [0, n), a cache line of T after the other, fetching `streams` (of T) a block ahead: so the
 // memory is at work during a second loop, too. Iterations must not depend on each other.
 template <typename T, typename Body, typename... Streams>
-APEX_NPU_INLINE void for_each(int64_t n, const Body& body, const Streams&... streams) {
+APEX_NPU_INLINE void for_each(int64_t n, const Body& body, const Streams*... streams) {
   constexpr int64_t kLine = 64 / sizeof(T);
   int64_t i = 0;
   for (; i + kLine <= n; i += kLine) {
-    (APEX_NPU_PREFETCH(ahead_of(streams, i + kBlockNumel)), ...);
+    (APEX_NPU_PREFETCH(streams + i + kBlockNumel), ...);
 #pragma omp simd
     for (int64_t j = i; j < i + kLine; ++j) body(j);
   }
