@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from apex_npu.ops.gather import join_, joins_lists
+from apex_npu.ops.gather import cat_into, cats_lists
 from apex_npu.ops.reference import chunk_numel
 
 logger = logging.getLogger("apex_npu")
@@ -99,7 +99,7 @@ def orthogonalize_(flat: Tensor, matrices: Matrices, *, coefficients: Sequence[f
         eps: Likewise.
     """
     pieces = flat.split_with_sizes(matrices.sizes)[::2]
-    joins = joins_lists(flat.device)
+    joins = cats_lists(flat.device)
     results = [matrices.zeros[:0]] * len(pieces)
     for rows, columns, factor, members in matrices.stacks:
         count = _batch_size(rows * columns, flat.device)
@@ -114,7 +114,7 @@ def orthogonalize_(flat: Tensor, matrices: Matrices, *, coefficients: Sequence[f
             for i, row in zip(batch, rows_of, strict=True):
                 results[i] = row
     if joins:
-        join_(flat, results, matrices.sizes[1::2], matrices.zeros)
+        cat_into(flat, results, matrices.sizes[1::2], matrices.zeros)
 
 
 def _gathered(pieces: list[Tensor], dtype: torch.dtype, *, joins: bool) -> Tensor:
