@@ -25,13 +25,11 @@ X, Y = (torch.randn(16, n, generator=torch.Generator().manual_seed(n)).to(DEVICE
 # How far a result may be from plain torch's, in proportion to how far training has moved the weights. At O0 the kernels
 # differ in the last bits; elsewhere the forward and the gradients are in half precision, and at O3 the weights, too.
 TOLERANCE = {"O0": 1e-4, "O1": 0.01, "O2": 0.01, "O3": 0.05, "O4": 0.05, "O5": 0.05}
+# In plain torch, and under amp.
 OPTIMIZERS = {
-    "torch": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "fused": (optimizers.NpuFusedSGD, {"lr": 0.1, "momentum": 0.9}),
-    "adam": (torch.optim.Adam, {"lr": 0.02}),
-    "fused_adam": (optimizers.NpuFusedAdam, {"lr": 0.02}),
+    "torch": (torch.optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "fused": (torch.optim.Adam, optimizers.NpuFusedAdam, {"lr": 0.02}),
 }
-PLAIN = {"fused": "torch", "fused_adam": "adam"}
 
 
 class LoRALinear(nn.Module):
@@ -154,7 +152,8 @@ class Loop:
     def __init__(self, level, kind, model=None, wrap=None):
         torch.manual_seed(1)
         self.level, self.seen, self.count = level, [], 0
-        cls, options = OPTIMIZERS[PLAIN.get(kind, kind) if level is None else kind]
+        plain, ours, options = OPTIMIZERS[kind]
+        cls = plain if level is None else ours
         self.model = (model or mlp)().to(DEVICE)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = cls(trained, **options) if wrap is None else wrap(trained, cls, options)
@@ -493,6 +492,9 @@ def before_the_block(t):
         t.step()
 
 
+# What is said of the loops, at the levels with masters, whose writes do not count there. All others are equal to plain
+# torch, and nothing is said.
+NAMED = {"centralisation_of_the_model": "gradients of the model have been written.* the gradients that count are"}
 # What is apart in silence, at the levels with masters.
 UNDONE = "the next step undoes what has been written to the model"
 LATE = "the model has what has been written to the masters after the next step only"
@@ -548,23 +550,22 @@ def train(name, level, kind):
     return t.seen, [str(warning.message) for warning in caught]
 
 
-NAMES_IT = re.compile(r"written|writes|overwrit|base_optimizer|outside of")
-
-
 @functools.cache
 def plain(name, kind):
-    return train(name, None, PLAIN.get(kind, kind))[0]
+    return train(name, None, kind)[0]
 
 
-@kinds(["torch", "fused", "fused_adam"])
+@kinds(OPTIMIZERS)
 @pytest.mark.parametrize(("name", "level"), [case(name, level) for name in LOOPS for level in TOLERANCE])
 def test_loops(name, level, kind):
     seen, said = train(name, level, kind)
-    if any(NAMES_IT.search(text) for text in said):
+    if name in NAMED and level in WITH_MASTERS:
+        assert any(re.search(NAMED[name], text) for text in said), said
         return
     assert seen is not None, said
+    assert not said
     start = plain(name, kind)[0]
     for n, (found, wanted) in enumerate(zip(seen, plain(name, kind), strict=True)):
         for what, a, b, c in zip(("weights", "outputs"), found, wanted, start, strict=True):
             apart, moved = (a - b).norm().item(), (b - c).norm().item()
-            assert apart <= TOLERANCE[level] * moved + 1e-6, f"{what} {n} are {apart:.3g} apart, of {moved:.3g}: {said}"
+            assert apart <= TOLERANCE[level] * moved + 1e-6, f"{what} {n} are {apart:.3g} apart, of {moved:.3g}"
