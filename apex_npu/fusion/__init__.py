@@ -4,7 +4,7 @@
 
 from apex_npu.fusion.combined import by_kind, check_combinable, combined
 from apex_npu.fusion.encoded_state import MASTER_PARAM, EncodedView, encode_states
-from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, owns_storage, plan
+from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, fills_storage, plan
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups
 from apex_npu.fusion.fusing import fuse, fuse_combined, give_own_storages, not_combinable, step_in_place
@@ -44,6 +44,7 @@ __all__ = [
     "drop_grads",
     "encode_states",
     "extent_numel",
+    "fills_storage",
     "fuse",
     "fuse_combined",
     "give_own_storages",
@@ -56,7 +57,6 @@ __all__ = [
     "not_combinable",
     "overlapping",
     "overlaps_itself",
-    "owns_storage",
     "plan",
     "row_count",
     "step_in_place",

@@ -183,14 +183,14 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 class EncodedRun(Run):
     """A run of an arena whose states are encoded: rules pass what it gives to their op, and can read none of it."""
 
-    def __init__(self, group: GroupBuffers, counts: StepCounts, slots: range, *, external: bool = False) -> None:
+    def __init__(self, group: GroupBuffers, counts: StepCounts, slots: range, *, elsewhere: bool = False) -> None:
         """See ``Run``."""
         encoding = group.encoding
         begin, end = group.span(slots)
         segments = [s._replace(begin=s.begin - begin) for s in encoding.segments[slots.start : slots.stop]]
         self._encoding = RunEncoding(segments, end - begin, group.param_flat.device)
         self._encoding.stochastic_param = encoding.stochastic_param
-        super().__init__(group, counts, slots, external=external)
+        super().__init__(group, counts, slots, elsewhere=elsewhere)
         self._plain_state = self.state
         self.state = self._state
         self._encoded: dict[str, EncodedState] = {}

@@ -29,12 +29,12 @@ class GroupBuffers:
         table: Where each parameter lay when it was fused.
         kept: Parameters whose former memory may still be referenced from outside torch (a numpy array).
         model_params: Gives the low-precision copy of the parameters that rules write as well, or None where it is gone.
-        owns_memory: ``param_flat`` has been made for them; else it is where a parameter was before.
+        has_buffer: ``param_flat`` has been made for them; else it is where a parameter was before.
         encoding: A ``GroupEncoding``, where states are kept in fewer bytes than float32.
         make_run: What makes its runs, instead of ``Run``; likewise.
     """
 
-    owns_memory = True
+    has_buffer = True
     encoding: Any = None
     make_run: Any = None
 
