@@ -82,7 +82,7 @@ class GroupEncoding:
 class EncodedView:
     """The state of one parameter that is kept in fewer bytes, as ``optimizer.state`` shows it.
 
-    It is no tensor; ``float()`` gives one. Copies of it, and what is pickled, are float32 tensors.
+    It is no tensor; ``dequantize()`` gives one. Copies of it, and what is pickled, are float32 tensors.
     """
 
     def __init__(
@@ -123,11 +123,21 @@ class EncodedView:
         """Of what is kept: bfloat16, int8 or uint8; int16 for remainders."""
         return self._values.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """What is kept, scales included."""
+        scales = 0 if self._scales is None else scale_count(self._segment.numel) * self._scales.element_size()
+        return self._values.nbytes + scales
+
+    def dim(self) -> int:
+        """Of the parameter."""
+        return len(self._size)
+
     def __repr__(self) -> str:
         return f"EncodedView(shape={tuple(self._size)}, stored as {self._values.dtype})"
 
     @torch.no_grad()
-    def float(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """The values: a new float32 tensor, with the strides of the parameter."""
         flat = torch.empty(self._segment.numel, dtype=torch.float32, device=self._values.device)
         if self._param is not None:
@@ -147,7 +157,7 @@ class EncodedView:
             if self._param is not None:
                 self._values.copy_(source._values)
                 return
-            source = source.float()
+            source = source.dequantize()
         shaped = torch.empty(self._segment.numel, dtype=torch.float32, device=self._values.device)
         shaped.as_strided(self._size, self._stride).copy_(source)
         if self._param is not None:
@@ -170,10 +180,10 @@ class EncodedView:
         return pieces([self._segment], self._segment.numel, self._values.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.float()
+        return self.dequantize()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _as_it_is, (self.float(),)
+        return _as_it_is, (self.dequantize(),)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -186,16 +196,16 @@ class EncodedRun(Run):
     def __init__(self, group: GroupBuffers, counts: StepCounts, slots: range, *, elsewhere: bool = False) -> None:
         """See ``Run``."""
         encoding = group.encoding
-        begin, end = group.span(slots)
+        begin, _ = group.span(slots)
         segments = [s._replace(begin=s.begin - begin) for s in encoding.segments[slots.start : slots.stop]]
-        self._encoding = RunEncoding(segments, end - begin, group.param_flat.device)
+        self._encoding = RunEncoding(segments)
         self._encoding.stochastic_param = encoding.stochastic_param
         super().__init__(group, counts, slots, elsewhere=elsewhere)
         self._plain_state = self.state
         self.state = self._state
         self._encoded: dict[str, EncodedState] = {}
 
-    @property  # type: ignore[override]
+    @property
     def step(self) -> int | Tensor:
         """See ``Run``."""
         return self._encoding.count

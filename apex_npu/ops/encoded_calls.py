@@ -59,22 +59,22 @@ class RunEncoding(_Operand):
         count: The number of the step, for random bits.
     """
 
-    def __init__(self, segments: Sequence[Segment], numel: int, device: torch.device) -> None:
-        """Of a run of ``numel`` elements, which holds ``segments``."""
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        """Of a run that holds ``segments``."""
         self.model_param: Tensor | None = None
         self.remainder: Tensor | None = None
         self.stochastic_param = False
         self.count: int | Tensor = 0
-        self._segments, self._numel, self._device = list(segments), numel, device
+        self._segments = list(segments)
 
     @cached_property
     def table(self) -> Tensor:
         """See ``dispatch.py``."""
         return torch.tensor(self._segments, dtype=torch.int64).reshape(-1, 4)
 
-    def pieces(self) -> list[Piece]:
-        """For kernels in plain torch; made for each call, as they take more memory than what they describe."""
-        return pieces(self._segments, self._numel, self._device)
+    def pieces(self, param: Tensor) -> list[Piece]:
+        """Of ``param``, for kernels in plain torch; made for each call, as they take more memory than they describe."""
+        return pieces(self._segments, param.numel(), param.device)
 
 
 class EncodedState(_Operand):
@@ -131,7 +131,7 @@ def _run_extension(rule: Rule[...], encoding: RunEncoding, operands: tuple[Any, 
 def _run_on_pieces(rule: Rule[...], encoding: RunEncoding, operands: tuple[Any, ...], options: dict[str, Any]) -> None:
     """The kernel for float32 values, piece by piece."""
     found_inf = options.pop("found_inf", None)
-    for piece in encoding.pieces():
+    for piece in encoding.pieces(operands[0]):
         written = _written(encoding, operands, piece)
         before = [] if found_inf is None else [t.clone() for t in written]
         _step_piece(rule, encoding, operands, options, piece)
@@ -153,6 +153,7 @@ def _step_piece(
         values[0] = decode_remainder(param, remainder[piece.span])
     elif encoding.stochastic_param:
         values[0] = param.to(torch.float32)
+    values[1] = values[1].to(torch.float32)  # as the gradients of masters are
     rule(*values, **options)
     random: dict[int, Tensor] = {}
     for index, operand in enumerate(operands[2:]):

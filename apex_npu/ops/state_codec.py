@@ -127,7 +127,8 @@ class Piece:
         )
         before = counters.cumsum(0) - counters
         number = torch.arange(total, device=self._device) - before[part] + firsts[part] // 64
-        words = philox(number, pair, count, positions[part])
+        steps = (torch.zeros_like(number) + count).to(torch.int64)
+        words = philox([number, (number >> 32 << 8) | pair, steps, positions[part]], _KEY)
         part, element, _ = self._elements
         counter = (before[part] + element // 64 - firsts[part] // 64).clamp_(0, max(total - 1, 0))
         word = words.reshape(-1)[counter * 4 + element // 16 % 4]
@@ -160,20 +161,17 @@ def pieces(segments: Sequence[Segment], numel: int, device: torch.device) -> lis
     return found
 
 
-def philox(number: Tensor, pair: int, count: int | Tensor, position: Tensor) -> Tensor:
-    """Philox4x32-10: four words, each int64, for each counter; see the module.
+def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> Tensor:
+    """Philox4x32-10: four words, each int64, for each counter of four words.
 
     Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405.
     """
-    zeros = torch.zeros_like(number)
-    c0, c1, c2, c3 = number & _WORD, (number >> 32 << 8) | pair, zeros + count, zeros + position
-    c1, c2, c3 = c1 & _WORD, c2.to(torch.int64) & _WORD, c3 & _WORD
-    key0, key1 = _KEY
+    c0, c1, c2, c3 = (word & _WORD for word in counter)
     for _ in range(10):
         a_low, a_high = _multiply(c0, 0xD2511F53)
         b_low, b_high = _multiply(c2, 0xCD9E8D57)
-        c0, c1, c2, c3 = b_high ^ c1 ^ key0, b_low, a_high ^ c3 ^ key1, a_low
-        key0, key1 = (key0 + 0x9E3779B9) & _WORD, (key1 + 0xBB67AE85) & _WORD
+        c0, c1, c2, c3 = b_high ^ c1 ^ key[0], b_low, a_high ^ c3 ^ key[1], a_low
+        key = (key[0] + 0x9E3779B9) & _WORD, (key[1] + 0xBB67AE85) & _WORD
     return torch.stack([c0, c1, c2, c3], dim=1)
 
 
@@ -225,12 +223,18 @@ def encode(values: Tensor, stored: Tensor, scales: Tensor | None, piece: Piece, 
     kept = scale[index] > 0  # neither 0 nor nan
     uniform = ((half >> 4).to(torch.float32) + 0.5) * 2.0**-12
     if stored.dtype == torch.int8:
-        code = (torch.where(kept, ratio * 127.0, 0.0).clamp_(-127.0, 127.0) + 128.0 + uniform).to(torch.int32) - 128
+        code = (torch.where(kept, ratio * 127.0, 0.0) + 128.0 + uniform).to(torch.int32) - 128
     else:
-        root = torch.where(kept, ratio, 0.0).clamp_(min=0.0).sqrt_() * 255.0
-        code = (root.clamp_(max=255.0) + uniform).to(torch.int32)
+        root = _root(torch.where(kept, ratio, 0.0).clamp_(min=0.0)) * 255.0
+        code = (root + uniform).to(torch.int32)
         code = torch.maximum(code, (values > 0).to(torch.int32))
     stored.copy_(torch.where(kept, code, 0))
+
+
+def _root(values: Tensor) -> Tensor:
+    if values.device.type != "cpu":
+        return values.sqrt()
+    return values.to(torch.float64).sqrt_().to(torch.float32)  # torch's in float32 may be wrong in the last bit
 
 
 def round_stochastically(values: Tensor, half: Tensor) -> Tensor:

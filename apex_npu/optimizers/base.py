@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import repeat, starmap
@@ -66,7 +67,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     Those that take ``state_dtype`` can keep their states in fewer bytes than float32's: ``torch.bfloat16``, ``"int8"``
     (with one float32 scale for 128 elements), or a dict of these by the names of states. All rounding is stochastic,
     with random numbers that depend on the step, the parameter and the element alone. ``optimizer.state`` shows objects
-    with ``float()`` then, and ``state_dict()`` float32 tensors, which can be loaded with every ``state_dtype``.
+    with ``dequantize()`` then, and ``state_dict()`` float32 tensors, which can be loaded with every ``state_dtype``.
     ``stochastic_rounding`` rounds bfloat16 parameters so, too, which then need no masters.
 
     Those that take ``capturable`` can be captured in a CUDA graph with it, as torch's can: steps are counted on the
@@ -450,7 +451,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             return super().state_dict()
         shown = self.state
         try:
-            self.state = decoded(shown)  # hooks of users see tensors, too
+            self.state = defaultdict(dict, decoded(shown))  # hooks of users see tensors, too
             return super().state_dict()
         finally:
             self.state = shown

@@ -133,7 +133,7 @@ def decoded(state: dict[Any, Any]) -> dict[Any, Any]:
     """``state`` of an optimizer with tensors in the places of encoded states."""
     return {
         param: {
-            name: sharded_like(value.float(), param) if isinstance(value, EncodedView) else value
+            name: sharded_like(value.dequantize(), param) if isinstance(value, EncodedView) else value
             for name, value in entry.items()
         }
         for param, entry in state.items()
@@ -176,7 +176,7 @@ def _show(rule: Rule, slot: StateSlot) -> None:
     """Let the parameter's entry of ``state`` show the buffers' views, beside whatever else a user put there."""
     views: dict[str, Any] = {}
     for name in _names(rule, slot):
-        view = _view(rule, slot, name)
+        view: Any = _view(rule, slot, name)
         views[name] = view if isinstance(view, EncodedView) else sharded_like(view, slot.param)
     shows_step = rule.shows_step(slot.group)
     if not views and not shows_step:
