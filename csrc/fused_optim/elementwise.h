@@ -37,7 +37,7 @@ class DecodedStates {
 
   const States<float>& states() const { return states_; }
 
-  void encode(const uint32_t (*random)[kBlockNumel]) const {
+  void encode(const uint32_t (*random)[kBlockNumel]) {
     for (int k = 0; k < kMaxStates; ++k) {
       const StateBuffer& state = operands_.state(k);
       if (states_[k] == copies_[k]) {
@@ -67,7 +67,7 @@ void update_block(const Operands& operands, const Rule& rule, const EncodedSegme
   }
   float* param = operands.param(at, n, param_copy);
   const GradBlock<float> grad(operands, at, n);
-  const DecodedStates states(operands, segment, first, n);
+  DecodedStates states(operands, segment, first, n);
   vectorized(rule, param, grad.data(), states.states(), n);
   states.encode(random);
   if (encoding.stochastic_param()) {

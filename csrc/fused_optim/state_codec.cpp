@@ -57,11 +57,12 @@ struct FillRandom {
   }
 };
 
-// 12 of an element's 16 random bits as a number in (0, 1): never so near to 0 or 1 that a value that is a code, but for
-// the rounding of float32, becomes another.
-APEX_NPU_INLINE float centred(uint32_t random, int shift) {
-  const auto bits = static_cast<int32_t>(((random >> shift) & 0xffffu) >> 4);
-  return (static_cast<float>(bits) + 0.5f) * 0x1p-12f;
+// 1 + u, where 12 of an element's 16 random bits make u, a number in (0, 1): never so near to 0 or 1 that a value that
+// is a code, but for the rounding of float32, becomes another.
+template <bool kUpper>
+APEX_NPU_INLINE float one_and_more(uint32_t random) {
+  const uint32_t bits = (kUpper ? random >> 9 : random << 7) & 0x007ff800u;  // the upper bits of a mantissa
+  return bit_cast<float>(bits | 0x3f800400u);
 }
 
 // Elements that are fetched ahead of what is decoded.
@@ -88,42 +89,51 @@ struct DecodeBlocks {
   }
 };
 
-template <typename Code>
+template <typename Code, bool kUpper>
 struct EncodeBlocks {
-  APEX_NPU_INLINE void operator()(const float* values, Code* codes, float* scales, const uint32_t* random, int shift,
-                                  int64_t n) const {
-    for (int64_t begin = 0; begin < n; begin += kScaleNumel) {
-      const int64_t end = std::min(n, begin + kScaleNumel);
-      int32_t largest = 0;  // of the bits of magnitudes: so inf and nan are larger than numbers
+  APEX_NPU_INLINE void operator()(float* values, Code* codes, float* scales, const uint32_t* random, int64_t n) const {
+    int64_t begin = 0;
+    // Loops of a constant length have no remainder.
+    for (; begin + kScaleNumel <= n; begin += kScaleNumel) {
+      *scales++ = encode(values + begin, codes + begin, random + begin, kScaleNumel);
+    }
+    if (begin < n) *scales = encode(values + begin, codes + begin, random + begin, n - begin);
+  }
+
+  // Returns the scale.
+  static APEX_NPU_INLINE float encode(float* values, Code* codes, const uint32_t* random, int64_t n) {
+    int32_t largest = 0;  // of the bits of magnitudes: so inf and nan are larger than numbers
 #pragma omp simd reduction(max : largest)
-      for (int64_t i = begin; i < end; ++i) {
-        const auto magnitude = static_cast<int32_t>(bit_cast<uint32_t>(values[i]) & 0x7fffffffu);
-        largest = largest > magnitude ? largest : magnitude;
-      }
-      float scale = bit_cast<float>(largest);
-      const bool finite = largest < static_cast<int32_t>(kFloatInf);
-      if (!finite || scale < 0x1p-90f) {
-        scales[begin / kScaleNumel] = finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
-        std::fill(codes + begin, codes + end, Code(0));
-        continue;
-      }
-      scales[begin / kScaleNumel] = scale;
-      const float down = scale > 0x1p125f ? 0x1p-4f : 1.0f;  // else the reciprocal would be denormal
-      const float inverse = 1.0f / (scale * down);
+    for (int64_t i = 0; i < n; ++i) {
+      const auto magnitude = static_cast<int32_t>(bit_cast<uint32_t>(values[i]) & 0x7fffffffu);
+      largest = largest > magnitude ? largest : magnitude;
+    }
+    const float scale = bit_cast<float>(largest);
+    const bool finite = largest < static_cast<int32_t>(kFloatInf);
+    if (!finite || scale < 0x1p-90f) {
+      std::fill(codes, codes + n, Code(0));
+      return finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+    }
+    float divisor = scale;
+    if (scale > 0x1p125f) {  // its reciprocal would be denormal
+      divisor *= 0x1p-4f;
+      for (int64_t i = 0; i < n; ++i) values[i] *= 0x1p-4f;
+    }
+    const float inverse = 1.0f / divisor;
 #pragma omp simd
-      for (int64_t i = begin; i < end; ++i) {
-        const float ratio = values[i] * down * inverse, u = centred(random[i], shift);
-        if constexpr (std::is_signed_v<Code>) {
-          // Above 127 and 255 by the rounding of float32 alone, which u leaves room for.
-          codes[i] = static_cast<Code>(static_cast<int32_t>(ratio * 127.0f + 128.0f + u) - 128);
-        } else {
-          const float t = std::sqrt(ratio > 0.0f ? ratio : 0.0f) * 255.0f;
-          const int32_t least = values[i] > 0.0f ? 1 : 0;  // only a 0 becomes 0: it is divided by
-          const auto code = static_cast<int32_t>(t + u);
-          codes[i] = static_cast<Code>(code < least ? least : code);
-        }
+    for (int64_t i = 0; i < n; ++i) {
+      const float ratio = values[i] * inverse, u = one_and_more<kUpper>(random[i]);
+      // Above 127 and 255 by the rounding of float32 alone, which u leaves room for.
+      if constexpr (std::is_signed_v<Code>) {
+        codes[i] = static_cast<Code>(static_cast<int32_t>(ratio * 127.0f + 127.0f + u) - 128);
+      } else {
+        const float t = std::sqrt(ratio > 0.0f ? ratio : 0.0f) * 255.0f;
+        const int32_t least = values[i] > 0.0f ? 1 : 0;  // only a 0 becomes 0: it is divided by
+        const int32_t code = static_cast<int32_t>(t + u) - 1;
+        codes[i] = static_cast<Code>(code < least ? least : code);
       }
     }
+    return scale;
   }
 };
 
@@ -207,16 +217,30 @@ void decode_state(const StateBuffer& state, int64_t at, int64_t scale, float* va
   }
 }
 
-void encode_state(const StateBuffer& state, int64_t at, int64_t scale, const float* values, const uint32_t* random,
-                  int shift, int64_t n) {
-  if (state.dtype == at::kBFloat16) {
-    vectorized(NarrowStochastically(), values, static_cast<BFloat16*>(state.data) + at, random, shift, n);
-  } else if (state.dtype == at::kChar) {
-    vectorized(EncodeBlocks<int8_t>(), values, static_cast<int8_t*>(state.data) + at, state.scales + scale, random,
-               shift, n);
+namespace {
+
+template <typename Code>
+void encode_codes(const StateBuffer& state, int64_t at, int64_t scale, float* values, const uint32_t* random, int shift,
+                  int64_t n) {
+  Code* codes = static_cast<Code*>(state.data) + at;
+  if (shift == 0) {
+    vectorized(EncodeBlocks<Code, false>(), values, codes, state.scales + scale, random, n);
   } else {
-    vectorized(EncodeBlocks<uint8_t>(), values, static_cast<uint8_t*>(state.data) + at, state.scales + scale, random,
-               shift, n);
+    vectorized(EncodeBlocks<Code, true>(), values, codes, state.scales + scale, random, n);
+  }
+}
+
+}  // namespace
+
+void encode_state(const StateBuffer& state, int64_t at, int64_t scale, float* values, const uint32_t* random, int shift,
+                  int64_t n) {
+  if (state.dtype == at::kBFloat16) {
+    const float* rounded = values;
+    vectorized(NarrowStochastically(), rounded, static_cast<BFloat16*>(state.data) + at, random, shift, n);
+  } else if (state.dtype == at::kChar) {
+    encode_codes<int8_t>(state, at, scale, values, random, shift, n);
+  } else {
+    encode_codes<uint8_t>(state, at, scale, values, random, shift, n);
   }
 }
 
