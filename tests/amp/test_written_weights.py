@@ -564,7 +564,8 @@ def test_loops(name, level, kind):
     if name in NAMED and level in WITH_MASTERS:
         assert any(re.search(NAMED[name], text) for text in said), said
         return
-    assert seen is not None, said
+    if seen is None:
+        pytest.fail(f"raised {said}")  # which no known fault does
     assert not said
     start = plain(name, kind)[0]
     for n, (found, wanted) in enumerate(zip(seen, plain(name, kind), strict=True)):
