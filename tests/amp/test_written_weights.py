@@ -486,6 +486,15 @@ def not_reached(t):
 
 
 @loop
+def without_a_backward(t):
+    """Momentum and decay go on with gradients of zeros."""
+    for _ in range(STEPS):
+        t.backward()
+        t.step(set_to_none=False)
+        t.optimizer.step()
+
+
+@loop
 def before_the_block(t):
     """A penalty of the weights has its backward by itself, before that of the loss."""
     for _ in range(STEPS):
@@ -523,6 +532,7 @@ LOST = {
     "pcgrad_of_the_model": "gradients that are assigned to the model after the block are not stepped",
     "centralisation_by_assignment": "gradients that are assigned to the model after the block are not stepped",
     "not_reached": "a parameter whose gradient zero_grad has filled with zeros is not stepped",
+    "without_a_backward": "a parameter whose gradient zero_grad has filled with zeros is not stepped",
     "before_the_block": "gradients of a backward before the block are dropped",
 }
 
@@ -566,7 +576,7 @@ def test_loops(name, level, kind):
         return
     if seen is None:
         pytest.fail(f"raised {said}")  # which no known fault does
-    assert not said
+    assert not [text for text in said if name != "without_a_backward" or "outside amp.scale_loss" not in text]
     start = plain(name, kind)[0]
     for n, (found, wanted) in enumerate(zip(seen, plain(name, kind), strict=True)):
         for what, a, b, c in zip(("weights", "outputs"), found, wanted, start, strict=True):
