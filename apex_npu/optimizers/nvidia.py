@@ -22,6 +22,7 @@ from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad, check_non_negative
 from apex_npu.optimizers.lamb import global_grad_norm, times
 from apex_npu.optimizers.sgd import NpuFusedSGD
+from apex_npu.optimizers.state_formats import StateDtype
 
 
 class FusedAdam(FusedOptimizer):
@@ -45,6 +46,13 @@ class FusedAdam(FusedOptimizer):
         capturable: See ``FusedOptimizer``.
         master_weights: Keep float32 masters of float16 and bfloat16 parameters, unless amp does.
         fuse_grad_scaler: See ``FusedOptimizer``.
+        exp_avg_dtype: Transformer Engine's name for ``state_dtype={"exp_avg": ...}``.
+        exp_avg_sq_dtype: Likewise, of ``exp_avg_sq``.
+        master_weight_dtype: Must be torch.float32.
+        store_param_remainders: Keep the masters of bfloat16 parameters as the 16 bits that these lack of a float32;
+            parameters are rounded to nearest, with halves away from zero. ``master_weights`` is not needed for it.
+        state_dtype: See ``FusedOptimizer``.
+        stochastic_rounding: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -60,6 +68,7 @@ class FusedAdam(FusedOptimizer):
     """
 
     elementwise = True
+    encodable_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     supports_capture = True
     optional_states: ClassVar[tuple[str, ...]] = ("master_param",)  # NVIDIA's state dicts lack them
 
@@ -78,8 +87,24 @@ class FusedAdam(FusedOptimizer):
         master_weights: bool = False,
         *,
         fuse_grad_scaler: bool | None = None,
+        exp_avg_dtype: torch.dtype | str | None = None,
+        exp_avg_sq_dtype: torch.dtype | str | None = None,
+        master_weight_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         check_no_amsgrad("FusedAdam", amsgrad)
+        if master_weight_dtype != torch.float32:
+            raise ValueError(
+                f"FusedAdam: master_weight_dtype must be torch.float32, got {master_weight_dtype}; "
+                "store_param_remainders=True keeps such masters of bfloat16 parameters in 2 bytes"
+            )
+        by_name = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        if any(kept is not None for kept in by_name.values()):
+            if state_dtype is not None:
+                raise ValueError("FusedAdam: pass state_dtype, or exp_avg_dtype and exp_avg_sq_dtype, not both")
+            state_dtype = {name: kept for name, kept in by_name.items() if kept is not None}
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -90,7 +115,14 @@ class FusedAdam(FusedOptimizer):
             "master_weights": master_weights,
         }
         super().__init__(
-            params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable, set_grad_none=set_grad_none
+            params,
+            defaults,
+            fuse_grad_scaler=fuse_grad_scaler,
+            capturable=capturable,
+            set_grad_none=set_grad_none,
+            state_dtype=state_dtype,
+            store_param_remainders=store_param_remainders,
+            stochastic_rounding=stochastic_rounding,
         )
 
     def validate(self, group: ParamGroup) -> None:
@@ -109,6 +141,8 @@ class FusedAdam(FusedOptimizer):
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
         """First and second moment, and masters where there is anything to master."""
+        if self._formats is not None and self._formats.has_remainders:
+            return ("exp_avg", "exp_avg_sq")
         if not (group["master_weights"] and any(map(_is_mastered, group["params"]))):
             return ("exp_avg", "exp_avg_sq")
         return ("exp_avg", "exp_avg_sq", "master_param")
@@ -197,6 +231,8 @@ class FusedSGD(NpuFusedSGD):
         set_grad_none: What ``zero_grad()`` does without an argument; False as in NVIDIA's.
         capturable: See ``FusedOptimizer``.
         fuse_grad_scaler: Likewise.
+        state_dtype: Likewise.
+        stochastic_rounding: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -224,6 +260,8 @@ class FusedSGD(NpuFusedSGD):
         *,
         capturable: bool = False,
         fuse_grad_scaler: bool | None = None,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         check_bool("materialize_master_grads", materialize_master_grads)
         defaults = {
@@ -243,6 +281,8 @@ class FusedSGD(NpuFusedSGD):
             fuse_grad_scaler=fuse_grad_scaler,
             capturable=capturable,
             set_grad_none=set_grad_none,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
         )
 
     def validate(self, group: ParamGroup) -> None:

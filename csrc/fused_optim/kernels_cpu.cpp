@@ -89,6 +89,20 @@ class EachRun final : public c10::OperatorKernel {
   }
 };
 
+// The kernels of an elementwise rule, from a function that takes an encoding before what is declared.
+template <auto kFunction>
+struct Elementwise;
+
+template <typename... Args, void (*kFunction)(const Encoding&, Args...)>
+struct Elementwise<kFunction> {
+  static void plain(Args... args) { kFunction(Encoding::none(), args...); }
+
+  static void encoded(Args... args, const std::optional<at::Tensor>& remainder, at::TensorList scales,
+                      const at::Tensor& table, int64_t count, bool stochastic_param) {
+    kFunction(Encoding(remainder, scales, table, count, stochastic_param), args...);
+  }
+};
+
 template <typename Function>
 void implement(torch::Library& library, const char* name, Function* function) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow((std::string("apex_npu::") + name).c_str(), "");
@@ -97,14 +111,20 @@ void implement(torch::Library& library, const char* name, Function* function) {
   library.impl(name, torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
 }
 
+template <auto kFunction>
+void implement_elementwise(torch::Library& library, const std::string& name) {
+  implement(library, name.c_str(), &Elementwise<kFunction>::plain);
+  implement(library, (name + ".encoded").c_str(), &Elementwise<kFunction>::encoded);
+}
+
 }  // namespace
 
 KernelsCpu::KernelsCpu() : library_(torch::Library::IMPL, "apex_npu", c10::DispatchKey::CPU, __FILE__, __LINE__) {
-  implement(library_, "sgd_", sgd_cpu);
-  implement(library_, "adam_", adam_cpu);
-  implement(library_, "rmsprop_", rmsprop_cpu);
-  implement(library_, "adadelta_", adadelta_cpu);
-  implement(library_, "adagrad_", adagrad_cpu);
+  implement_elementwise<&sgd_cpu>(library_, "sgd_");
+  implement_elementwise<&adam_cpu>(library_, "adam_");
+  implement_elementwise<&rmsprop_cpu>(library_, "rmsprop_");
+  implement_elementwise<&adadelta_cpu>(library_, "adadelta_");
+  implement_elementwise<&adagrad_cpu>(library_, "adagrad_");
   implement(library_, "lamb_", lamb_cpu);
   implement(library_, "adamp_", adamp_cpu);
   implement(library_, "segment_dot", segment_dot_cpu);
