@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import is_, itemgetter
 from string import ascii_lowercase
+from types import NoneType
 from typing import Annotated, Any, Generic, ParamSpec, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
@@ -128,7 +129,7 @@ class Rule(Op[_P, None]):
     def call_of_all(self, operands: Sequence[tuple[Any, ...]], options: Sequence[dict[str, Any]]) -> Call | None:
         """One call in the place of several; None where they differ in more than tensors and numbers."""
         columns = list(zip(*operands, strict=True))
-        if any(sum(map(is_, column, repeat(None))) not in (0, len(column)) for column in columns):
+        if any(len(kinds) > 1 and NoneType in kinds for kinds in (set(map(type, column)) for column in columns)):
             return None
         joined: dict[str, Any] = {}
         for name, first in options[0].items():
@@ -143,6 +144,8 @@ class Rule(Op[_P, None]):
                 return None
         if joined.pop("found_inf", None) is not None:
             return None
+        for name in self._listed.keys() - joined.keys():  # no list has a default
+            joined[name] = [self.defaults[name]] * len(options)
         return self.runs, tuple([] if column[0] is None else column for column in columns), joined
 
     def each(self, *operands: Any, **options: Any) -> None:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import repeat, starmap
+from operator import itemgetter
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -47,6 +48,7 @@ from apex_npu.shards import is_sharded
 logger = logging.getLogger("apex_npu")
 
 ParamGroup = dict[str, Any]
+_PARAMS = itemgetter("params")
 
 
 class FusedOptimizer(CombinedAccessors, Optimizer):
@@ -561,12 +563,11 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def _is_fused(self, *, for_step: bool) -> bool:
         """True while parameters, their memory and the names of their states are those that were fused."""
-        record = self._fused
-        if len(record.listed) != len(self.param_groups):
+        record, groups = self._fused, self.param_groups
+        if len(record.listed) != len(groups) or not all(map(are_same, map(_PARAMS, groups), record.listed)):
             return False
-        for group, listed, names in zip(self.param_groups, record.listed, record.state_names, strict=True):
-            if not are_same(group["params"], listed) or (for_step and self.state_names(group) != names):
-                return False
+        if for_step and list(map(self.state_names, groups)) != record.state_names:
+            return False
         if (record.full_params or record.unfused) and record.is_rarely_outdated(self.param_groups):
             return False
         for fused in record.groups:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
-from apex_npu.ops import LOW_PRECISION, adam_, chunks, lamb_
+from apex_npu.ops import LOW_PRECISION, Call, adam_, chunks, lamb_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad, check_non_negative
 from apex_npu.optimizers.lamb import global_grad_norm, times
@@ -160,12 +160,12 @@ class FusedAdam(FusedOptimizer):
         for run, group in runs:
             group["step"] = run.step
 
-    def update(self, run: Run, group: ParamGroup) -> None:
-        """Apply the rule."""
+    def call(self, run: Run, group: ParamGroup) -> Call:
+        """The rule."""
         beta1, beta2 = group["betas"]
         mastered = "master_param" in self.state_names(group)
         low = mastered and run.param.dtype in LOW_PRECISION
-        adam_(
+        op, operands, options = adam_.bind(
             _current_masters(run) if low else run.param,
             run.scaled_grad,
             run.state("exp_avg"),
@@ -184,13 +184,20 @@ class FusedAdam(FusedOptimizer):
             grad_scale=run.grad_scale,
             found_inf=run.found_inf,
         )
-        if mastered and not low:
-            run.state("master_param").copy_(run.param)  # of a group that has both: these are their own
+        if not mastered or low:
+            return op, operands, options
+        return _update_own_masters, (run, *operands), options  # of a group that has both
 
 
 def _is_mastered(param: Tensor | int) -> bool:
     # The groups of a state dict have numbers; what they may have is in optional_states.
     return isinstance(param, Tensor) and param.requires_grad and param.dtype in LOW_PRECISION
+
+
+def _update_own_masters(run: Run, *operands: Any, **options: Any) -> None:
+    """``adam_`` for parameters that need no masters: these are their own."""
+    adam_(*operands, **options)
+    run.state("master_param").copy_(run.param)
 
 
 def _current_masters(run: Run) -> Tensor:
@@ -382,13 +389,14 @@ class FusedLAMB(FusedOptimizer):
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
         """Take the norm of all gradients."""
         max_norm = self.defaults["max_grad_norm"]
-        self._grad_divisor = (global_grad_norm(runs) / max_norm).clamp_min_(1.0) if runs and max_norm > 0 else None
+        divides = bool(runs) and max_norm > 0
+        self._grad_scales = times(runs, (global_grad_norm(runs) / max_norm).clamp_min_(1.0)) if divides else {}
 
-    def update(self, run: Run, group: ParamGroup) -> None:
-        """Apply the rule."""
+    def call(self, run: Run, group: ParamGroup) -> Call:
+        """The rule."""
         beta1, beta2 = group["betas"]
         decay, decoupled = group["weight_decay"], group["adam_w_mode"]
-        lamb_(
+        return lamb_.bind(
             run.param,
             run.scaled_grad,
             run.state("exp_avg"),
@@ -407,6 +415,6 @@ class FusedLAMB(FusedOptimizer):
             decay=decay if decoupled else 0.0,
             adapt=bool(decay or group["use_nvlamb"]),
             max_weight_norm=math.inf,
-            grad_scale=times(run.grad_scale, self._grad_divisor, run.param),
+            grad_scale=self._grad_scales.get(run.param.device, run.grad_scale),
             found_inf=run.found_inf,
         )
