@@ -4,8 +4,8 @@
 
     python benchmarks/state_formats.py [--numel 16000000] [--rounds 9] [--seeds 10]
 
-Times are the CPU time of one thread, of formats in turns: the median of the ratios within a round. Losses are those of a
-perceptron on scikit-learn's handwritten digits (AdamW, 600 steps), the last 100 averaged; the difference to float32
+Times are the CPU time of one thread, of formats in turns: the median of the ratios within a round. Losses are those of
+a perceptron on scikit-learn's handwritten digits (AdamW, 600 steps), the last 100 averaged; the difference to float32
 state is paired by seed.
 """
 
