@@ -417,6 +417,32 @@ def test_o5_with_remainders_has_the_masters_of_o5():
             assert torch.equal(p, master)
 
 
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_o5_with_remainders_resumes_bit_for_bit(first):
+    model, optimizer = train_under_amp(store_param_remainders=True, state_dtype="int8")
+    saved = {"model": copy.deepcopy(model.state_dict()), "optimizer": copy.deepcopy(optimizer.state_dict())}
+    set_grads(model.parameters(), 0)
+    optimizer.step()
+    expected = [p.detach().clone() for p in model.parameters()]
+    model, optimizer = train_under_amp(1, store_param_remainders=True, state_dtype="int8")
+    for name in sorted(saved, key=first.__ne__):
+        {"model": model, "optimizer": optimizer}[name].load_state_dict(saved[name])
+    set_grads(model.parameters(), 0)
+    optimizer.step()
+    assert all(map(torch.equal, model.parameters(), expected))
+
+
+def test_an_average_is_swapped_in_and_out_of_parameters_with_remainders():
+    model, optimizer = train_under_amp(store_param_remainders=True)
+    average = optimizers.FusedEMA(model, decay=0.5)
+    before = [p.detach().clone() for p in model.parameters()], copy.deepcopy(values_of(optimizer))
+    with average.swapped():
+        pass
+    assert all(map(torch.equal, model.parameters(), before[0]))
+    for kept, expected in zip(values_of(optimizer), before[1], strict=True):
+        assert all(torch.equal(kept[name], value) for name, value in expected.items())
+
+
 @pytest.mark.parametrize("state_dtype", [None, *FORMATS])
 def test_a_skipped_step_changes_no_state(state_dtype):
     model, optimizer = train_under_amp(loss_scale="dynamic", store_param_remainders=True, state_dtype=state_dtype)
@@ -485,6 +511,12 @@ def test_remainders_are_refused_with_optimizers_that_cannot_keep_them():
 def test_formats_that_do_not_exist_are_refused_by_name(options, error, message):
     with pytest.raises(error, match=f"NpuFusedAdam: .*{message}"):
         optimizers.NpuFusedAdam(make_params(), **options)
+
+
+def test_the_format_is_not_changed_by_assignment():
+    optimizer, _ = train(optimizers.NpuFusedAdam, {}, state_dtype="int8")
+    with pytest.raises(AttributeError, match="state_dtype of NpuFusedAdam is set when it is made"):
+        optimizer.state_dtype = torch.bfloat16
 
 
 def test_parameters_without_such_states_are_refused():
