@@ -12,8 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from apex_npu.amp.accessors import OptimizerAccessors
-from apex_npu.amp.grad_groups import GradGroup
-from apex_npu.amp.grad_layout import combine_grads, make_grad_groups, take_over, trainable
+from apex_npu.amp.grad_groups import GradGroup, MasterGradGroup
+from apex_npu.amp.grad_layout import combine_grads, make_grad_groups, trainable
 from apex_npu.amp.master_params import MasterPair, MasterParams
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.saturation import saturates
@@ -30,6 +30,18 @@ from apex_npu.fusion import (
     drop_grads,
     low_precision_of,
     zero_grads,
+)
+
+# What step() warns of.
+OUTSIDE_BLOCKS = (
+    "step() was called with gradients that no amp.scale_loss has scaled and checked since the last step: was "
+    "backward() called outside amp.scale_loss? Use `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+    "scaled_loss.backward()`"
+)
+OF_OTHER_BLOCKS = (
+    "gradients that amp.scale_loss blocks of other optimizers have given to this one's parameters are not part of its "
+    "step, since they are multiplied by the loss scale: clear them before a block of its own, or pass all optimizers "
+    "that the loss reaches to scale_loss, as a list"
 )
 
 
@@ -228,7 +240,26 @@ class AmpOptimizerState:
         """Clear the gradients of masters whose model parameter's gradient has been cleared."""
         if self.stage is not Stage.SCALED:  # there, those of the model are set aside
             for group in self.grads.groups:
-                group.drop_cleared()
+                if group.drop_cleared():
+                    self.take_uncopied(group)
+
+    def take_uncopied(self, group: GradGroup) -> None:
+        """Bring gradients that a script has left on the model, outside of blocks, to the masters of ``group``."""
+        if self.stage in (Stage.DELAYED, Stage.LOCAL):
+            return  # a later block does
+        if self.is_reached_by_others:
+            group.edited = OF_OTHER_BLOCKS
+            return
+        if self.stage is Stage.READY and self.policy.loss_scale != 1.0 and group.has_uncopied():
+            group.edited = OUTSIDE_BLOCKS
+        group.take_uncopied(self.grad_scale)
+        self.grads.unchecked = True
+
+    @property
+    def is_reached_by_others(self) -> bool:
+        """Blocks of other optimizers give gradients to what this one steps."""
+        session = current()
+        return session is not None and any(optimizer._amp_state is self for optimizer in session.reached)
 
     def drop_overflowed(self) -> None:
         """Before a block, where the step is to be skipped: what the block finds to be inf shall be its own.
@@ -269,7 +300,8 @@ class AmpOptimizerState:
             if set_to_none:
                 drop_grads(self.masters.model_params)
             else:
-                self.drop_cleared()  # what has been dropped does not become zeros
+                for group in self.grads.groups:
+                    group.drop_cleared()  # what has been dropped does not become zeros
                 zero_grads(self.masters.model_params)
             self.grads.forget_copied(set_to_none)
         self.decision = None
@@ -316,7 +348,9 @@ class OptimizerGrads:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         model_param_of = {id(pair.master_param): pair.model_param for pair in state.pairs}
         groups = make_grad_groups(params, flats, model_param_of)
-        take_over(groups, self.groups)
+        for group in groups:
+            if isinstance(group, MasterGradGroup):
+                group.take_over(self.groups)
         self.saturates = saturates(groups)
         self._device = groups[0].device if groups else None
         self.groups = groups  # last: what they know of copied gradients is all there
