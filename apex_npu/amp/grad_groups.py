@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import number_on
-from apex_npu.distributed import GradReducer, local_part
+from apex_npu.distributed import GradReducer
 from apex_npu.fusion import (
     FlatGrads,
     are_same,
@@ -33,7 +33,8 @@ from apex_npu.fusion import (
     zero_grads,
 )
 from apex_npu.fusion.grad_slots import IN_BUFFER, NONE, InPlace
-from apex_npu.ops import gathers_in_one_pass, joins_lists, takes_grads, unscale_grads
+from apex_npu.ops import cats_lists, gathers_in_one_pass, takes_grads, unscale_grads
+from apex_npu.shards import local_part
 
 _NONE = bytes([NONE])
 
@@ -132,7 +133,7 @@ class CopiedGrads:
                 self.zeros.discard(i)
             self.grads[i], self._versions[i] = grad, 0 if grad is None else grad._version
 
-    def take_over(self, former: Sequence[CopiedGrads]) -> None:
+    def adopt_from(self, former: Sequence[CopiedGrads]) -> None:
         """Continue with what ``former`` have recorded of these model parameters."""
         places = {id(param): (one, i) for one in former for i, param in enumerate(one._model_params)}
         self.stepped = any(one.stepped for one in former)
@@ -204,10 +205,8 @@ class CopiedGrads:
         self.delayed, self.stepped = set(), False
         self.zeros, self.alike = {i for i, grad in enumerate(now) if grad is not None}, set()
 
-    def take_changed(self) -> Changes:
-        """What has become of the gradients since. ``dropped``, with those that are to be copied again, and ``zeroed``
-        are returned once.
-        """
+    def note_changed(self) -> Changes:
+        """What has become of the gradients since; ``dropped`` and ``zeroed`` are returned once."""
         now = grads_of(self._model_params)
         if are_same(now, self.grads or self._none) and (not self.grads or versions_of(now) == self._versions):
             return _NOTHING
@@ -303,11 +302,11 @@ class GradGroup:
         """Clear the gradients of masters whose model parameter's gradient has been cleared; see ``CopiedGrads``.
 
         Returns:
-            True where there is something for ``take_uncopied``.
+            True where there is something for ``copy_uncopied``.
         """
         return False
 
-    def take_uncopied(self, scale: float) -> None:
+    def copy_uncopied(self, scale: float) -> None:
         """Add the gradients of model parameters that masters lack to the masters', multiplied by ``scale``."""
 
     def drop_kept(self) -> None:
@@ -414,7 +413,7 @@ class MasterGradGroup(GradGroup):
     def begin_block(self, factor: float) -> bool:
         """See ``GradGroup``. The gradients that masters have are not scaled: what is copied is added to them."""
         if self.copied.grads:
-            self._follow(self.copied.take_changed(), GIVEN_BEFORE_BLOCK)
+            self._follow(self.copied.note_changed(), GIVEN_BEFORE_BLOCK)
         self.copied.put_aside()
         if self._direct or self.copied.delayed:
             self.scale_sources_(factor)
@@ -446,7 +445,7 @@ class MasterGradGroup(GradGroup):
             torch._foreach_mul_(writable_grads(tensors), factor)
 
     def drop_cleared(self) -> bool:
-        changes = self.copied.take_changed()
+        changes = self.copied.note_changed()
         if changes is not _NOTHING:
             self._follow(changes)
         return changes.added or bool(self.copied.zeros)
@@ -482,7 +481,7 @@ class MasterGradGroup(GradGroup):
         return not self.copied.zeros.issuperset(self.copied.uncopied())
 
     @torch.no_grad()
-    def take_uncopied(self, scale: float) -> None:
+    def copy_uncopied(self, scale: float) -> None:
         found = self.copied.uncopied()
         self.copied.note_added(found)
         self.copied.alike.update(k for k in found if self.params[self._masters[k]].grad is None)
@@ -522,9 +521,9 @@ class MasterGradGroup(GradGroup):
         self.copied.note()
         self.copied.replaceable = self._alone and inv_scale == 1.0 == self.kept_scale
 
-    def take_over(self, former: Sequence[GradGroup]) -> None:
+    def adopt_from(self, former: Sequence[GradGroup]) -> None:
         """Continue with what is known of the groups that this one replaces."""
-        self.copied.take_over([group.copied for group in former if isinstance(group, MasterGradGroup)])
+        self.copied.adopt_from([group.copied for group in former if isinstance(group, MasterGradGroup)])
         self.edited = next(filter(None, (group.edited for group in former)), "")
         self._made = dict(enumerate(grads_of(self.params)))
 
@@ -576,8 +575,8 @@ class FlatMasterGradGroup(MasterGradGroup):
             self.flat.gather()
         self._shares = False
 
-    def take_over(self, former: Sequence[GradGroup]) -> None:
-        super().take_over(former)
+    def adopt_from(self, former: Sequence[GradGroup]) -> None:
+        super().adopt_from(former)
         self._shares = any(getattr(group, "_shares", False) for group in former)
 
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
@@ -618,7 +617,7 @@ class FlatMasterGradGroup(MasterGradGroup):
     def _take_all(self, states: bytes, inv_scale: float, found_inf: Tensor | None) -> bool:
         if self._reduced is not None and self._take_reduced(*self._reduced):
             unscale_grads([self.flat.flat], inv_scale, found_inf)
-        elif joins_lists(self.device):
+        elif cats_lists(self.device):
             self.flat.take(self.sources, slots=[i for i, state in enumerate(states) if state != IN_BUFFER])
             self.flat.unscale_(inv_scale, found_inf)
         else:

@@ -19,7 +19,6 @@ from apex_npu.amp.policy import Policy
 from apex_npu.amp.saturation import saturates
 from apex_npu.amp.session import current
 from apex_npu.amp.step_decision import StepDecision, StepReport
-from apex_npu.autocast.undo import Undo
 from apex_npu.fusion import (
     FlatGrads,
     FusedGroup,
@@ -31,6 +30,7 @@ from apex_npu.fusion import (
     low_precision_of,
     zero_grads,
 )
+from apex_npu.patching import Undo
 
 # What step() warns of.
 OUTSIDE_BLOCKS = (
@@ -78,7 +78,7 @@ class AmpOptimizerState:
         grad_scale: What the gradients of ``param_groups`` are multiplied with. With ``fuse_unscale`` that is the loss
             scale from the first block until they are cleared; else 1, but in a block and after ``delay_unscale``.
         decision: What ``scale_loss`` has decided about the next step; None: nothing since the last one.
-        report: How the last call of ``step`` ended of which that is known.
+        report: Outcome of the last step whose outcome has arrived.
         masters: The fp32 masters of low-precision parameters.
         grads: How gradients get from backward to the optimizer's parameters.
         pending: What blocks leave to the step, with ``fuse_unscale`` or on a device that skips steps; else None.
@@ -116,9 +116,9 @@ class AmpOptimizerState:
             else:
                 self.sync.parallel = parallel
         if session is not None:
-            session.register(self)
+            session.register_masters(self)
         for link in self.links:
-            link.join()
+            link.mark_copied()
 
     @property
     def skip(self) -> bool:
@@ -241,9 +241,9 @@ class AmpOptimizerState:
         if self.stage is not Stage.SCALED:  # there, those of the model are set aside
             for group in self.grads.groups:
                 if group.drop_cleared():
-                    self.take_uncopied(group)
+                    self.copy_uncopied(group)
 
-    def take_uncopied(self, group: GradGroup) -> None:
+    def copy_uncopied(self, group: GradGroup) -> None:
         """Bring gradients that a script has left on the model, outside of blocks, to the masters of ``group``."""
         if self.stage in (Stage.DELAYED, Stage.LOCAL):
             return  # a later block does
@@ -252,7 +252,7 @@ class AmpOptimizerState:
             return
         if self.stage is Stage.READY and self.policy.loss_scale != 1.0 and group.has_uncopied():
             group.edited = OUTSIDE_BLOCKS
-        group.take_uncopied(self.grad_scale)
+        group.copy_uncopied(self.grad_scale)
         self.grads.unchecked = True
 
     @property
@@ -350,7 +350,7 @@ class OptimizerGrads:
         groups = make_grad_groups(params, flats, model_param_of)
         for group in groups:
             if isinstance(group, MasterGradGroup):
-                group.take_over(self.groups)
+                group.adopt_from(self.groups)
         self.saturates = saturates(groups)
         self._device = groups[0].device if groups else None
         self.groups = groups  # last: what they know of copied gradients is all there
