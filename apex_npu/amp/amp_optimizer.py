@@ -130,7 +130,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
             return self._clip_at_once(max_norm, norm_type, error_if_nonfinite)
         state.check_unscaled("clipping")
         groups = state.grad_groups(self)
-        state.drop_cleared()
+        state.drop_cleared(self)
         flats, unfused = _gradients_of(groups)
         norm: Tensor = state.pending.clip(state.grad_scale, flats, unfused, max_norm, norm_type, error_if_nonfinite)
         return norm
@@ -143,7 +143,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         groups = state.grad_groups(self)
         if state.pending is not None:
             state.pending.clip_now(groups)
-        state.drop_cleared()
+        state.drop_cleared(self)
         return clip_grad_norm_(*_gradients_of(groups), max_norm, norm_type, error_if_nonfinite)
 
     def clip_model_grad_norm_fused(

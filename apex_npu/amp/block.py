@@ -197,8 +197,10 @@ class Block:
     def _begin_delayed(self, state: AmpOptimizerState, groups: list[GradGroup]) -> None:
         self.waited[id(state)] = state.stage
         for group in groups:
+            edited = group.edited
             group.drop_cleared()
             group.note_delayed()  # a script may have scaled others
+            group.edited = edited
 
     @staticmethod
     def _leave_delayed(state: AmpOptimizerState, groups: list[GradGroup]) -> None:

@@ -404,7 +404,7 @@ def _show_gradients(optimizer: Optimizer, state: AmpOptimizerState) -> None:
     if any(p.grad is not None for p in state.masters.model_params):
         state.grad_groups(optimizer)
     state.grads.materialize()
-    state.drop_cleared()
+    state.drop_cleared(optimizer)
 
 
 def masters_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -215,7 +215,7 @@ class CopiedGrads:
     def _find_changed(self, now: list[Tensor | None]) -> Changes:
         dropped: list[int] = []
         written: list[tuple[int, Tensor]] = []
-        replaced: list[int] = []
+        replaced = False
         for i, (grad, before) in enumerate(zip(now, self.grads, strict=True)):
             if before is None or (grad is before and not self._is_written(i)):
                 continue
@@ -226,19 +226,18 @@ class CopiedGrads:
                 dropped.append(i)
             elif grad is before:
                 written.append((i, grad))
-            elif i not in self.delayed:
-                replaced.append(i)
+            else:
+                replaced |= i not in self.delayed
         # One answer for all: reading each alone would wait for the device each time.
         nonzero = torch.stack([grad.any() for _, grad in written]).tolist() if written else []
         zeroed = [i for (i, _), kept in zip(written, nonzero, strict=True) if not kept]
-        self.note_added([*replaced, *(i for i, _ in written)])
+        self.note_added(i for i, _ in written)
         for i in dropped:
             self.grads[i] = None
         self.delayed.difference_update(dropped)
         self.zeros.difference_update(dropped)
         self.alike.difference_update(dropped)
-        edited = len(zeroed) < len(written) or bool(replaced)
-        return Changes(dropped, zeroed, edited, bool(self.uncopied()))
+        return Changes(dropped, zeroed, replaced or len(zeroed) < len(written), bool(self.uncopied()))
 
     def _is_written(self, index: int) -> bool:
         grad = self.grads[index]

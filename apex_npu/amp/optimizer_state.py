@@ -17,7 +17,7 @@ from apex_npu.amp.grad_layout import combine_grads, make_grad_groups, trainable
 from apex_npu.amp.master_params import MasterPair, MasterParams
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.saturation import saturates
-from apex_npu.amp.session import current
+from apex_npu.amp.session import current, warn_once
 from apex_npu.amp.step_decision import StepDecision, StepReport
 from apex_npu.fusion import (
     FlatGrads,
@@ -236,12 +236,18 @@ class AmpOptimizerState:
         """How the gradients of ``optimizer`` get to its parameters."""
         return self.grads.fit(optimizer, self)
 
-    def drop_cleared(self) -> None:
-        """Clear the gradients of masters whose model parameter's gradient has been cleared."""
+    def drop_cleared(self, optimizer: Optimizer | None = None) -> None:
+        """Have the gradients of masters follow what a script has done to those of the model since they were copied.
+
+        Of ``optimizer`` what they cannot follow is warned of now, and else by its step.
+        """
         if self.stage is not Stage.SCALED:  # there, those of the model are set aside
             for group in self.grads.groups:
                 if group.drop_cleared():
                     self.copy_uncopied(group)
+                if group.edited and optimizer is not None:
+                    text, group.edited = group.edited, ""
+                    warn_once(optimizer, text)
 
     def copy_uncopied(self, group: GradGroup) -> None:
         """Bring gradients that a script has left on the model, outside of blocks, to the masters of ``group``."""

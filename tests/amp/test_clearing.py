@@ -14,7 +14,6 @@ from small_programs import (
     assert_values,
     backward,
     kinds,
-    known_fault,
     levels,
     start,
     vector,
@@ -156,7 +155,6 @@ def test_a_gradient_that_a_script_gives_to_master_params_after_clearing_is_stepp
     given_to_masters(level, kind, amp.master_params)
 
 
-@known_fault("the step drops it as the copy of the one that the model had")
 @kinds(("torch", "combine_grad", "fused"))
 @levels(WITH_MASTERS)
 def test_a_gradient_that_a_script_gives_through_param_groups_after_clearing_is_stepped(level, kind):
