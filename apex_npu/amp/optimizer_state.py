@@ -306,8 +306,9 @@ class AmpOptimizerState:
             if set_to_none:
                 drop_grads(self.masters.model_params)
             else:
-                for group in self.grads.groups:
-                    group.drop_cleared()  # what has been dropped does not become zeros
+                if self.stage is not Stage.SCALED:  # there, those of the model are put aside
+                    for group in self.grads.groups:
+                        group.drop_cleared()  # what has been dropped does not become zeros
                 zero_grads(self.masters.model_params)
             self.grads.forget_copied(set_to_none)
         self.decision = None
