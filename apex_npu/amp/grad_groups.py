@@ -13,6 +13,7 @@ A gradient that a model parameter has got outside of blocks, and that its master
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from operator import is_
 from typing import NamedTuple
 
@@ -656,7 +657,7 @@ class FlatMasterGradGroup(MasterGradGroup):
 
 
 def _any_grads(tensors: Sequence[Tensor]) -> bool:
-    return any(grad is not None for grad in grads_of(list(tensors)))
+    return not all(map(is_, grads_of(list(tensors)), repeat(None)))
 
 
 def _dense(grad: Tensor | None, param: Tensor) -> Tensor:
