@@ -380,8 +380,9 @@ def _gradients_of_no_block(optimizer: Optimizer, state: AmpOptimizerState) -> st
     """What is said of gradients where no block has named ``optimizer`` since its last step.
 
     Raises:
-        RuntimeError: Blocks of other optimizers give it gradients.
+        RuntimeError: Blocks of other optimizers give it gradients, or there is no model any more.
     """
+    state.check_has_model(optimizer, "step()")
     session = current()
     named = None if session is None else session.reached.get(optimizer)
     if state.masters.masters:

@@ -171,8 +171,25 @@ class AmpOptimizerState:
             undo: Takes the callback that takes this back.
         """
         if undo is not None:
-            undo.callback(vars(self).update, {"masters": self.masters, "grads": self.grads})
+            changed = ("masters", "grads", "stage", "decision")
+            undo.callback(vars(self).update, {name: getattr(self, name) for name in changed})
+        self.resolve()
         self.masters, self.grads = MasterParams(retired=True), OptimizerGrads()
+        self.stage, self.decision = Stage.READY, None
+
+    def check_has_model(self, optimizer: Optimizer, caller: str) -> None:
+        """Require that ``retire`` has not taken the model away from ``optimizer``, for ``caller``.
+
+        Raises:
+            RuntimeError: It has.
+        """
+        if self.masters.retired:
+            raise RuntimeError(
+                f"{caller} was called with {type(optimizer).__name__}, whose fp32 masters no model follows any more: "
+                "amp.shutdown() was called, or the model was passed to amp.initialize again, with another optimizer, "
+                "which steps its parameters now. Use that one; pass all optimizers to one amp.initialize, or make a "
+                "new optimizer of model.parameters() after amp.shutdown()"
+            )
 
     @property
     def is_unscaled(self) -> bool:

@@ -521,7 +521,7 @@ def shutdown() -> None:
     """Undo what ``initialize`` patched: functions of torch, forwards and state_dict hooks of models.
 
     Models that were cast are float32 again, with the values of their masters. Optimizers keep their master parameters,
-    and no longer step the models. Without a session nothing happens.
+    and their ``step`` is refused. Without a session nothing happens.
 
     Raises:
         RuntimeError: Another thread, which still runs, has called ``initialize``; or this is inside of a region of
