@@ -221,7 +221,7 @@ def initialize(
                 check_remainders(optimizer_list)
             if policy.fuse_unscale:
                 check_fusible(optimizers if isinstance(optimizers, list) else [optimizers])
-            check_devices(session.device_types)
+            check_devices(session.device_types, model_list)
             if policy.combine_ddp:
                 check_nothing_averages(model_list, ddps)
                 settings_of_all = [("amp.initialize's options", f"{policy}, {options}, {num_losses} losses")]

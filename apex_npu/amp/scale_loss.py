@@ -177,7 +177,8 @@ def _state_for_block(optimizer: Optimizer) -> AmpOptimizerState:
         raise RuntimeError(
             f"{type(optimizer).__name__} was not passed to amp.initialize; pass it there, and use what that returns"
         )
-    state.check_has_model(optimizer, "amp.scale_loss")
+    if state.masters.retired:
+        state.check_has_model(optimizer, "amp.scale_loss")
     if state.stage is Stage.SCALED:
         raise RuntimeError(
             "scale_loss blocks of one optimizer must not be nested: close the first one, or add up the losses"
