@@ -194,9 +194,7 @@ def test_a_failing_second_initialize_leaves_the_first(monkeypatch):
 def test_modes_whose_tensors_cannot_be_trained(mode, level, inside):
     with mode():
         model = nn.Linear(2, 2)
-        with pytest.raises(
-            RuntimeError, match=r"called under (FakeTensorMode|torch.inf).*; call it outside"
-        ):
+        with pytest.raises(RuntimeError, match=r"called under (FakeTensorMode|torch.inf).*; call it outside"):
             amp.initialize(model if inside else [], opt_level=level, verbosity=0)
     with pytest.raises(RuntimeError, match=r"or with a model made there"):
         amp.initialize(model, opt_level=level, verbosity=0)
