@@ -211,12 +211,6 @@ class Script:
             elif p.grad is not None and how != "assign":
                 write([p.grad], how, change)
 
-    def assign_buffer(self, name, change):
-        setattr(self.model, name, changed(getattr(self.model, name), CHANGES[change]))
-
-    def write_buffer(self, name, idiom, change):
-        write([getattr(self.model, name)], idiom, change)
-
     def save(self):
         self.shown = {name: value.clone() for name, value in self.model.state_dict().items()}
 
@@ -234,6 +228,7 @@ class Truth(Script):
 
     Attributes:
         written: What has been written to the model since the last step, as the model has it.
+        buffer_dtypes: In which dtypes the buffers of amp's model are, and so what is written to them.
     """
 
     device = PLAIN_DEVICE
@@ -294,6 +289,18 @@ class Truth(Script):
             self.params[i].copy_(self.value(i))
             del self.written[i]
 
+    @torch.no_grad()
+    def write_buffer(self, name, idiom, change):
+        value = getattr(self.model, name)
+        was = value.to(self.buffer_dtypes[name])
+        now = was.clone()
+        write([now], idiom, change)
+        value.copy_(torch.where(now == was, value, now.to(value.dtype)))
+
+    def assign_buffer(self, name, change):
+        value = getattr(self.model, name)
+        setattr(self.model, name, changed(value.to(self.buffer_dtypes[name]), CHANGES[change]).to(value.dtype))
+
     def write_masters(self, idiom, which, change):
         self.merge()
         write([self.params[i] for i in which], idiom, change)
@@ -353,6 +360,12 @@ class Amp(Script):
         for some in of_one_dtype(which):
             write([self.params[i] for i in some], idiom, change)
 
+    def write_buffer(self, name, idiom, change):
+        write([getattr(self.model, name)], idiom, change)
+
+    def assign_buffer(self, name, change):
+        setattr(self.model, name, changed(getattr(self.model, name), CHANGES[change]))
+
     def write_masters(self, idiom, which, change):
         write([self.stepped(i) for i in which], idiom, change)
 
@@ -374,6 +387,7 @@ def run(config, operations):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ours, truth = Amp(config), Truth(config)
+            truth.buffer_dtypes = {name: buffer.dtype for name, buffer in ours.model.named_buffers()}
             for n, (name, *arguments) in enumerate(operations):
                 try:
                     said = run_both(ours, truth, name, arguments)
@@ -494,11 +508,12 @@ def draw_config(draw, level, writes):
 def draw_write(draw, config, writes, has_grads):
     """An operation that writes, or None where there is nothing to be written."""
     kind, idiom = draw.choice(writes), draw.choice(list(IDIOMS))
-    change = draw.choice(list(CHANGES))
+    # What is negated twice is what it was, rounded or not.
+    change = draw.choice([change for change in CHANGES if change != "negate" or not config.thirds])
     if kind == "buffers":
         name = draw.choice(["exact", "third"])
         if draw.random() < 0.2:
-            return ("assign_buffer", name, change)
+            return ("assign_buffer", name, "halve" if change == "limit" else change)
         return ("write_buffer", name, idiom if idiom != "vector" else "no_grad", change)
     of = range(PARAMS) if kind == "model" else TRAINED
     whole = tuple(i for i in of if i != TRANSPOSED or idiom != "vector")
