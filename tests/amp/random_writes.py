@@ -94,6 +94,9 @@ IDIOMS = {
     "numpy": lambda ps, change: [change(unseen(p)) for p in ps],
 }
 
+# Those that autograd's version counters do not count, at the same address.
+UNCOUNTED = ("data", "numpy")
+
 
 def unseen(p):
     """The same memory, of which torch does not know that it is."""
@@ -211,6 +214,12 @@ class Script:
             elif p.grad is not None and how != "assign":
                 write([p.grad], how, change)
 
+    def assign_buffer(self, name, change):
+        setattr(self.model, name, changed(getattr(self.model, name), CHANGES[change]))
+
+    def write_buffer(self, name, idiom, change):
+        write([getattr(self.model, name)], idiom, change)
+
     def save(self):
         self.shown = {name: value.clone() for name, value in self.model.state_dict().items()}
 
@@ -227,8 +236,10 @@ class Truth(Script):
     """In plain torch.
 
     Attributes:
-        written: What has been written to the model since the last step, as the model has it.
-        buffer_dtypes: In which dtypes the buffers of amp's model are, and so what is written to them.
+        written: What has been written to the model since the last step, or since the last block where that is counted,
+            as the model has it.
+        uncounted: Which of these by idioms alone that are not counted.
+        kept: What buffers and the frozen parameter were before they were cast.
     """
 
     device = PLAIN_DEVICE
@@ -237,7 +248,8 @@ class Truth(Script):
         return torch.optim.SGD if self.config.rule == "sgd" else torch.optim.Adam
 
     def start(self):
-        self.written = {}
+        self.written, self.uncounted = {}, set()
+        self.kept = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         if self.config.level == "O3":
             self.model.half()
         leaves_open = self.config.fuse_unscale
@@ -248,8 +260,12 @@ class Truth(Script):
         self.amp.backward([0], loss, fails=False)
         self.amp.end([0], 0, None)
 
+    def block(self, factor, reached):
+        super().block(factor, reached)
+        self.merge(*self.trained() - self.uncounted)
+
     def step_optimizer(self):
-        self.merge()
+        self.merge(*self.trained())
         self.amp.step(0)
         return self.amp.applied[0]
 
@@ -267,10 +283,15 @@ class Truth(Script):
         for some in of_one_dtype(which):
             after = [nn.Parameter(self.in_model(i).clone()) for i in some]
             write(after, idiom, change)
+            new = [i for i in some if i not in self.written]
             self.written.update(zip(some, (p.detach() for p in after), strict=True))
-        for i in [i for i in self.written if not self.has_master(i)]:
-            self.merge(i)
+            self.uncounted = self.uncounted.union(new) if idiom in UNCOUNTED else self.uncounted.difference(some)
+        self.merge(*(i for i in self.written if not self.has_master(i)))
         self.late.add("masters")
+
+    def trained(self):
+        """Those that have been written and are trained; the frozen one has what was kept for as long as it rounds to it."""
+        return self.written.keys() - {FROZEN}
 
     def in_model(self, i):
         """What the model has for parameter ``i``."""
@@ -285,26 +306,25 @@ class Truth(Script):
 
     @torch.no_grad()
     def merge(self, *which):
-        for i in which or list(self.written):
+        for i in which:
             self.params[i].copy_(self.value(i))
             del self.written[i]
 
-    @torch.no_grad()
-    def write_buffer(self, name, idiom, change):
-        value = getattr(self.model, name)
-        was = value.to(self.buffer_dtypes[name])
-        now = was.clone()
-        write([now], idiom, change)
-        value.copy_(torch.where(now == was, value, now.to(value.dtype)))
-
-    def assign_buffer(self, name, change):
-        value = getattr(self.model, name)
-        setattr(self.model, name, changed(value.to(self.buffer_dtypes[name]), CHANGES[change]).to(value.dtype))
-
     def write_masters(self, idiom, which, change):
-        self.merge()
+        self.merge(*self.trained())
         write([self.params[i] for i in which], idiom, change)
         self.late.add("model")
+
+    def write_buffer(self, name, idiom, change):
+        """Where it is again what it was, rounded, the buffer is exact."""
+        buffer, kept = getattr(self.model, name), self.kept[name]
+        now = buffer.to(LOW[self.config.level]) if self.config.level in WITH_MASTERS else buffer.clone()
+        write([now], idiom, change)
+        exact = kept.to(now.dtype) == now if self.config.level in WITH_MASTERS else False
+        buffer.copy_(torch.where(torch.as_tensor(exact), kept, now.to(buffer.dtype)))
+
+    def assign_buffer(self, name, change):
+        self.write_buffer(name, "no_grad", change)
 
     def load(self, which):
         for i in which:
@@ -360,12 +380,6 @@ class Amp(Script):
         for some in of_one_dtype(which):
             write([self.params[i] for i in some], idiom, change)
 
-    def write_buffer(self, name, idiom, change):
-        write([getattr(self.model, name)], idiom, change)
-
-    def assign_buffer(self, name, change):
-        setattr(self.model, name, changed(getattr(self.model, name), CHANGES[change]))
-
     def write_masters(self, idiom, which, change):
         write([self.stepped(i) for i in which], idiom, change)
 
@@ -387,7 +401,6 @@ def run(config, operations):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ours, truth = Amp(config), Truth(config)
-            truth.buffer_dtypes = {name: buffer.dtype for name, buffer in ours.model.named_buffers()}
             for n, (name, *arguments) in enumerate(operations):
                 try:
                     said = run_both(ours, truth, name, arguments)
@@ -508,12 +521,11 @@ def draw_config(draw, level, writes):
 def draw_write(draw, config, writes, has_grads):
     """An operation that writes, or None where there is nothing to be written."""
     kind, idiom = draw.choice(writes), draw.choice(list(IDIOMS))
-    # What is negated twice is what it was, rounded or not.
-    change = draw.choice([change for change in CHANGES if change != "negate" or not config.thirds])
+    change = draw.choice(list(CHANGES))
     if kind == "buffers":
         name = draw.choice(["exact", "third"])
         if draw.random() < 0.2:
-            return ("assign_buffer", name, "halve" if change == "limit" else change)
+            return ("assign_buffer", name, change)
         return ("write_buffer", name, idiom if idiom != "vector" else "no_grad", change)
     of = range(PARAMS) if kind == "model" else TRAINED
     whole = tuple(i for i in of if i != TRANSPOSED or idiom != "vector")
