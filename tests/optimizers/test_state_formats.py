@@ -347,7 +347,9 @@ def test_remainders_are_masters_in_two_bytes():
     mastered, _ = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, master_weights=True)
     optimizer, same = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
     for expected, kept in zip(values_of(mastered), values_of(optimizer), strict=True):
-        assert torch.equal(kept["master_param"], expected["master_param"])
+        # In pure torch a step with bfloat16 gradients, as those masters have, rounds otherwise in the last bit.
+        rtol = 1e-6 if extension is None and DEVICE.type == "cpu" else 0
+        torch.testing.assert_close(kept["master_param"], expected["master_param"], rtol=rtol, atol=rtol)
     for p, kept in zip(same, values_of(optimizer), strict=True):
         assert torch.equal(p.detach().cpu(), encode_remainder(kept["master_param"].cpu())[0])
     resumed_params = [nn.Parameter(torch.zeros_like(p)) for p in same]  # which the masters are loaded into, too
