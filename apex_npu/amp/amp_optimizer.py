@@ -466,15 +466,14 @@ def _require_no_masters(state: AmpOptimizerState, name: str, instead: str) -> No
 
 
 @functools.cache
-def _adopted_class(cls: Any) -> Any:
-    return type(
-        cls.__name__, (AmpOptimizerMixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    )
+def adopted_class(cls: Any, mixin: Any = AmpOptimizerMixin) -> Any:
+    """The class of an adopted optimizer that was one of ``cls``."""
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 def new_adopted(cls: Any) -> Optimizer:
     """An optimizer of the class that ``adopt`` makes from ``cls``, with nothing in it yet: what pickles call."""
-    adopted: type[Optimizer] = _adopted_class(cls)
+    adopted: type[Optimizer] = adopted_class(cls)
     return adopted.__new__(adopted)
 
 
@@ -495,7 +494,7 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
         state.pending = PendingStep()
     optimizer._amp_state = state  # type: ignore[attr-defined]
     cls: Any = type(optimizer)
-    optimizer.__class__ = _adopted_class(cls)
+    optimizer.__class__ = adopted_class(cls)
     if policy.check_combined_tensors is not None and isinstance(optimizer, HasFusedGroups):
         optimizer.check_combined_tensors = policy.check_combined_tensors  # type: ignore[attr-defined]
     if policy.master_weights:

@@ -44,6 +44,7 @@ from apex_npu.amp.session import (
     is_first_rank,
     require,
 )
+from apex_npu.amp.shared_groups import adopt_inside, release_inside
 from apex_npu.amp.step_decision import APPLIED, StepReport
 from apex_npu.amp.user_casts import registered_patches
 from apex_npu.autocast.forward_cast import convert_model, put_wrapper_back, wrapper_of
@@ -337,6 +338,8 @@ def _set_up(
             undo.callback(_release, as_they_were)
             for optimizer in optimizers:
                 adopt(optimizer, session, {key: value for key, (_, value) in values.items()})
+            for optimizer in optimizers:
+                adopt_inside(optimizer)
         if parallel is not None:
             _start_alike(parallel, models, optimizers)
         _rebuild_reducers(ddps)
@@ -367,6 +370,7 @@ def _start_alike(parallel: DataParallel, models: list[nn.Module], optimizers: li
 
 def _release(optimizers: list[tuple[Optimizer, Any, list[list[Tensor]]]]) -> None:
     for optimizer, cls, params in optimizers:
+        release_inside(optimizer)
         release(optimizer, cls)
         for group, listed in zip(optimizer.param_groups, params, strict=True):
             group["params"][:] = listed
