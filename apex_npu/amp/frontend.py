@@ -142,7 +142,7 @@ def initialize(
         store_param_remainders: O5 with elementwise fused optimizers: in place of fp32 masters keep the 16 bits that
             each bfloat16 parameter lacks of one: 2 bytes instead of 4, and no fp32 gradients. Exact; parameters are
             rounded to nearest with halves away from zero. ``optimizer.state_dict()`` has the fp32 values, as
-            ``master_param``. All processes must start from the same fp32 values.
+            ``master_param``.
         process_group: For ``combine_ddp``: the processes that train together; None: all.
         ddp_reduce_dtype: For ``combine_ddp``: torch.float32 or torch.bfloat16, what float16 and bfloat16 gradients are
             added up in; None: as they are.

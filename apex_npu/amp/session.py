@@ -36,7 +36,7 @@ from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed.consistency import broadcast_values
 from apex_npu.distributed.group_reference import GroupReference
 from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, dtypes_of, follow_dtypes, followed_by
-from apex_npu.fusion import are_same
+from apex_npu.fusion import are_same, remainders_of
 from apex_npu.ops import LOW_PRECISION
 from apex_npu.patching import Patch, Undo, patch_attribute
 
@@ -375,8 +375,13 @@ class Session:
         for optimizer in concerned:
             optimizer._amp_state.masters.follow(optimizer)
         # One for each, though it have no master here: all processes broadcast the same list.
-        values = [self.masters.get(p) for p in rounded]
-        broadcast_values([p.float() if v is None else v for p, v in zip(rounded, values, strict=True)], group, rank)
+        kept = {p: view for o in self.adopted for p, view in remainders_of(o).items()}
+        masters = [kept[p].dequantize() if p in kept else self.masters.get(p) for p in rounded]
+        values = [p.float() if master is None else master for p, master in zip(rounded, masters, strict=True)]
+        broadcast_values(values, group, rank)
+        for p, value in zip(rounded, values, strict=True):
+            if p in kept:
+                kept[p].copy_(value)
         for optimizer in concerned:
             optimizer._amp_state.masters.end_broadcast()
 

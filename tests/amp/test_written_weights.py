@@ -735,3 +735,30 @@ def test_what_comes_between_the_write_and_the_step(write, event, cls):
         return  # an address may be that of a tensor that is gone
     for weight in (model[0].weight.float(), model.state_dict()["0.weight"], optimizer.param_groups[0]["params"][0]):
         assert ((weight - 0.25).abs() < 0.01).all()
+
+
+# Buffers
+
+
+class Counting(nn.Linear):
+    """Adds to a running value that half precision does not hold."""
+
+    def __init__(self):
+        super().__init__(6, 3)
+        self.register_buffer("running", torch.full((3,), 1 / 3))
+
+    def forward(self, x):
+        self.running.add_(2.0**-14)
+        return super().forward(x)
+
+
+in_half = [pytest.param(level, marks=known_fault("it is added to in half precision")) for level in ("O2", "O3", "O5")]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4", *in_half])
+def test_buffers_that_half_precision_does_not_hold(level):
+    model = Counting().to(DEVICE)
+    model, _ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), level)
+    for _ in range(4):
+        model(X)
+    torch.testing.assert_close(model.state_dict()["running"].cpu(), torch.full((3,), 1 / 3 + 2.0**-12))
