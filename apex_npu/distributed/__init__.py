@@ -7,18 +7,33 @@ Above ``fusion``, whose flat buffers travel, and below ``amp`` and ``optimizers`
 
 from apex_npu.distributed.grad_reducer import GradReducer, ReduceOptions
 from apex_npu.distributed.group_reference import GroupReference
+from apex_npu.distributed.part_sums import PartSums, clip_grad_norm_, total_grad_norm
 from apex_npu.distributed.rank_progress import RankProgress
-from apex_npu.distributed.shards import is_partial, is_sharded, local_grad, local_part, local_part_as, sharded_like
+from apex_npu.distributed.shards import (
+    Along,
+    is_partial,
+    is_sharded,
+    local_grad,
+    local_part,
+    local_part_as,
+    mesh_groups,
+    sharded_like,
+)
 
 __all__ = [
+    "Along",
     "GradReducer",
     "GroupReference",
+    "PartSums",
     "RankProgress",
     "ReduceOptions",
+    "clip_grad_norm_",
     "is_partial",
     "is_sharded",
     "local_grad",
     "local_part",
     "local_part_as",
+    "mesh_groups",
     "sharded_like",
+    "total_grad_norm",
 ]

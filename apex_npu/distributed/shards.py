@@ -8,11 +8,24 @@ finds what it expects. The plain tensors inside are fused like any others.
 
 from __future__ import annotations
 
+import enum
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class Along(enum.Enum):
+    """Which cuts of a parameter: all, those between rows (dimension 0), or those within them."""
+
+    ALL = "all"
+    ROWS = "rows"
+    COLUMNS = "columns"
+
+    def includes(self, dim: int) -> bool:
+        """Whether a cut of dimension ``dim`` is one of these."""
+        return self is Along.ALL or (self is Along.ROWS) == (dim == 0)
 
 
 def is_sharded(tensor: object) -> bool:
@@ -52,6 +65,25 @@ def local_grad(param: Any) -> Tensor | None:
             f"{tuple(param.grad.shape)}; give it a DTensor, or None"
         )
     return local_part_as(param.grad, param)
+
+
+def mesh_groups(param: Any, *, along: Along = Along.ALL) -> list[tuple[Any, str]]:
+    """The process groups over which parts of ``param`` add up to the whole, each with the device type it talks on.
+
+    One for each mesh dimension over which it is cut; none for a plain tensor, and none for replicas (HSDP).
+
+    Args:
+        param: A parameter.
+        along: Only those whose processes have other rows, or only those whose processes have other parts of the same.
+    """
+    if not is_sharded(param):
+        return []
+    mesh = param.device_mesh
+    return [
+        (mesh.get_group(dim), mesh.device_type)
+        for dim, placement in enumerate(param.placements)
+        if not placement.is_replicate() and along.includes(getattr(placement, "dim", 0))
+    ]
 
 
 def sharded_like(part: Tensor, like: Any) -> Tensor:

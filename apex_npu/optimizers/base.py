@@ -18,7 +18,6 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
-from apex_npu.distributed import is_sharded
 from apex_npu.fusion import (
     FlatGrads,
     FusedGroup,
@@ -92,14 +91,14 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     scalar_states: ClassVar[tuple[str, ...]] = ()
     # True where no element's update depends on other elements, so that a part of a parameter can be stepped by itself.
     elementwise: ClassVar[bool] = False
+    # True where the rule adds up over processes what it takes of whole parameters; ``NormOptimizer`` sets it.
+    adds_up_parts: ClassVar[bool] = False
     # True where ``update`` takes whatever may be a tensor: ``learning_rate``, ``run.step`` and ``run.found_inf``.
     supports_capture: ClassVar[bool] = False
     # Keys that the groups of torch's optimizer have beside the rule's numbers, for state dicts: nothing reads them.
     torch_options: ClassVar[tuple[str, ...]] = ()
     # True where ``update`` reads ``p.grad`` rather than ``run.grad``: gradients are unscaled in place before.
     reads_param_grads: ClassVar[bool] = False
-    # A GradScaler is left to unscale by itself where a parameter is sharded.
-    _may_leave_scaling: bool = False
     # True: print when parameters had to be fused again, and why; "error": raise instead.
     check_combined_tensors: bool | Literal["error"] = False
 
@@ -113,7 +112,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        fuse_grad_scaler: bool | None = False,  # None: where it is capturable, and no parameter is sharded
+        fuse_grad_scaler: bool | None = False,  # None: where it is capturable
         capturable: bool = False,
         set_grad_none: bool = True,
     ) -> None:
@@ -126,7 +125,6 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         # The first is the name by which torch.amp.GradScaler asks.
         fuses = capturable if fuse_grad_scaler is None else fuse_grad_scaler
         self._step_supports_amp_scaling = fuses and not self.reads_param_grads
-        self._may_leave_scaling = fuse_grad_scaler is None
         self._forget_fusion()
         # Without a default learning rate every group must have its own; each is checked when it is added.
         if defaults.get("lr", 0.0) is not None:
@@ -374,34 +372,18 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                 self.validate({**self.group_defaults(param_group), **param_group})
         super().add_param_group(param_group)
         self.add_torch_options(self.param_groups[-1])
-        if self._may_leave_scaling and any(map(is_sharded, self.param_groups[-1]["params"])):
-            self._step_supports_amp_scaling = False
         try:
             with naming(type(self).__name__):
-                check_params(
-                    self.param_groups[-1]["params"],
-                    shards=self.elementwise,
-                    scaled=self._step_supports_amp_scaling,
-                )
+                check_params(self.param_groups[-1]["params"], shards=self.elementwise or self.adds_up_parts)
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
 
     @disable_dynamo
     def flat_grads(self) -> list[FlatGrads]:
-        """The gradient buffers of all parameters but those with gaps, in order; fuses them if they are not.
-
-        Raises:
-            RuntimeError: Parameters are sharded over processes: their gradients are whole nowhere.
-        """
+        """The gradient buffers of all parameters but those with gaps or sharded ones, in order; fuses what is not."""
         with torch.no_grad():
             self._fuse(for_step=False)
-        if any(map(is_sharded, self._fused.owners.values())):
-            raise RuntimeError(
-                f"{type(self).__name__} has parameters that are sharded over processes (DTensor), of whose gradients "
-                "each buffer holds a part. Clip them with torch.nn.utils.clip_grad_norm_, which takes the norm over "
-                "all processes"
-            )
         return self._flat_grads
 
     def fused_groups(self) -> list[FusedGroup]:
@@ -520,8 +502,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self._end_fusing(with_state=changed or for_step)
 
     def _end_fusing(self, *, with_state: bool = True) -> None:
-        groups, copies = self._fused.groups, {id(part) for part in self._fused.copies()}
-        self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in copies]
+        groups, parts = self._fused.groups, self._fused.owners
+        self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in parts]
         self._all_in_slots = all(fused.in_slots for fused in groups)
         if with_state:
             self._shown.adopt(self, self._slots())

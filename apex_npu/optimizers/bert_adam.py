@@ -4,19 +4,19 @@
 
 from __future__ import annotations
 
-from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
 from apex_npu.ops import adam_, segment_add_, segment_dot
-from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import as_number, check_half_open_interval, check_non_negative
 from apex_npu.optimizers.schedules import SCHEDULES, warmup_constant, warmup_cosine, warmup_linear, warmup_poly
+from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts, alone
 
 __all__ = ["SCHEDULES", "NpuFusedBertAdam", "warmup_constant", "warmup_cosine", "warmup_linear", "warmup_poly"]
 
 
-class NpuFusedBertAdam(FusedOptimizer):
+class NpuFusedBertAdam(NormOptimizer):
     """BertAdam on flat buffers.
 
     ::
@@ -121,10 +121,19 @@ class NpuFusedBertAdam(FusedOptimizer):
 
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""
+        alone(self.parts(run, group))
+
+    def parts(self, run: Run, group: ParamGroup) -> Parts:
+        """See ``NormOptimizer``."""
         clips = group["max_grad_norm"] > 0
+        if clips:
+            grad, segments = run.wide_grad(), run.segments()
+            norm = (yield Addend(segment_dot(grad, grad, *segments).unsqueeze(0)))[0].sqrt_()
+            clipped = run.scratch("clipped").zero_()
+            segment_add_(clipped, grad, (group["max_grad_norm"] / (norm + 1e-6)).clamp_max_(1.0), *segments)
         adam_(
             run.param,
-            _clipped(run, group["max_grad_norm"]) if clips else run.scaled_grad,
+            clipped if clips else run.scaled_grad,
             run.state("exp_avg"),
             run.state("exp_avg_sq"),
             None,
@@ -140,15 +149,6 @@ class NpuFusedBertAdam(FusedOptimizer):
             bias_correction=False,
             grad_scale=None if clips else run.grad_scale,
         )
-
-
-def _clipped(run: Run, max_norm: float) -> Tensor:
-    """The gradients of ``run``, each scaled down to a norm of ``max_norm`` where it has a larger one."""
-    grad, segments = run.wide_grad(), run.segments()
-    norm = segment_dot(grad, grad, *segments).sqrt_()
-    clipped = run.scratch("clipped").zero_()
-    segment_add_(clipped, grad, (max_norm / (norm + 1e-6)).clamp_max_(1.0), *segments)
-    return clipped
 
 
 def _scheduled_lr(group: ParamGroup, steps_done: float) -> float:

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
-from apex_npu.ops import LOW_PRECISION, adam_, chunks, lamb_
+from apex_npu.ops import LOW_PRECISION, adam_, chunks
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad, check_non_negative
-from apex_npu.optimizers.lamb import global_grad_norm, times
+from apex_npu.optimizers.lamb import lamb_parts, times, update_lamb
 from apex_npu.optimizers.sgd import NpuFusedSGD
+from apex_npu.optimizers.whole_norms import NormOptimizer, Parts
 
 
 class FusedAdam(FusedOptimizer):
@@ -246,7 +247,7 @@ class FusedSGD(NpuFusedSGD):
         check_bool("wd_after_momentum", group["wd_after_momentum"])
 
 
-class FusedLAMB(FusedOptimizer):
+class FusedLAMB(NormOptimizer):
     """LAMB on flat buffers, with NVIDIA Apex's arguments and rule.
 
     ::
@@ -342,31 +343,30 @@ class FusedLAMB(FusedOptimizer):
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
         """Take the norm of all gradients."""
         max_norm = self.defaults["max_grad_norm"]
-        self._grad_divisor = (global_grad_norm(runs) / max_norm).clamp_min_(1.0) if runs and max_norm > 0 else None
+        self._grad_divisor = (self.grad_norm(runs) / max_norm).clamp_min_(1.0) if runs and max_norm > 0 else None
 
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""
+        update_lamb(run, **self._options(run, group))
+
+    def parts(self, run: Run, group: ParamGroup) -> Parts:
+        """See ``NormOptimizer``."""
+        return lamb_parts(run, **self._options(run, group))
+
+    def _options(self, run: Run, group: ParamGroup) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
         decay, decoupled = group["weight_decay"], group["adam_w_mode"]
-        lamb_(
-            run.param,
-            run.scaled_grad,
-            run.state("exp_avg"),
-            run.state("exp_avg_sq"),
-            run.model_param(),
-            run.scratch("direction"),
-            *run.segments(),
-            lr=self.learning_rate(run, group),
-            beta1=beta1,
-            beta2=beta2,
-            beta3=1 - beta1 if group["grad_averaging"] else 1.0,
-            eps=group["eps"],
-            step=run.step,
-            bias_correction=bool(group["bias_correction"]),
-            l2=0.0 if decoupled else decay,
-            decay=decay if decoupled else 0.0,
-            adapt=bool(decay or group["use_nvlamb"]),
-            max_weight_norm=math.inf,
-            grad_scale=times(run.grad_scale, self._grad_divisor, run.param),
-            found_inf=run.found_inf,
-        )
+        return {
+            "lr": self.learning_rate(run, group),
+            "beta1": beta1,
+            "beta2": beta2,
+            "beta3": 1 - beta1 if group["grad_averaging"] else 1.0,
+            "eps": group["eps"],
+            "step": run.step,
+            "bias_correction": bool(group["bias_correction"]),
+            "l2": 0.0 if decoupled else decay,
+            "decay": decay if decoupled else 0.0,
+            "adapt": bool(decay or group["use_nvlamb"]),
+            "max_weight_norm": math.inf,
+            "grad_scale": times(run.grad_scale, self._grad_divisor, run.param),
+        }

@@ -148,7 +148,12 @@ def _count_of(rule: Rule, group: dict[str, Any], entry: dict[str, Any]) -> float
 
 def _show(rule: Rule, slot: StateSlot) -> None:
     """Let the parameter's entry of ``state`` show the buffers' views, beside whatever else a user put there."""
-    views = {name: sharded_like(_view(rule, slot, name), slot.param) for name in rule.state_names(slot.group)}
+    views = {
+        name: _view(rule, slot, name)
+        if name in rule.scalar_states
+        else sharded_like(_view(rule, slot, name), slot.param)
+        for name in rule.state_names(slot.group)
+    }
     shows_step = rule.shows_step(slot.group)
     if not views and not shows_step:
         return
