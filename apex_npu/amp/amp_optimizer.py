@@ -27,9 +27,11 @@ from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, fused_groups, state_of
 from apex_npu.amp.pending_step import PendingStep
 from apex_npu.amp.session import COPIED_WRITTEN, Session, current, warn_once
+from apex_npu.amp.sharding import check_sharded_before
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
-from apex_npu.fusion import FlatGrads, FusedGroup, HasFusedGroups, check_combinable, clip_grad_norm_, drop_grads
+from apex_npu.distributed import clip_grad_norm_
+from apex_npu.fusion import FlatGrads, FusedGroup, HasFusedGroups, check_combinable, drop_grads
 
 
 class AmpOptimizerMixin(OptimizerAccessors):
@@ -412,8 +414,10 @@ _OUTSIDE = (
 def _no_gradients(optimizer: Optimizer, state: AmpOptimizerState) -> str | None:
     if any(group.has_uncopied() for group in state.grad_groups(optimizer)):
         return f"the model has gradients, but its fp32 masters, which this step updates, have none: {_OUTSIDE}"
-    if current() is None:
+    session = current()
+    if session is None:
         return None
+    check_sharded_before(session)
     return (
         f"{type(optimizer).__name__}.step() was called, but none of its parameters has a gradient: was backward() "
         "called, and after zero_grad() rather than before it?"

@@ -11,12 +11,14 @@ from apex_npu.distributed.part_sums import PartSums, clip_grad_norm_, total_grad
 from apex_npu.distributed.rank_progress import RankProgress
 from apex_npu.distributed.shards import (
     Along,
+    groups_over,
     is_partial,
     is_sharded,
     local_grad,
     local_part,
     local_part_as,
     mesh_groups,
+    meshes_of,
     sharded_like,
 )
 
@@ -28,12 +30,14 @@ __all__ = [
     "RankProgress",
     "ReduceOptions",
     "clip_grad_norm_",
+    "groups_over",
     "is_partial",
     "is_sharded",
     "local_grad",
     "local_part",
     "local_part_as",
     "mesh_groups",
+    "meshes_of",
     "sharded_like",
     "total_grad_norm",
 ]

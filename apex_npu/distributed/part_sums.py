@@ -62,8 +62,15 @@ class PartSums:
 
 
 @torch.no_grad()
-def total_grad_norm(flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients: ``fusion.total_grad_norm``, with DTensors among ``loose`` as whole tensors."""
+def total_grad_norm(
+    flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float = 2.0, found_inf: Tensor | None = None
+) -> Tensor:
+    """The norm of all gradients: ``fusion.total_grad_norm``, with DTensors among ``loose`` as whole tensors.
+
+    With ``found_inf`` there may be none.
+    """
+    if found_inf is not None:
+        return norm_of(grad_operands(flats, loose, float(norm_type), InPlace.READ), float(norm_type), found_inf)
     total, _ = _total_and_operands(flats, loose, float(norm_type), InPlace.READ)
     return total
 
@@ -81,8 +88,8 @@ def clip_grad_norm_(
     All processes of their meshes have to call it, and get the same norm.
 
     Raises:
-        RuntimeError: The norm is not finite, and ``error_if_nonfinite``; or the gradient of a DTensor is a plain tensor.
-            Nothing has been scaled.
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite``; or a DTensor has a plain gradient. Nothing has
+            been scaled.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     total, grads = _total_and_operands(flats, loose, norm_type, InPlace.WRITE)

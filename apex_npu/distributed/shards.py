@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -84,6 +86,42 @@ def mesh_groups(param: Any, *, along: Along = Along.ALL) -> list[tuple[Any, str]
         for dim, placement in enumerate(param.placements)
         if not placement.is_replicate() and along.includes(getattr(placement, "dim", 0))
     ]
+
+
+def meshes_of(params: Iterable[Any]) -> list[Any]:
+    """The device meshes over which some of ``params`` are cut, each once."""
+    return list(
+        dict.fromkeys(
+            p.device_mesh for p in params if is_sharded(p) and not all(one.is_replicate() for one in p.placements)
+        )
+    )
+
+
+def groups_over(meshes: Sequence[Any]) -> list[tuple[Any, str]]:
+    """Process groups that together reach all processes of ``meshes``, each with the device type it talks on.
+
+    Of meshes one has to contain the others, as (data, tensor) contains (data). It is one group where its processes are
+    all that there are.
+
+    Raises:
+        RuntimeError: None contains all.
+    """
+    if not meshes:
+        return []
+    largest = max(meshes, key=lambda mesh: mesh.size())
+    if len(meshes) > 1:
+        ranks = set(largest.mesh.flatten().tolist())
+        for mesh in meshes:
+            others = sorted(mesh.mesh.flatten().tolist())
+            if not ranks.issuperset(others):
+                raise RuntimeError(
+                    f"parameters are sharded over meshes of different processes, ranks {sorted(ranks)} and {others}, "
+                    "which have to decide about overflow together; pass amp.initialize overflow_group=, a group that "
+                    "contains all of them"
+                )
+    if largest.ndim > 1 and largest.size() == dist.get_world_size():
+        return [(dist.group.WORLD, largest.device_type)]
+    return [(largest.get_group(dim), largest.device_type) for dim in range(largest.ndim) if largest.size(dim) > 1]
 
 
 def sharded_like(part: Tensor, like: Any) -> Tensor:
