@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from apex_npu.amp.block import Block, BlockPart, DelayingBlock
 from apex_npu.amp.policy import Policy, resolve
 from apex_npu.amp.session import Session
+from apex_npu.autocast.forward_cast import is_affine_batch_norm
 from apex_npu.distributed import groups_over, is_sharded, meshes_of
 from apex_npu.distributed.fully_sharded import HeldGradients, Unit, unit_around, units_of
 from apex_npu.ops import LOW_PRECISION
@@ -29,8 +29,8 @@ from apex_npu.ops import LOW_PRECISION
 def fsdp_policy(opt_level: str, reduce_dtype: torch.dtype | None = None) -> Any:
     """The ``mp_policy`` of ``torch.distributed.fsdp.fully_shard`` with which a model is trained at ``opt_level``.
 
-    At O2 and O5 parameters are gathered, and inputs cast, to float16 or bfloat16; at O0, O1 and O4 ``fully_shard`` casts
-    nothing. Pass it for each unit, and then the model to ``amp.initialize``, which has outputs of the model cast to
+    At O2 and O5 parameters are gathered, and inputs cast, to float16 or bfloat16; at O0, O1 and O4 ``fully_shard``
+    casts nothing. Pass it for each unit, and then the model to ``amp.initialize``, which casts the model's outputs to
     float32. Any policy with these dtypes is as good.
 
     Args:
@@ -147,7 +147,7 @@ def _check_unit(unit: Unit, policy: Policy) -> None:
     given, dtype = unit.policy, _param_dtype(policy)
     float32 = {None, torch.float32}
     outputs: set[torch.dtype | None] = {None, policy.cast_model_outputs or torch.float32}
-    if dtype is None or (policy.keep_batchnorm_fp32 and isinstance(unit.module, _BatchNorm)):
+    if dtype is None or (policy.keep_batchnorm_fp32 and is_affine_batch_norm(unit.module)):
         dtypes = float32
     else:
         dtypes = {dtype} if unit.is_outermost else {dtype, torch.float32}
@@ -166,13 +166,9 @@ def _check_unit(unit: Unit, policy: Policy) -> None:
             )
 
 
-def _has_own(module: nn.Module) -> bool:
-    return next(module.parameters(recurse=False), None) is not None
-
-
 def _check_batch_norms(model: nn.Module, units: list[Unit], policy: Policy) -> None:
     for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm) or not _has_own(module):
+        if not is_affine_batch_norm(module):
             continue
         unit = unit_around(units, name)
         if unit is not None and unit.policy.param_dtype in LOW_PRECISION:

@@ -58,8 +58,8 @@ def unit_around(units: Iterable[Unit], name: str) -> Unit | None:
 class HeldGradients:
     """Whether units hold gradients back that are not reduced yet.
 
-    That is what ``set_requires_gradient_sync(False)`` does, and HSDP's ``set_requires_all_reduce(False)``. They have the
-    loss scale of their backward, and no ``.grad`` shows them.
+    That is what ``set_requires_gradient_sync(False)`` does, and HSDP's ``set_requires_all_reduce(False)``. They have
+    the loss scale of their backward, and no ``.grad`` shows them.
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:

@@ -5,18 +5,20 @@
 Run in several processes; the arguments are names of functions here.
 """
 
+import functools
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
-from common import backward, data, loss_on, mlp
+from common import backward, data, loss_on, main, mlp
 from devices import DEVICE
 from sharded_worker import Uneven, assert_same, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from apex_npu import amp, optimizers
 
@@ -87,7 +89,7 @@ class Twin:
 def same_as_one_process():
     """20 steps of each rule at each level: of whole parameters the same optimizer makes the same."""
     for kind, options in RULES:
-        for level in LEVELS if kind in (optimizers.NpuFusedAdamW, optimizers.FusedLAMB) else ("O0", "O5"):
+        for level in LEVELS if kind in (optimizers.NpuFusedAdamW, optimizers.FusedLAMB) else ("O2",):
             model = sharded(level)
             twin = Twin(model, kind, options)
             model, optimizer = start(model, kind(model.parameters(), **options), level)
@@ -109,7 +111,9 @@ def same_as_plain_torch():
             optimizer = optimizers.NpuFusedAdamW(model.parameters(), lr=1e-3)
             other = torch.optim.AdamW(plain.parameters(), lr=1e-3)
             dynamic = level in ("O1", "O2")
-            model, optimizer = start(model, optimizer, level, **({"dynamic_init_scale": 2.0**8} if dynamic else {}), **options)
+            model, optimizer = start(
+                model, optimizer, level, **({"dynamic_init_scale": 2.0**8} if dynamic else {}), **options
+            )
             autocast = {"O1": torch.float16, "O4": torch.bfloat16}.get(level)
             scale = 2.0**8 if dynamic else 1.0
             for step in range(20):
@@ -140,6 +144,29 @@ def same_as_plain_torch():
             assert_same(model, plain, rtol=tolerance, atol=tolerance)
             assert not dynamic or amp.state_dict()["loss_scaler0"]["loss_scale"] == scale
             amp.shutdown()
+
+
+def torchs_optimizers():
+    """Under a dynamic scale they skip together, too."""
+    model, plain = sharded("O1"), sharded("O1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start(model, optimizer, "O1", dynamic_init_scale=2.0**8)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(4):
+        x = data(step, 0, dist.get_rank())
+        if step == 2 and dist.get_rank() == 1:
+            x[0, 0] = torch.inf
+        backward(loss_on(x)(model), optimizer)
+        optimizer.step()
+        assert amp.last_step(optimizer).applied == (step != 2)
+        optimizer.zero_grad()
+        with amp.disable_casts(), torch.autocast(DEVICE.type, torch.float16):
+            loss = loss_on(x)(plain)
+        if step != 2:
+            loss.backward()
+            other.step()
+            other.zero_grad()
+    assert_same(model, plain, rtol=1e-3, atol=1e-3)
 
 
 def norms_of_parts():
@@ -204,7 +231,229 @@ def grad_scalers():
         assert_same(model, plain)
 
 
-if __name__ == "__main__":
-    from common import main
+class Tied(nn.Module):
+    """A weight that two layers share, one that is frozen, a block that is recomputed, and one that is compiled."""
 
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(6, 10)
+        self.checkpointed = nn.Sequential(nn.Linear(10, 10), nn.Tanh())
+        self.compiled = nn.Sequential(nn.Linear(10, 10), nn.Tanh())
+        self.frozen = nn.Linear(10, 10).requires_grad_(False)
+        self.tied = nn.Linear(10, 6, bias=False)
+        self.again = self.tied
+
+    def forward(self, x):
+        x = self.embed(x)
+        x = checkpoint(self.checkpointed, x, use_reentrant=False)
+        x = self.frozen(self.compiled(x))
+        return self.tied(x) + self.again(torch.tanh(x))
+
+
+def tied(level, mesh=None):
+    torch.manual_seed(0)
+    model = Tied().to(DEVICE)
+    policy = amp.fsdp_policy(level)
+    model.compiled.compile(backend="aot_eager")
+    for layer in (model.checkpointed, model.compiled, model):
+        fully_shard(layer, mesh=mesh or mesh_of_all(), mp_policy=policy, reshard_after_forward=layer is not model)
+    return model
+
+
+def accumulate(model, steps, rank, backward_of, between=None):
+    """Two micro batches whose gradients are reduced once, by FSDP's two ways; ``between``: called after the first."""
+    hsdp = next(model.parameters()).device_mesh.ndim == 2
+    for micro in range(2):
+        last = micro == 1
+        if hsdp and steps % 2:
+            model.set_requires_all_reduce(last)
+        else:
+            model.set_requires_gradient_sync(last)
+        backward_of(loss_on(data(steps, micro, rank))(model))
+        if not last and between is not None:
+            between()
+    model.set_requires_gradient_sync(True)
+
+
+def accumulation():
+    """Gradients that units hold back keep one scale, which moves between steps; over two mesh dimensions as well."""
+    meshes = [mesh_of_all()]
+    if dist.get_world_size() == 4:
+        meshes.append(init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("replicate", "shard")))
+    for mesh in meshes:
+        accumulates_at(mesh, "O2", dynamic_init_scale=2.0**6, scale_window=2)
+        accumulates_at(mesh, "O2", dynamic_init_scale=2.0**6, scale_window=2, fuse_unscale=True)
+        accumulates_at(mesh, "O5")
+        accumulates_at(mesh, "O0", loss_scale=128.0)
+
+
+def accumulates_at(mesh, level, **options):
+    model, plain = tied(level, mesh), tied(level, mesh)
+    other = Twin(plain, optimizers.FusedLAMB, {"lr": 0.01})
+    model, optimizer = start(model, optimizers.FusedLAMB(model.parameters(), lr=0.01), level, **options)
+
+    def between():
+        if level == "O2":
+            with pytest.raises(RuntimeError, match="set_requires_gradient_sync"):
+                optimizer.step()
+
+    for step in range(7):
+        scale = 2.0 ** (6 + step // 2) if level == "O2" else options.get("loss_scale", 1.0)
+        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale
+        accumulate(model, step, dist.get_rank(), lambda loss: backward(loss, optimizer), between)
+        optimizer.step()
+        optimizer.zero_grad()
+        accumulate(plain, step, dist.get_rank(), lambda loss, scale=scale: (loss * scale).backward())
+        for p in plain.parameters():
+            if p.grad is not None:
+                p.grad.div_(scale)
+        other.step()
+        plain.zero_grad()
+        with torch.no_grad():
+            for p, q in zip(plain.parameters(), other.params, strict=True):
+                p.copy_(distribute_tensor(q.detach(), p.device_mesh, p.placements))
+    tolerance = 1e-6 if level == "O0" else 1e-3
+    assert_same(model, plain, rtol=tolerance, atol=tolerance)
+    amp.shutdown()
+
+
+def overflow_that_is_held_back():
+    """In the first of two micro batches, on one rank: no process steps, and the scale shrinks once."""
+    model = sharded("O2")
+    model, optimizer = start(model, optimizers.NpuFusedSGD(model.parameters(), lr=0.1), "O2", dynamic_init_scale=2.0**8)
+    before = [p.full_tensor() for p in model.parameters()]
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)
+        x = data(0, micro, dist.get_rank())
+        if micro == 0 and dist.get_rank() == 1:
+            x[0, 0] = torch.inf
+        backward(loss_on(x)(model), optimizer)
+    assert amp.will_skip(optimizer)
+    optimizer.step()
+    assert all(torch.equal(p.full_tensor(), q) for p, q in zip(model.parameters(), before, strict=True))
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**7
+
+
+def an_exception_on_one_process():
+    """Between backward and the end of a block: all raise, and all can go on."""
+    model = sharded("O2")
+    optimizer = optimizers.NpuFusedAdam(model.parameters())
+    model, optimizer = start(model, optimizer, "O2", dynamic_init_scale=2.0**8)
+    loss = loss_on(data(0, 0, dist.get_rank()))(model)
+
+    def block():
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if dist.get_rank() == 1:
+                raise KeyError("own error")
+
+    with pytest.raises((RuntimeError, KeyError), match=r"rank 1 of the process group has raised|own error"):
+        block()
+    optimizer.zero_grad()
+    backward(loss_on(data(0, 0, dist.get_rank()))(model), optimizer)
+    optimizer.step()
+    assert amp.last_step(optimizer).applied
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Identity(), nn.BatchNorm1d(16), nn.Linear(16, 2))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def batch_norms():
+    """In float32, as units of their own, as the error for others says."""
+    torch.manual_seed(0)
+    dtypes = []
+    for separate in (False, True):
+        model = Normed().to(DEVICE)
+        if separate:
+            fully_shard(model.layers[2], mp_policy=amp.fsdp_policy("O0"))
+        fully_shard(model, mp_policy=amp.fsdp_policy("O2"))
+        optimizer = optimizers.NpuFusedAdam(model.parameters())
+        if not separate:
+            with pytest.raises(RuntimeError, match=r"layers.2 is a BatchNorm1d, which opt_level O2 keeps in float32"):
+                start(model, optimizer, "O2")
+            continue
+        model.layers[2].register_forward_hook(lambda m, _, out: dtypes.append((m.weight.dtype, out.dtype)))
+        model, optimizer = start(model, optimizer, "O2")
+        output = model(data(0, 0, dist.get_rank()))
+        assert output.dtype == torch.float32
+        backward(output.square().mean(), optimizer)
+        optimizer.step()
+        assert dtypes == [(torch.float32, torch.float16)]
+
+
+def bad_input():
+    """Each is named, on all processes alike, before anything has changed."""
+    refused = functools.partial(pytest.raises, RuntimeError)
+    with refused(match="O3 keeps torch.float16 parameters without float32 ones.*use O2 or O5"):
+        amp.fsdp_policy("O3")
+    with refused(match="Unexpected optimization level"):
+        amp.fsdp_policy("O9")
+    with pytest.raises(TypeError, match="reduce_dtype"):
+        amp.fsdp_policy("O2", torch.int8)
+    assert amp.fsdp_policy("O2", torch.float32) == MixedPrecisionPolicy(torch.float16, torch.float32)
+
+    def refuse(said, level, model, optimizer=None, **options):
+        optimizer = optimizer or optimizers.NpuFusedAdam(model.parameters())
+        before = [whole(p.detach()).clone() for p in model.parameters()]
+        with refused(match=said):
+            start(model, optimizer, level, **options)
+        assert not hasattr(optimizer, "_amp_state")
+        for p, value in zip(model.parameters(), before, strict=True):
+            assert torch.equal(whole(p.detach()), value)
+
+    refuse("O3 keeps torch.float16 parameters without", "O3", sharded("O2"))
+    refuse(r"policy for the model with param_dtype=None.*write mp_policy=amp.fsdp_policy\('O2'\)", "O2", sharded("O0"))
+    refuse("policy for the model with param_dtype=torch.float16", "O1", sharded("O2"))
+    refuse("policy for the model with param_dtype=torch.bfloat16", "O2", sharded("O5"))
+    refuse(r"combine_grad=True put.*leave these", "O2", sharded("O2"), combine_grad=True)
+    refuse(r"combine_grad=True and combine_ddp=True put", "O0", sharded("O0"), combine_grad=True, combine_ddp=True)
+    low = mlp().bfloat16()
+    fully_shard(low)
+    refuse(r"parameter 0.weight is sharded in torch.bfloat16.*amp.fsdp_policy\('O5'\)", "O5", low)
+    partly = mlp()
+    fully_shard(partly[2], mp_policy=amp.fsdp_policy("O2"))
+    refuse(r"parameter 0.weight is not sharded.*Call fully_shard\(model", "O2", partly)
+    early = mlp()
+    optimizer = optimizers.NpuFusedAdam(early.parameters())
+    fully_shard(early, mp_policy=amp.fsdp_policy("O2"))
+    refuse("made before fully_shard", "O2", early, optimizer)
+    outputs = mlp()
+    fully_shard(outputs, mp_policy=MixedPrecisionPolicy(torch.float16, output_dtype=torch.float16))
+    refuse("output_dtype=torch.float16", "O2", outputs)
+    uncut = nn.Linear(6, 2).to(DEVICE)
+    for name, p in list(uncut.named_parameters()):
+        setattr(uncut, name, nn.Parameter(distribute_tensor(p.detach(), mesh_of_all(), [Shard(0)])))
+    refuse("DTensors that fully_shard has not made", "O2", uncut)
+    for level in ("O1", "O2", "O5"):  # after initialize
+        late = mlp()
+        late, optimizer = start(late, optimizers.NpuFusedAdam(late.parameters()), level)
+        fully_shard(late)
+        with refused(match="fully_shard was called on the model after amp.initialize"):
+            backward(late(data(0, 0, dist.get_rank()).to(next(late.parameters()).dtype)).float().mean(), optimizer)
+            optimizer.step()
+        amp.shutdown()
+
+
+def meshes_of_different_processes():
+    """Of 4: nobody can tell which of them decide together, unless the script says so."""
+    square = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("outer", "inner"))
+    models = [sharded("O2", mesh=square[name]) for name in ("outer", "inner")]
+    given = [optimizers.NpuFusedSGD(model.parameters(), lr=0.1) for model in models]
+    with pytest.raises(RuntimeError, match=r"sharded over meshes of different processes.*overflow_group="):
+        start(models, given, "O2")
+    models, given = start(models, given, "O2", overflow_group=dist.group.WORLD, dynamic_init_scale=2.0**8)
+    x = data(0, 0, dist.get_rank())
+    if dist.get_rank() == 3:
+        x[0, 0] = torch.inf
+    backward(sum(loss_on(x)(model) for model in models), given)
+    assert all(map(amp.will_skip, given))
+
+
+if __name__ == "__main__":
     main(globals())
