@@ -32,9 +32,9 @@ from apex_npu.amp.session import Session, require, settings
 from apex_npu.amp.sharding import HeldBack
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo, torch_profiler
-from apex_npu.distributed import groups_over
 from apex_npu.distributed.torch_ddp import ddps_of, may_keep_grads
 from apex_npu.ops import LOW_PRECISION
+from apex_npu.shards import groups_over
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
     for optimizer, state in zip(listed, states, strict=True):
         new = state.policy.master_weights and state.prepare_masters(optimizer)
         if new or optimizer not in session.adopted:
-            session.take_in(optimizer, state)
+            session.register(optimizer, state)
         if new:
             state.masters.follow(optimizer)
             state.masters.end_following()

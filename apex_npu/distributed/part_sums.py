@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apex_npu.distributed.shards import Along, is_partial, is_sharded, local_grad, local_part, mesh_groups
 from apex_npu.fusion import FlatGrads
 from apex_npu.fusion.grad_clip import clip_coefficient, grad_operands, multiply_grads_, norm_of
 from apex_npu.fusion.grad_slots import InPlace
+from apex_npu.shards import Along, is_partial, is_sharded, local_grad, local_part, mesh_groups
 
 
 class PartSums:
@@ -63,27 +63,27 @@ class PartSums:
 
 @torch.no_grad()
 def total_grad_norm(
-    flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float = 2.0, found_inf: Tensor | None = None
+    flats: Sequence[FlatGrads], unfused: Sequence[Tensor], norm_type: float = 2.0, found_inf: Tensor | None = None
 ) -> Tensor:
-    """The norm of all gradients: ``fusion.total_grad_norm``, with DTensors among ``loose`` as whole tensors.
+    """The norm of all gradients: ``fusion.total_grad_norm``, with DTensors among ``unfused`` as whole tensors.
 
     With ``found_inf`` there may be none.
     """
     if found_inf is not None:
-        return norm_of(grad_operands(flats, loose, float(norm_type), InPlace.READ), float(norm_type), found_inf)
-    total, _ = _total_and_operands(flats, loose, float(norm_type), InPlace.READ)
+        return norm_of(grad_operands(flats, unfused, float(norm_type), InPlace.READ), float(norm_type), found_inf)
+    total, _ = _total_and_operands(flats, unfused, float(norm_type), InPlace.READ)
     return total
 
 
 @torch.no_grad()
 def clip_grad_norm_(
     flats: Sequence[FlatGrads],
-    loose: Sequence[Tensor],
+    unfused: Sequence[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """``fusion.clip_grad_norm_``, which has the arguments, with DTensors among ``loose`` counted as whole tensors.
+    """``fusion.clip_grad_norm_``, which has the arguments, with DTensors among ``unfused`` counted as whole tensors.
 
     All processes of their meshes have to call it, and get the same norm.
 
@@ -92,16 +92,16 @@ def clip_grad_norm_(
             been scaled.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
-    total, grads = _total_and_operands(flats, loose, norm_type, InPlace.WRITE)
+    total, grads = _total_and_operands(flats, unfused, norm_type, InPlace.WRITE)
     multiply_grads_(flats, grads, total, clip_coefficient(total, max_norm, norm_type, error_if_nonfinite))
     return total
 
 
 def _total_and_operands(
-    flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float, in_place: InPlace
+    flats: Sequence[FlatGrads], unfused: Sequence[Tensor], norm_type: float, in_place: InPlace
 ) -> tuple[Tensor, list[Tensor]]:
-    sharded = [_own_grad(p) for p in loose if is_sharded(p) and p.grad is not None]
-    plain = grad_operands(flats, [p for p in loose if not is_sharded(p)], norm_type, in_place)
+    sharded = [_own_grad(p) for p in unfused if is_sharded(p) and p.grad is not None]
+    plain = grad_operands(flats, [p for p in unfused if not is_sharded(p)], norm_type, in_place)
     if not sharded:
         return norm_of(plain, norm_type), plain
     parts = list(map(local_part, sharded))

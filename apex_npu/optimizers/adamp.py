@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from apex_npu.distributed import Along
 from apex_npu.fusion import Run, row_count
 from apex_npu.ops import adamp_, segment_add_, segment_dot
 from apex_npu.ops.reference import bias_correction_of
@@ -16,6 +15,7 @@ from apex_npu.ops.reference_segments import update_moments_
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_non_negative
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
+from apex_npu.shards import Along
 
 
 class NpuFusedAdamP(NormOptimizer):
@@ -178,7 +178,7 @@ class NpuFusedAdamP(NormOptimizer):
         """The tables of ``adamp_``: each row's parameter, and the cosines below which rows and wholes are projected."""
         counts = [row_count(p) for p in run.params]
         owner = torch.repeat_interleave(torch.arange(1, len(counts) + 1), torch.tensor(counts))
-        wholes = list(map(self._fused.owner_of, run.params))  # of a part the limits are those of the whole
+        wholes = list(map(self._fused.full_param_of, run.params))  # of a part the limits are those of the whole
         lengths = [(max(1, p.numel() // row_count(p)), max(1, p.numel())) for p in wholes]
         limits = [(0.0, 0.0)] + [
             (delta / row**0.5, delta / whole**0.5) if p.dim() > 1 else (0.0, 0.0)

@@ -51,7 +51,7 @@ class CombinedAccessors(HasFusedGroups):
             The norm before clipping, 0-dim.
         """
         flats = self.flat_grads()
-        return clip_grad_norm_(flats, list(self._fused.owners.values()), max_norm, norm_type, error_if_nonfinite)
+        return clip_grad_norm_(flats, list(self._fused.full_params.values()), max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``clip_optimizer_grad_norm_fused`` by the name that ``torch_npu.optim`` has for it."""
@@ -71,7 +71,7 @@ class CombinedAccessors(HasFusedGroups):
                 "would hold a part. Work on the parameters and gradients themselves, as DTensors, or on their "
                 "to_local(); clip_optimizer_grad_norm_fused takes the norm over all processes"
             )
-        for p in self._fused.owners.values():
+        for p in self._fused.full_params.values():
             raise not_combinable(p)
         leading = {id(p) for p in self.leading_params()}
         found = combined(self._fused.groups, leading)
@@ -92,7 +92,7 @@ class CombinedAccessors(HasFusedGroups):
             )
         kinds = by_kind(self._fused.combinable_params(), leading)
         with self._fused.without_those_in_place():
-            self._fused.take(fuse_combined(kinds, self._release_groups, capturable=self.capturable))
+            self._fused.adopt(fuse_combined(kinds, self._release_groups, capturable=self.capturable))
         self._end_fusing()
 
     def _release_groups(self) -> None:

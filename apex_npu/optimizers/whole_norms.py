@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apex_npu.distributed import Along, PartSums
+from apex_npu.distributed import PartSums
 from apex_npu.fusion import Run, are_same, row_count
 from apex_npu.ops import Call, norm, segment_dot
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.shards import Along
 
 
 class Addend(NamedTuple):
@@ -118,7 +119,7 @@ class NormOptimizer(FusedOptimizer):
         known = self._plans.get(key)
         if known is None or not are_same(known[0], runs):
             places = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-            known = self._plans[key] = (runs, _Plan(runs, self._fused.owner_of, places, along))
+            known = self._plans[key] = (runs, _Plan(runs, self._fused.full_param_of, places, along))
         return known[1]
 
 
@@ -126,12 +127,12 @@ class _Plan:
     """In which order the numbers of some runs are added up: that of the parameters, the same on all processes."""
 
     def __init__(
-        self, runs: list[Run], owner_of: Callable[[Tensor], Tensor], places: dict[int, int], along: Along
+        self, runs: list[Run], full_param_of: Callable[[Tensor], Tensor], places: dict[int, int], along: Along
     ) -> None:
         counts = [[row_count(p) if along is Along.COLUMNS else 1 for p in run.params] for run in runs]
         self._sizes = list(map(sum, counts))
         owners = [
-            owner_of(p)
+            full_param_of(p)
             for run, of_run in zip(runs, counts, strict=True)
             for p, count in zip(run.params, of_run, strict=True)
             for _ in range(count)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from apex_npu import amp, optimizers
+from apex_npu.contrib.optimizers import DistributedFusedAdam, DistributedFusedLAMB
 
 NORM_RULES = [
     (optimizers.NpuFusedLamb, {"lr": 0.01, "weight_decay": 0.1, "use_global_grad_norm": True}),
@@ -438,6 +439,39 @@ def bad_input():
             backward(late(data(0, 0, dist.get_rank()).to(next(late.parameters()).dtype)).float().mean(), optimizer)
             optimizer.step()
         amp.shutdown()
+
+
+def nvidias_distributed_optimizers():
+    """Those of apex.contrib are FusedAdam and FusedLAMB, with NVIDIA's defaults; plain parameters are refused."""
+    for kind, same, options, defaults in (
+        (DistributedFusedAdam, optimizers.FusedAdam, {"lr": 0.01, "overlap_grad_sync": False, "bucket_cap_mb": 25}, {}),
+        (
+            DistributedFusedLAMB,
+            optimizers.FusedLAMB,
+            {"lr": 0.01, "dwu_num_blocks": 1},
+            {"eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 0.0},
+        ),
+    ):
+        plain = list(mlp().parameters())
+        with pytest.raises(TypeError, match=rf"{kind.__name__} was given a plain.*fully_shard\(layer\); fully_shard"):
+            kind(plain)
+        model = sharded()
+        with pytest.raises(TypeError, match="unexpected keyword argument 'dwu_blocks'"):
+            kind(model.parameters(), dwu_blocks=1)
+        twin = Twin(model, same, {"lr": 0.01, **defaults})
+        optimizer = kind(model.parameters(), **options)
+        with pytest.raises(ValueError, match="clips all parameters"):
+            optimizer.clip_grad_norm(1.0, list(model.parameters())[:1])
+        for step in range(4):
+            loss_on(data(step, 0, dist.get_rank()))(model).backward()
+            norm = optimizer.clip_grad_norm(0.05)
+            assert norm > 0.05
+            twin.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        twin.check()
+    with pytest.raises(ValueError, match="keeps float32 state"):
+        DistributedFusedAdam(model.parameters(), store_param_remainders=True)
 
 
 def meshes_of_different_processes():

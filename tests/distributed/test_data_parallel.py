@@ -89,6 +89,7 @@ FSDP = {
         "an_exception_on_one_process",
         "batch_norms",
         "torchs_optimizers",
+        "nvidias_distributed_optimizers",
         "bad_input",
     ),
     4: ("norms_of_parts", "accumulation", "meshes_of_different_processes"),
