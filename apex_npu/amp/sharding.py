@@ -122,7 +122,7 @@ def sharded_policy(
     return policy, listed
 
 
-def _check_float32(named: list[tuple[str, Tensor]], policy: Policy) -> None:
+def _check_float32(named: Sequence[tuple[str, Tensor]], policy: Policy) -> None:
     for name, p in named:
         if is_sharded(p) and p.dtype != torch.float32 and (p.dtype in LOW_PRECISION or policy.model_dtype):
             raise RuntimeError(
@@ -181,7 +181,7 @@ def _check_batch_norms(model: nn.Module, units: list[Unit], policy: Policy) -> N
             )
 
 
-def _check_stepped(named: list[tuple[str, Tensor]], optimizers: Sequence[Optimizer]) -> None:
+def _check_stepped(named: Sequence[tuple[str, Tensor]], optimizers: Sequence[Optimizer]) -> None:
     """Refuse an optimizer that holds the parameters that ``fully_shard`` has replaced."""
     ids = {id(p) for _, p in named}
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}

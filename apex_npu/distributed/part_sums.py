@@ -55,7 +55,7 @@ class PartSums:
             sent = part.to(device_type).contiguous()
             if sent.data_ptr() == values.data_ptr():
                 sent = sent.clone()
-            dist.all_reduce(sent, op=op, group=group)  # type: ignore[arg-type]
+            dist.all_reduce(sent, op=op, group=group)
             found = sent.to(values.device)
             values = found if columns is None else values.index_copy(-1, columns, found)
         return values

@@ -7,14 +7,24 @@ Run in several processes; the arguments are names of functions here.
 
 import functools
 import math
+import shutil
+import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from common import backward, data, loss_on, main, mlp
 from devices import DEVICE
 from sharded_worker import Uneven, assert_same, whole
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -439,6 +449,125 @@ def bad_input():
             backward(late(data(0, 0, dist.get_rank()).to(next(late.parameters()).dtype)).float().mean(), optimizer)
             optimizer.step()
         amp.shutdown()
+
+
+def folder_of_all():
+    """One on disk, the same on all processes."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, 0)
+    return folder[0]
+
+
+def all_used(level, mesh=None):
+    """dcp wants all that it is to load, and what is not trained has no state."""
+    model = sharded(level, mesh=mesh)
+    model.unused.requires_grad_(False)
+    return model
+
+
+def losses_of(model, optimizer, steps, rank):
+    """Train; what each process has lost, on the ``rank``'s data."""
+    found = []
+    for step in steps:
+        loss = loss_on(data(step, 0, rank))(model)
+        backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss))
+    return found
+
+
+def state_of(model, optimizer):
+    stepped = amp.checkpoint_view(optimizer)
+    return {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, stepped),
+        "amp": amp.state_dict(),
+    }
+
+
+def load(folder, model, optimizer):
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, amp.checkpoint_view(optimizer), state["optim"])
+    amp.load_state_dict(state["amp"])
+
+
+def checkpoints():
+    """Resumed bit for bit; on other meshes, by one process that is not sharded, and from that, within rounding."""
+    kinds = (optimizers.NpuFusedAdamW, optimizers.FusedAdam, optimizers.FusedLAMB, optimizers.FusedNovoGrad)
+    pairs = [(kind, level) for kind in kinds for level in (("O2", "O5") if kind is optimizers.FusedAdam else ("O2",))]
+    for kind, level in pairs:
+        scale = {"dynamic_init_scale": 2.0**8} if level == "O2" else {}
+        folder = folder_of_all()
+        # All processes see the same data, so that one that is not sharded trains alike.
+        model = all_used(level)
+        model, optimizer = start(model, kind(model.parameters(), lr=0.01), level, **scale)
+        losses_of(model, optimizer, range(3), 0)
+        dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+        full = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        goes_on = losses_of(model, optimizer, range(3, 8), 0)
+        amp.shutdown()
+
+        again = all_used(level)
+        again, other = start(again, kind(again.parameters(), lr=0.5), level, **scale)
+        load(folder, again, other)
+        assert losses_of(again, other, range(3, 8), 0) == goes_on
+        assert_same(again, model, rtol=0.0, atol=0.0)
+        amp.shutdown()
+
+        if kind is optimizers.NpuFusedAdamW:  # by torch's, and from a state dict that is whole
+            plain = all_used(level)
+            other = torch.optim.AdamW(plain.parameters(), lr=0.5)
+            set_optimizer_state_dict(plain, other, full, options=StateDictOptions(full_state_dict=True))
+            for p, q in zip(plain.parameters(), again.parameters(), strict=True):
+                assert (p in other.state) == q.requires_grad
+
+        # One process for itself: fp32 masters beside a model in low precision.
+        torch.manual_seed(1)
+        alone = Uneven().to(DEVICE)
+        alone.unused.requires_grad_(False)
+        alone, other = start(alone, kind(alone.parameters(), lr=0.5), level, **scale)
+        load(folder, alone, other)
+        assert losses_of(alone, other, range(3, 8), 0) == pytest.approx(goes_on, rel=1e-3, abs=1e-3)
+        back = folder_of_all()
+        if dist.get_rank() == 0:
+            dcp.save(state_of(alone, other), checkpoint_id=back, no_dist=True)
+        dist.barrier()
+        expected = losses_of(alone, other, range(8, 10), 0)
+        amp.shutdown()
+
+        again = all_used(level)
+        again, other = start(again, kind(again.parameters(), lr=0.5), level, **scale)
+        load(back, again, other)
+        assert losses_of(again, other, range(8, 10), 0) == pytest.approx(expected, rel=1e-3, abs=1e-3)
+        amp.shutdown()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+            shutil.rmtree(back)
+
+
+def checkpoints_of_fewer():
+    """Of 4: what all have saved, two of them load, and each by itself."""
+    folder = folder_of_all()
+    model = all_used("O5")
+    model, optimizer = start(model, optimizers.FusedLAMB(model.parameters(), lr=0.01), "O5")
+    losses_of(model, optimizer, range(3), 0)
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    goes_on = losses_of(model, optimizer, range(3, 8), 0)
+    amp.shutdown()
+    pairs = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("outer", "inner"))
+    for mesh in (pairs["inner"], pairs):  # two by two, and two replicas of two parts
+        again = all_used("O5", mesh)
+        again, other = start(again, optimizers.FusedLAMB(again.parameters(), lr=0.5), "O5")
+        load(folder, again, other)
+        assert losses_of(again, other, range(3, 8), 0) == pytest.approx(goes_on, rel=1e-3, abs=1e-3)
+        amp.shutdown()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
 
 
 def nvidias_distributed_optimizers():

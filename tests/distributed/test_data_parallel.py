@@ -90,9 +90,10 @@ FSDP = {
         "batch_norms",
         "torchs_optimizers",
         "nvidias_distributed_optimizers",
+        "checkpoints",
         "bad_input",
     ),
-    4: ("norms_of_parts", "accumulation", "meshes_of_different_processes"),
+    4: ("norms_of_parts", "accumulation", "meshes_of_different_processes", "checkpoints_of_fewer"),
 }
 
 
