@@ -16,7 +16,7 @@ from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current, settings
 from apex_npu.distributed.consistency import check_group
 from apex_npu.distributed.torch_ddp import obstacle_to_rebuilding
-from apex_npu.fusion import wraps_tensors
+from apex_npu.fusion import HasFusedGroups, wraps_tensors
 from apex_npu.ops import LOW_PRECISION
 from apex_npu.shards import is_sharded
 
@@ -157,6 +157,21 @@ def check_own_groups(policy: Policy, optimizers: list[Optimizer]) -> None:
                     f"of its own: at {policy.opt_level} those keep the low-precision parameters, whose gradients are "
                     "with the fp32 masters. Pass the inner optimizers to amp.initialize, as a list, or use O1 or O4"
                 )
+
+
+def check_remainders(optimizers: list[Optimizer]) -> None:
+    """Refuse optimizers that cannot keep the remainders of parameters.
+
+    Raises:
+        RuntimeError: One is none of this package's, or its rule is not elementwise, or its formats are set already.
+    """
+    for optimizer in optimizers:
+        if not isinstance(optimizer, HasFusedGroups) or not getattr(optimizer, "encodable_states", ()):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} cannot keep the remainders of parameters: store_param_remainders=True is "
+                "for the elementwise optimizers of apex_npu.optimizers (Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta)"
+            )
+        optimizer.check_remainders()  # type: ignore[attr-defined]
 
 
 def _optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:

@@ -89,6 +89,11 @@ def sharded_policy(
     stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     if not any(is_sharded(p) for p in (*(p for _, p in named), *stepped)):
         return policy, []
+    if policy.store_param_remainders:
+        raise RuntimeError(
+            "store_param_remainders=True keeps remainders in place of float32 masters, but parameters are sharded over "
+            "processes (DTensor), whose float32 parts are the masters; leave it out"
+        )
     if not _can_be_sharded(policy):
         raise RuntimeError(_no_float32(policy))
     if policy.combine_grad:

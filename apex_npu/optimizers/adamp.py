@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run, row_count
-from apex_npu.ops import adamp_, segment_add_, segment_dot
+from apex_npu.ops import Call, adamp_, segment_add_, segment_dot
 from apex_npu.ops.reference import bias_correction_of
 from apex_npu.ops.reference_segments import update_moments_
 from apex_npu.optimizers.base import ParamGroup
@@ -101,12 +101,12 @@ class NpuFusedAdamP(NormOptimizer):
         """First and second moment."""
         return ("exp_avg", "exp_avg_sq")
 
-    def update(self, run: Run, group: ParamGroup) -> None:
-        """Apply the rule."""
+    def call(self, run: Run, group: ParamGroup) -> Call:
+        """The rule."""
         beta1, beta2 = group["betas"]
         delta = group["delta"]
         segments = run.segments(rows=True)
-        adamp_(
+        return adamp_.bind(
             run.param,
             run.scaled_grad if segments.ids is None else run.flat_grad,
             run.state("exp_avg"),

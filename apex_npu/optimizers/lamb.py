@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu.backends import number_on
 from apex_npu.fusion import Run
-from apex_npu.ops import lamb_, segment_add_, segment_dot, wide_dtype
+from apex_npu.ops import Call, lamb_, segment_add_, segment_dot, wide_dtype
 from apex_npu.ops.reference_segments import trust_ratio, update_moments_
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, naming
@@ -103,11 +103,11 @@ class NpuFusedLamb(NormOptimizer):
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
         """Take the norm of all gradients, if a group needs it."""
         wanted = any(group["use_global_grad_norm"] for _, group in runs)
-        self._grad_divisor = self.grad_norm(runs).clamp_min(1.0) if wanted else None
+        self._grad_scales = times(runs, self.grad_norm(runs).clamp_min(1.0)) if wanted else {}
 
-    def update(self, run: Run, group: ParamGroup) -> None:
-        """Apply the rule."""
-        update_lamb(run, **self._options(run, group))
+    def call(self, run: Run, group: ParamGroup) -> Call:
+        """The rule."""
+        return lamb_call(run, **self._options(run, group))
 
     def parts(self, run: Run, group: ParamGroup) -> Parts:
         """See ``NormOptimizer``."""
@@ -125,9 +125,7 @@ class NpuFusedLamb(NormOptimizer):
             "adapt": not group["adam"],
             "max_weight_norm": MAX_WEIGHT_NORM,
             "maximize": group["maximize"],
-            "grad_scale": times(
-                run.grad_scale, self._grad_divisor if group["use_global_grad_norm"] else None, run.param
-            ),
+            "grad_scale": self._grad_scales[run.param.device] if group["use_global_grad_norm"] else run.grad_scale,
         }
 
 
@@ -137,9 +135,9 @@ def check_lamb(group: ParamGroup) -> None:
     check_bool("adam", group["adam"])
 
 
-def update_lamb(run: Run, **options: Any) -> None:
-    """One step of ``lamb_``, which has the ``options``, where this process has whole parameters."""
-    lamb_(
+def lamb_call(run: Run, **options: Any) -> Call:
+    """The call of ``lamb_``, which has the ``options``, where this process has whole parameters."""
+    return lamb_.bind(
         run.param,
         run.scaled_grad,
         run.state("exp_avg"),
@@ -189,12 +187,11 @@ def lamb_parts(
         model_param.copy_(param)
 
 
-def times(grad_scale: Tensor | None, divisor: Tensor | None, like: Tensor) -> Tensor | None:
-    """What gradients have to be divided by, where ``divisor`` comes on top of their scale: on ``like``.device."""
-    if divisor is None:
-        return grad_scale
-    divisor = number_on(divisor, like.device).reshape(1)
-    return divisor if grad_scale is None else grad_scale * divisor
+def times(runs: list[tuple[Run, ParamGroup]], divisor: Tensor) -> dict[torch.device, Tensor]:
+    """What gradients have to be divided by on each device, where ``divisor`` comes on top of their scale."""
+    scales = {run.param.device: run.grad_scale for run, _ in runs}
+    there = {device: number_on(divisor, device).reshape(1) for device in scales}
+    return {device: there[device] if scale is None else scale * there[device] for device, scale in scales.items()}
 
 
 class Lamb(Optimizer):

@@ -17,11 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from apex_npu.amp.session import current
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends._torch_private import without_modes
+from apex_npu.debug.observers import stepped
 from apex_npu.debug.overflow.causes import Finding
-from apex_npu.debug.overflow.finder import Finder, Gradients, params_of, stepped
+from apex_npu.debug.overflow.finder import Finder, Gradients, params_of
 from apex_npu.debug.overflow.forwards import Forward, Forwards, NotReplayedError
 from apex_npu.debug.overflow.report import OverflowReport, Overflows
-from apex_npu.debug.text import name_of
+from apex_npu.debug.text import first_line, name_of
 from apex_npu.debug.watching.watch import GIVEN, Watch
 from apex_npu.fusion import grads_of
 from apex_npu.shards import local_part
@@ -271,7 +272,7 @@ class Replayer:
 
 
 def _reason(error: Exception) -> str:
-    first = str(error).splitlines()[0] if str(error) else repr(error)
+    first = first_line(error)
     return first if isinstance(error, NotReplayedError) else f"{type(error).__name__}: {first}"
 
 
@@ -427,7 +428,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-class ReplayFinder:
+class ReplayFinder(Replayer):
     """An observer of amp that has skipped steps run again, and keeps what is found.
 
     Attributes:
@@ -436,30 +437,18 @@ class ReplayFinder:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         """Of ``models``."""
+        super().__init__()
         self.found = Overflows("no step was skipped while this was open")
-        self._replayer = Replayer()
         self._models = list(models)
 
     def attach(self) -> None:
         """Begin."""
-        self._replayer.follow(self._models)
+        self.follow(self._models)
 
     def detach(self) -> None:
         """End."""
-        self._replayer.end()
-
-    def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
-        """See ``Observer``."""
-        self._replayer.block_begins(loss, optimizers, loss_id, scale, dynamic)
-
-    def backward_ended(self) -> None:
-        """See ``Observer``."""
-        self._replayer.backward_ended()
-
-    def block_ended(self) -> None:
-        """See ``Observer``."""
-        self._replayer.block_ended()
+        self.end()
 
     def step_skipped(self, report: StepReport) -> None:
         """See ``Observer``."""
-        self.found.reports += self._replayer.explain(self._replayer.take(report) or [], report)
+        self.found.reports += self.explain(self.take(report) or [], report)
