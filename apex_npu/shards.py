@@ -8,11 +8,26 @@ finds what it expects. The plain tensors inside are fused like any others.
 
 from __future__ import annotations
 
+import enum
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+
+class Along(enum.Enum):
+    """Which cuts of a parameter: all, those between rows (dimension 0), or those within them."""
+
+    ALL = "all"
+    ROWS = "rows"
+    COLUMNS = "columns"
+
+    def includes(self, dim: int) -> bool:
+        """Whether a cut of dimension ``dim`` is one of these."""
+        return self is Along.ALL or (self is Along.ROWS) == (dim == 0)
 
 
 def is_sharded(tensor: object) -> bool:
@@ -52,6 +67,61 @@ def local_grad(param: Any) -> Tensor | None:
             f"{tuple(param.grad.shape)}; give it a DTensor, or None"
         )
     return local_part_as(param.grad, param)
+
+
+def mesh_groups(param: Any, *, along: Along = Along.ALL) -> list[tuple[Any, str]]:
+    """The process groups over which parts of ``param`` add up to the whole, each with the device type it talks on.
+
+    One for each mesh dimension over which it is cut; none for a plain tensor, and none for replicas (HSDP).
+
+    Args:
+        param: A parameter.
+        along: Only those whose processes have other rows, or only those whose processes have other parts of the same.
+    """
+    if not is_sharded(param):
+        return []
+    mesh = param.device_mesh
+    return [
+        (mesh.get_group(dim), mesh.device_type)
+        for dim, placement in enumerate(param.placements)
+        if not placement.is_replicate() and along.includes(getattr(placement, "dim", 0))
+    ]
+
+
+def meshes_of(params: Iterable[Any]) -> list[Any]:
+    """The device meshes over which some of ``params`` are cut, each once."""
+    return list(
+        dict.fromkeys(
+            p.device_mesh for p in params if is_sharded(p) and not all(one.is_replicate() for one in p.placements)
+        )
+    )
+
+
+def groups_over(meshes: Sequence[Any]) -> list[tuple[Any, str]]:
+    """Process groups that together reach all processes of ``meshes``, each with the device type it talks on.
+
+    Of meshes one has to contain the others, as (data, tensor) contains (data). It is one group where its processes are
+    all that there are.
+
+    Raises:
+        RuntimeError: None contains all.
+    """
+    if not meshes:
+        return []
+    largest = max(meshes, key=lambda mesh: mesh.size())
+    if len(meshes) > 1:
+        ranks = set(largest.mesh.flatten().tolist())
+        for mesh in meshes:
+            others = sorted(mesh.mesh.flatten().tolist())
+            if not ranks.issuperset(others):
+                raise RuntimeError(
+                    f"parameters are sharded over meshes of different processes, ranks {sorted(ranks)} and {others}, "
+                    "which have to decide about overflow together; pass amp.initialize overflow_group=, a group that "
+                    "contains all of them"
+                )
+    if largest.ndim > 1 and largest.size() == dist.get_world_size():
+        return [(dist.group.WORLD, largest.device_type)]
+    return [(largest.get_group(dim), largest.device_type) for dim in range(largest.ndim) if largest.size(dim) > 1]
 
 
 def sharded_like(part: Tensor, like: Any) -> Tensor:

@@ -8,6 +8,9 @@ from pkgutil import resolve_name
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import apex_npu
 from apex_npu.backends import _torch_private
@@ -19,11 +22,22 @@ class Doubled(torch.autograd.Function):
         return x * 2
 
 
+def unit_of_fsdp():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()
+
+
 # The meaning of "()".
 INSTANCES = {
     "torch.nn.Module": torch.nn.Module,
     "torch.optim.Optimizer": lambda: torch.optim.SGD([torch.zeros(1)]),
     "torch.amp.GradScaler": lambda: torch.amp.GradScaler("cpu"),
+    "torch.distributed.fsdp.FSDPModule": unit_of_fsdp,
+    "torch.distributed.fsdp.FSDPState": lambda: unit_of_fsdp()._get_fsdp_state(),
+    "torch.distributed.fsdp.FSDPParamGroup": lambda: unit_of_fsdp()._get_fsdp_state()._fsdp_param_group,
     "torch.autograd.function.BackwardCFunction": lambda: Doubled.apply(torch.ones(1, requires_grad=True)).grad_fn,
 }
 # Operators of ATen, see ``_torch_private``.

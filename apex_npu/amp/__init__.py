@@ -23,6 +23,7 @@ from apex_npu.amp.frontend import (
 from apex_npu.amp.grad_sync import no_sync
 from apex_npu.amp.scale_loss import scale_loss
 from apex_npu.amp.session import disable_casts, shutdown
+from apex_npu.amp.sharding import fsdp_policy
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.amp.user_casts import (
     float_function,
@@ -42,6 +43,7 @@ __all__ = [
     "disable_casts",
     "float32_copy",
     "float_function",
+    "fsdp_policy",
     "half_function",
     "init",
     "initialize",

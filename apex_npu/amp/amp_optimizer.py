@@ -35,9 +35,11 @@ from apex_npu.amp.optimizer_state import (
 )
 from apex_npu.amp.pending_step import PendingStep
 from apex_npu.amp.session import Session, current, warn_once
+from apex_npu.amp.sharding import check_sharded_before
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
-from apex_npu.fusion import FlatGrads, FusedGroup, HasFusedGroups, check_combinable, clip_grad_norm_, drop_grads
+from apex_npu.distributed import clip_grad_norm_
+from apex_npu.fusion import FlatGrads, FusedGroup, HasFusedGroups, check_combinable, drop_grads
 
 
 class AmpOptimizerMixin(OptimizerAccessors):
@@ -435,8 +437,10 @@ def _gradients_of_no_block(optimizer: Optimizer, state: AmpOptimizerState) -> st
 
 
 def _no_gradients(optimizer: Optimizer) -> str | None:
-    if current() is None:
+    session = current()
+    if session is None:
         return None
+    check_sharded_before(session)
     return (
         f"{type(optimizer).__name__}.step() was called, but none of its parameters has a gradient: was backward() "
         "called, and after zero_grad() rather than before it?"

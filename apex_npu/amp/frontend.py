@@ -32,7 +32,6 @@ from apex_npu.amp.preconditions import (
     check_own_groups,
     check_plain,
     check_remainders,
-    check_sharded,
 )
 from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
 from apex_npu.amp.session import (
@@ -44,6 +43,7 @@ from apex_npu.amp.session import (
     is_first_rank,
     require,
 )
+from apex_npu.amp.sharding import sharded_policy
 from apex_npu.amp.step_decision import APPLIED, StepReport
 from apex_npu.amp.user_casts import registered_patches
 from apex_npu.autocast.forward_cast import convert_model, put_wrapper_back, wrapper_of
@@ -106,7 +106,9 @@ def initialize(
     Everything is checked before anything is changed; if it fails half way all models are put back.
 
     Args:
-        models: A module, or a list of them, on its device, with float32 parameters.
+        models: A module, or a list of them, on its device, with float32 parameters. If ``fully_shard`` has sharded it,
+            with ``mp_policy=amp.fsdp_policy(opt_level)``, nothing is cast or copied: the float32 DTensors are the
+            masters.
         optimizers: An optimizer, a list of them, or None for inference.
         enabled: False returns everything as it is, and makes all of amp pass-through.
         opt_level: "O0" to "O5". The following arguments override what it says; None leaves it as it is.
@@ -146,7 +148,8 @@ def initialize(
         ddp_reduce_dtype: For ``combine_ddp``: torch.float32 or torch.bfloat16, what float16 and bfloat16 gradients are
             added up in; None: as they are.
         overflow_group: Processes that skip a step together where one of them has found inf or nan: those that share a
-            model without sharing gradients. None: each decides alone (with combine_ddp all gradients are the same).
+            model without sharing gradients. None: each decides alone (with combine_ddp all gradients are the same),
+            or, where parameters are sharded (DTensor), with the processes of their device mesh.
 
     Returns:
         ``models``, or ``(models, optimizers)`` where optimizers were given: each a list where a list was given.
@@ -213,10 +216,10 @@ def initialize(
             find_ddps(session.ddps)
             ddps = ddps_of(session.ddps, [p for model in model_list for p in model.parameters()])
             check_inside_of_ddp(policy, ddps)
-            check_own_groups(policy, optimizer_list)
+            left_to_amp, units = sharded_policy(policy, overflow_group, model_list, optimizer_list)
+            check_own_groups(left_to_amp, optimizer_list)
             if policy.combine_grad:
                 check_plain(optimizer_list)
-            check_sharded(policy, overflow_group, model_list, optimizer_list)
             if policy.store_param_remainders:
                 check_remainders(optimizer_list)
             if policy.fuse_unscale:
@@ -235,6 +238,8 @@ def initialize(
                 )
                 session.data_parallels.append(session.data_parallel)
         _print_options(session, model_list)
+        if units:
+            session.shard(left_to_amp, units)
         session.verbosity = verbosity  # skipped steps are announced on every rank
         _set_up(session, model_list, optimizer_list, ddps)
     else:

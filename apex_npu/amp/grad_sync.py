@@ -58,14 +58,18 @@ class Agreement(BlockPart):
     """Other processes average the gradients of a block, or decide together whether they have overflowed."""
 
     def __init__(
-        self, states: Sequence[AmpOptimizerState], optimizers: Sequence[Optimizer], groups: Sequence[Any]
+        self,
+        states: Sequence[AmpOptimizerState],
+        optimizers: Sequence[Optimizer],
+        groups: Sequence[tuple[Any, str | None]],
     ) -> None:
         """Nothing has been sent yet.
 
         Args:
             states: Those of the block.
             optimizers: The block's.
-            groups: Process groups that decide together, whether or not they average.
+            groups: Process groups that decide together, whether or not they average, and the type of device that each
+                talks on; None: that of the gradients.
         """
         self._agreeing = list(groups)
         prepared = [state.sync for state in states if state.sync is not None]
@@ -87,7 +91,7 @@ class Agreement(BlockPart):
         late = self._reduction is None or self._reduction.masters
         # Averages are the same everywhere, and so is what is found in them; the rest is each process's own.
         if late or not all_averages or any(for_device(group.device).saturates() for group in block.groups):
-            self._agreeing.insert(0, parallel.group)
+            self._agreeing.insert(0, (parallel.group, None))
 
     def _reduce(self, parallel: DataParallel, block: Block) -> None:
         """Begin to average, or note what is to be averaged later."""
@@ -119,8 +123,8 @@ class Agreement(BlockPart):
             self._finish_reduction(block)
             self._note()
         if block.decides and block.dynamic:
-            for group in self._agreeing:
-                found_inf = agree_on_overflow(found_inf, block.scale, group, _device(block))
+            for group, device_type in self._agreeing:
+                found_inf = agree_on_overflow(found_inf, block.scale, group, _device(block, device_type))
         return found_inf
 
     def _finish_reduction(self, block: Block) -> None:
@@ -140,12 +144,14 @@ class Agreement(BlockPart):
             return True
         if block.decides and block.dynamic and isinstance(error, Exception):
             with suppress(RuntimeError):  # the others are gone: what matters is ``error``
-                for group in self._agreeing:
-                    agree_on_overflow(True, block.scale, group, _device(block), failed=True)
+                for group, device_type in self._agreeing:
+                    agree_on_overflow(True, block.scale, group, _device(block, device_type), failed=True)
         return bool(self._syncs)
 
 
-def _device(block: Block) -> torch.device:
+def _device(block: Block, device_type: str | None) -> torch.device:
+    if device_type is not None and all(group.device.type != device_type for group in block.groups):
+        return torch.device(device_type)  # not the CPU that parameters are offloaded to
     return block.groups[0].device if block.groups else torch.device("cpu")
 
 

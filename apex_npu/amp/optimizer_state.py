@@ -31,6 +31,7 @@ from apex_npu.fusion import (
     zero_grads,
 )
 from apex_npu.patching import Undo
+from apex_npu.shards import meshes_of
 
 # What step() warns of.
 OUTSIDE_BLOCKS = (
@@ -224,8 +225,9 @@ class AmpOptimizerState:
             )
         else:
             reason = (
-                "the last scale_loss had delay_unscale=True, or was inside of DistributedDataParallel.no_sync(), where "
-                f"gradients wait for their average; before {caller}, close one outside of both, or call zero_grad()"
+                "the last scale_loss had delay_unscale=True, or was inside of DistributedDataParallel.no_sync() or "
+                "after fully_shard's set_requires_gradient_sync(False), where gradients wait for their average; before "
+                f"{caller}, close one without any of these, or call zero_grad()"
             )
         raise RuntimeError(f"the gradients are still multiplied with the loss scale {self.grad_scale}: {reason}")
 
@@ -343,13 +345,16 @@ class OptimizerGrads:
     Attributes:
         groups: Made again when its parameters, or their buffers, have changed.
         saturates: They are on a device that saturates instead of giving inf.
+        meshes: The device meshes over which parameters are sharded.
+        special: Either: a block needs more than the ordinary one.
         saturated: There: some have overflowed, and they have not been cleared.
         unchecked: Some have been brought to the optimizer's parameters without a check for inf or NaN.
     """
 
     def __init__(self) -> None:
         self.groups: list[GradGroup] = []
-        self.saturates = self.saturated = False
+        self.saturates = self.saturated = self.special = False
+        self.meshes: list[Any] = []
         self.unchecked = False
         self._device: torch.device | None = None
         self._fitted_to: list[list[Any]] = []
@@ -375,7 +380,8 @@ class OptimizerGrads:
         for group in groups:
             if isinstance(group, MasterGradGroup):
                 group.adopt_from(self.groups)
-        self.saturates = saturates(groups)
+        self.saturates, self.meshes = saturates(groups), meshes_of(params)
+        self.special = self.saturates or bool(self.meshes)
         self._device = groups[0].device if groups else None
         self.groups = groups  # last: what they know of copied gradients is all there
 

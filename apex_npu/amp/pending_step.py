@@ -22,7 +22,8 @@ from apex_npu.amp.grad_groups import GradGroup, found_inf_flags
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.session import current
 from apex_npu.backends import number_on
-from apex_npu.fusion import FlatGrads, HasFusedGroups, clip_coefficient, total_grad_norm
+from apex_npu.distributed import total_grad_norm
+from apex_npu.fusion import FlatGrads, HasFusedGroups, clip_coefficient
 from apex_npu.ops import cats_lists, divides_in_update, masks_writes
 
 

@@ -37,6 +37,8 @@ def check_incoming(models: list[nn.Module], optimizers: list[Optimizer]) -> None
                     f"parameter {name} has no shape yet; run the model once on a batch before amp.initialize, so that "
                     "its lazy modules know theirs"
                 )
+            if is_sharded(tensor):
+                continue  # see sharding.py
             if tensor.dtype in LOW_PRECISION and id(tensor) not in ours and not settings.accept_low_precision_models:
                 raise RuntimeError(
                     f"Found param {name} with type {tensor.dtype}, expected torch.float32. When using amp.initialize, "
@@ -173,32 +175,6 @@ def check_remainders(optimizers: list[Optimizer]) -> None:
                 "for the elementwise optimizers of apex_npu.optimizers (Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta)"
             )
         optimizer.check_remainders()  # type: ignore[attr-defined]
-
-
-def check_sharded(policy: Policy, overflow_group: Any, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-    """Refuse what cannot be done to parameters of which each process has a part (DTensor)."""
-    of_models = [p for model in models for p in model.parameters()]
-    of_optimizers = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    if not any(map(is_sharded, of_models + of_optimizers)):
-        return
-    if any(is_sharded(p) and p.is_floating_point() and p.dtype != (policy.model_dtype or p.dtype) for p in of_models):
-        raise RuntimeError(
-            f"opt_level {policy.opt_level} casts the model, whose parameters are sharded over processes (DTensor): "
-            "fully_shard keeps copies that would not follow. Use O1 or O4, or fully_shard's MixedPrecisionPolicy"
-        )
-    for optimizer in optimizers:
-        fused = isinstance(optimizer, HasFusedGroups)
-        if fused and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
-            raise RuntimeError(
-                f"{type(optimizer).__name__} steps sharded parameters (DTensor) only without amp, which wants their "
-                "gradients whole in flat memory; use torch.optim's optimizer of the same rule with amp, or "
-                "fully_shard's MixedPrecisionPolicy instead of amp"
-            )
-    if policy.loss_scale == "dynamic" and overflow_group is None:
-        raise RuntimeError(
-            "parameters are sharded over processes (DTensor), each of which sees the overflow of its own part alone: "
-            "pass overflow_group=, the group of the processes that share the model, or a static loss_scale"
-        )
 
 
 def check_devices(device_types: list[str], models: list[nn.Module]) -> None:

@@ -29,10 +29,12 @@ from apex_npu.amp.grad_sync import Agreement, UnknownAverages
 from apex_npu.amp.loss_graph import FirstLook
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer
 from apex_npu.amp.session import Session, require, settings
+from apex_npu.amp.sharding import HeldBack
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo, torch_profiler
 from apex_npu.distributed.torch_ddp import ddps_of, may_keep_grads
 from apex_npu.ops import LOW_PRECISION
+from apex_npu.shards import groups_over
 
 
 @contextmanager
@@ -153,7 +155,7 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
             state.masters.follow(optimizer)
             state.masters.end_following()
         work.append((state, state.grad_groups(optimizer)))
-        ordinary = ordinary and not state.grads.saturates and state.report is not None
+        ordinary = ordinary and not state.grads.special and state.report is not None
     if len(work) > 1:
         work = _without_repeats(work)
     args = BlockArgs(session, listed, work, scaler, loss_id)
@@ -202,9 +204,15 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
         parts.append(FirstLook(session, loss))
     if ddps:
         parts.append(UnknownAverages(ddps))
-    synced = session.overflow_group is not None or any(state.sync is not None for state in states)
+    meshes = list(dict.fromkeys(mesh for state in states for mesh in state.grads.meshes))
+    held = session.held if meshes and not ddps else None
+    if held is not None:
+        parts.append(HeldBack(held))
+    # The argument's is to include the processes of the meshes.
+    given, dynamic = session.overflow_group, args.scaler.dynamic
+    deciding = [(given(), None)] if given is not None else groups_over(meshes) if dynamic else []
+    synced = bool(deciding) or any(state.sync is not None for state in states)
     if synced:
-        deciding = [] if session.overflow_group is None else [session.overflow_group()]
         parts.append(Agreement(states, args.optimizers, deciding))
     saturating = any(state.grads.saturates for state in states)
     if saturating:
@@ -213,7 +221,7 @@ def _special_block(args: BlockArgs, loss: Tensor, given: Any, delay: Delay | Non
         parts.append(Captured())
     if any(state.pending is not None for state in states):
         return DeferringBlock(args, parts, delay, may_defer=not saturating and not synced)
-    return DelayingBlock(args, parts, delay) if delay is not None or ddps else Block(args, parts)
+    return DelayingBlock(args, parts, delay) if delay is not None or ddps or held is not None else Block(args, parts)
 
 
 def _open_states(session: Session) -> list[AmpOptimizerState]:

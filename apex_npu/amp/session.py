@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -34,6 +34,7 @@ from apex_npu.autocast.float32_view import average_in_float32
 from apex_npu.autocast.forward_cast import Ambient
 from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed.consistency import broadcast_values
+from apex_npu.distributed.fully_sharded import HeldGradients, Unit
 from apex_npu.distributed.group_reference import GroupReference
 from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, dtypes_of, follow_dtypes, followed_by
 from apex_npu.fusion import are_same, remainders_of
@@ -155,6 +156,7 @@ class Session:
         thread: The one that called ``initialize``.
         skip_alarm: Skipped steps in a row after which an error is logged; None: never.
         overflow_group: The processes that decide together whether a step is skipped; None: this one alone.
+        held: Gradients that the units of ``fully_shard`` hold back; None: no model has any.
         data_parallel: Averages gradients over the processes; None: gradients are not averaged here.
         data_parallels: Those of this session and of those before it.
         no_sync_depth: How many ``no_sync`` contexts are open.
@@ -176,6 +178,7 @@ class Session:
     ambient: Ambient = field(default_factory=Ambient)
     thread: threading.Thread = field(default_factory=threading.current_thread)
     overflow_group: GroupReference | None = None
+    held: HeldGradients | None = None
     data_parallel: DataParallel | None = None
     data_parallels: list[DataParallel] = field(default_factory=list)
     no_sync_depth: int = 0
@@ -185,6 +188,10 @@ class Session:
     reached: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
     _undo: Undo = field(default_factory=Undo)
     _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
+
+    def shard(self, policy: Policy, units: Iterable[Unit]) -> None:
+        """Leave to ``fully_shard`` what ``policy`` does not have any more, for models with ``units``."""
+        self.policy, self.held = policy, HeldGradients(units)
 
     def disable(self) -> None:
         """Make everything pass through."""
@@ -277,6 +284,9 @@ class Session:
             self.masters.setdefault(param, master)
         self.models[:0] = [model for model in former.models if model.alive]
         self.data_parallels[:0] = former.data_parallels
+        if former.held is not None:
+            self.held = self.held or HeldGradients(())
+            self.held.add(former.held)
 
     def parameter_names(self) -> WeakTensorKeyDictionary:
         """The names of all parameters of models that are alive."""

@@ -454,6 +454,11 @@ class _Replicate:
 # ---------------------------------------------------------------------------------------------------------- parameters
 
 
+def is_affine_batch_norm(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``keep_batchnorm_fp32`` keeps in float32."""
+    return isinstance(module, _BatchNorm) and module.affine
+
+
 def cast_parameters(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> None:
     """Cast the floating parameters, buffers and gradients of ``model`` in place; all of them, or none if that fails.
 
@@ -464,7 +469,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: boo
     """
     before: list[tuple[Tensor, Tensor]] = []
     try:
-        modules = [m for m in model.modules() if not (keep_batchnorm and isinstance(m, _BatchNorm) and m.affine)]
+        modules = [m for m in model.modules() if not (keep_batchnorm and is_affine_batch_norm(m))]
         casts = _casts_of_lists([t for m in modules for t in _own_tensors(m)], dtype)
         for module in modules:
             cast_own_parameters(module, dtype, before, casts)

@@ -104,6 +104,10 @@ NAMES: dict[str, str] = {
     "torch.distributed.distributed_c10d._get_default_store": "progress of ranks, without a collective",
     "torch._C._distributed_c10d.Reducer.get_backward_stats": "whether DistributedDataParallel has averaged a backward",
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": "whether it has a communication hook",
+    "torch.distributed.fsdp.FSDPModule()._get_fsdp_state": "the policy of a unit, and whether it has reduced gradients",
+    "torch.distributed.fsdp.FSDPState()._mp_policy": "likewise",
+    "torch.distributed.fsdp.FSDPState()._fsdp_param_group": "likewise; since torch 2.12 there may be several",
+    "torch.distributed.fsdp.FSDPParamGroup()._partial_reduce_output": "what HSDP has reduced over the shards alone",
     "torch._utils._flatten_dense_tensors": "Apex's parallel module exports them as flatten and unflatten",
     "torch._utils._unflatten_dense_tensors": "Apex's parallel module exports them as flatten and unflatten",
 }

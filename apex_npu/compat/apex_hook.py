@@ -16,7 +16,16 @@ from apex_npu.compat.table import APEX
 __all__ = ["SERVED", "is_served", "serve"]
 
 # Upstream's own: packages that hold more than ours, and the module by which kernels are detected (amp_C).
-_UPSTREAMS = {"apex", "apex.contrib", "apex.multi_tensor_apply", "apex.optimizers", "change_data_ptr"}
+_UPSTREAMS = {
+    *(
+        "apex",
+        "apex.contrib",
+        "apex.contrib.optimizers",
+        "apex.multi_tensor_apply",
+        "apex.optimizers",
+        "change_data_ptr",
+    )
+}
 SERVED = {
     old: ours for old, ours in APEX.items() if old not in _UPSTREAMS and not old.startswith("apex.multi_tensor_apply.")
 }

@@ -1,17 +1,21 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Processes that train together: averages of their gradients, and what they agree on.
+"""Processes that train together: averages of gradients, what they agree on, norms over parts of tensors.
 
 Above ``fusion``, whose flat buffers travel, and below ``amp`` and ``optimizers``. Start at ``grad_reducer.py``.
 """
 
 from apex_npu.distributed.grad_reducer import GradReducer, ReduceOptions
 from apex_npu.distributed.group_reference import GroupReference
+from apex_npu.distributed.part_sums import PartSums, clip_grad_norm_, total_grad_norm
 from apex_npu.distributed.rank_progress import RankProgress
 
 __all__ = [
     "GradReducer",
     "GroupReference",
+    "PartSums",
     "RankProgress",
     "ReduceOptions",
+    "clip_grad_norm_",
+    "total_grad_norm",
 ]

@@ -38,18 +38,22 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite, and ``error_if_nonfinite``; nothing has been scaled.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
-    grads = _operands(flats, unfused, norm_type, InPlace.WRITE)
-    total = _total_norm(grads, norm_type)
-    coefficient = clip_coefficient(total, max_norm, norm_type, error_if_nonfinite)
+    grads = grad_operands(flats, unfused, norm_type, InPlace.WRITE)
+    total = norm_of(grads, norm_type)
+    multiply_grads_(flats, grads, total, clip_coefficient(total, max_norm, norm_type, error_if_nonfinite))
+    return total
+
+
+def multiply_grads_(flats: Sequence[FlatGrads], grads: Sequence[Tensor], total: Tensor, coefficient: Tensor) -> None:
+    """Multiply ``grads``, those of ``flats`` among them, whose norm is ``total``, by ``coefficient``."""
     if total.device.type == "cpu" and coefficient == 1.0:
-        return total  # what multiplying would give, too
+        return  # what multiplying would give, too
     for grad in grads:
         multiply_(grad, coefficient.to(grad.device))
     # 0 times a coefficient that is nan is nan, and would be found in later gradients. On a CPU asking is for free.
     if total.device.type != "cpu" or coefficient.isnan():
         for flat in flats:
             flat.clear_padding()
-    return total
 
 
 @torch.no_grad()
@@ -65,7 +69,7 @@ def total_grad_norm(
         found_inf: With the 2-norm: see ``ops.norm``.
     """
     norm_type = float(norm_type)
-    return _total_norm(_operands(flats, unfused, norm_type, InPlace.READ), norm_type, found_inf)
+    return norm_of(grad_operands(flats, unfused, norm_type, InPlace.READ), norm_type, found_inf)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -82,7 +86,7 @@ def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_n
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _operands(
+def grad_operands(
     flats: Sequence[FlatGrads], unfused: Sequence[Tensor], norm_type: float, in_place: InPlace
 ) -> list[Tensor]:
     """All gradients in few pieces."""
@@ -97,7 +101,8 @@ def _operands(
     return found + [p.grad.detach() for p in unfused if p.grad is not None]
 
 
-def _total_norm(grads: Sequence[Tensor], norm_type: float, found_inf: Tensor | None = None) -> Tensor:
+def norm_of(grads: Sequence[Tensor], norm_type: float, found_inf: Tensor | None = None) -> Tensor:
+    """The norm of ``grads`` together; see ``total_grad_norm``."""
     if not grads:
         return torch.tensor(0.0)
     norm_type = float(norm_type)

@@ -9,12 +9,16 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run, row_count
-from apex_npu.ops import Call, adamp_
-from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.ops import Call, adamp_, segment_add_, segment_dot
+from apex_npu.ops.reference import bias_correction_of
+from apex_npu.ops.reference_segments import update_moments_
+from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_non_negative
+from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
+from apex_npu.shards import Along
 
 
-class NpuFusedAdamP(FusedOptimizer):
+class NpuFusedAdamP(NormOptimizer):
     """AdamP on flat buffers, with the rule of its authors' code.
 
     ::
@@ -110,7 +114,7 @@ class NpuFusedAdamP(FusedOptimizer):
             run.model_param(),
             run.scratch("direction"),
             *segments,
-            *run.remember("AdamP", delta, lambda: _owner_and_limits(run, delta)),
+            *run.remember("AdamP", delta, lambda: self._owner_and_limits(run, delta)),
             lr=self.learning_rate(run, group),
             beta1=beta1,
             beta2=beta2,
@@ -124,17 +128,69 @@ class NpuFusedAdamP(FusedOptimizer):
             found_inf=run.found_inf,
         )
 
+    def parts(self, run: Run, group: ParamGroup) -> Parts:
+        """See ``NormOptimizer``, and ``adamp_``."""
+        beta1, beta2 = group["betas"]
+        segments, delta, step = run.segments(rows=True), group["delta"], run.step
+        param, grad, direction = run.wide_param(), run.wide_grad(), run.scratch("direction")
+        update_moments_(
+            direction,
+            param,
+            grad,
+            run.state("exp_avg"),
+            run.state("exp_avg_sq"),
+            beta1=beta1,
+            beta2=beta2,
+            beta3=1 - beta1,
+            eps=group["eps"],
+            step=step,
+            correct_first=False,
+            correct_second=True,
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            grad_scale=None,
+        )
+        owner, row_limit, whole_limit = run.remember("AdamP", delta, lambda: self._owner_and_limits(run, delta))
+        owner = owner[:-1]  # without padding
+        pairs = [(param, grad), (grad, grad), (param, param), (param, direction)]
+        rows = yield Addend(torch.stack([segment_dot(a, b, *segments) for a, b in pairs]), Along.COLUMNS)
+        cosine, row_multiple = _cosine_and_multiple(rows, group["eps"])
+        above = (cosine < row_limit[owner]).logical_not_().to(rows.dtype)
+        wholes = rows.new_zeros(5, row_limit.numel()).index_add_(1, owner, torch.cat([rows, above.unsqueeze(0)]))
+        found = yield Addend(wholes[:, 1:], Along.ROWS)
+        by_row = found[4] == 0
+        cosine, whole_multiple = _cosine_and_multiple(found[:4], group["eps"])
+        by_whole = cosine < whole_limit[1:]
+        owner = owner - 1
+        of_whole = torch.where(by_whole, whole_multiple, 0.0)
+        multiple = torch.where(by_row[owner], row_multiple, of_whole[owner])
+        lr = self.learning_rate(run, group)
+        segment_add_(direction, param, -multiple, *segments)
+        if group["weight_decay"]:
+            ratio = torch.ones_like(whole_multiple).masked_fill_(by_row | by_whole, group["wd_ratio"])[owner]
+            segment_add_(param, param, ratio * (-lr * group["weight_decay"]), *segments)
+        param.sub_(direction * (lr / bias_correction_of(beta1, step)))
+        run.write_back(param)
+        if (model_param := run.model_param()) is not None:
+            model_param.copy_(param)
 
-def _owner_and_limits(run: Run, delta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The tables of ``adamp_``: each row's parameter, and the cosines below which rows and wholes are projected."""
-    counts = [row_count(p) for p in run.params]
-    owner = torch.repeat_interleave(torch.arange(1, len(counts) + 1), torch.tensor(counts))
-    lengths = [(max(1, p.numel() // n), max(1, p.numel())) for p, n in zip(run.params, counts, strict=True)]
-    limits = [(0.0, 0.0)] + [
-        (delta / row**0.5, delta / whole**0.5) if p.dim() > 1 else (0.0, 0.0)
-        for p, (row, whole) in zip(run.params, lengths, strict=True)
-    ]
-    dtype, device = run.state("exp_avg").dtype, run.param.device
-    row_limit, whole_limit = torch.tensor(limits, dtype=dtype).unbind(1)
-    owner = torch.cat([owner, owner.new_zeros(1)])
-    return owner.to(device), row_limit.contiguous().to(device), whole_limit.contiguous().to(device)
+    def _owner_and_limits(self, run: Run, delta: float) -> tuple[Tensor, Tensor, Tensor]:
+        """The tables of ``adamp_``: each row's parameter, and the cosines below which rows and wholes are projected."""
+        counts = [row_count(p) for p in run.params]
+        owner = torch.repeat_interleave(torch.arange(1, len(counts) + 1), torch.tensor(counts))
+        wholes = list(map(self._fused.full_param_of, run.params))  # of a part the limits are those of the whole
+        lengths = [(max(1, p.numel() // row_count(p)), max(1, p.numel())) for p in wholes]
+        limits = [(0.0, 0.0)] + [
+            (delta / row**0.5, delta / whole**0.5) if p.dim() > 1 else (0.0, 0.0)
+            for p, (row, whole) in zip(wholes, lengths, strict=True)
+        ]
+        dtype, device = run.state("exp_avg").dtype, run.param.device
+        row_limit, whole_limit = torch.tensor(limits, dtype=dtype).unbind(1)
+        owner = torch.cat([owner, owner.new_zeros(1)])
+        return owner.to(device), row_limit.contiguous().to(device), whole_limit.contiguous().to(device)
+
+
+def _cosine_and_multiple(sums: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """|cos(g, p)|, and how many p there are in u, from the sums of p · g, g², p² and p · u."""
+    norms = sums[1:3].sqrt().add_(eps)
+    return sums[0].abs().div(norms[0] * norms[1]), sums[3].div(norms[1].square())

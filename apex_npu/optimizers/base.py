@@ -43,7 +43,6 @@ from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
 from apex_npu.optimizers.shown_state import ShownState, StateSlot, decoded
 from apex_npu.optimizers.state_dicts import check_state_dict, copy_loaded
 from apex_npu.optimizers.state_formats import StateDtype, StateFormats, with_remainders, without_remainders
-from apex_npu.shards import is_sharded
 
 logger = logging.getLogger("apex_npu")
 
@@ -104,6 +103,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     scalar_states: ClassVar[tuple[str, ...]] = ()
     # True where no element's update depends on other elements, so that a part of a parameter can be stepped by itself.
     elementwise: ClassVar[bool] = False
+    # True where the rule adds up over processes what it takes of whole parameters; ``NormOptimizer`` sets it.
+    adds_up_parts: ClassVar[bool] = False
     # True where ``update`` takes whatever may be a tensor: ``learning_rate``, ``run.step`` and ``run.found_inf``.
     supports_capture: ClassVar[bool] = False
     # Keys that the groups of torch's optimizer have beside the rule's numbers, for state dicts: nothing reads them.
@@ -114,8 +115,6 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     encodable_states: ClassVar[tuple[str, ...]] = ()
     # None: all are float32, or of their parameters' dtype.
     _formats: StateFormats | None = None
-    # A GradScaler is left to unscale by itself where a parameter is sharded.
-    _may_leave_scaling: bool = False
     # True: print when parameters had to be fused again, and why; "error": raise instead.
     check_combined_tensors: bool | Literal["error"] = False
 
@@ -129,7 +128,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        fuse_grad_scaler: bool | None = False,  # None: where it is capturable, and no parameter is sharded
+        fuse_grad_scaler: bool | None = False,  # None: where it is capturable
         capturable: bool = False,
         set_grad_none: bool = True,
         state_dtype: StateDtype = None,
@@ -145,7 +144,6 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         # The first is the name by which torch.amp.GradScaler asks.
         fuses = capturable if fuse_grad_scaler is None else fuse_grad_scaler
         self._step_supports_amp_scaling = fuses and not self.reads_param_grads
-        self._may_leave_scaling = fuse_grad_scaler is None
         with naming(type(self).__name__):
             formats = StateFormats.of(
                 () if self.reads_param_grads else self.encodable_states,
@@ -409,15 +407,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                 self.validate({**self.group_defaults(param_group), **param_group})
         super().add_param_group(param_group)
         self.add_torch_options(self.param_groups[-1])
-        if self._may_leave_scaling and any(map(is_sharded, self.param_groups[-1]["params"])):
-            self._step_supports_amp_scaling = False
         try:
             with naming(type(self).__name__):
-                check_params(
-                    self.param_groups[-1]["params"],
-                    shards=self.elementwise,
-                    scaled=self._step_supports_amp_scaling,
-                )
+                check_params(self.param_groups[-1]["params"], shards=self.elementwise or self.adds_up_parts)
                 if self._formats is not None:
                     self._formats.check(self.param_groups[-1]["params"])
         except (TypeError, ValueError):
@@ -426,19 +418,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     @disable_dynamo
     def flat_grads(self) -> list[FlatGrads]:
-        """The gradient buffers of all parameters but those with gaps, in order; fuses them if they are not.
-
-        Raises:
-            RuntimeError: Parameters are sharded over processes: their gradients are whole nowhere.
-        """
+        """The gradient buffers of all parameters but those with gaps or sharded ones, in order; fuses what is not."""
         with torch.no_grad():
             self._fuse(for_step=False)
-        if any(map(is_sharded, self._fused.full_params.values())):
-            raise RuntimeError(
-                f"{type(self).__name__} has parameters that are sharded over processes (DTensor), of whose gradients "
-                "each buffer holds a part. Clip them with torch.nn.utils.clip_grad_norm_, which takes the norm over "
-                "all processes"
-            )
         return self._flat_grads
 
     def fused_groups(self) -> list[FusedGroup]:
@@ -617,8 +599,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def _end_fusing(self, *, with_state: bool = True) -> None:
         if self._formats is not None:
             self._formats.apply(self._fused.groups, self.param_groups)
-        groups, copies = self._fused.groups, {id(part) for part in self._fused.copies()}
-        self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in copies]
+        groups, parts = self._fused.groups, self._fused.full_params
+        self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in parts]
         self._all_in_slots = all(fused.in_slots for fused in groups)
         if with_state:
             self._shown.adopt(self, self._slots())

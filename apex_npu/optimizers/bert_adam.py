@@ -9,14 +9,15 @@ from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
 from apex_npu.ops import Call, adam_, segment_add_, segment_dot
-from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import as_number, check_half_open_interval, check_non_negative
 from apex_npu.optimizers.schedules import SCHEDULES, warmup_constant, warmup_cosine, warmup_linear, warmup_poly
+from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
 
 __all__ = ["SCHEDULES", "NpuFusedBertAdam", "warmup_constant", "warmup_cosine", "warmup_linear", "warmup_poly"]
 
 
-class NpuFusedBertAdam(FusedOptimizer):
+class NpuFusedBertAdam(NormOptimizer):
     """BertAdam on flat buffers.
 
     ::
@@ -121,10 +122,25 @@ class NpuFusedBertAdam(FusedOptimizer):
 
     def call(self, run: Run, group: ParamGroup) -> Call:
         """The rule."""
-        clips = group["max_grad_norm"] > 0
+        if group["max_grad_norm"] <= 0:
+            return self._call(run, group, run.scaled_grad, run.grad_scale)
+        grad, segments = run.wide_grad(), run.segments()
+        return self._call(run, group, _clipped(run, group["max_grad_norm"], segment_dot(grad, grad, *segments)), None)
+
+    def parts(self, run: Run, group: ParamGroup) -> Parts:
+        """See ``NormOptimizer``."""
+        grad, grad_scale = run.scaled_grad, run.grad_scale
+        if group["max_grad_norm"] > 0:
+            wide = run.wide_grad()
+            squares = yield Addend(segment_dot(wide, wide, *run.segments()).unsqueeze(0))
+            grad, grad_scale = _clipped(run, group["max_grad_norm"], squares[0]), None
+        op, operands, options = self._call(run, group, grad, grad_scale)
+        op(*operands, **options)
+
+    def _call(self, run: Run, group: ParamGroup, grad: Tensor, grad_scale: Tensor | None) -> Call:
         return adam_.bind(
             run.param,
-            _clipped(run, group["max_grad_norm"]) if clips else run.scaled_grad,
+            grad,
             run.state("exp_avg"),
             run.state("exp_avg_sq"),
             None,
@@ -138,16 +154,14 @@ class NpuFusedBertAdam(FusedOptimizer):
             maximize=group["maximize"],
             step=run.step,
             bias_correction=False,
-            grad_scale=None if clips else run.grad_scale,
+            grad_scale=grad_scale,
         )
 
 
-def _clipped(run: Run, max_norm: float) -> Tensor:
-    """The gradients of ``run``, each scaled down to a norm of ``max_norm`` where it has a larger one."""
-    grad, segments = run.wide_grad(), run.segments()
-    norm = segment_dot(grad, grad, *segments).sqrt_()
-    clipped = run.scratch("clipped").zero_()
-    segment_add_(clipped, grad, (max_norm / (norm + 1e-6)).clamp_max_(1.0), *segments)
+def _clipped(run: Run, max_norm: float, squares: Tensor) -> Tensor:
+    """The gradients of ``run``, each scaled down to a norm of ``max_norm`` where that of ``squares`` is larger."""
+    clipped, norm = run.scratch("clipped").zero_(), squares.sqrt()
+    segment_add_(clipped, run.wide_grad(), (max_norm / (norm + 1e-6)).clamp_max_(1.0), *run.segments())
     return clipped
 
 

@@ -124,13 +124,12 @@ def check_adam(group: dict[str, Any]) -> None:
     check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
 
 
-def check_params(params: Sequence[Tensor], *, shards: bool = True, scaled: bool = False) -> None:
+def check_params(params: Sequence[Tensor], *, shards: bool = True) -> None:
     """Require trainable parameters of a dtype that can be fused, each once.
 
     Args:
         params: Of one group.
-        shards: The rule can step a part of a parameter by itself.
-        scaled: A GradScaler hands over its scale.
+        shards: The rule can step a part of a parameter.
 
     Raises:
         TypeError: One has another dtype, is a subclass that has no memory of its own, or a DTensor that cannot be
@@ -139,7 +138,7 @@ def check_params(params: Sequence[Tensor], *, shards: bool = True, scaled: bool 
     """
     for i, p in enumerate(params):
         if is_sharded(p):
-            _check_shard(f"parameter {i} of shape {tuple(p.shape)}", p, shards=shards, scaled=scaled)
+            _check_shard(f"parameter {i} of shape {tuple(p.shape)}", p, shards=shards)
         elif wraps_tensors(p):
             raise TypeError(
                 f"parameter {i} of shape {tuple(p.shape)} is a {type(p.data).__name__}, which wraps tensors and has no "
@@ -177,17 +176,12 @@ def check_dtype(which: str, tensor: Tensor) -> None:
     )
 
 
-def _check_shard(which: str, param: Tensor, *, shards: bool, scaled: bool) -> None:
+def _check_shard(which: str, param: Tensor, *, shards: bool) -> None:
     if not shards:
         raise TypeError(
             f"{which} is a DTensor, as fully_shard and distribute_tensor make them, of which this process has a part: "
-            "this optimizer's rule needs whole parameters. Use one that steps element by element (Adam, AdamW, SGD, "
-            "RMSprop, Adadelta, Adagrad), or replicate the model, with combine_ddp=True or DistributedDataParallel"
-        )
-    if scaled:
-        raise TypeError(
-            f"{which} is a DTensor, and fuse_grad_scaler=True lets each process look for overflow in its own part "
-            "alone; leave it out, so that GradScaler unscales before the step, for all processes together"
+            "this optimizer's rule needs whole parameters. Use another of this package (all but Muon step parts), or "
+            "replicate the model, with combine_ddp=True or DistributedDataParallel"
         )
     if is_partial(param):
         raise TypeError(

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends._torch_private import disable_dynamo
+from apex_npu.distributed import clip_grad_norm_
 from apex_npu.fusion import (
     FusedGroup,
     HasFusedGroups,
     by_kind,
-    clip_grad_norm_,
     combined,
     fuse_combined,
     not_combinable,
@@ -39,7 +39,8 @@ class CombinedAccessors(HasFusedGroups):
         """Clip the gradients of all parameters to a common norm, in one pass over each buffer.
 
         The same values as ``torch.nn.utils.clip_grad_norm_``, without a host sync. Before the first backward there is
-        nothing to clip, and the norm is 0.
+        nothing to clip, and the norm is 0. Of parameters that are sharded over processes (DTensor) it is the norm of
+        the whole gradients, the same on all processes, which all have to call this.
 
         Args:
             max_norm: Largest norm.
@@ -50,11 +51,7 @@ class CombinedAccessors(HasFusedGroups):
             The norm before clipping, 0-dim.
         """
         flats = self.flat_grads()
-        return clip_grad_norm_(flats, self._with_gaps(), max_norm, norm_type, error_if_nonfinite)
-
-    def _with_gaps(self) -> list[Tensor]:
-        """The parameters whose gradients are in no buffer."""
-        return list(map(self._fused.full_param_of, self._fused.copies())) if self._fused.full_params else []
+        return clip_grad_norm_(flats, list(self._fused.full_params.values()), max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``clip_optimizer_grad_norm_fused`` by the name that ``torch_npu.optim`` has for it."""
@@ -68,7 +65,13 @@ class CombinedAccessors(HasFusedGroups):
             RuntimeError: See ``get_optimizer_combined_params``; nothing has moved.
         """
         self.flat_grads()
-        for p in self._with_gaps():
+        if self._fused.is_any_sharded():
+            raise RuntimeError(
+                f"{type(self).__name__} has parameters that are sharded over processes (DTensor), of which each buffer "
+                "would hold a part. Work on the parameters and gradients themselves, as DTensors, or on their "
+                "to_local(); clip_optimizer_grad_norm_fused takes the norm over all processes"
+            )
+        for p in self._fused.full_params.values():
             raise not_combinable(p)
         leading = {id(p) for p in self.leading_params()}
         found = combined(self._fused.groups, leading)

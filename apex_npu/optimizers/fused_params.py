@@ -69,6 +69,10 @@ class FusedParams:
         """The dense copies that stand for parameters with gaps."""
         return [p for p in self._params if id(p) in self.full_params and not is_sharded(self.full_params[id(p)])]
 
+    def is_any_sharded(self) -> bool:
+        """True where one of the parameters is a DTensor."""
+        return any(map(is_sharded, self.full_params.values()))
+
     def bring_gradients(self) -> None:
         """Give the parts that stand for parameters the gradients that these have, and copies the values.
 
@@ -122,7 +126,9 @@ class FusedParams:
         parts = self._parts_of(params)
         full_params = {id(part): p for part, p in zip(parts, params, strict=True) if part is not p}
         place_of = _places_in(lists, parts)
-        kind_of = {part: state_names[index] for part, (index, _) in place_of.items()}
+        # Parts of sharded parameters are apart from plain ones, whose gradients amp has in buffers.
+        shards = {part for part, full in full_params.items() if is_sharded(full)}
+        kind_of = {part: (*state_names[index], part in shards) for part, (index, _) in place_of.items()}
         groups = self._still_fit(moved, kind_of)
         unfused = _without_members(parts, groups)
         if any(full_params.get(id(p), p).requires_grad and not can_be_stepped(p) for p in unfused):
@@ -130,7 +136,7 @@ class FusedParams:
         ready = _ready(unfused, full_params)
 
         def is_copy(part: Tensor) -> bool:
-            return id(part) in full_params and not is_sharded(full_params[id(part)])
+            return id(part) in full_params and id(part) not in shards
 
         # What replaces a parameter may do so in every step (partial FC): the others keep a group without it.
         self._moving = {id(p) for p in ready}
@@ -236,7 +242,7 @@ class FusedParams:
         held = {id(p) for p in copied}
         return [found[id(p)] if id(p) in held else local_part(p) for p in params]
 
-    def _still_fit(self, moved: list[list[int]], kind_of: dict[int, tuple[str, ...]]) -> list[FusedGroup]:
+    def _still_fit(self, moved: list[list[int]], kind_of: dict[int, tuple[object, ...]]) -> list[FusedGroup]:
         """The groups whose parameters are all listed, of one kind unless they are combined, and have not ``moved``.
 
         A parameter that another fusion has taken gets a group in place: taking it back would only start a tug-of-war.

@@ -13,15 +13,17 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu.backends import number_on
 from apex_npu.fusion import Run
-from apex_npu.ops import Call, lamb_, norm, wide_dtype
-from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.ops import Call, lamb_, segment_add_, segment_dot, wide_dtype
+from apex_npu.ops.reference_segments import trust_ratio, update_moments_
+from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, naming
+from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
 
 # Norms of parameters count up to this: You et al. clip them, and the common implementations have settled on 10.
 MAX_WEIGHT_NORM = 10.0
 
 
-class NpuFusedLamb(FusedOptimizer):
+class NpuFusedLamb(NormOptimizer):
     """LAMB on flat buffers, without bias correction.
 
     ::
@@ -101,31 +103,30 @@ class NpuFusedLamb(FusedOptimizer):
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
         """Take the norm of all gradients, if a group needs it."""
         wanted = any(group["use_global_grad_norm"] for _, group in runs)
-        self._grad_scales = times(runs, global_grad_norm(runs).clamp_min(1.0)) if wanted else {}
+        self._grad_scales = times(runs, self.grad_norm(runs).clamp_min(1.0)) if wanted else {}
 
     def call(self, run: Run, group: ParamGroup) -> Call:
         """The rule."""
+        return lamb_call(run, **self._options(run, group))
+
+    def parts(self, run: Run, group: ParamGroup) -> Parts:
+        """See ``NormOptimizer``."""
+        return lamb_parts(run, **self._options(run, group))
+
+    def _options(self, run: Run, group: ParamGroup) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
-        return lamb_.bind(
-            run.param,
-            run.scaled_grad,
-            run.state("exp_avg"),
-            run.state("exp_avg_sq"),
-            run.model_param(),
-            run.scratch("direction"),
-            *run.segments(),
-            lr=self.learning_rate(run, group),
-            beta1=beta1,
-            beta2=beta2,
-            beta3=1 - beta1,
-            eps=group["eps"],
-            decay=group["weight_decay"],
-            adapt=not group["adam"],
-            max_weight_norm=MAX_WEIGHT_NORM,
-            maximize=group["maximize"],
-            grad_scale=self._grad_scales[run.param.device] if group["use_global_grad_norm"] else run.grad_scale,
-            found_inf=run.found_inf,
-        )
+        return {
+            "lr": self.learning_rate(run, group),
+            "beta1": beta1,
+            "beta2": beta2,
+            "beta3": 1 - beta1,
+            "eps": group["eps"],
+            "decay": group["weight_decay"],
+            "adapt": not group["adam"],
+            "max_weight_norm": MAX_WEIGHT_NORM,
+            "maximize": group["maximize"],
+            "grad_scale": self._grad_scales[run.param.device] if group["use_global_grad_norm"] else run.grad_scale,
+        }
 
 
 def check_lamb(group: ParamGroup) -> None:
@@ -134,14 +135,56 @@ def check_lamb(group: ParamGroup) -> None:
     check_bool("adam", group["adam"])
 
 
-def global_grad_norm(runs: list[tuple[Run, ParamGroup]]) -> Tensor:
-    """The 2-norm of the gradients of all runs together: 0-dim, float32 or wider, without a host sync on one device."""
-    norms = []
-    for run, _ in runs:
-        found = norm(run.scaled_grad)
-        norms.append(found if run.grad_scale is None else found / run.grad_scale.squeeze())
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    return total
+def lamb_call(run: Run, **options: Any) -> Call:
+    """The call of ``lamb_``, which has the ``options``, where this process has whole parameters."""
+    return lamb_.bind(
+        run.param,
+        run.scaled_grad,
+        run.state("exp_avg"),
+        run.state("exp_avg_sq"),
+        run.model_param(),
+        run.scratch("direction"),
+        *run.segments(),
+        found_inf=run.found_inf,
+        **options,
+    )
+
+
+def lamb_parts(
+    run: Run,
+    *,
+    lr: float | Tensor,
+    adapt: bool,
+    max_weight_norm: float,
+    step: int | Tensor = 1,
+    bias_correction: bool = False,
+    maximize: bool = False,
+    **options: Any,
+) -> Parts:
+    """One step of ``lamb_``, which has the arguments, where each process has a part of each parameter."""
+    param, direction, segments = run.wide_param(), run.scratch("direction"), run.segments()
+    update_moments_(
+        direction,
+        param,
+        run.flat_grad,
+        run.state("exp_avg"),
+        run.state("exp_avg_sq"),
+        step=step,
+        correct_first=bias_correction,
+        correct_second=bias_correction,
+        maximize=maximize,
+        **options,
+    )
+    if adapt:
+        squares = yield Addend(torch.stack([segment_dot(x, x, *segments) for x in (param, direction)]))
+        segment_add_(param, direction, trust_ratio(squares, max_weight_norm) * -lr, *segments)
+    elif isinstance(lr, Tensor):
+        param.sub_(direction * lr)
+    else:
+        param.add_(direction, alpha=-lr)
+    run.write_back(param)
+    if (model_param := run.model_param()) is not None:
+        model_param.copy_(param)
 
 
 def times(runs: list[tuple[Run, ParamGroup]], divisor: Tensor) -> dict[torch.device, Tensor]:

@@ -13,11 +13,12 @@ from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
 from apex_npu.ops import segment_add_, segment_dot
-from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad
+from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts, alone
 
 
-class FusedNovoGrad(FusedOptimizer):
+class FusedNovoGrad(NormOptimizer):
     """NovoGrad on flat buffers, with NVIDIA Apex's arguments and rule: one second moment for each parameter.
 
     ::
@@ -117,6 +118,10 @@ class FusedNovoGrad(FusedOptimizer):
 
     def update(self, run: Run, group: ParamGroup) -> None:
         """Apply the rule."""
+        alone(self.parts(run, group))
+
+    def parts(self, run: Run, group: ParamGroup) -> Parts:
+        """See ``NormOptimizer``."""
         beta1, beta2 = group["betas"]
         corrected = group["bias_correction"]
         bias_correction1 = 1 - beta1**run.step if corrected else 1.0
@@ -124,7 +129,10 @@ class FusedNovoGrad(FusedOptimizer):
         beta3 = 1 - beta1 if group["grad_averaging"] else 1.0
         param, grad, exp_avg, segments = run.wide_param(), run.wide_grad(), run.state("exp_avg"), run.segments()
         lr, weight_decay = float(group["lr"]), group["weight_decay"]
-        norm = _update_norm(run, group, grad, beta2)
+        euclidean = group["norm_type"] == 2
+        found = segment_dot(grad, grad, *segments) if euclidean else _largest(run, grad)
+        found = (yield Addend(found.unsqueeze(0), largest=not euclidean))[0]
+        norm = _update_norm(run, group, found.sqrt_() if euclidean else found, beta2)
         inverse = (norm / bias_correction2**0.5 + group["eps"]).reciprocal_()  # 1 / d
         exp_avg.mul_(beta1)
         if group["reg_inside_moment"]:
@@ -165,14 +173,12 @@ def _with_norms_in_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _update_norm(run: Run, group: ParamGroup, grad: Tensor, beta2: float) -> Tensor:
-    """Blend the norms of this step's gradients into v, in place, and return it."""
+def _update_norm(run: Run, group: ParamGroup, norm: Tensor, beta2: float) -> Tensor:
+    """Blend ``norm``, those of this step's gradients, into v, in place, and return it."""
     exp_avg_sq = run.per_param("exp_avg_sq")
-    euclidean = group["norm_type"] == 2
-    norm = segment_dot(grad, grad, *run.segments()).sqrt_() if euclidean else _largest(run, grad)
     if run.step == 1 and not group["init_zero"]:
         exp_avg_sq.copy_(norm)
-    elif euclidean:
+    elif group["norm_type"] == 2:
         exp_avg_sq.square_().mul_(beta2).add_(norm.square(), alpha=1 - beta2).sqrt_()
     else:
         exp_avg_sq.mul_(beta2).add_(norm, alpha=1 - beta2)

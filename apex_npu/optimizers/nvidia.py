@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
-from apex_npu.ops import LOW_PRECISION, Call, adam_, chunks, lamb_
+from apex_npu.ops import LOW_PRECISION, Call, adam_, chunks
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad, check_non_negative
-from apex_npu.optimizers.lamb import global_grad_norm, times
+from apex_npu.optimizers.lamb import lamb_call, lamb_parts, times
 from apex_npu.optimizers.sgd import NpuFusedSGD
 from apex_npu.optimizers.state_formats import StateDtype
+from apex_npu.optimizers.whole_norms import NormOptimizer, Parts
 
 
 class FusedAdam(FusedOptimizer):
@@ -293,7 +294,7 @@ class FusedSGD(NpuFusedSGD):
         check_bool("wd_after_momentum", group["wd_after_momentum"])
 
 
-class FusedLAMB(FusedOptimizer):
+class FusedLAMB(NormOptimizer):
     """LAMB on flat buffers, with NVIDIA Apex's arguments and rule.
 
     ::
@@ -390,31 +391,30 @@ class FusedLAMB(FusedOptimizer):
         """Take the norm of all gradients."""
         max_norm = self.defaults["max_grad_norm"]
         divides = bool(runs) and max_norm > 0
-        self._grad_scales = times(runs, (global_grad_norm(runs) / max_norm).clamp_min_(1.0)) if divides else {}
+        self._grad_scales = times(runs, (self.grad_norm(runs) / max_norm).clamp_min_(1.0)) if divides else {}
 
     def call(self, run: Run, group: ParamGroup) -> Call:
         """The rule."""
+        return lamb_call(run, **self._options(run, group))
+
+    def parts(self, run: Run, group: ParamGroup) -> Parts:
+        """See ``NormOptimizer``."""
+        return lamb_parts(run, **self._options(run, group))
+
+    def _options(self, run: Run, group: ParamGroup) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
         decay, decoupled = group["weight_decay"], group["adam_w_mode"]
-        return lamb_.bind(
-            run.param,
-            run.scaled_grad,
-            run.state("exp_avg"),
-            run.state("exp_avg_sq"),
-            run.model_param(),
-            run.scratch("direction"),
-            *run.segments(),
-            lr=self.learning_rate(run, group),
-            beta1=beta1,
-            beta2=beta2,
-            beta3=1 - beta1 if group["grad_averaging"] else 1.0,
-            eps=group["eps"],
-            step=run.step,
-            bias_correction=bool(group["bias_correction"]),
-            l2=0.0 if decoupled else decay,
-            decay=decay if decoupled else 0.0,
-            adapt=bool(decay or group["use_nvlamb"]),
-            max_weight_norm=math.inf,
-            grad_scale=self._grad_scales.get(run.param.device, run.grad_scale),
-            found_inf=run.found_inf,
-        )
+        return {
+            "lr": self.learning_rate(run, group),
+            "beta1": beta1,
+            "beta2": beta2,
+            "beta3": 1 - beta1 if group["grad_averaging"] else 1.0,
+            "eps": group["eps"],
+            "step": run.step,
+            "bias_correction": bool(group["bias_correction"]),
+            "l2": 0.0 if decoupled else decay,
+            "decay": decay if decoupled else 0.0,
+            "adapt": bool(decay or group["use_nvlamb"]),
+            "max_weight_norm": math.inf,
+            "grad_scale": self._grad_scales.get(run.param.device, run.grad_scale),
+        }

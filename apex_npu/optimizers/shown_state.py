@@ -177,7 +177,8 @@ def _show(rule: Rule, slot: StateSlot) -> None:
     views: dict[str, Any] = {}
     for name in _names(rule, slot):
         view: Any = _view(rule, slot, name)
-        views[name] = view if isinstance(view, EncodedView) else sharded_like(view, slot.param)
+        plain = isinstance(view, EncodedView) or name in rule.scalar_states
+        views[name] = view if plain else sharded_like(view, slot.param)
     shows_step = rule.shows_step(slot.group)
     if not views and not shows_step:
         return

@@ -73,9 +73,35 @@ def test_distributed_data_parallel_and_distributed_checkpoints_work():
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_sharded_parameters_are_stepped_part_by_part(count):
-    even = ["parts_are_fused", "refusals", "amp_with_torchs_optimizers"] if count == 2 else []
+    even = ["parts_are_fused", "refusals"] if count == 2 else []
     checks = ["same_as_torch", "same_as_whole", "checkpoints", "plain_state_dicts", "what_users_do"]
     run("sharded", *checks, *even, processes=count)
+
+
+# One start for each number of processes.
+FSDP = {
+    2: (
+        "same_as_one_process",
+        "same_as_plain_torch",
+        "norms_of_parts",
+        "grad_scalers",
+        "accumulation",
+        "overflow_that_is_held_back",
+        "an_exception_on_one_process",
+        "batch_norms",
+        "torchs_optimizers",
+        "nvidias_distributed_optimizers",
+        "checkpoints",
+        "bad_input",
+    ),
+    4: ("norms_of_parts", "accumulation", "meshes_of_different_processes", "checkpoints_of_fewer"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", FSDP)
+def test_levels_and_norms_on_sharded_models(count):
+    run("fsdp", *FSDP[count], processes=count)
 
 
 @pytest.mark.skipif(DEVICE.type != "npu", reason="only npus saturate")

@@ -1,0 +1,236 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Models that ``fully_shard`` has cut: which policy a level has there, and what ``initialize`` refuses of them.
+
+``fully_shard`` casts by itself: it gathers float32 parts in the dtype that it computes in. What is left to amp is the
+loss scale, one decision about overflow for all processes, and at O0, O1 and O4 what it does to any model. The float32
+parts are the masters, so that nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from apex_npu.amp.block import Block, BlockPart, DelayingBlock
+from apex_npu.amp.policy import Policy, resolve
+from apex_npu.amp.session import Session
+from apex_npu.autocast.forward_cast import is_affine_batch_norm
+from apex_npu.distributed.fully_sharded import HeldGradients, Unit, unit_around, units_of
+from apex_npu.ops import LOW_PRECISION
+from apex_npu.shards import groups_over, is_sharded, meshes_of
+
+
+def fsdp_policy(opt_level: str, reduce_dtype: torch.dtype | None = None) -> Any:
+    """The ``mp_policy`` of ``torch.distributed.fsdp.fully_shard`` with which a model is trained at ``opt_level``.
+
+    At O2 and O5 parameters are gathered, and inputs cast, to float16 or bfloat16; at O0, O1 and O4 ``fully_shard``
+    casts nothing. Pass it for each unit, and then the model to ``amp.initialize``, which casts the model's outputs to
+    float32. Any policy with these dtypes is as good.
+
+    Args:
+        opt_level: "O0", "O1", "O2", "O4" or "O5".
+        reduce_dtype: What gradients are reduced in; None: in the dtype that is computed in.
+
+    Raises:
+        RuntimeError: There is no such level; or it is O3, which has no float32 parameters that could be sharded.
+        TypeError: ``reduce_dtype`` is no floating-point dtype.
+
+    Example::
+
+        >>> from torch.distributed.fsdp import fully_shard  # with a process group
+        >>> for layer in model.children():
+        ...     fully_shard(layer, mp_policy=amp.fsdp_policy("O5"))
+        >>> fully_shard(model, mp_policy=amp.fsdp_policy("O5"))
+        >>> optimizer = optimizers.NpuFusedAdamW(model.parameters(), lr=1e-3)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O5")
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    level = resolve(opt_level)
+    if not _can_be_sharded(level):
+        raise RuntimeError(_no_float32(level))
+    if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
+        raise TypeError(f"reduce_dtype must be a floating-point torch.dtype or None, got {reduce_dtype!r}")
+    # Not output_dtype: a unit's outputs go into layers of the unit around it, which compute in the same dtype.
+    return MixedPrecisionPolicy(_param_dtype(level), reduce_dtype)
+
+
+def _can_be_sharded(policy: Policy) -> bool:
+    return policy.model_dtype not in LOW_PRECISION or bool(policy.master_weights)
+
+
+def _no_float32(policy: Policy) -> str:
+    return (
+        f"opt_level {policy.opt_level} keeps {policy.model_dtype} parameters without float32 ones, in which the small "
+        "updates of a step would be rounded away; with fully_shard, whose float32 parts cost nothing more, use O2 or O5"
+    )
+
+
+def _param_dtype(policy: Policy) -> torch.dtype | None:
+    """What parameters are gathered in; None: as they are."""
+    return policy.model_dtype if policy.model_dtype in LOW_PRECISION else None
+
+
+def sharded_policy(
+    policy: Policy, overflow_group: Any, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> tuple[Policy, list[Unit]]:
+    """What is left to amp of ``policy``, and the units of the models; ``policy`` itself where nothing is sharded.
+
+    Raises:
+        RuntimeError: Parameters are sharded in a way that does not fit.
+    """
+    named = [(name, p) for model in models for name, p in model.named_parameters()]
+    stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    if not any(is_sharded(p) for p in (*(p for _, p in named), *stepped)):
+        return policy, []
+    if policy.store_param_remainders:
+        raise RuntimeError(
+            "store_param_remainders=True keeps remainders in place of float32 masters, but parameters are sharded over "
+            "processes (DTensor), whose float32 parts are the masters; leave it out"
+        )
+    if not _can_be_sharded(policy):
+        raise RuntimeError(_no_float32(policy))
+    if policy.combine_grad:
+        raise RuntimeError(
+            f"combine_grad=True{' and combine_ddp=True' if policy.combine_ddp else ''} put gradients into flat memory "
+            "of one process, but parameters are sharded over processes (DTensor), and fully_shard averages their "
+            "gradients; leave these arguments out"
+        )
+    _check_float32(named, policy)
+    units = [(model, units_of(model)) for model in models]
+    for model, found in units:
+        if found:
+            _check_whole(model)
+        elif _param_dtype(policy) is not None and any(map(is_sharded, model.parameters())):
+            raise RuntimeError(
+                f"opt_level {policy.opt_level} casts the model, whose parameters are DTensors that fully_shard has not "
+                f"made: call fully_shard(model, mp_policy=amp.fsdp_policy({policy.opt_level!r})) on it, over a mesh "
+                "dimension of its own, or use O1 or O4"
+            )
+        for unit in found:
+            _check_unit(unit, policy)
+        if policy.keep_batchnorm_fp32 and _param_dtype(policy) is not None:
+            _check_batch_norms(model, found, policy)
+    _check_stepped(named, optimizers)
+    if policy.loss_scale == "dynamic" and overflow_group is None:
+        groups_over(meshes_of(stepped))
+    listed = [unit for _, found in units for unit in found]
+    if listed and _param_dtype(policy) is not None:
+        outputs = policy.cast_model_outputs or torch.float32
+        policy = replace(policy, cast_model_type=False, master_weights=False, cast_model_outputs=outputs)
+    return policy, listed
+
+
+def _check_float32(named: Sequence[tuple[str, Tensor]], policy: Policy) -> None:
+    for name, p in named:
+        if is_sharded(p) and p.dtype != torch.float32 and (p.dtype in LOW_PRECISION or policy.model_dtype):
+            raise RuntimeError(
+                f"parameter {name} is sharded in {p.dtype}: the optimizer would step, and keep, rounded values. Keep "
+                "the model in float32, and give fully_shard what it computes in: "
+                f"mp_policy=amp.fsdp_policy({policy.opt_level!r})"
+            )
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Refuse a model of which some parameters are in no unit: their gradients would be those of each process."""
+    for name, p in model.named_parameters():
+        if not is_sharded(p) and p.is_floating_point() and p.requires_grad:
+            raise RuntimeError(
+                f"parameter {name} is not sharded, but other parameters of its {type(model).__name__} are: no process "
+                "would get its gradients from others. Call fully_shard(model, mp_policy=...) on the model itself, too, "
+                "after its layers"
+            )
+
+
+def _check_unit(unit: Unit, policy: Policy) -> None:
+    given, dtype = unit.policy, _param_dtype(policy)
+    float32 = {None, torch.float32}
+    outputs: set[torch.dtype | None] = {None, policy.cast_model_outputs or torch.float32}
+    if dtype is None or (policy.keep_batchnorm_fp32 and is_affine_batch_norm(unit.module)):
+        dtypes = float32
+    else:
+        dtypes = {dtype} if unit.is_outermost else {dtype, torch.float32}
+    if not unit.is_outermost:
+        outputs = outputs | float32 | {dtype}
+    for name, fits in (
+        ("param_dtype", given.param_dtype in dtypes),
+        ("output_dtype", given.output_dtype in outputs),
+        ("cast_forward_inputs", given.cast_forward_inputs or not unit.is_outermost or dtype is None),
+    ):
+        if not fits:
+            raise RuntimeError(
+                f"fully_shard was given a policy for {unit.name or 'the model'} with {name}={getattr(given, name)}, "
+                f"which is not that of opt_level {policy.opt_level}; write "
+                f"mp_policy=amp.fsdp_policy({policy.opt_level!r}) there"
+            )
+
+
+def _check_batch_norms(model: nn.Module, units: list[Unit], policy: Policy) -> None:
+    for name, module in model.named_modules():
+        if not is_affine_batch_norm(module):
+            continue
+        unit = unit_around(units, name)
+        if unit is not None and unit.policy.param_dtype in LOW_PRECISION:
+            raise RuntimeError(
+                f"{name or 'the model'} is a {type(module).__name__}, which opt_level {policy.opt_level} keeps in "
+                f"float32, but is computed in {unit.policy.param_dtype} with the unit {unit.name or 'of the model'}. "
+                "Make batch norms units of their own, before the others: for m in model.modules(): if isinstance(m, "
+                'torch.nn.modules.batchnorm._BatchNorm): fully_shard(m, mp_policy=amp.fsdp_policy("O0")). Or pass '
+                "keep_batchnorm_fp32=False"
+            )
+
+
+def _check_stepped(named: Sequence[tuple[str, Tensor]], optimizers: Sequence[Optimizer]) -> None:
+    """Refuse an optimizer that holds the parameters that ``fully_shard`` has replaced."""
+    ids = {id(p) for _, p in named}
+    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    left = {tuple(p.shape): name for name, p in named if is_sharded(p) and p.requires_grad and id(p) not in held}
+    for optimizer in optimizers:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if not is_sharded(p) and id(p) not in ids and tuple(p.shape) in left:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(p.shape)} that is not the model's, "
+                    f"while {left[tuple(p.shape)]} is sharded and in no optimizer: it was made before fully_shard, "
+                    "which replaces parameters. Make it after that: fully_shard(model), then "
+                    f"{type(optimizer).__name__}(model.parameters(), ...)"
+                )
+
+
+def check_sharded_before(session: Session) -> None:
+    """Where an optimizer finds no gradients: require that no model was sharded after ``initialize``.
+
+    Raises:
+        RuntimeError: One was, and the optimizer has parameters that are not the model's any more.
+    """
+    for model in (converted.model for converted in session.models):
+        for unit in [] if model is None else units_of(model):
+            if session.held is None or not session.held.knows(unit):
+                raise RuntimeError(
+                    f"fully_shard was called on {unit.name or 'the model'} after amp.initialize, and has replaced the "
+                    "parameters that the optimizer holds. Call fully_shard first, with "
+                    f"mp_policy=amp.fsdp_policy({session.policy.opt_level!r}), then make the optimizer, then call "
+                    "amp.initialize"
+                )
+
+
+class HeldBack(BlockPart):
+    """Units of ``fully_shard`` may hold the gradients of a block back, as for accumulation.
+
+    They have the loss scale of this block: nothing is unscaled or decided before a block whose backward reduces them.
+    """
+
+    def __init__(self, held: HeldGradients) -> None:
+        self._held = held
+
+    def before_unscale(self, block: Block) -> None:
+        """See ``BlockPart``."""
+        params = {id(p) for group in block.groups for p in group.params}
+        if self._held.are_there(params):
+            assert isinstance(block, DelayingBlock)
+            block.set_delay("delay_unscale")

@@ -1,0 +1,183 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The names that scripts import from apex.contrib.optimizers: NVIDIA's distributed optimizers, over ``fully_shard``.
+
+NVIDIA's average gradients, and keep state in parts, by themselves. ``fully_shard`` does both, of DTensors: what is left
+are the rules, with NVIDIA's arguments. Those that say how processes communicate are accepted, and have no effect.
+https://github.com/NVIDIA/apex, apex/contrib/optimizers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from apex_npu.optimizers import FusedAdam, FusedLAMB
+from apex_npu.shards import is_sharded
+
+__all__ = ["DistributedFusedAdam", "DistributedFusedLAMB"]
+
+
+class _OnShards:
+    """Mixed into an optimizer: its parameters are DTensors."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters.
+
+        Raises:
+            TypeError: One that is trained is a plain tensor: no process would get its gradients from others.
+        """
+        super().add_param_group(param_group)  # type: ignore[misc]
+        groups: list[dict[str, Any]] = self.param_groups  # type: ignore[attr-defined]
+        for p in groups[-1]["params"]:
+            if p.requires_grad and not is_sharded(p):
+                del groups[-1]
+                raise TypeError(
+                    f"{type(self).__name__} was given a plain parameter of shape {tuple(p.shape)}; it steps what "
+                    "fully_shard has sharded over processes. Before the optimizer is made, write: "
+                    "from torch.distributed.fsdp import fully_shard; "
+                    "for layer in model.children(): fully_shard(layer); fully_shard(model)"
+                )
+
+    def clip_grad_norm(self, max_norm: float, parameters: Any = None, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all parameters to a common norm, over all processes; returns the norm before.
+
+        Raises:
+            ValueError: ``parameters`` are given, and are not those of the optimizer.
+        """
+        own = [p for group in self.param_groups for p in group["params"]]  # type: ignore[attr-defined]
+        given = own if parameters is None else [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if {id(p) for p in given} != {id(p) for p in own}:
+            raise ValueError(
+                f"{type(self).__name__}.clip_grad_norm clips all parameters of the optimizer, got {len(given)} of "
+                f"{len(own)}; clip some by torch.nn.utils.clip_grad_norm_"
+            )
+        norm: Tensor = self.clip_optimizer_grad_norm_fused(max_norm, norm_type)  # type: ignore[attr-defined]
+        return norm
+
+
+class DistributedFusedAdam(_OnShards, FusedAdam):
+    """``FusedAdam`` on parameters that ``fully_shard`` has sharded, with the arguments of NVIDIA's optimizer.
+
+    Args:
+        params: DTensors, or parameter groups of them.
+        lr: Learning rate.
+        bias_correction: Correct both moments for their start.
+        betas: β₁ and β₂, each in [0, 1).
+        eps: Added to the denominator.
+        adam_w_mode: Decouple the weight decay.
+        weight_decay: Decay.
+        amsgrad: Must be False.
+        dtype: Of the state: torch.float32, in which float32 parameters have it.
+        store_param_remainders: Must be False.
+        with_scaled_states: Must be False.
+        capturable: See ``FusedOptimizer``.
+        communication: NVIDIA's other arguments, without effect: ``fully_shard`` and its policy decide these.
+
+    Raises:
+        ValueError: A value is out of range, or the state would have another precision.
+        TypeError: A value is no number, a parameter is a plain tensor, or an argument is unknown.
+        RuntimeError: ``amsgrad`` is asked for.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        dtype: torch.dtype = torch.float32,
+        *,
+        store_param_remainders: bool = False,
+        with_scaled_states: bool = False,
+        capturable: bool = False,
+        **communication: Any,
+    ) -> None:
+        _check_known(self, communication, _OF_ADAM)
+        if dtype != torch.float32 or store_param_remainders or with_scaled_states:
+            raise ValueError(
+                f"{type(self).__name__} keeps float32 state of float32 parameters: leave out dtype, "
+                f"store_param_remainders and with_scaled_states, got {dtype}, {store_param_remainders} and "
+                f"{with_scaled_states}"
+            )
+        super().__init__(
+            params, lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad, capturable=capturable
+        )
+
+
+class DistributedFusedLAMB(_OnShards, FusedLAMB):
+    """``FusedLAMB`` on parameters that ``fully_shard`` has sharded, with the arguments of NVIDIA's optimizer.
+
+    Args:
+        params: DTensors, or parameter groups of them.
+        lr: Learning rate.
+        bias_correction: Correct both moments for their start.
+        grad_averaging: Weigh gradients with 1 − β₁ on their way into m.
+        betas: β₁ and β₂, each in [0, 1).
+        eps: Added to the denominator.
+        weight_decay: Decay.
+        max_grad_norm: Norm of all gradients beyond which they are scaled down; 0: they are not.
+        adam_w_mode: Add the decay to the direction instead of to the gradient.
+        use_nvlamb: Adapt the steps of parameters without weight decay, too.
+        step_supports_amp_scaling: A GradScaler hands its scale over to the step.
+        communication: NVIDIA's other arguments, without effect: ``fully_shard`` and its policy decide these.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value is no number, a parameter is a plain tensor, or an argument is unknown.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        grad_averaging: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        adam_w_mode: bool = True,
+        use_nvlamb: bool = False,
+        step_supports_amp_scaling: bool = True,
+        **communication: Any,
+    ) -> None:
+        _check_known(self, communication, _OF_LAMB)
+        super().__init__(
+            params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            adam_w_mode=adam_w_mode,
+            grad_averaging=grad_averaging,
+            max_grad_norm=max_grad_norm,
+            use_nvlamb=use_nvlamb,
+            fuse_grad_scaler=step_supports_amp_scaling,
+        )
+
+
+# What NVIDIA's have to say about how they communicate, and where they keep buffers.
+_OF_ADAM = (
+    "grad_sync_dtype param_sync_dtype device process_group distributed_process_group redundant_process_group "
+    "average_grad_sync overlap_grad_sync overlap_param_sync bucket_cap_mb pipeline_size contiguous_param_buffer "
+    "contiguous_grad_buffer store_params nccl_ub"
+)
+_OF_LAMB = (
+    "overlap_reductions dwu_group_size dwu_num_blocks dwu_num_chunks dwu_num_rs_pg dwu_num_ar_pg dwu_num_ag_pg "
+    "fused_norm e5m2_allgather verbose clip_after_ar full_ar set_param_views_to_flat_buffer skip_allgather fuse_scale "
+    "param_order nccl_allgather_channels"
+)
+
+
+def _check_known(optimizer: Any, given: dict[str, Any], known: str) -> None:
+    for name in given.keys() - set(known.split()):
+        raise TypeError(f"{type(optimizer).__name__}() got an unexpected keyword argument {name!r}")

@@ -1,0 +1,98 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Models that ``fully_shard`` has cut: their units, what these compute in, and gradients that they hold back."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+
+class Unit(NamedTuple):
+    """A module that ``fully_shard`` was called on.
+
+    Attributes:
+        name: Its name in the model; "" is the model.
+        module: The module.
+        is_outermost: It is in no other unit of the model.
+    """
+
+    name: str
+    module: nn.Module
+    is_outermost: bool
+
+    @property
+    def policy(self) -> Any:
+        """Its ``MixedPrecisionPolicy``."""
+        module: Any = self.module
+        return module._get_fsdp_state()._mp_policy
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The units of ``model``, outer ones before those inside of them."""
+    # Where the module was never imported there is none.
+    cls: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if cls is None:
+        return []
+    units: list[Unit] = []
+    for name, module in model.named_modules():
+        if isinstance(module, cls):
+            inside = any(not unit.name or name.startswith(f"{unit.name}.") for unit in units)
+            units.append(Unit(name, module, not inside))
+    return units
+
+
+def unit_around(units: Iterable[Unit], name: str) -> Unit | None:
+    """The innermost of ``units`` that contains the module of that name, or is it."""
+    found = None
+    for unit in units:
+        if not unit.name or name == unit.name or name.startswith(f"{unit.name}."):
+            found = unit
+    return found
+
+
+class HeldGradients:
+    """Whether units hold gradients back that are not reduced yet.
+
+    That is what ``set_requires_gradient_sync(False)`` does, and HSDP's ``set_requires_all_reduce(False)``. They have
+    the loss scale of their backward, and no ``.grad`` shows them.
+    """
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        """Of ``units``, which this does not keep alive."""
+        self._modules = [weakref.ref(unit.module) for unit in units]
+
+    def add(self, other: HeldGradients) -> None:
+        """Look at the units of ``other``, too."""
+        self._modules += other._modules
+
+    def knows(self, unit: Unit) -> bool:
+        """True where this looks at ``unit``."""
+        return any(reference() is unit.module for reference in self._modules)
+
+    def are_there(self, params: Collection[int]) -> bool:
+        """After a backward: True where a unit holds gradients of parameters whose identities are among ``params``."""
+        for reference in self._modules:
+            module: Any = reference()
+            for group in () if module is None else _param_groups(module._get_fsdp_state()):
+                if group.reduce_grads and group._partial_reduce_output is None:
+                    continue
+                if any(id(param) in params for param in map(_sharded_param, group.fsdp_params)):
+                    return True
+        return False
+
+
+def _param_groups(state: Any) -> list[Any]:
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch < 2.12
+
+
+def _sharded_param(fsdp_param: Any) -> Tensor:
+    param: Tensor = fsdp_param.sharded_param
+    return param

@@ -1,0 +1,150 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Sums and norms over whole tensors of which each process holds a part: one all-reduce of one vector for each group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from apex_npu.fusion import FlatGrads
+from apex_npu.fusion.grad_clip import clip_coefficient, grad_operands, multiply_grads_, norm_of
+from apex_npu.fusion.grad_slots import InPlace
+from apex_npu.shards import Along, is_partial, is_sharded, local_grad, local_part, mesh_groups
+
+
+class PartSums:
+    """Adds up numbers that processes have of their parts of tensors, over the processes that share each tensor.
+
+    A mesh dimension over which no tensor is cut is left out, so that replicas (HSDP) are not added up; over a second
+    dimension (tensor parallelism) only the numbers of those are that are cut over it.
+    """
+
+    def __init__(self, params: Sequence[Tensor], along: Along = Along.ALL) -> None:
+        """For one number of each of ``params``, which may be repeated, on all processes in the same order.
+
+        Args:
+            params: DTensors, or plain tensors, whose numbers stay as they are.
+            along: Which cuts to add up over; see ``mesh_groups``.
+        """
+        columns: dict[int, list[int]] = {}
+        groups: dict[int, tuple[object, str]] = {}
+        known: dict[int, list[tuple[object, str]]] = {}
+        for column, param in enumerate(params):
+            if id(param) not in known:
+                known[id(param)] = mesh_groups(param, along=along)
+            for group, device_type in known[id(param)]:
+                groups.setdefault(id(group), (group, device_type))
+                columns.setdefault(id(group), []).append(column)
+        self._steps = [
+            (*groups[key], None if len(found) == len(params) else torch.tensor(found)) for key, found in columns.items()
+        ]
+
+    @torch.no_grad()
+    def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """``values``, whose last dimension has one entry for each tensor, over all processes that share it."""
+        for group, device_type, columns in self._steps:
+            if columns is not None:
+                columns = columns.to(values.device)
+            part = values if columns is None else values.index_select(-1, columns)
+            # A group talks on the device of its mesh: not on a CPU that parameters are offloaded to.
+            sent = part.to(device_type).contiguous()
+            if sent.data_ptr() == values.data_ptr():
+                sent = sent.clone()
+            dist.all_reduce(sent, op=op, group=group)
+            found = sent.to(values.device)
+            values = found if columns is None else values.index_copy(-1, columns, found)
+        return values
+
+
+@torch.no_grad()
+def total_grad_norm(
+    flats: Sequence[FlatGrads], unfused: Sequence[Tensor], norm_type: float = 2.0, found_inf: Tensor | None = None
+) -> Tensor:
+    """The norm of all gradients: ``fusion.total_grad_norm``, with DTensors among ``unfused`` as whole tensors.
+
+    With ``found_inf`` there may be none.
+    """
+    if found_inf is not None:
+        return norm_of(grad_operands(flats, unfused, float(norm_type), InPlace.READ), float(norm_type), found_inf)
+    total, _ = _total_and_operands(flats, unfused, float(norm_type), InPlace.READ)
+    return total
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    flats: Sequence[FlatGrads],
+    unfused: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """``fusion.clip_grad_norm_``, which has the arguments, with DTensors among ``unfused`` counted as whole tensors.
+
+    All processes of their meshes have to call it, and get the same norm.
+
+    Raises:
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite``; or a DTensor has a plain gradient. Nothing has
+            been scaled.
+    """
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    total, grads = _total_and_operands(flats, unfused, norm_type, InPlace.WRITE)
+    multiply_grads_(flats, grads, total, clip_coefficient(total, max_norm, norm_type, error_if_nonfinite))
+    return total
+
+
+def _total_and_operands(
+    flats: Sequence[FlatGrads], unfused: Sequence[Tensor], norm_type: float, in_place: InPlace
+) -> tuple[Tensor, list[Tensor]]:
+    sharded = [_own_grad(p) for p in unfused if is_sharded(p) and p.grad is not None]
+    plain = grad_operands(flats, [p for p in unfused if not is_sharded(p)], norm_type, in_place)
+    if not sharded:
+        return norm_of(plain, norm_type), plain
+    parts = list(map(local_part, sharded))
+    return _norm_of_whole(plain, sharded, parts, norm_type), plain + parts
+
+
+def _own_grad(param: Tensor) -> Tensor:
+    """The gradient of a DTensor, to be written: cut in any way, but no addends."""
+    assert param.grad is not None
+    if is_partial(param.grad):
+        param.grad = param.grad.redistribute(param.device_mesh, param.placements)  # type: ignore[attr-defined]
+    if not is_sharded(param.grad):
+        local_grad(param)  # says what is wrong
+    return param.grad
+
+
+def _norm_of_whole(plain: Sequence[Tensor], grads: Sequence[Tensor], parts: Sequence[Tensor], p: float) -> Tensor:
+    """The p-norm of ``plain`` and of the DTensors ``grads``, of which this process has ``parts``."""
+    if p == 0.0:  # the number of tensors that are not all zeros, as in torch
+        counts = torch.stack([torch.count_nonzero(part).float() for part in parts])
+        nonzero = (PartSums(grads).reduce(counts) != 0).sum().float()
+        return nonzero + norm_of(plain, p).to(nonzero.device)
+    # One number for all that are cut alike.
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for i, grad in enumerate(grads):
+        alike.setdefault(tuple(id(group) for group, _ in mesh_groups(grad)), []).append(i)
+    device = parts[0].device
+    wide = torch.float32 if device.type == "npu" else torch.float64
+    powers = torch.stack(
+        [_to_power([parts[i] for i in members if parts[i].numel()], p, wide, device) for members in alike.values()]
+    )
+    sums = PartSums([grads[members[0]] for members in alike.values()])
+    op = dist.ReduceOp.SUM if math.isfinite(p) else dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN
+    powers = torch.cat([sums.reduce(powers, op), _to_power(plain, p, wide, device).reshape(1)])
+    if not math.isfinite(p):
+        return (powers.max() if p > 0 else powers.min()).float()
+    total = powers.sum()
+    return (total.sqrt() if p == 2.0 else total ** (1.0 / p)).to(parts[0].dtype if p == 2.0 else torch.float32)
+
+
+def _to_power(grads: Sequence[Tensor], p: float, wide: torch.dtype, device: torch.device) -> Tensor:
+    """The p-norm to the power of p, which is what adds up; of infinite p the norm itself."""
+    if not grads:
+        return torch.full((), math.inf if p == -math.inf else 0.0, dtype=wide, device=device)
+    norm = norm_of(grads, p).to(device, wide)
+    return norm if not math.isfinite(p) else norm.square() if p == 2.0 else norm**p

@@ -1,0 +1,158 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Rules that take norms over whole parameters, or their rows, where each process holds a part of each (DTensor).
+
+Such a rule is a generator for each run: it yields what this process has of a sum, and gets the sum over all processes
+that share the parameter. ``update_parts`` drives those of all runs, with one all-reduce of one vector for each sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from apex_npu.distributed import PartSums
+from apex_npu.fusion import Run, are_same, row_count
+from apex_npu.ops import Call, norm, segment_dot
+from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
+from apex_npu.shards import Along
+
+
+class Addend(NamedTuple):
+    """What this process has of a number for each parameter of a run, or for each row of each.
+
+    Attributes:
+        values: (k, n): k numbers for each of n parameters or rows.
+        along: Over which processes they add up; of ``COLUMNS`` they are numbers of rows, else of parameters.
+        largest: They do not add up: the largest counts.
+    """
+
+    values: Tensor
+    along: Along = Along.ALL
+    largest: bool = False
+
+
+Parts = Generator[Addend, Tensor, None]
+
+
+def alone(parts: Parts) -> None:
+    """Run ``parts`` where this process has whole parameters."""
+    try:
+        addend = next(parts)
+        while True:
+            addend = parts.send(addend.values)
+    except StopIteration:
+        return
+
+
+class NormOptimizer(FusedOptimizer):
+    """Base of the rules that take norms over whole parameters: ``parts`` is the rule where each process has a part."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass with an ``update`` of its own needs ``parts`` of its own, too, to step parts."""
+        super().__init_subclass__(**kwargs)
+        names = {"parts", "update", "call", "_group_step"}
+        cls.adds_up_parts = "parts" in vars(next(base for base in cls.__mro__ if names & vars(base).keys()))
+
+    def parts(self, run: Run, group: ParamGroup) -> Parts:
+        """Apply the rule to ``run``, as ``update`` does: yields addends, and gets their sums over all processes.
+
+        The values that it gets may be overwritten.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define parts(run, group)")
+
+    def skips_on(self) -> torch.device | None:
+        """See ``FusedOptimizer``. Where processes add up, the host has to know whether they do."""
+        return None if self._fused.is_any_sharded() else super().skips_on()
+
+    def grad_norm(self, runs: list[tuple[Run, ParamGroup]]) -> Tensor:
+        """The 2-norm of all gradients of ``runs``: 0-dim, float32 or wider; without a host sync on one device."""
+        if not self._fused.is_any_sharded():
+            norms = [norm(run.scaled_grad) / _scale(run) for run, _ in runs]
+        else:
+            # Sums of squares leave the range of float32 where gradients are still multiplied by a loss scale.
+            grads = [run.wide_grad() for run, _ in runs]
+            addends = [
+                Addend(segment_dot(g, g, *run.segments()).unsqueeze(0)) for g, (run, _) in zip(grads, runs, strict=True)
+            ]
+            sums = self._add_up([(run, addend) for (run, _), addend in zip(runs, addends, strict=True)])
+            norms = [total.sum().sqrt() for total in sums]
+        found: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        return found
+
+    def _forget_fusion(self) -> None:
+        super()._forget_fusion()
+        self._plans: dict[Any, tuple[list[Run], _Plan]] = {}
+
+    def _updates(self, runs: list[tuple[Run, ParamGroup]]) -> list[tuple[int, Call]]:
+        if not self._fused.is_any_sharded():
+            return super()._updates(runs)
+        return [(len(runs), (self._update_parts, (runs,), {}))] if runs else []
+
+    def _update_parts(self, runs: list[tuple[Run, ParamGroup]]) -> None:
+        started = [(run, self.parts(run, group)) for run, group in runs]
+        going = [(run, parts, next(parts, None)) for run, parts in started]
+        while waiting := [(run, parts, addend) for run, parts, addend in going if addend is not None]:
+            sums = self._add_up([(run, addend) for run, _, addend in waiting])
+            going = [(run, parts, _send(parts, total)) for (run, parts, _), total in zip(waiting, sums, strict=True)]
+
+    def _add_up(self, pairs: Sequence[tuple[Run, Addend]]) -> list[Tensor]:
+        """The values of each addend, added up over the processes that share the parameters of its run."""
+        found: dict[int, Tensor] = {}
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        for i, (_, (values, along, largest)) in enumerate(pairs):
+            key = (along.value, largest, len(values), str(values.dtype), values.device.type)
+            kinds.setdefault(key, []).append(i)
+        # Runs may be others on each process, which do not all leave the same parameters where they are.
+        for key, members in sorted(kinds.items()):
+            along, op = Along(key[0]), dist.ReduceOp.MAX if key[1] else dist.ReduceOp.SUM
+            plan = self._plan(key, [pairs[i][0] for i in members], along)
+            total = plan.add_up(torch.cat([pairs[i][1].values for i in members], 1), op)
+            found.update(zip(members, total, strict=True))
+        return [found[i] for i in range(len(pairs))]
+
+    def _plan(self, key: Any, runs: list[Run], along: Along) -> _Plan:
+        known = self._plans.get(key)
+        if known is None or not are_same(known[0], runs):
+            places = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+            known = self._plans[key] = (runs, _Plan(runs, self._fused.full_param_of, places, along))
+        return known[1]
+
+
+class _Plan:
+    """In which order the numbers of some runs are added up: that of the parameters, the same on all processes."""
+
+    def __init__(
+        self, runs: list[Run], full_param_of: Callable[[Tensor], Tensor], places: dict[int, int], along: Along
+    ) -> None:
+        counts = [[row_count(p) if along is Along.COLUMNS else 1 for p in run.params] for run in runs]
+        self._sizes = list(map(sum, counts))
+        owners = [
+            full_param_of(p)
+            for run, of_run in zip(runs, counts, strict=True)
+            for p, count in zip(run.params, of_run, strict=True)
+            for _ in range(count)
+        ]
+        order = sorted(range(len(owners)), key=lambda i: places[id(owners[i])])  # rows of one stay in order
+        self._order = torch.tensor(order, dtype=torch.int64)
+        self._sums = PartSums([owners[i] for i in order], along)
+
+    def add_up(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> list[Tensor]:
+        order = self._order.to(values.device)
+        total = self._sums.reduce(values.index_select(1, order), op)
+        return list(torch.empty_like(values).index_copy_(1, order, total).split(self._sizes, 1))
+
+
+def _send(parts: Parts, total: Tensor) -> Addend | None:
+    try:
+        return parts.send(total)
+    except StopIteration:
+        return None
+
+
+def _scale(run: Run) -> float | Tensor:
+    return 1.0 if run.grad_scale is None else run.grad_scale.squeeze()

@@ -1,0 +1,623 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""amp and the rules that take norms, on models that ``fully_shard`` has cut.
+
+Run in several processes; the arguments are names of functions here.
+"""
+
+import functools
+import math
+import shutil
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import backward, data, loss_on, main, mlp
+from devices import DEVICE
+from sharded_worker import Uneven, assert_same, whole
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from apex_npu import amp, optimizers
+from apex_npu.contrib.optimizers import DistributedFusedAdam, DistributedFusedLAMB
+
+NORM_RULES = [
+    (optimizers.NpuFusedLamb, {"lr": 0.01, "weight_decay": 0.1, "use_global_grad_norm": True}),
+    (optimizers.NpuFusedLamb, {"lr": 0.01, "adam": True}),
+    (optimizers.FusedLAMB, {"lr": 0.01, "weight_decay": 0.1, "max_grad_norm": 0.05}),
+    (optimizers.FusedLAMB, {"lr": 0.01, "adam_w_mode": False, "use_nvlamb": True, "weight_decay": 0.1}),
+    (optimizers.NpuFusedAdamP, {"lr": 0.01, "weight_decay": 0.1}),
+    (optimizers.NpuFusedAdamP, {"lr": 0.01, "weight_decay": 0.1, "delta": 10.0, "nesterov": True}),
+    (optimizers.NpuFusedBertAdam, {"lr": 0.01, "max_grad_norm": 0.01}),
+    (optimizers.FusedNovoGrad, {"lr": 0.01, "weight_decay": 0.1}),
+    (optimizers.FusedNovoGrad, {"lr": 0.01, "norm_type": 0, "reg_inside_moment": True, "weight_decay": 0.1}),
+]
+RULES = [
+    *NORM_RULES,
+    (optimizers.Lamb, {"lr": 0.01, "weight_decay": 0.1}),
+    (optimizers.NpuFusedAdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    (optimizers.NpuFusedAdam, {"lr": 0.01, "amsgrad": True}),
+    (optimizers.NpuFusedSGD, {"lr": 0.1, "momentum": 0.9}),
+    (optimizers.NpuFusedRMSprop, {"lr": 0.01, "momentum": 0.5}),
+    (optimizers.NpuFusedRMSpropTF, {"lr": 0.01, "momentum": 0.5}),
+    (optimizers.NpuFusedAdadelta, {"lr": 1.0}),
+    (optimizers.FusedAdam, {"lr": 0.01, "weight_decay": 0.1}),
+    (optimizers.FusedSGD, {"lr": 0.1, "momentum": 0.9}),
+    (optimizers.FusedAdagrad, {"lr": 0.01}),
+]
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+
+
+def mesh_of_all():
+    return init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+
+
+def sharded(level="O0", make=Uneven, mesh=None, **options):
+    torch.manual_seed(0)
+    model = make().to(DEVICE)
+    mesh = mesh or mesh_of_all()
+    policy = amp.fsdp_policy(level)
+    layers = (model.layers[0], model.layers[2], model.odd) if isinstance(model, Uneven) else ()
+    for layer in (*layers, model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy, **options)
+    return model
+
+
+def start(model, optimizer, level, **options):
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+class Twin:
+    """Whole copies of a model's parameters, stepped by an optimizer of their own with the model's gradients."""
+
+    def __init__(self, model, kind, options):
+        self._model = list(model.parameters())
+        self.params = [nn.Parameter(whole(p.detach()).clone(), requires_grad=p.requires_grad) for p in self._model]
+        self.optimizer = kind(self.params, **options)
+
+    def step(self):
+        for p, q in zip(self._model, self.params, strict=True):
+            q.grad = None if p.grad is None else whole(p.grad).clone()
+        self.optimizer.step()
+
+    def check(self, **tolerance):
+        for p, q in zip(self._model, self.params, strict=True):
+            torch.testing.assert_close(whole(p.detach()), q.detach(), **{"rtol": 1e-6, "atol": 1e-6, **tolerance})
+
+
+def same_as_one_process():
+    """20 steps of each rule at each level: of whole parameters the same optimizer makes the same."""
+    for kind, options in RULES:
+        for level in LEVELS if kind in (optimizers.NpuFusedAdamW, optimizers.FusedLAMB) else ("O2",):
+            model = sharded(level)
+            twin = Twin(model, kind, options)
+            model, optimizer = start(model, kind(model.parameters(), **options), level)
+            assert all(p is q for p, q in zip(amp.master_params(optimizer), model.parameters(), strict=True))
+            for step in range(20):
+                backward(loss_on(data(step, 0, dist.get_rank()))(model), optimizer)
+                twin.step()
+                optimizer.step()
+                optimizer.zero_grad()
+            twin.check()
+            amp.shutdown()
+
+
+def same_as_plain_torch():
+    """20 steps of AdamW at each level, with an overflow on one rank: a loop of plain torch with the same policy."""
+    for level in LEVELS:
+        for options in ({}, {"fuse_unscale": True}) if level in ("O1", "O2") else ({},):
+            model, plain = sharded(level), sharded(level)
+            optimizer = optimizers.NpuFusedAdamW(model.parameters(), lr=1e-3)
+            other = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+            dynamic = level in ("O1", "O2")
+            model, optimizer = start(
+                model, optimizer, level, **({"dynamic_init_scale": 2.0**8} if dynamic else {}), **options
+            )
+            autocast = {"O1": torch.float16, "O4": torch.bfloat16}.get(level)
+            scale = 2.0**8 if dynamic else 1.0
+            for step in range(20):
+                x = data(step, 0, dist.get_rank())
+                if dynamic and step == 5 and dist.get_rank() == 1:
+                    x[0, 0] = torch.inf
+                backward(loss_on(x)(model), optimizer)
+                norm = optimizer.clip_optimizer_grad_norm_fused(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                assert amp.last_step(optimizer).applied == (not dynamic or step != 5)
+                if dynamic and step == 5:
+                    scale /= 2
+                    continue
+                casts = amp.disable_casts()
+                with casts, torch.autocast(DEVICE.type, autocast or torch.bfloat16, enabled=autocast is not None):
+                    loss = loss_on(x)(plain)
+                (loss * scale).backward()
+                for p in plain.parameters():
+                    if p.grad is not None:
+                        p.grad.div_(scale)
+                expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+                tolerance = 1e-5 if level == "O0" else 2e-3
+                torch.testing.assert_close(norm, whole(expected), rtol=tolerance, atol=tolerance)
+                other.step()
+                other.zero_grad()
+            tolerance = 1e-6 if level == "O0" else 1e-3
+            assert_same(model, plain, rtol=tolerance, atol=tolerance)
+            assert not dynamic or amp.state_dict()["loss_scaler0"]["loss_scale"] == scale
+            amp.shutdown()
+
+
+def torchs_optimizers():
+    """Under a dynamic scale they skip together, too."""
+    model, plain = sharded("O1"), sharded("O1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start(model, optimizer, "O1", dynamic_init_scale=2.0**8)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(4):
+        x = data(step, 0, dist.get_rank())
+        if step == 2 and dist.get_rank() == 1:
+            x[0, 0] = torch.inf
+        backward(loss_on(x)(model), optimizer)
+        optimizer.step()
+        assert amp.last_step(optimizer).applied == (step != 2)
+        optimizer.zero_grad()
+        with amp.disable_casts(), torch.autocast(DEVICE.type, torch.float16):
+            loss = loss_on(x)(plain)
+        if step != 2:
+            loss.backward()
+            other.step()
+            other.zero_grad()
+    assert_same(model, plain, rtol=1e-3, atol=1e-3)
+
+
+def norms_of_parts():
+    """Cut in whatever way, over one mesh dimension or two: rules and clipping see whole parameters."""
+    count = dist.get_world_size()
+    meshes = [(mesh_of_all(), ([Shard(0)], [Shard(1)], [Replicate()]))]
+    if count == 4:
+        square = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("outer", "inner"))
+        placements = ([Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(0), Shard(0)], [Shard(1), Replicate()])
+        meshes.append((square, placements))
+        meshes.append((square["inner"], ([Shard(0)], [Shard(1)])))
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 4), (5, 4), (12, 8, 4), (1, 4)]
+    cuts = [(mesh, list(cut)) for mesh, cuts in meshes for cut in cuts]
+    for kind, options in RULES:
+        values = [(torch.randn(shapes[i % 4], generator=generator).to(DEVICE), *cut) for i, cut in enumerate(cuts)]
+        values.append((torch.randn(7, generator=generator).to(DEVICE), cuts[0][0], [Shard(0)]))
+        values.append((torch.randn(3, generator=generator).to(DEVICE), None, None))
+        params = [
+            nn.Parameter(v.clone() if mesh is None else distribute_tensor(v.clone(), mesh, cut))
+            for v, mesh, cut in values
+        ]
+        groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.02}]
+        wholes = [nn.Parameter(v.clone()) for v, _, _ in values]
+        of_wholes = [{"params": wholes[::2]}, {"params": wholes[1::2], "lr": 0.02}]
+        optimizer, other = kind(groups, **options), kind(of_wholes, **options)
+        for step in range(4):
+            for p, q, (_, mesh, cut) in zip(params, wholes, values, strict=True):
+                q.grad = torch.randn(q.shape, generator=generator).to(DEVICE)
+                p.grad = q.grad.clone() if mesh is None else distribute_tensor(q.grad.clone(), mesh, cut)
+            if kind is not optimizers.Lamb:
+                p_norm = (2.0, 1.0, math.inf, 0.0)[step]
+                found = optimizer.clip_optimizer_grad_norm_fused(2.0, p_norm)
+                expected = nn.utils.clip_grad_norm_(wholes, 2.0, p_norm)
+                torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+            optimizer.step()
+            other.step()
+        for p, q in zip(params, wholes, strict=True):
+            torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=2e-6, atol=1e-6)
+
+
+def grad_scalers():
+    """A GradScaler that hands its scale over: the flag is that of all processes."""
+    for kind in (optimizers.NpuFusedAdamW, optimizers.NpuFusedLamb):
+        model, plain = sharded("O2"), sharded("O2")
+        optimizer = kind(model.parameters(), lr=1e-3, fuse_grad_scaler=True)
+        other = kind(plain.parameters(), lr=1e-3)
+        pairs = [(m, o, torch.amp.GradScaler(DEVICE.type, 2.0**8)) for m, o in ((model, optimizer), (plain, other))]
+        for step in range(6):
+            x = data(step, 0, dist.get_rank())
+            if step == 3 and dist.get_rank() == 1:
+                x[0, 0] = torch.inf
+            before = [p.full_tensor() for p in model.parameters()]
+            for m, o, scaler in pairs:
+                scaler.scale(loss_on(x)(m)).backward()
+                scaler.step(o)
+                scaler.update()
+                o.zero_grad()
+            moved = any(not torch.equal(p.full_tensor(), q) for p, q in zip(model.parameters(), before, strict=True))
+            assert moved == (step != 3)
+            assert pairs[0][2].get_scale() == pairs[1][2].get_scale() == (2.0**8 if step < 3 else 2.0**7)
+        assert_same(model, plain)
+
+
+class Tied(nn.Module):
+    """A weight that two layers share, one that is frozen, a block that is recomputed, and one that is compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(6, 10)
+        self.checkpointed = nn.Sequential(nn.Linear(10, 10), nn.Tanh())
+        self.compiled = nn.Sequential(nn.Linear(10, 10), nn.Tanh())
+        self.frozen = nn.Linear(10, 10).requires_grad_(False)
+        self.tied = nn.Linear(10, 6, bias=False)
+        self.again = self.tied
+
+    def forward(self, x):
+        x = self.embed(x)
+        x = checkpoint(self.checkpointed, x, use_reentrant=False)
+        x = self.frozen(self.compiled(x))
+        return self.tied(x) + self.again(torch.tanh(x))
+
+
+def tied(level, mesh=None):
+    torch.manual_seed(0)
+    model = Tied().to(DEVICE)
+    policy = amp.fsdp_policy(level)
+    model.compiled.compile(backend="aot_eager")
+    for layer in (model.checkpointed, model.compiled, model):
+        fully_shard(layer, mesh=mesh or mesh_of_all(), mp_policy=policy, reshard_after_forward=layer is not model)
+    return model
+
+
+def accumulate(model, steps, rank, backward_of, between=None):
+    """Two micro batches whose gradients are reduced once, by FSDP's two ways; ``between``: called after the first."""
+    hsdp = next(model.parameters()).device_mesh.ndim == 2
+    for micro in range(2):
+        last = micro == 1
+        if hsdp and steps % 2:
+            model.set_requires_all_reduce(last)
+        else:
+            model.set_requires_gradient_sync(last)
+        backward_of(loss_on(data(steps, micro, rank))(model))
+        if not last and between is not None:
+            between()
+    model.set_requires_gradient_sync(True)
+
+
+def accumulation():
+    """Gradients that units hold back keep one scale, which moves between steps; over two mesh dimensions as well."""
+    meshes = [mesh_of_all()]
+    if dist.get_world_size() == 4:
+        meshes.append(init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("replicate", "shard")))
+    for mesh in meshes:
+        accumulates_at(mesh, "O2", dynamic_init_scale=2.0**6, scale_window=2)
+        accumulates_at(mesh, "O2", dynamic_init_scale=2.0**6, scale_window=2, fuse_unscale=True)
+        accumulates_at(mesh, "O5")
+        accumulates_at(mesh, "O0", loss_scale=128.0)
+
+
+def accumulates_at(mesh, level, **options):
+    model, plain = tied(level, mesh), tied(level, mesh)
+    other = Twin(plain, optimizers.FusedLAMB, {"lr": 0.01})
+    model, optimizer = start(model, optimizers.FusedLAMB(model.parameters(), lr=0.01), level, **options)
+
+    def between():
+        if level == "O2":
+            with pytest.raises(RuntimeError, match="set_requires_gradient_sync"):
+                optimizer.step()
+
+    for step in range(7):
+        scale = 2.0 ** (6 + step // 2) if level == "O2" else options.get("loss_scale", 1.0)
+        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale
+        accumulate(model, step, dist.get_rank(), lambda loss: backward(loss, optimizer), between)
+        optimizer.step()
+        optimizer.zero_grad()
+        accumulate(plain, step, dist.get_rank(), lambda loss, scale=scale: (loss * scale).backward())
+        for p in plain.parameters():
+            if p.grad is not None:
+                p.grad.div_(scale)
+        other.step()
+        plain.zero_grad()
+        with torch.no_grad():
+            for p, q in zip(plain.parameters(), other.params, strict=True):
+                p.copy_(distribute_tensor(q.detach(), p.device_mesh, p.placements))
+    tolerance = 1e-6 if level == "O0" else 1e-3
+    assert_same(model, plain, rtol=tolerance, atol=tolerance)
+    amp.shutdown()
+
+
+def overflow_that_is_held_back():
+    """In the first of two micro batches, on one rank: no process steps, and the scale shrinks once."""
+    model = sharded("O2")
+    model, optimizer = start(model, optimizers.NpuFusedSGD(model.parameters(), lr=0.1), "O2", dynamic_init_scale=2.0**8)
+    before = [p.full_tensor() for p in model.parameters()]
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)
+        x = data(0, micro, dist.get_rank())
+        if micro == 0 and dist.get_rank() == 1:
+            x[0, 0] = torch.inf
+        backward(loss_on(x)(model), optimizer)
+    assert amp.will_skip(optimizer)
+    optimizer.step()
+    assert all(torch.equal(p.full_tensor(), q) for p, q in zip(model.parameters(), before, strict=True))
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**7
+
+
+def an_exception_on_one_process():
+    """Between backward and the end of a block: all raise, and all can go on."""
+    model = sharded("O2")
+    optimizer = optimizers.NpuFusedAdam(model.parameters())
+    model, optimizer = start(model, optimizer, "O2", dynamic_init_scale=2.0**8)
+    loss = loss_on(data(0, 0, dist.get_rank()))(model)
+
+    def block():
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if dist.get_rank() == 1:
+                raise KeyError("own error")
+
+    with pytest.raises((RuntimeError, KeyError), match=r"rank 1 of the process group has raised|own error"):
+        block()
+    optimizer.zero_grad()
+    backward(loss_on(data(0, 0, dist.get_rank()))(model), optimizer)
+    optimizer.step()
+    assert amp.last_step(optimizer).applied
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Identity(), nn.BatchNorm1d(16), nn.Linear(16, 2))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def batch_norms():
+    """In float32, as units of their own, as the error for others says."""
+    torch.manual_seed(0)
+    dtypes = []
+    for separate in (False, True):
+        model = Normed().to(DEVICE)
+        if separate:
+            fully_shard(model.layers[2], mp_policy=amp.fsdp_policy("O0"))
+        fully_shard(model, mp_policy=amp.fsdp_policy("O2"))
+        optimizer = optimizers.NpuFusedAdam(model.parameters())
+        if not separate:
+            with pytest.raises(RuntimeError, match=r"layers.2 is a BatchNorm1d, which opt_level O2 keeps in float32"):
+                start(model, optimizer, "O2")
+            continue
+        model.layers[2].register_forward_hook(lambda m, _, out: dtypes.append((m.weight.dtype, out.dtype)))
+        model, optimizer = start(model, optimizer, "O2")
+        output = model(data(0, 0, dist.get_rank()))
+        assert output.dtype == torch.float32
+        backward(output.square().mean(), optimizer)
+        optimizer.step()
+        assert dtypes == [(torch.float32, torch.float16)]
+
+
+def bad_input():
+    """Each is named, on all processes alike, before anything has changed."""
+    refused = functools.partial(pytest.raises, RuntimeError)
+    with refused(match="O3 keeps torch.float16 parameters without float32 ones.*use O2 or O5"):
+        amp.fsdp_policy("O3")
+    with refused(match="Unexpected optimization level"):
+        amp.fsdp_policy("O9")
+    with pytest.raises(TypeError, match="reduce_dtype"):
+        amp.fsdp_policy("O2", torch.int8)
+    assert amp.fsdp_policy("O2", torch.float32) == MixedPrecisionPolicy(torch.float16, torch.float32)
+
+    def refuse(said, level, model, optimizer=None, **options):
+        optimizer = optimizer or optimizers.NpuFusedAdam(model.parameters())
+        before = [whole(p.detach()).clone() for p in model.parameters()]
+        with refused(match=said):
+            start(model, optimizer, level, **options)
+        assert not hasattr(optimizer, "_amp_state")
+        for p, value in zip(model.parameters(), before, strict=True):
+            assert torch.equal(whole(p.detach()), value)
+
+    refuse("O3 keeps torch.float16 parameters without", "O3", sharded("O2"))
+    refuse(r"policy for the model with param_dtype=None.*write mp_policy=amp.fsdp_policy\('O2'\)", "O2", sharded("O0"))
+    refuse("policy for the model with param_dtype=torch.float16", "O1", sharded("O2"))
+    refuse("policy for the model with param_dtype=torch.bfloat16", "O2", sharded("O5"))
+    refuse(r"combine_grad=True put.*leave these", "O2", sharded("O2"), combine_grad=True)
+    refuse(r"combine_grad=True and combine_ddp=True put", "O0", sharded("O0"), combine_grad=True, combine_ddp=True)
+    refuse("store_param_remainders=True keeps remainders", "O5", sharded("O5"), store_param_remainders=True)
+    low = mlp().bfloat16()
+    fully_shard(low)
+    refuse(r"parameter 0.weight is sharded in torch.bfloat16.*amp.fsdp_policy\('O5'\)", "O5", low)
+    partly = mlp()
+    fully_shard(partly[2], mp_policy=amp.fsdp_policy("O2"))
+    refuse(r"parameter 0.weight is not sharded.*Call fully_shard\(model", "O2", partly)
+    early = mlp()
+    optimizer = optimizers.NpuFusedAdam(early.parameters())
+    fully_shard(early, mp_policy=amp.fsdp_policy("O2"))
+    refuse("made before fully_shard", "O2", early, optimizer)
+    outputs = mlp()
+    fully_shard(outputs, mp_policy=MixedPrecisionPolicy(torch.float16, output_dtype=torch.float16))
+    refuse("output_dtype=torch.float16", "O2", outputs)
+    uncut = nn.Linear(6, 2).to(DEVICE)
+    for name, p in list(uncut.named_parameters()):
+        setattr(uncut, name, nn.Parameter(distribute_tensor(p.detach(), mesh_of_all(), [Shard(0)])))
+    refuse("DTensors that fully_shard has not made", "O2", uncut)
+    for level in ("O1", "O2", "O5"):  # after initialize
+        late = mlp()
+        late, optimizer = start(late, optimizers.NpuFusedAdam(late.parameters()), level)
+        fully_shard(late)
+        with refused(match="fully_shard was called on the model after amp.initialize"):
+            backward(late(data(0, 0, dist.get_rank()).to(next(late.parameters()).dtype)).float().mean(), optimizer)
+            optimizer.step()
+        amp.shutdown()
+
+
+def folder_of_all():
+    """One on disk, the same on all processes."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, 0)
+    return folder[0]
+
+
+def all_used(level, mesh=None):
+    """dcp wants all that it is to load, and what is not trained has no state."""
+    model = sharded(level, mesh=mesh)
+    model.unused.requires_grad_(False)
+    return model
+
+
+def losses_of(model, optimizer, steps, rank):
+    """Train; what each process has lost, on the ``rank``'s data."""
+    found = []
+    for step in steps:
+        loss = loss_on(data(step, 0, rank))(model)
+        backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss))
+    return found
+
+
+def state_of(model, optimizer):
+    stepped = amp.checkpoint_view(optimizer)
+    return {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, stepped),
+        "amp": amp.state_dict(),
+    }
+
+
+def load(folder, model, optimizer):
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, amp.checkpoint_view(optimizer), state["optim"])
+    amp.load_state_dict(state["amp"])
+
+
+def checkpoints():
+    """Resumed bit for bit; on other meshes, by one process that is not sharded, and from that, within rounding."""
+    kinds = (optimizers.NpuFusedAdamW, optimizers.FusedAdam, optimizers.FusedLAMB, optimizers.FusedNovoGrad)
+    pairs = [(kind, level) for kind in kinds for level in (("O2", "O5") if kind is optimizers.FusedAdam else ("O2",))]
+    for kind, level in pairs:
+        scale = {"dynamic_init_scale": 2.0**8} if level == "O2" else {}
+        folder = folder_of_all()
+        # All processes see the same data, so that one that is not sharded trains alike.
+        model = all_used(level)
+        model, optimizer = start(model, kind(model.parameters(), lr=0.01), level, **scale)
+        losses_of(model, optimizer, range(3), 0)
+        dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+        full = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        goes_on = losses_of(model, optimizer, range(3, 8), 0)
+        amp.shutdown()
+
+        again = all_used(level)
+        again, other = start(again, kind(again.parameters(), lr=0.5), level, **scale)
+        load(folder, again, other)
+        assert losses_of(again, other, range(3, 8), 0) == goes_on
+        assert_same(again, model, rtol=0.0, atol=0.0)
+        amp.shutdown()
+
+        if kind is optimizers.NpuFusedAdamW:  # by torch's, and from a state dict that is whole
+            plain = all_used(level)
+            other = torch.optim.AdamW(plain.parameters(), lr=0.5)
+            set_optimizer_state_dict(plain, other, full, options=StateDictOptions(full_state_dict=True))
+            for p, q in zip(plain.parameters(), again.parameters(), strict=True):
+                assert (p in other.state) == q.requires_grad
+
+        # One process for itself: fp32 masters beside a model in low precision.
+        torch.manual_seed(1)
+        alone = Uneven().to(DEVICE)
+        alone.unused.requires_grad_(False)
+        alone, other = start(alone, kind(alone.parameters(), lr=0.5), level, **scale)
+        load(folder, alone, other)
+        assert losses_of(alone, other, range(3, 8), 0) == pytest.approx(goes_on, rel=1e-3, abs=1e-3)
+        back = folder_of_all()
+        if dist.get_rank() == 0:
+            dcp.save(state_of(alone, other), checkpoint_id=back, no_dist=True)
+        dist.barrier()
+        expected = losses_of(alone, other, range(8, 10), 0)
+        amp.shutdown()
+
+        again = all_used(level)
+        again, other = start(again, kind(again.parameters(), lr=0.5), level, **scale)
+        load(back, again, other)
+        assert losses_of(again, other, range(8, 10), 0) == pytest.approx(expected, rel=1e-3, abs=1e-3)
+        amp.shutdown()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+            shutil.rmtree(back)
+
+
+def checkpoints_of_fewer():
+    """Of 4: what all have saved, two of them load, and each by itself."""
+    folder = folder_of_all()
+    model = all_used("O5")
+    model, optimizer = start(model, optimizers.FusedLAMB(model.parameters(), lr=0.01), "O5")
+    losses_of(model, optimizer, range(3), 0)
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    goes_on = losses_of(model, optimizer, range(3, 8), 0)
+    amp.shutdown()
+    pairs = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("outer", "inner"))
+    for mesh in (pairs["inner"], pairs):  # two by two, and two replicas of two parts
+        again = all_used("O5", mesh)
+        again, other = start(again, optimizers.FusedLAMB(again.parameters(), lr=0.5), "O5")
+        load(folder, again, other)
+        assert losses_of(again, other, range(3, 8), 0) == pytest.approx(goes_on, rel=1e-3, abs=1e-3)
+        amp.shutdown()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+def nvidias_distributed_optimizers():
+    """Those of apex.contrib are FusedAdam and FusedLAMB, with NVIDIA's defaults; plain parameters are refused."""
+    for kind, same, options, defaults in (
+        (DistributedFusedAdam, optimizers.FusedAdam, {"lr": 0.01, "overlap_grad_sync": False, "bucket_cap_mb": 25}, {}),
+        (
+            DistributedFusedLAMB,
+            optimizers.FusedLAMB,
+            {"lr": 0.01, "dwu_num_blocks": 1},
+            {"eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 0.0},
+        ),
+    ):
+        plain = list(mlp().parameters())
+        with pytest.raises(TypeError, match=rf"{kind.__name__} was given a plain.*fully_shard\(layer\); fully_shard"):
+            kind(plain)
+        model = sharded()
+        with pytest.raises(TypeError, match="unexpected keyword argument 'dwu_blocks'"):
+            kind(model.parameters(), dwu_blocks=1)
+        twin = Twin(model, same, {"lr": 0.01, **defaults})
+        optimizer = kind(model.parameters(), **options)
+        with pytest.raises(ValueError, match="clips all parameters"):
+            optimizer.clip_grad_norm(1.0, list(model.parameters())[:1])
+        for step in range(4):
+            loss_on(data(step, 0, dist.get_rank()))(model).backward()
+            norm = optimizer.clip_grad_norm(0.05)
+            assert norm > 0.05
+            twin.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        twin.check()
+    with pytest.raises(ValueError, match="keeps float32 state"):
+        DistributedFusedAdam(model.parameters(), store_param_remainders=True)
+
+
+def meshes_of_different_processes():
+    """Of 4: nobody can tell which of them decide together, unless the script says so."""
+    square = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("outer", "inner"))
+    models = [sharded("O2", mesh=square[name]) for name in ("outer", "inner")]
+    given = [optimizers.NpuFusedSGD(model.parameters(), lr=0.1) for model in models]
+    with pytest.raises(RuntimeError, match=r"sharded over meshes of different processes.*overflow_group="):
+        start(models, given, "O2")
+    models, given = start(models, given, "O2", overflow_group=dist.group.WORLD, dynamic_init_scale=2.0**8)
+    x = data(0, 0, dist.get_rank())
+    if dist.get_rank() == 3:
+        x[0, 0] = torch.inf
+    backward(sum(loss_on(x)(model) for model in models), given)
+    assert all(map(amp.will_skip, given))
+
+
+if __name__ == "__main__":
+    main(globals())
