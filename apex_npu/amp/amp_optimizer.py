@@ -24,7 +24,15 @@ from apex_npu.amp.capture import check_step
 from apex_npu.amp.data_parallel import GradSync
 from apex_npu.amp.deferred_inf_check import DeferredInfCheck
 from apex_npu.amp.grad_groups import GradGroup
-from apex_npu.amp.optimizer_state import OUTSIDE_BLOCKS, AmpOptimizerState, Stage, fused_groups, state_of
+from apex_npu.amp.optimizer_state import (
+    OUTSIDE_BLOCKS,
+    AmpOptimizerState,
+    Stage,
+    fused_groups,
+    optimizers_inside,
+    shares_groups,
+    state_of,
+)
 from apex_npu.amp.pending_step import PendingStep
 from apex_npu.amp.session import Session, current, warn_once
 from apex_npu.backends import is_capturing
@@ -272,6 +280,31 @@ class AmpOptimizerMixin(OptimizerAccessors):
         return new_adopted, (type(self).__bases__[1],), state
 
 
+class SharedGroupsMixin(AmpOptimizerMixin):
+    """An optimizer that shares its groups with one inside of it, as SAM does with its base optimizer, or that one.
+
+    Both have one state: a step of the inner one that the script calls by itself is skipped after an overflow, and
+    brings masters to the model; one that the outer one's step calls is a part of that.
+    """
+
+    _amp_stepping: list[Optimizer]
+
+    @disable_dynamo
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``AmpOptimizerMixin``; inside of a step of the other it is the optimizer's own."""
+        stepping = self._amp_stepping
+        if stepping:
+            return super(AmpOptimizerMixin, self).step(*args, **kwargs)
+        try:
+            stepping.append(self)
+            return super().step(*args, **kwargs)
+        finally:
+            stepping.clear()
+
+    step.hooked = True  # type: ignore[attr-defined]
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
 # Functions rather than methods: a name of the mixin would hide the same name of the class it is put before.
 
 
@@ -466,15 +499,14 @@ def _require_no_masters(state: AmpOptimizerState, name: str, instead: str) -> No
 
 
 @functools.cache
-def _adopted_class(cls: Any) -> Any:
-    return type(
-        cls.__name__, (AmpOptimizerMixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    )
+def adopted_class(cls: Any, mixin: Any = AmpOptimizerMixin) -> Any:
+    """The class of an adopted optimizer that was one of ``cls``."""
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 def new_adopted(cls: Any) -> Optimizer:
     """An optimizer of the class that ``adopt`` makes from ``cls``, with nothing in it yet: what pickles call."""
-    adopted: type[Optimizer] = _adopted_class(cls)
+    adopted: type[Optimizer] = adopted_class(cls)
     return adopted.__new__(adopted)
 
 
@@ -495,7 +527,7 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
         state.pending = PendingStep()
     optimizer._amp_state = state  # type: ignore[attr-defined]
     cls: Any = type(optimizer)
-    optimizer.__class__ = _adopted_class(cls)
+    optimizer.__class__ = adopted_class(cls)
     if policy.check_combined_tensors is not None and isinstance(optimizer, HasFusedGroups):
         optimizer.check_combined_tensors = policy.check_combined_tensors  # type: ignore[attr-defined]
     if policy.master_weights:
@@ -515,3 +547,38 @@ def release(optimizer: Optimizer, cls: Any) -> None:
         optimizer.forget_remainders()  # type: ignore[attr-defined]
     optimizer.__class__ = cls
     vars(optimizer).pop("_amp_state", None)
+
+
+def adopt_inside(optimizer: Optimizer) -> None:
+    """Adopt the optimizers inside of ``optimizer``, which has been adopted, that share its groups."""
+    state = state_of(optimizer)
+    found = [o for o in optimizers_inside(optimizer) if state_of(o) is None and shares_groups(optimizer, o)]
+    if state is None or not found:
+        return
+    stepping: list[Optimizer] = []
+    for inner in found:
+        vars(inner).pop("step", None)
+        for pair in state.pairs:
+            if pair.model_param in inner.state:
+                inner.state[pair.master_param] = inner.state.pop(pair.model_param)
+        vars(inner).update(_amp_state=state, _amp_stepping=stepping)
+        cls: Any = type(inner)
+        inner.__class__ = adopted_class(cls, SharedGroupsMixin)
+    vars(optimizer)["_amp_stepping"] = stepping
+    optimizer.__class__ = adopted_class(type(optimizer).__bases__[1], SharedGroupsMixin)
+
+
+def release_inside(optimizer: Optimizer) -> None:
+    """Take ``adopt_inside`` back."""
+    state = state_of(optimizer)
+    for inner in optimizers_inside(optimizer):
+        if state is None or state_of(inner) is not state:
+            continue
+        for pair in state.pairs:
+            if pair.master_param in inner.state:
+                inner.state[pair.model_param] = inner.state.pop(pair.master_param)
+        if isinstance(inner, SharedGroupsMixin):
+            inner.__class__ = type(inner).__bases__[1]
+        vars(inner).pop("_amp_state", None)
+        vars(inner).pop("_amp_stepping", None)
+    vars(optimizer).pop("_amp_stepping", None)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from apex_npu.amp.amp_optimizer import adopt, release
+from apex_npu.amp.amp_optimizer import adopt, adopt_inside, release, release_inside
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.float32_copies import CopyLink, restore_float32, show_float32, undo_show_float32
 from apex_npu.amp.fused_unscale import check_fusible
@@ -337,6 +337,8 @@ def _set_up(
             undo.callback(_release, as_they_were)
             for optimizer in optimizers:
                 adopt(optimizer, session, {key: value for key, (_, value) in values.items()})
+            for optimizer in optimizers:
+                adopt_inside(optimizer)
         if parallel is not None:
             _start_alike(parallel, models, optimizers)
         _rebuild_reducers(ddps)
@@ -367,6 +369,7 @@ def _start_alike(parallel: DataParallel, models: list[nn.Module], optimizers: li
 
 def _release(optimizers: list[tuple[Optimizer, Any, list[list[Tensor]]]]) -> None:
     for optimizer, cls, params in optimizers:
+        release_inside(optimizer)
         release(optimizer, cls)
         for group, listed in zip(optimizer.param_groups, params, strict=True):
             group["params"][:] = listed

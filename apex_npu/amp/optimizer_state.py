@@ -426,6 +426,21 @@ def inner_optimizer(optimizer: Any) -> Any:
     return inner if isinstance(inner, Optimizer) and not isinstance(optimizer, Optimizer) else optimizer
 
 
+def optimizers_inside(optimizer: Any) -> list[Optimizer]:
+    """Those that are attributes of ``optimizer``, or items of one."""
+    found: list[Optimizer] = []
+    for value in vars(optimizer).values():
+        listed = value if isinstance(value, (list, tuple)) else [value]
+        found += [inner for inner in listed if isinstance(inner, Optimizer) and inner is not optimizer]
+    return found
+
+
+def shares_groups(optimizer: Optimizer, inner: Optimizer) -> bool:
+    """True where all groups of ``inner`` are groups of ``optimizer``."""
+    groups = set(map(id, optimizer.param_groups))
+    return all(id(group) in groups for group in inner.param_groups)
+
+
 # What wrappers of training frameworks name the optimizer inside of them.
 _WRAPPED = ("optimizer", "_optimizer", "opt")
 

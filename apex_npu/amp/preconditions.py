@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from apex_npu.amp.float32_copies import is_cast, own_tensors
-from apex_npu.amp.optimizer_state import state_of
+from apex_npu.amp.optimizer_state import optimizers_inside, shares_groups, state_of
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current, settings
 from apex_npu.backends._torch_private import is_fake
@@ -47,6 +47,9 @@ def check_incoming(models: list[nn.Module], optimizers: list[Optimizer]) -> None
         raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
     for optimizer in optimizers:
         check_adoptable(optimizer)
+        for inner in optimizers_inside(optimizer):
+            if shares_groups(optimizer, inner) and inner not in optimizers:
+                check_adoptable(inner)
 
 
 def changes_dtypes(policy: Policy, model: nn.Module) -> bool:
@@ -148,9 +151,8 @@ def check_own_groups(policy: Policy, optimizers: list[Optimizer]) -> None:
     if not policy.master_weights:
         return
     for optimizer in optimizers:
-        groups = {id(group) for group in optimizer.param_groups}
-        for inner in _optimizers_inside(optimizer):
-            if any(id(group) not in groups for group in inner.param_groups):
+        for inner in optimizers_inside(optimizer):
+            if not shares_groups(optimizer, inner):
                 raise RuntimeError(
                     f"{type(optimizer).__name__} steps parameters by a {type(inner).__name__} inside, which has groups "
                     f"of its own: at {policy.opt_level} those keep the low-precision parameters, whose gradients are "
@@ -171,14 +173,6 @@ def check_remainders(optimizers: list[Optimizer]) -> None:
                 "for the elementwise optimizers of apex_npu.optimizers (Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta)"
             )
         optimizer.check_remainders()  # type: ignore[attr-defined]
-
-
-def _optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
-    found: list[Optimizer] = []
-    for value in vars(optimizer).values():
-        listed = value if isinstance(value, (list, tuple)) else [value]
-        found += [inner for inner in listed if isinstance(inner, Optimizer) and inner is not optimizer]
-    return found
 
 
 def check_sharded(policy: Policy, overflow_group: Any, models: list[nn.Module], optimizers: list[Optimizer]) -> None:

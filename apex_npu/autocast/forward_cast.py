@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 import threading
 import types
 import weakref
@@ -328,8 +329,36 @@ class CastForward:
         try:
             self.running.append(thread_id)  # within: an interrupt comes after it, and has it taken back
             return self._call_shielded(settings, args, kwargs)
+        except RuntimeError as error:
+            if re.search(r"dtype|scalar type|type .*should be the same", str(error)):
+                self._check_dtypes(settings, error)
+            raise
         finally:
             self.running.remove(thread_id)
+
+    def _check_dtypes(self, settings: ForwardSettings, error: RuntimeError) -> None:
+        """After ``error`` about dtypes: is the model as it was cast?
+
+        Raises:
+            RuntimeError: It is not.
+        """
+        others = [
+            f"{name} ({str(tensor.dtype).removeprefix('torch.')})"
+            for prefix, module in self.model.named_modules()
+            if not isinstance(module, _BatchNorm)
+            for name, tensor in chain(
+                module.named_parameters(prefix, recurse=False), module.named_buffers(prefix, recurse=False)
+            )
+            if tensor.is_floating_point() and tensor.dtype != settings.input_dtype
+        ]
+        if others:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            raise RuntimeError(
+                f"the forward of a model that amp.initialize has cast to {settings.input_dtype} ({settings.title}) has "
+                f"failed, and {others[0]}{more} have another dtype: were they converted since (model.float(), "
+                ".double()), passed to functional_call, or added to the model? Add modules before amp.initialize, or "
+                "have them cast their inputs; for a float32 model call amp.shutdown(), for a copy amp.float32_copy()"
+            ) from error
 
     def _call_traced(self, settings: ForwardSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

@@ -445,6 +445,22 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         """What the last step has stepped: none before the first."""
         return self._fused.groups
 
+    @property
+    def state_dtype(self) -> dict[str, torch.dtype]:
+        """The dtypes of the states that are not float32: for ``"int8"`` int8 or uint8, for remainders int16.
+
+        Raises:
+            AttributeError: It is assigned.
+        """
+        return {} if self._formats is None else dict(self._formats.dtypes)
+
+    @state_dtype.setter
+    def state_dtype(self, value: object) -> None:
+        raise AttributeError(
+            f"state_dtype of {type(self).__name__} is set when it is made, got {value!r} later: make another optimizer "
+            "with it, and load this one's state_dict() into that"
+        )
+
     # State dicts, copies
 
     def add_torch_options(self, group: ParamGroup) -> None:

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from devices import DEVICE, needs
+from devices import DEVICE, needs, require
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -325,3 +325,48 @@ def test_complex_parameters(options, make):
             plain.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)  # scales are powers of two
+
+
+class Adapter(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(4, 1, bias=False), nn.Linear(1, 4, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def functional(model, x):
+    values = {name: t.detach().float() for name, t in model.named_parameters()}
+    return torch.func.functional_call(model, values, x)
+
+
+def adapted(model, x):
+    model[0] = Adapter(model[0]).to(x.device)
+    return model(x)
+
+
+CONVERSIONS = {
+    "float": lambda model, x: model.float()(x),
+    "double": lambda model, x: model.double()(x),
+    "functional_call": functional,
+    "adapter": adapted,
+}
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_a_model_that_is_not_in_the_dtype_it_was_cast_to_is_named(conversion, level):
+    if conversion == "double":
+        require("float64")
+    if level == "O4":
+        require("autocast_to_bfloat16")
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    x = torch.ones(2, 4, device=DEVICE)
+    if level in ("O2", "O3", "O5") or (level == "O0" and conversion == "double"):
+        with pytest.raises(RuntimeError, match=r"amp.initialize has cast to .* have another dtype: were they"):
+            CONVERSIONS[conversion](model, x)
+    elif level == "O0" or conversion != "double":
+        assert CONVERSIONS[conversion](model, x).isfinite().all()

@@ -21,7 +21,7 @@ from small_programs import (
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from apex_npu import optimizers
+from apex_npu import amp, optimizers
 
 WITHOUT_MASTERS = ("O0", *CASTING)
 MOVED = 10.0 - vector(*X).cpu()
@@ -325,3 +325,90 @@ def test_zero_redundancy_optimizer(level):
         train_step(model, optimizer)
 
     right_or_refused(act, lambda _: assert_values(model.parameters(), MOVED), model.parameters())
+
+
+# Optimizers that step by another inside of them
+
+
+class TwoSteps(torch.optim.Optimizer):
+    """As SAM publishes it: the second step is one of the base optimizer."""
+
+    def __init__(self, base_optimizer):
+        super().__init__(base_optimizer.param_groups, {})
+        self.base_optimizer = base_optimizer
+        self.param_groups = base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["old_p"] = p.data.clone()
+            p.add_(p.grad)
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+
+    def step(self, closure=None):
+        self.base_optimizer.step()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.data.mul_(2.0)
+
+
+bases = pytest.mark.parametrize("base", [torch.optim.SGD, optimizers.NpuFusedSGD])
+
+
+def over(base, level, **options):
+    model = Weights(10.0)
+    return initialize(model, TwoSteps(base(model.parameters(), lr=1.0)), level, **options)
+
+
+@bases
+@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+def test_a_step_of_the_optimizer_inside_is_one_of_amps(level, base):
+    model, optimizer = over(base, level)
+    for _ in range(2):
+        backward(model(vector(*X)), optimizer)
+        optimizer.base_optimizer.step()
+        optimizer.base_optimizer.zero_grad()
+    assert_values(model.parameters(), 10.0 - 2 * vector(*X).cpu())
+    assert_values([p for group in optimizer.param_groups for p in group["params"]], 10.0 - 2 * vector(*X).cpu())
+    assert amp.last_step(optimizer).applied
+
+
+@bases
+@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+def test_an_overflow_skips_the_step_of_the_optimizer_inside(level, base):
+    model, optimizer = over(base, level, loss_scale="dynamic", dynamic_init_scale=16.0)
+    for x in ((torch.inf, 1.0, 1.0), X):
+        for step in (optimizer.first_step, optimizer.second_step):
+            backward(model(vector(*x)), optimizer)
+            step()
+            optimizer.zero_grad()
+        assert amp.last_step(optimizer).applied == (x is X)
+    assert_values(model.parameters(), MOVED)
+
+
+@bases
+@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+def test_a_step_that_calls_the_one_inside_is_one_step(level, base):
+    model, optimizer = over(base, level, loss_scale="dynamic", dynamic_init_scale=16.0)
+    for x in ((torch.inf, 1.0, 1.0), X):
+        train_step(model, optimizer, x)
+    assert_values(model.parameters(), 2 * MOVED)
+    report = amp.last_step(optimizer)
+    assert (report.applied, report.skipped_steps, report.scale_before) == (True, 1, 8.0)
+
+
+@levels(WITH_MASTERS)
+def test_an_initialize_that_fails_gives_the_optimizer_inside_back(level):
+    model = Weights(10.0)
+    base = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = TwoSteps(base)
+    with pytest.raises(RuntimeError, match=r"should only be passed through amp\.initialize once"):
+        initialize(model, [optimizer, optimizer], level)
+    assert (type(optimizer), type(base)) == (TwoSteps, torch.optim.SGD)
+    model, optimizer = initialize(model, optimizer, level)
+    train_step(model, optimizer)
+    assert_values(model.parameters(), 2 * MOVED)

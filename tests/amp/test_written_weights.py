@@ -534,7 +534,7 @@ LOST = {
     **dict.fromkeys(
         ["sam_no_grad", "sam_data", "lookahead", "lookahead_no_grad", "schedule_free", "constraint_of_groups"], LATE
     ),
-    "sam_class": "the inner optimizer has the model's parameters, whose gradients are with the masters",
+    "sam_class": LATE,
 }
 
 
