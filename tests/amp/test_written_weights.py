@@ -762,3 +762,19 @@ def test_buffers_that_half_precision_does_not_hold(level):
     for _ in range(4):
         model(X)
     torch.testing.assert_close(model.state_dict()["running"].cpu(), torch.full((3,), 1 / 3 + 2.0**-12))
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, optimizers.NpuFusedSGD])
+@pytest.mark.parametrize("level", [pytest.param(level, marks=known_fault(UNDONE)) for level in WITH_MASTERS])
+def test_many_weights_that_are_negated(level, cls):
+    """Whether all of them have been written is not to be told by a sum that negation may leave as it is."""
+    torch.manual_seed(0)
+    model = nn.Linear(256, 256, bias=False).to(DEVICE)
+    model, optimizer = initialize(model, cls(model.parameters(), lr=2.0**-10), level)
+    backward(model(torch.ones(1, 256, device=DEVICE)).float().mean(), optimizer)
+    optimizer.step()
+    wanted = -model.weight.detach().float()
+    model.weight.data.neg_()
+    backward(model(torch.ones(1, 256, device=DEVICE)).float().mean(), optimizer)
+    optimizer.step()
+    assert ((model.weight.detach().float() - wanted).abs() < 2.0**-8).all()
