@@ -9,6 +9,7 @@
 #include "amp/overlay.h"
 #include "combine_tensors/change_data_ptr.h"
 #include "combine_tensors/python_objects.h"
+#include "combine_tensors/shards.h"
 #include "combine_tensors/slot_table.h"
 #include "data_parallel/grad_arrivals.h"
 #include "debug/exponents.h"
@@ -43,7 +44,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 13;
+  m.attr("API") = 14;
 
   m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"),
         py::arg("keep_previous"));
@@ -81,6 +82,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "broken",
           [](const apex_npu::SlotTable& table, const py::sequence& tensors) { return table.broken(borrow(tensors)); },
           py::arg("tensors"));
+  py::class_<apex_npu::Shards>(m, "Shards")
+      .def(py::init<const py::type&, py::list, py::list>(), py::arg("cls"), py::arg("owners"), py::arg("parts"))
+      .def("have_parts", &apex_npu::Shards::have_parts)
+      .def("bring_grads", &apex_npu::Shards::bring_grads)
+      .def("return_grads", &apex_npu::Shards::return_grads)
+      .def("drop_grads", &apex_npu::Shards::drop_grads, py::arg("stepped"));
   py::class_<apex_npu::GradSlots>(m, "GradSlots")
       .def(py::init<const std::vector<at::Tensor>&, std::vector<int64_t>>(), py::arg("shapes"), py::arg("offsets"))
       .def("remember_views", &apex_npu::GradSlots::remember_views, py::arg("views"))

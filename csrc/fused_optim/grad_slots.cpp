@@ -4,6 +4,7 @@
 
 #include <c10/core/impl/COW.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "combine_tensors/change_data_ptr.h"
@@ -81,11 +82,36 @@ std::string GradSlots::states(const Borrowed& params, const Borrowed& views, siz
       if (loose_for == LooseFor::kWriting) {
         loose = grad.scalar_type() == slot.dtype && !grad.requires_grad() && owns_memory(grad) && is_alone(grad);
       }
+      if (loose_for == LooseFor::kWritingParts) loose = grad.scalar_type() == slot.dtype && !grad.requires_grad();
       if (loose) state = GradState::kLoose;
     }
     states[i] = static_cast<char>(state);
   });
+  if (loose_for == LooseFor::kWritingParts) leave_out_overlapping(params, states);
   return states;
+}
+
+void GradSlots::leave_out_overlapping(const Borrowed& params, std::string& states) {
+  struct Range {
+    const char *begin, *end;
+    size_t index;
+  };
+  std::vector<Range> ranges;
+  ranges.reserve(params.size());
+  look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
+    if (states[i] != static_cast<char>(GradState::kLoose) || grad.numel() == 0) return;
+    const char* begin = static_cast<const char*>(grad.storage().data()) + grad.storage_offset() * grad.itemsize();
+    ranges.push_back({begin, begin + grad.nbytes(), i});
+  });
+  const auto before = [](const Range& a, const Range& b) { return a.begin < b.begin; };
+  if (!std::is_sorted(ranges.begin(), ranges.end(), before)) std::sort(ranges.begin(), ranges.end(), before);
+  size_t reaching = 0;  // the one that reaches furthest so far
+  for (size_t i = 1; i < ranges.size(); ++i) {
+    if (ranges[i].begin < ranges[reaching].end) {
+      states[ranges[i].index] = states[ranges[reaching].index] = static_cast<char>(GradState::kForeign);
+    }
+    if (ranges[i].end > ranges[reaching].end) reaching = i;
+  }
 }
 
 at::Tensor GradSlots::place(const Borrowed& params, size_t first, int64_t numel, bool stepped) {

@@ -21,7 +21,7 @@ namespace apex_npu {
 enum class GradState : char { kAbsent = 0, kPresent = 1, kForeign = 2, kLoose = 3 };
 
 // What gradients outside of their slots are needed for; the values are those of LooseFor in grad_slots.py.
-enum class LooseFor : int { kNothing = 0, kReading = 1, kStepping = 2, kWriting = 3 };
+enum class LooseFor : int { kNothing = 0, kReading = 1, kStepping = 2, kWriting = 3, kWritingParts = 4 };
 
 // Whether a parameter is the only owner of its gradient, so that it may be written: no other tensor shares its memory,
 // and no other parameter has the same tensor.
@@ -38,8 +38,8 @@ class GradSlots {
   // One GradState for each of `params`, which are those of the slots from `first` on; `views` are those of their slots.
   // A gradient is kLoose to be read where it is on the CPU, has its slot's order of elements, and its dtype or, beside
   // float32, a narrower one; to be stepped where besides it is not the one that was stepped before, and has come to
-  // stay; to be written where it has its slot's dtype, and is alone. Those of fewer elements than `loose_numel` never
-  // are.
+  // stay; to be written where it has its slot's dtype, and is alone, or, of parts of larger tensors, where none of
+  // these gradients overlaps it. Those of fewer elements than `loose_numel` never are.
   std::string states(const Borrowed& params, const Borrowed& views, size_t first, LooseFor loose_for,
                      int64_t loose_numel, IsAlone is_alone) const;
 
@@ -68,6 +68,8 @@ class GradSlots {
 
   static bool is_readable(const at::Tensor& grad, const Slot& slot);
   bool was_stepped(const at::Tensor& grad, size_t slot) const;
+  // Makes those foreign that are loose in `states` and overlap another one.
+  static void leave_out_overlapping(const Borrowed& params, std::string& states);
 
   std::vector<Slot> slots_;
   std::optional<SlotTable> places_;  // of the views
