@@ -9,9 +9,9 @@
 #include "amp/overlay.h"
 #include "combine_tensors/change_data_ptr.h"
 #include "combine_tensors/python_objects.h"
-#include "combine_tensors/shards.h"
 #include "combine_tensors/slot_table.h"
 #include "data_parallel/grad_arrivals.h"
+#include "data_parallel/shards.h"
 #include "debug/exponents.h"
 #include "fused_optim/gather_cpu.h"
 #include "fused_optim/grad_slots.h"
@@ -82,12 +82,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "broken",
           [](const apex_npu::SlotTable& table, const py::sequence& tensors) { return table.broken(borrow(tensors)); },
           py::arg("tensors"));
-  py::class_<apex_npu::Shards>(m, "Shards")
-      .def(py::init<const py::type&, py::list, py::list>(), py::arg("cls"), py::arg("owners"), py::arg("parts"))
-      .def("have_parts", &apex_npu::Shards::have_parts)
-      .def("bring_grads", &apex_npu::Shards::bring_grads)
-      .def("return_grads", &apex_npu::Shards::return_grads)
-      .def("drop_grads", &apex_npu::Shards::drop_grads, py::arg("stepped"));
   py::class_<apex_npu::GradSlots>(m, "GradSlots")
       .def(py::init<const std::vector<at::Tensor>&, std::vector<int64_t>>(), py::arg("shapes"), py::arg("offsets"))
       .def("remember_views", &apex_npu::GradSlots::remember_views, py::arg("views"))
@@ -114,6 +108,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             return slots.share(borrow(sources), borrow(params), loose_numel, &apex_npu::is_alone);
           },
           py::arg("sources"), py::arg("params"), py::arg("loose_numel"));
+  py::class_<apex_npu::Shards>(m, "Shards")
+      .def(py::init<const py::type&, py::list, py::list>(), py::arg("cls"), py::arg("owners"), py::arg("parts"))
+      .def("have_parts", &apex_npu::Shards::have_parts)
+      .def(
+          "look_at_grads",
+          [](apex_npu::Shards& shards, const apex_npu::GradSlots& slots, int loose_for) {
+            return py::bytes(shards.look_at_grads(slots, static_cast<apex_npu::LooseFor>(loose_for)));
+          },
+          py::arg("slots"), py::arg("loose_for"))
+      .def("place", &apex_npu::Shards::place, py::arg("slots"), py::arg("first"), py::arg("count"), py::arg("numel"))
+      .def("bring_grads", &apex_npu::Shards::bring_grads)
+      .def("return_grads", &apex_npu::Shards::return_grads)
+      .def("drop_grads", &apex_npu::Shards::drop_grads, py::arg("stepped"));
   m.def(
       "is_placed", [](const at::Tensor& tensor) { return apex_npu::placed_grads_of(tensor) != nullptr; },
       py::arg("tensor"));

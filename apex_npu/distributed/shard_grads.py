@@ -21,7 +21,7 @@ from apex_npu.backends._torch_private import dtensor_slots, memory_of_shards
 from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed.shards import is_sharded, local_grad, local_part, sharded_like
 from apex_npu.fusion import FlatGrads, increment_versions
-from apex_npu.fusion.grad_slots import FOREIGN, InPlace
+from apex_npu.fusion.grad_slots import FOREIGN, GradSlots, InPlace
 
 
 class Shards(Protocol):
@@ -49,12 +49,27 @@ class Shards(Protocol):
         ...
 
 
-def shards(owners: list[Tensor], parts: list[Tensor]) -> Shards:
-    """For ``parts`` inside of ``owners``, all of them DTensors."""
-    if extension is None or not _finds_parts():
-        return _PythonShards(owners, parts)
+class ShardsInPlace(Shards, Protocol):
+    """Those whose gradients can be used where fully_shard has left them."""
+
+    def look_at_grads(self, slots: GradSlots, loose_for: int) -> bytes:
+        """Hold what is inside of the gradients of owners until ``drop_grads``.
+
+        Returns:
+            One byte for each: NONE, EXTERNAL, or FOREIGN where it cannot be used in place.
+        """
+        ...
+
+    def place(self, slots: GradSlots, first: int, count: int, numel: int) -> Tensor:
+        """What is held, of ``count`` slots from ``first`` on, as one operand for ``ops``."""
+        ...
+
+
+def _shards_in_place(owners: list[Tensor], parts: list[Tensor]) -> ShardsInPlace | None:
+    if extension is None or parts[0].device.type != "cpu" or not _finds_parts():
+        return None
     module: Any = sys.modules["torch.distributed.tensor"]
-    made: Shards = extension.Shards(module.DTensor, owners, parts)
+    made: ShardsInPlace = extension.Shards(module.DTensor, owners, parts)
     return made
 
 
@@ -125,7 +140,9 @@ class ShardGrads(FlatGrads):
         """``owners`` of the parts in ``grads``, which has none of their gradients yet."""
         super().__init__(grads.params, grads.offsets, grads.total_numel)
         self.owners = owners
-        self._shards = shards(owners, self.params)
+        self._in_place = _shards_in_place(owners, self.params)
+        self._shards: Shards = self._in_place or _PythonShards(owners, self.params)
+        self._held: ShardsInPlace | None = None
 
     def have_parts(self) -> bool:
         """True while each owner has its part inside."""
@@ -133,18 +150,31 @@ class ShardGrads(FlatGrads):
 
     def end_step(self) -> None:
         """What has a gradient has been stepped."""
-        self._shards.drop_grads(True)
+        self._drop(stepped=True)
 
     def forget_stepped(self) -> None:
-        self._shards.drop_grads(False)
+        self._drop()
+
+    def _drop(self, *, stepped: bool = False) -> None:
+        self._held = None
+        self._shards.drop_grads(stepped)
 
     def _find(self, slots: range | None, in_place: InPlace, least_numel: int | None = None) -> bytes:
+        self._held = None
+        if self._in_place is not None and in_place != InPlace.NO:
+            kind = InPlace.WRITE_PARTS if in_place >= InPlace.WRITE else InPlace.READ_AGAIN
+            states = self._in_place.look_at_grads(self._plan_slots(), kind)
+            if FOREIGN not in states:
+                self._held = self._in_place
+                return states if slots is None else states[slots.start : slots.stop]
+        self._bring()
+        return super()._find(slots, InPlace.READ_AGAIN if in_place == InPlace.READ else in_place, least_numel)
+
+    def _bring(self) -> None:
         for i in self._shards.bring_grads():
             part, owner = self.params[i], self.owners[i]
             part.grad = local_grad(owner)
             owner.grad = sharded_like(part.grad, owner)
-        kinds = {InPlace.READ: InPlace.READ_AGAIN, InPlace.WRITE: InPlace.WRITE_PARTS}
-        return super()._find(slots, kinds.get(in_place, in_place), least_numel)
 
     def _gather(self, slots: range | None, states: bytes) -> bytes:
         found = super()._gather(slots, states)
@@ -163,9 +193,11 @@ class ShardGrads(FlatGrads):
         self._shards.return_grads()
 
     def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
+        if self._held is not None:
+            return self._held.place(self._plan_slots(), slots.start, len(slots), numel)
         return super().operand(slots, numel)
 
     def _operands(self, states: bytes) -> list[Tensor]:
         operands = super()._operands(states)
-        self._shards.drop_grads(False)
+        self._drop()
         return operands

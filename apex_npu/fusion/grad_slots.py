@@ -42,7 +42,7 @@ class InPlace(IntEnum):
     READ_AGAIN = 1  # all that can be read
     READ = 2  # those that have not been stepped before: a gradient that is reused is copied into its slot
     WRITE = 3  # those of the slot's dtype that share their memory with nothing else
-    WRITE_PARTS = 4  # those of the slot's dtype that overlap none of the others, whatever else looks at their memory
+    WRITE_PARTS = 4  # those of the slot's dtype that overlap no other, whatever else looks at their memory
 
 
 class GradSlots(Protocol):
@@ -121,8 +121,7 @@ class _PythonGradSlots:
         if in_place != InPlace.NO and params[0].device.type == "cpu":
             for i, numel in enumerate(self._numels[first : first + len(grads)]):
                 if numel >= least_numel and states[i] == FOREIGN and fits(grads[i], self._shapes[first + i]):
-                    alone = in_place <= InPlace.READ or (in_place == InPlace.WRITE and _is_alone(grads[i]))
-                    states[i] = EXTERNAL if alone else FOREIGN
+                    states[i] = EXTERNAL if in_place < InPlace.WRITE or _is_alone(grads[i]) else FOREIGN
         return bytes(states)
 
     def place(self, params: Sequence[Tensor], first: int, numel: int, stepped: bool) -> Tensor:

@@ -74,31 +74,32 @@ std::string GradSlots::states(const Borrowed& params, const Borrowed& views, siz
     GradState state = GradState::kForeign;
     if (grad.is_same(*views[i]) && (!places_.has_value() || places_->is_intact(first + i, grad))) {
       state = GradState::kPresent;
-    } else if (loose_for != LooseFor::kNothing && slot.numel >= loose_numel && is_readable(grad, slot) &&
-               !is_slot(grad)) {
-      // Slots, of another gradient or a parameter, may be written before they are read.
-      bool loose = true;
-      if (loose_for == LooseFor::kStepping) loose = !was_stepped(grad, first + i);
-      if (loose_for == LooseFor::kWriting) {
-        loose = grad.scalar_type() == slot.dtype && !grad.requires_grad() && owns_memory(grad) && is_alone(grad);
-      }
-      if (loose_for == LooseFor::kWritingParts) loose = grad.scalar_type() == slot.dtype && !grad.requires_grad();
-      if (loose) state = GradState::kLoose;
+    } else if (slot.numel >= loose_numel && is_loose(grad, first + i, loose_for, is_alone)) {
+      state = GradState::kLoose;
     }
     states[i] = static_cast<char>(state);
   });
-  if (loose_for == LooseFor::kWritingParts) leave_out_overlapping(params, states);
   return states;
 }
 
-void GradSlots::leave_out_overlapping(const Borrowed& params, std::string& states) {
+bool GradSlots::is_loose(const at::Tensor& grad, size_t i, LooseFor loose_for, IsAlone is_alone) const {
+  // Slots, of another gradient or a parameter, may be written before they are read.
+  if (loose_for == LooseFor::kNothing || !is_readable(grad, slots_[i]) || is_slot(grad)) return false;
+  if (loose_for == LooseFor::kStepping) return !was_stepped(grad, i);
+  if (loose_for == LooseFor::kReading) return true;
+  if (grad.scalar_type() != slots_[i].dtype || grad.requires_grad()) return false;
+  return loose_for == LooseFor::kWritingParts || (owns_memory(grad) && is_alone(grad));
+}
+
+void GradSlots::leave_out_overlapping(const Borrowed& grads, std::string& states) {
   struct Range {
     const char *begin, *end;
     size_t index;
   };
   std::vector<Range> ranges;
-  ranges.reserve(params.size());
-  look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
+  ranges.reserve(grads.size());
+  look_at_each(grads, prefetch_storage, [&](size_t i) {
+    const at::Tensor& grad = *grads[i];
     if (states[i] != static_cast<char>(GradState::kLoose) || grad.numel() == 0) return;
     const char* begin = static_cast<const char*>(grad.storage().data()) + grad.storage_offset() * grad.itemsize();
     ranges.push_back({begin, begin + grad.nbytes(), i});
@@ -125,13 +126,26 @@ at::Tensor GradSlots::place(const Borrowed& params, size_t first, int64_t numel,
   const int64_t begin = slots_[first].offset;
   look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
     if (!grad.defined()) return;
-    const Slot& slot = slots_[first + i];
-    TORCH_CHECK_VALUE(is_readable(grad, slot), "place: the gradient of parameter ", first + i, ", ", grad.toString(),
-                      " of shape ", grad.sizes(), " with strides ", grad.strides(), ", cannot be read where it lies");
-    placed.add(grad, slot.offset - begin);
+    place_one(placed, grad, first + i, begin);
     if (stepped && !was_stepped(grad, first + i)) stepped_[first + i] = grad.storage().getWeakStorageImpl();
   });
   return as_operand(std::move(placed), numel, slots_[first].dtype);
+}
+
+at::Tensor GradSlots::place_grads(const Borrowed& grads, size_t first, int64_t numel) const {
+  TORCH_CHECK_VALUE(!grads.empty() && first + grads.size() <= slots_.size(), "place_grads: expected gradients of the ",
+                    slots_.size(), " slots, got ", grads.size(), " from slot ", first, " on");
+  PlacedGrads placed(numel, grads.size());
+  look_at_each(grads, prefetch_storage, [&](size_t i) {
+    if (grads[i]->defined()) place_one(placed, *grads[i], first + i, slots_[first].offset);
+  });
+  return as_operand(std::move(placed), numel, slots_[first].dtype);
+}
+
+void GradSlots::place_one(PlacedGrads& placed, const at::Tensor& grad, size_t i, int64_t begin) const {
+  TORCH_CHECK_VALUE(is_readable(grad, slots_[i]), "place: the gradient of parameter ", i, ", ", grad.toString(),
+                    " of shape ", grad.sizes(), " with strides ", grad.strides(), ", cannot be read where it lies");
+  placed.add(grad, slots_[i].offset - begin);
 }
 
 std::vector<int64_t> GradSlots::share(const Borrowed& sources, const Borrowed& params, int64_t loose_numel,

@@ -27,6 +27,8 @@ enum class LooseFor : int { kNothing = 0, kReading = 1, kStepping = 2, kWriting 
 // and no other parameter has the same tensor.
 using IsAlone = bool (*)(const at::Tensor& grad);
 
+class PlacedGrads;
+
 class GradSlots {
  public:
   // `shapes` have the slots' sizes, strides and dtype, on any device; `offsets` their first elements.
@@ -38,14 +40,23 @@ class GradSlots {
   // One GradState for each of `params`, which are those of the slots from `first` on; `views` are those of their slots.
   // A gradient is kLoose to be read where it is on the CPU, has its slot's order of elements, and its dtype or, beside
   // float32, a narrower one; to be stepped where besides it is not the one that was stepped before, and has come to
-  // stay; to be written where it has its slot's dtype, and is alone, or, of parts of larger tensors, where none of
-  // these gradients overlaps it. Those of fewer elements than `loose_numel` never are.
+  // stay; to be written where it has its slot's dtype, and is alone, or, as a part of a larger tensor, whatever else
+  // looks at that. Those of fewer elements than `loose_numel` never are.
   std::string states(const Borrowed& params, const Borrowed& views, size_t first, LooseFor loose_for,
                      int64_t loose_numel, IsAlone is_alone) const;
 
   // The gradients of these parameters, all that there are, as one operand of the kernels, whose first element is that
   // of the slot `first`. Each is present or loose; with `stepped` remembered as such.
   at::Tensor place(const Borrowed& params, size_t first, int64_t numel, bool stepped);
+
+  // Whether a gradient, which is not in slot `i`, may stay where it is; of an order, dtype and memory as above.
+  bool is_loose(const at::Tensor& grad, size_t i, LooseFor loose_for, IsAlone is_alone = nullptr) const;
+
+  // Makes those of `grads` foreign that are loose in `states` and overlap another one.
+  static void leave_out_overlapping(const Borrowed& grads, std::string& states);
+
+  // The same of gradients, which are loose to be read or undefined.
+  at::Tensor place_grads(const Borrowed& grads, size_t first, int64_t numel) const;
 
   // Whatever is a gradient later is another one.
   void forget_stepped() { stepped_.clear(); }
@@ -68,8 +79,7 @@ class GradSlots {
 
   static bool is_readable(const at::Tensor& grad, const Slot& slot);
   bool was_stepped(const at::Tensor& grad, size_t slot) const;
-  // Makes those foreign that are loose in `states` and overlap another one.
-  static void leave_out_overlapping(const Borrowed& params, std::string& states);
+  void place_one(PlacedGrads& placed, const at::Tensor& grad, size_t slot, int64_t begin) const;
 
   std::vector<Slot> slots_;
   std::optional<SlotTable> places_;  // of the views
