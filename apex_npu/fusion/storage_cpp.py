@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from apex_npu import _C
-from apex_npu._C import check_change_data_ptr, is_slot, owns_memory, storage_view
+from apex_npu._C import allocated_by_torch, check_change_data_ptr, is_slot, storage_view
 from apex_npu.backends.script_warnings import warn
 from apex_npu.fusion.storage_common import SlotTable, has_unnamed_aliases, storage_numel
 
 __all__ = [
     "aliases_follow",
+    "allocated_by_torch",
     "change_data_ptr",
     "check_change_data_ptr",
     "follows_aliases",
@@ -23,7 +24,6 @@ __all__ = [
     "is_slot",
     "move_out",
     "move_storage",
-    "owns_memory",
     "release_previous",
     "slot_table",
     "storage_view",

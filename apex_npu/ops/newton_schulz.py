@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from apex_npu.ops.gather import join_, joins_lists
-from apex_npu.ops.reference import chunk_numel
+from apex_npu.ops.gather import cat_into, cats_lists
+from apex_npu.ops.reference import chunk_numel, wide_dtype
 
 logger = logging.getLogger("apex_npu")
 
@@ -43,32 +43,40 @@ class Stack(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """Where the matrices of a flat buffer are.
+    """Memory for a step of the matrices of a flat buffer, laid out as they are there.
 
     Attributes:
-        sizes: Elements of the first, of the gap after it, of the second, and so on, up to the end of the buffer.
+        flat: 1-D, as long as the buffer; zeros between matrices.
+        pieces: The matrices in ``flat``, each 1-D.
+        gaps: Elements after each, up to the next one.
         stacks: Those that are stepped together; empty ones are in none.
         zeros: 1-D, of the dtype of the products; as many as the largest gap has.
     """
 
-    sizes: list[int]
+    flat: Tensor
+    pieces: list[Tensor]
+    gaps: list[int]
     stacks: list[Stack]
     zeros: Tensor
 
     @staticmethod
     def of(
-        shapes: Sequence[tuple[int, int]], offsets: Sequence[int], factors: Sequence[float], flat: Tensor
+        shapes: Sequence[tuple[int, int]], offsets: Sequence[int], factors: Sequence[float], param: Tensor
     ) -> Matrices:
-        """Matrices of ``shapes`` at ``offsets``, the first of which is 0, in buffers like ``flat``."""
-        ends = [*offsets[1:], flat.numel()]
+        """Matrices of ``shapes`` at ``offsets``, the first of which is 0, in buffers like ``param``."""
+        ends = [*offsets[1:], param.numel()]
         sizes: list[int] = []
         stacks: dict[tuple[int, int, float], Stack] = {}
         for i, ((rows, columns), factor, begin, end) in enumerate(zip(shapes, factors, offsets, ends, strict=True)):
             sizes += [rows * columns, end - begin - rows * columns]
             if rows * columns:
                 stacks.setdefault((rows, columns, factor), Stack(rows, columns, factor, [])).members.append(i)
-        zeros = flat.new_zeros(max(sizes[1::2], default=0), dtype=product_dtype(flat.device))
-        return Matrices(sizes, list(stacks.values()), zeros)
+        dtype, products = wide_dtype(param.dtype), product_dtype(param.device)
+        # Kernels of the CPU write what the products take, unless they compute in float64.
+        narrow = param.device.type == "cpu" and dtype == torch.float32
+        flat = param.new_zeros(param.numel(), dtype=products if narrow else dtype)
+        zeros = param.new_zeros(max(sizes[1::2], default=0), dtype=products)
+        return Matrices(flat, list(flat.split_with_sizes(sizes)[::2]), sizes[1::2], list(stacks.values()), zeros)
 
 
 @functools.cache
@@ -88,33 +96,32 @@ def product_dtype(device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def orthogonalize_(flat: Tensor, matrices: Matrices, *, coefficients: Sequence[float], steps: int, eps: float) -> None:
+def orthogonalize_(matrices: Matrices, *, coefficients: Sequence[float], steps: int, eps: float) -> None:
     """Replace each matrix by ``factor`` times ``newton_schulz`` of it.
 
     Args:
-        flat: 1-D, of float32 or float64; zeros between matrices.
-        matrices: In ``flat``.
+        matrices: What to replace.
         coefficients: See ``newton_schulz``.
         steps: Likewise.
         eps: Likewise.
     """
-    pieces = flat.split_with_sizes(matrices.sizes)[::2]
-    joins = joins_lists(flat.device)
+    flat, pieces, dtype = matrices.flat, matrices.pieces, matrices.zeros.dtype
+    joins = cats_lists(flat.device)
     results = [matrices.zeros[:0]] * len(pieces)
     for rows, columns, factor, members in matrices.stacks:
         count = _batch_size(rows * columns, flat.device)
         for batch in (members[i : i + count] for i in range(0, len(members), count)):
-            x = _gathered([pieces[i] for i in batch], matrices.zeros.dtype, joins=joins)
+            in_place = len(batch) == 1 and flat.dtype == dtype and not joins
+            x = pieces[batch[0]] if in_place else _gathered([pieces[i] for i in batch], dtype, joins=joins)
             x = x.view(-1, rows, columns) if len(batch) > 1 else x.view(rows, columns)
             x = newton_schulz(x, coefficients=coefficients, steps=steps, eps=eps, factor=factor)
-            rows_of = x.reshape(len(batch), -1).unbind()
-            if not joins:
-                torch._foreach_copy_([pieces[i] for i in batch], list(rows_of))
-                continue
-            for i, row in zip(batch, rows_of, strict=True):
-                results[i] = row
+            if joins:
+                for i, row in zip(batch, x.view(len(batch), -1).unbind(), strict=True):
+                    results[i] = row
+            elif not in_place:
+                torch._foreach_copy_([pieces[i] for i in batch], list(x.view(len(batch), -1).unbind()))
     if joins:
-        join_(flat, results, matrices.sizes[1::2], matrices.zeros)
+        cat_into(flat, results, matrices.gaps, matrices.zeros)
 
 
 def _gathered(pieces: list[Tensor], dtype: torch.dtype, *, joins: bool) -> Tensor:
@@ -138,29 +145,35 @@ def newton_schulz(x: Tensor, *, coefficients: Sequence[float], steps: int, eps: 
     with the Frobenius norm of each matrix. Each iteration applies a · s + b · s³ + c · s⁵ to all singular values.
 
     Args:
-        x: One matrix, or a stack of them; written.
+        x: One matrix, or a stack of them; the result is written into it.
         coefficients: a, b and c.
         steps: How many iterations.
         eps: Smallest divisor.
         factor: What the result is multiplied by.
 
     Returns:
-        Likewise, of the dtype of ``x``.
+        ``x``.
     """
     if x.dim() == 2 and x.size(0) > x.size(1):  # one is quicker transposed, a stack as it is
-        return newton_schulz(x.T, coefficients=coefficients, steps=steps, eps=eps, factor=factor).T
+        newton_schulz(x.T, coefficients=coefficients, steps=steps, eps=eps, factor=factor)
+        return x
     multiply, multiply_add = (torch.mm, torch.addmm) if x.dim() == 2 else (torch.bmm, torch.baddbmm)
     tall = x.size(-2) > x.size(-1)
     a, b, c = coefficients
-    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=eps))
-    if not steps:
-        return x.mul_(factor)
+    given = x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=eps))
+    size = min(x.shape[-2:])
+    gram, polynomial = (x.new_empty(*x.shape[:-2], size, size) for _ in range(2))
+    results = [x.new_empty(x.shape) for _ in range(min(2, steps))]
     for step in range(1, steps + 1):
-        times = factor if step == steps else 1.0
-        gram = multiply(x.mT, x) if tall else multiply(x, x.mT)
-        polynomial = multiply_add(gram, gram, gram, beta=b, alpha=c)
-        x = multiply_add(x, *((x, polynomial) if tall else (polynomial, x)), beta=a * times, alpha=times)
-    return x
+        last = step == steps
+        times = factor if last else 1.0
+        multiply(*((x.mT, x) if tall else (x, x.mT)), out=gram)
+        multiply_add(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        out = given if last and x is not given else results[step % 2 - 1]
+        x = multiply_add(x, *((x, polynomial) if tall else (polynomial, x)), beta=a * times, alpha=times, out=out)
+    if not steps:
+        x.mul_(factor)
+    return x if x is given else given.copy_(x)
 
 
 def _batch_size(numel: int, device: torch.device) -> int:

@@ -125,7 +125,7 @@ class NpuFusedMuon(NpuFusedAdamW):
             return
         copy, matrices = run.model_param(), run.remember("matrices", group["adjust_lr_fn"], partial(_find, run, group))
         # What SGD would subtract, with the momentum's share taken from the gradient: from a parameter of zeros.
-        direction = run.scratch("direction").zero_()
+        direction = matrices.flat.zero_()
         sgd_(
             direction,
             run.scaled_grad,
@@ -140,9 +140,7 @@ class NpuFusedMuon(NpuFusedAdamW):
             grad_scale=run.grad_scale,
             found_inf=run.found_inf,
         )
-        orthogonalize_(
-            direction, matrices, coefficients=group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"]
-        )
+        orthogonalize_(matrices, coefficients=group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"])
         sgd_(
             run.param,
             direction,

@@ -4,11 +4,10 @@
 
 #include <c10/core/impl/COW.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "combine_tensors/change_data_ptr.h"
-#include "fused_optim/placed_grads.h"
+#include "fused_optim/grad_list.h"
 
 namespace apex_npu {
 namespace {
@@ -62,93 +61,68 @@ void GradSlots::remember_views(const std::vector<at::Tensor>& views) {
   places_.emplace(views);
 }
 
-std::string GradSlots::states(const Borrowed& params, const Borrowed& views, size_t first, LooseFor loose_for,
-                              int64_t loose_numel, IsAlone is_alone) const {
+GradStates GradSlots::states(const Borrowed& params, const Borrowed& views, size_t first, InPlace in_place,
+                             int64_t least_numel, IsAlone is_alone) const {
   TORCH_CHECK_VALUE(params.size() == views.size() && first + params.size() <= slots_.size(),
                     "states: expected one view per parameter, and a slot for each, got ", views.size(), " views of ",
                     params.size(), " parameters from slot ", first, " on, of ", slots_.size());
-  std::string states(params.size(), static_cast<char>(GradState::kAbsent));
+  GradStates found{std::string(params.size(), static_cast<char>(GradState::NONE)), {}};
   look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
     if (!grad.defined()) return;
     const Slot& slot = slots_[first + i];
-    GradState state = GradState::kForeign;
     if (grad.is_same(*views[i]) && (!places_.has_value() || places_->is_intact(first + i, grad))) {
-      state = GradState::kPresent;
-    } else if (slot.numel >= loose_numel && is_loose(grad, first + i, loose_for, is_alone)) {
-      state = GradState::kLoose;
+      found.states[i] = static_cast<char>(GradState::IN_BUFFER);
+      return;
     }
-    states[i] = static_cast<char>(state);
+    found.states[i] = static_cast<char>(GradState::ELSEWHERE);
+    bool stays = slot.numel >= least_numel && can_stay(grad, first + i, in_place);
+    if (stays && in_place == InPlace::READ) stays = !was_stepped(grad, first + i);
+    if (stays && in_place == InPlace::WRITE) stays = allocated_by_torch(grad) && is_alone(grad);
+    if (!stays) found.to_gather.push_back(static_cast<int64_t>(first + i));
   });
-  return states;
+  return found;
 }
 
-bool GradSlots::is_loose(const at::Tensor& grad, size_t i, LooseFor loose_for, IsAlone is_alone) const {
+bool GradSlots::can_stay(const at::Tensor& grad, size_t i, InPlace in_place) const {
+  const Slot& slot = slots_[i];
   // Slots, of another gradient or a parameter, may be written before they are read.
-  if (loose_for == LooseFor::kNothing || !is_readable(grad, slots_[i]) || is_slot(grad)) return false;
-  if (loose_for == LooseFor::kStepping) return !was_stepped(grad, i);
-  if (loose_for == LooseFor::kReading) return true;
-  if (grad.scalar_type() != slots_[i].dtype || grad.requires_grad()) return false;
-  return loose_for == LooseFor::kWritingParts || (owns_memory(grad) && is_alone(grad));
+  if (in_place == InPlace::NO || !is_readable(grad, slot) || is_slot(grad)) return false;
+  return in_place != InPlace::WRITE || (grad.scalar_type() == slot.dtype && !grad.requires_grad());
 }
 
-void GradSlots::leave_out_overlapping(const Borrowed& grads, std::string& states) {
-  struct Range {
-    const char *begin, *end;
-    size_t index;
-  };
-  std::vector<Range> ranges;
-  ranges.reserve(grads.size());
-  look_at_each(grads, prefetch_storage, [&](size_t i) {
-    const at::Tensor& grad = *grads[i];
-    if (states[i] != static_cast<char>(GradState::kLoose) || grad.numel() == 0) return;
-    const char* begin = static_cast<const char*>(grad.storage().data()) + grad.storage_offset() * grad.itemsize();
-    ranges.push_back({begin, begin + grad.nbytes(), i});
-  });
-  const auto before = [](const Range& a, const Range& b) { return a.begin < b.begin; };
-  if (!std::is_sorted(ranges.begin(), ranges.end(), before)) std::sort(ranges.begin(), ranges.end(), before);
-  size_t reaching = 0;  // the one that reaches furthest so far
-  for (size_t i = 1; i < ranges.size(); ++i) {
-    if (ranges[i].begin < ranges[reaching].end) {
-      states[ranges[i].index] = states[ranges[reaching].index] = static_cast<char>(GradState::kForeign);
-    }
-    if (ranges[i].end > ranges[reaching].end) reaching = i;
-  }
-}
-
-at::Tensor GradSlots::place(const Borrowed& params, size_t first, int64_t numel, bool stepped) {
-  TORCH_CHECK_VALUE(!params.empty() && first + params.size() <= slots_.size(), "place: expected parameters of the ",
+at::Tensor GradSlots::grad_list(const Borrowed& params, size_t first, int64_t numel, bool stepped) {
+  TORCH_CHECK_VALUE(!params.empty() && first + params.size() <= slots_.size(), "grad_list: expected parameters of the ",
                     slots_.size(), " slots, got ", params.size(), " from slot ", first, " on");
   if (stepped && stepped_.empty()) {
     const Remembered none(c10::intrusive_ptr<c10::StorageImpl>{});
     stepped_.resize(slots_.size(), none);
   }
-  PlacedGrads placed(numel, params.size());
-  const int64_t begin = slots_[first].offset;
+  GradList grads(numel, params.size());
   look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
     if (!grad.defined()) return;
-    place_one(placed, grad, first + i, begin);
+    add_to(grads, grad, first + i, first);
     if (stepped && !was_stepped(grad, first + i)) stepped_[first + i] = grad.storage().getWeakStorageImpl();
   });
-  return as_operand(std::move(placed), numel, slots_[first].dtype);
+  return as_operand(std::move(grads), numel, slots_[first].dtype);
 }
 
-at::Tensor GradSlots::place_grads(const Borrowed& grads, size_t first, int64_t numel) const {
-  TORCH_CHECK_VALUE(!grads.empty() && first + grads.size() <= slots_.size(), "place_grads: expected gradients of the ",
+at::Tensor GradSlots::list_of(const Borrowed& grads, size_t first, int64_t numel) const {
+  TORCH_CHECK_VALUE(!grads.empty() && first + grads.size() <= slots_.size(), "list_of: expected gradients of the ",
                     slots_.size(), " slots, got ", grads.size(), " from slot ", first, " on");
-  PlacedGrads placed(numel, grads.size());
+  GradList list(numel, grads.size());
   look_at_each(grads, prefetch_storage, [&](size_t i) {
-    if (grads[i]->defined()) place_one(placed, *grads[i], first + i, slots_[first].offset);
+    if (grads[i]->defined()) add_to(list, *grads[i], first + i, first);
   });
-  return as_operand(std::move(placed), numel, slots_[first].dtype);
+  return as_operand(std::move(list), numel, slots_[first].dtype);
 }
 
-void GradSlots::place_one(PlacedGrads& placed, const at::Tensor& grad, size_t i, int64_t begin) const {
-  TORCH_CHECK_VALUE(is_readable(grad, slots_[i]), "place: the gradient of parameter ", i, ", ", grad.toString(),
-                    " of shape ", grad.sizes(), " with strides ", grad.strides(), ", cannot be read where it lies");
-  placed.add(grad, slots_[i].offset - begin);
+void GradSlots::add_to(GradList& grads, const at::Tensor& grad, size_t i, size_t first) const {
+  TORCH_CHECK_VALUE(is_readable(grad, slots_[i]), "grad_list: the gradient of parameter ", i, ", ", grad.toString(),
+                    " of shape ", grad.sizes(), " with strides ", grad.strides(), ", cannot be read where it is");
+  grads.add(grad, slots_[i].offset - slots_[first].offset);
 }
 
-std::vector<int64_t> GradSlots::share(const Borrowed& sources, const Borrowed& params, int64_t loose_numel,
+std::vector<int64_t> GradSlots::share(const Borrowed& sources, const Borrowed& params, int64_t least_numel,
                                       IsAlone is_alone) const {
   TORCH_CHECK_VALUE(sources.size() == slots_.size() && params.size() == slots_.size(), "share: expected ",
                     slots_.size(), " sources and parameters, got ", sources.size(), " and ", params.size());
@@ -158,7 +132,7 @@ std::vector<int64_t> GradSlots::share(const Borrowed& sources, const Borrowed& p
     // Other references to its memory (a bucket of DistributedDataParallel, DLPack) would not follow when it is
     // copied.
     const bool shares =
-        slots_[i].numel >= loose_numel && is_readable(grad, slots_[i]) && !is_slot(grad) && is_alone(grad);
+        slots_[i].numel >= least_numel && is_readable(grad, slots_[i]) && !is_slot(grad) && is_alone(grad);
     at::Tensor twin = shares ? lazy_copy(grad) : at::Tensor();
     if (twin.defined()) {
       params[i]->mutable_grad() = std::move(twin);

@@ -9,7 +9,7 @@
 #include <initializer_list>
 #include <optional>
 
-#include "fused_optim/placed_grads.h"
+#include "fused_optim/grad_list.h"
 #include "fused_optim/vectors.h"
 
 namespace apex_npu {
@@ -48,7 +48,7 @@ struct Gradient {
 // Flat buffers of one length on the cpu: parameters (float16, bfloat16, float32 or float64), gradients (float64 beside
 // float64, else any of the other three), states (float64 beside float64, else float32), and, beside parameters that are
 // not float64, model_param (float16 or bfloat16), which gets a rounded copy of the new parameters; and grad_scale, one
-// number that gradients are divided by. Gradients may be placed ones, too.
+// number that gradients are divided by. Gradients may be a list of tensors, too.
 class Operands {
  public:
   // Raises ValueError or TypeError, with the name of what does not fit.
@@ -89,7 +89,7 @@ class Operands {
   int64_t numel_;
   void* param_;
   const void* grad_ = nullptr;
-  const PlacedGrads* placed_grads_;  // instead
+  const GradList* grad_list_;  // instead
   void* model_param_;
   double grad_scale_ = 1;
   bool maximize_;

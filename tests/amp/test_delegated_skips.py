@@ -22,6 +22,7 @@ CAPTURABLE = [
     optimizers.NpuFusedSGD, optimizers.NpuFusedAdam, optimizers.NpuFusedAdamW, optimizers.NpuFusedAdamP,
     optimizers.NpuFusedAdadelta, optimizers.NpuFusedLamb, optimizers.NpuFusedRMSprop, optimizers.NpuFusedRMSpropTF,
     optimizers.FusedAdam, optimizers.FusedSGD, optimizers.FusedLAMB, optimizers.FusedAdagrad,
+    optimizers.NpuFusedMuon,
 ]  # fmt: skip
 
 
@@ -42,6 +43,8 @@ def make(level="O0", cls=optimizers.NpuFusedAdam, capturable=True, **options):
             p.copy_(torch.randn(p.shape, generator=generator))
     model.to(DEVICE)
     more = {"momentum": 0.9} if cls in (optimizers.NpuFusedSGD, optimizers.FusedSGD) else {}
+    if cls is optimizers.NpuFusedMuon:
+        more = {"use_muon": "auto"}
     optimizer = cls(model.parameters(), lr=0.05, capturable=capturable, **more)
     options = {"loss_scale": "dynamic", "dynamic_init_scale": 2.0**10, "scale_window": 3, "verbosity": 0, **options}
     return amp.initialize(model, optimizer, opt_level=level, **options)
