@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The gradients of sharded parameters (DTensor): those of the plain parts inside, where fully_shard has left them.
 
-fully_shard reduces the gradients of a unit into one flat tensor, of which each gradient's part is a view. Kernels of the
+fully_shard reduces the gradients of a unit into one flat tensor, of which the part of each is a view. Kernels of the
 CPU read and write these views in place. Other devices gather them into slots.
 """
 
@@ -27,7 +27,7 @@ from apex_npu.shards import is_sharded, local_grad, local_part, sharded_like
 class Shards(Protocol):
     """Sharded parameters and the parts inside of them, all read in one call.
 
-    ``extension.Shards`` is one, which can hold the gradients of parts on a CPU besides; see csrc/data_parallel/shards.h.
+    ``extension.Shards`` is one, which can also hold the gradients of parts: see csrc/data_parallel/shards.h.
     """
 
     def have_parts(self) -> bool:
@@ -64,7 +64,7 @@ def memory_of_parts(params: Sequence[Tensor]) -> dict[int, list[Tensor]]:
 
 @functools.lru_cache(maxsize=1)
 def _finds_parts() -> bool:
-    """Whether this torch keeps the memory of sharded parameters where it is looked for; warns once where it does not."""
+    """Whether this torch keeps the memory of sharded parameters where it is looked for; one warning if it does not."""
     found = dtensor_slots() and memory_of_shards() is not None
     if not found:
         warn(
@@ -131,7 +131,7 @@ class ShardGrads(FlatGrads):
         self.full_params = full_params
         found = _extension_shards(full_params, self.params)
         self._shards: Shards = found or _PythonShards(full_params, self.params)
-        self._holding = found if self.reads_in_place else None
+        self._holding: Any = found if self.reads_in_place else None
         self._holds = False
 
     def have_parts(self) -> bool:
@@ -143,6 +143,7 @@ class ShardGrads(FlatGrads):
         self._drop(stepped=True)
 
     def forget_stepped(self) -> None:
+        """See ``FlatGrads``."""
         self._drop()
 
     def _drop(self, *, stepped: bool = False) -> None:
@@ -162,8 +163,9 @@ class ShardGrads(FlatGrads):
         self._holds = False
         for i in self._shards.bring_grads():
             part, full = self.params[i], self.full_params[i]
-            part.grad = local_grad(full)
-            full.grad = sharded_like(part.grad, full)
+            part.grad = grad = local_grad(full)
+            if grad is not None:
+                full.grad = sharded_like(grad, full)
 
     def _gather(self, slots: range | None, states: bytes, to_gather: list[int]) -> bytes:
         found = super()._gather(slots, states, to_gather)
@@ -177,10 +179,12 @@ class ShardGrads(FlatGrads):
         found_inf: Tensor | None = None,
         slots: Sequence[int] | None = None,
     ) -> None:
+        """See ``FlatGrads``."""
         super().take(sources, inv_scale, found_inf, slots)
         self._shards.return_grads()
 
     def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
+        """See ``FlatGrads``; nothing has to be gathered for a second step, since gradients stay with fully_shard."""
         if not self._holds:
             return super().operand(slots, numel)
         grads: Tensor = self._holding.grad_list(self._slots, slots.start, len(slots), numel)

@@ -25,7 +25,6 @@ from apex_npu.fusion import (
     extent_numel,
     fuse,
     give_own_storages,
-    increment_versions,
     is_dense,
     is_slot,
     not_combinable,

@@ -59,8 +59,8 @@ std::vector<py::object> objects_of_grads(const Borrowed& tensors) {
 
 ObjectSlot::ObjectSlot(const py::type& cls, const char* name) : descriptor_(cls.attr(name)) {
   const auto* descriptor = reinterpret_cast<PyMemberDescrObject*>(descriptor_.ptr());
-  TORCH_CHECK_TYPE(Py_TYPE(descriptor_.ptr()) == &PyMemberDescr_Type && descriptor->d_member->type == T_OBJECT_EX,
-                   name, " must be one of the __slots__ of the class");
+  TORCH_CHECK_TYPE(Py_TYPE(descriptor_.ptr()) == &PyMemberDescr_Type && descriptor->d_member->type == T_OBJECT_EX, name,
+                   " must be one of the __slots__ of the class");
   offset_ = descriptor->d_member->offset;
 }
 
