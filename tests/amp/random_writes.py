@@ -389,7 +389,7 @@ def run(config, operations):
 
 
 def is_named_later(ours, operations, is_step):
-    """What the next step says of a difference that has been found before it, or that it has made itself, if anything.
+    """What the next step that is not skipped says of a difference that has been found before it or in it, if anything.
 
     On an accelerator it is the step after it, since the host does not wait for what has been found.
     """
@@ -401,7 +401,7 @@ def is_named_later(ours, operations, is_step):
             said = [text for text in texts if NAMES_IT.search(text)]
             if said:
                 return said[0]
-            steps -= name == "step"
+            steps -= name == "step" and amp.last_step(ours.optimizer).applied
     return None
 
 

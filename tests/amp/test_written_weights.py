@@ -234,10 +234,11 @@ def wgan_no_grad(t):
 
 @loop
 def pruning(t):
-    """RigL's: every other step small weights are set to zero, and grow again."""
+    """Every other step a third of the weights is set to zero, and grows again, as RigL's do."""
+    masks = [torch.arange(p.numel(), device=DEVICE).view_as(p) % 3 > 0 for p in t.model.parameters()]
     for i, _ in enumerate(t.steps()):
-        for p in t.model.parameters() if i % 2 == 0 else ():
-            p.data.mul_(p.detach().abs() > 0.2)
+        for p, mask in zip(t.model.parameters(), masks, strict=True) if i % 2 == 0 else ():
+            p.data.mul_(mask)
 
 
 @loop
@@ -486,6 +487,15 @@ def not_reached(t):
 
 
 @loop
+def without_a_backward(t):
+    """Momentum and decay go on with gradients of zeros."""
+    for _ in range(STEPS):
+        t.backward()
+        t.step(set_to_none=False)
+        t.optimizer.step()
+
+
+@loop
 def before_the_block(t):
     """A penalty of the weights has its backward by itself, before that of the loss."""
     for _ in range(STEPS):
@@ -523,6 +533,7 @@ LOST = {
     "pcgrad_of_the_model": "gradients that are assigned to the model after the block are not stepped",
     "centralisation_by_assignment": "gradients that are assigned to the model after the block are not stepped",
     "not_reached": "a parameter whose gradient zero_grad has filled with zeros is not stepped",
+    "without_a_backward": "a parameter whose gradient zero_grad has filled with zeros is not stepped",
     "before_the_block": "gradients of a backward before the block are dropped",
 }
 
@@ -564,8 +575,9 @@ def test_loops(name, level, kind):
     if name in NAMED and level in WITH_MASTERS:
         assert any(re.search(NAMED[name], text) for text in said), said
         return
-    assert seen is not None, said
-    assert not said
+    if seen is None:
+        pytest.fail(f"raised {said}")  # which no known fault does
+    assert not [text for text in said if name != "without_a_backward" or "outside amp.scale_loss" not in text]
     start = plain(name, kind)[0]
     for n, (found, wanted) in enumerate(zip(seen, plain(name, kind), strict=True)):
         for what, a, b, c in zip(("weights", "outputs"), found, wanted, start, strict=True):
