@@ -5,10 +5,10 @@
 #include <structmember.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "combine_tensors/python_objects.h"
-#include "fused_optim/placed_grads.h"
 
 namespace apex_npu {
 
@@ -55,6 +55,22 @@ std::vector<py::object> objects_of_grads(const Borrowed& tensors) {
   return objects;
 }
 
+// Whether two of `grads`, each of which fills its memory, have an element in common.
+bool overlap(const Borrowed& grads) {
+  std::vector<std::pair<const char*, const char*>> ranges;
+  ranges.reserve(grads.size());
+  look_at_each(grads, prefetch_storage, [&](size_t i) {
+    const at::Tensor& grad = *grads[i];
+    if (grad.numel() == 0) return;
+    const auto item_size = static_cast<int64_t>(grad.itemsize());
+    const char* begin = static_cast<const char*>(grad.storage().data()) + grad.storage_offset() * item_size;
+    ranges.emplace_back(begin, begin + grad.numel() * item_size);
+  });
+  if (!std::is_sorted(ranges.begin(), ranges.end())) std::sort(ranges.begin(), ranges.end());
+  const auto overlaps_next = [](const auto& range, const auto& next) { return next.first < range.second; };
+  return std::adjacent_find(ranges.begin(), ranges.end(), overlaps_next) != ranges.end();
+}
+
 }  // namespace
 
 ObjectSlot::ObjectSlot(const py::type& cls, const char* name) : descriptor_(cls.attr(name)) {
@@ -68,30 +84,30 @@ void ObjectSlot::set(PyObject* object, PyObject* value) const {
   if (Py_TYPE(descriptor_.ptr())->tp_descr_set(descriptor_.ptr(), object, value) < 0) throw py::error_already_set();
 }
 
-Shards::Shards(const py::type& cls, py::list owners, py::list parts)
+Shards::Shards(const py::type& cls, py::list full_params, py::list parts)
     : cls_(cls),
-      owners_(std::move(owners)),
+      full_params_(std::move(full_params)),
       parts_(std::move(parts)),
       local_tensor_(cls, "_local_tensor"),
       spec_(cls, "_spec") {
-  TORCH_CHECK_VALUE(owners_.size() == parts_.size(), "Shards: expected one part for each owner");
-  for (size_t i = 0; i < owners_.size(); ++i) {
-    TORCH_CHECK_TYPE(PyObject_TypeCheck(item(owners_, i), reinterpret_cast<PyTypeObject*>(cls_.ptr())),
-                     "Shards: owner ", i, " is no instance of the class");
+  TORCH_CHECK_VALUE(full_params_.size() == parts_.size(), "Shards: expected one part for each parameter");
+  for (size_t i = 0; i < full_params_.size(); ++i) {
+    TORCH_CHECK_TYPE(PyObject_TypeCheck(item(full_params_, i), reinterpret_cast<PyTypeObject*>(cls_.ptr())),
+                     "Shards: parameter ", i, " is no instance of the class");
   }
 }
 
 bool Shards::have_parts() const {
-  for (size_t i = 0; i < owners_.size(); ++i) {
-    if (i + 2 * kAhead < owners_.size()) prefetch_bytes(item(owners_, i + 2 * kAhead), kObjectBytes);
-    if (local_tensor_(item(owners_, i)) != item(parts_, i)) return false;
+  for (size_t i = 0; i < full_params_.size(); ++i) {
+    if (i + 2 * kAhead < full_params_.size()) prefetch_bytes(item(full_params_, i + 2 * kAhead), kObjectBytes);
+    if (local_tensor_(item(full_params_, i)) != item(parts_, i)) return false;
   }
   return true;
 }
 
 template <typename Look, typename LookAtOther>
 void Shards::look_inside(const Look& look, const LookAtOther& look_at_other) const {
-  const std::vector<py::object> grads = objects_of_grads(borrow(owners_));
+  const std::vector<py::object> grads = objects_of_grads(borrow(full_params_));
   std::vector<PyObject*> inside(grads.size());
   for (size_t i = 0; i < grads.size(); ++i) {
     if (i + kAhead < grads.size() && grads[i + kAhead]) prefetch_bytes(grads[i + kAhead].ptr(), kObjectBytes);
@@ -100,7 +116,7 @@ void Shards::look_inside(const Look& look, const LookAtOther& look_at_other) con
     PyObject* local = local_tensor_(grad);
     if (local == nullptr) continue;
     APEX_NPU_PREFETCH(local);
-    if (are_cut_alike(spec_(grad), spec_(item(owners_, i)))) inside[i] = local;
+    if (are_cut_alike(spec_(grad), spec_(item(full_params_, i)))) inside[i] = local;
   }
   for (size_t i = 0; i < grads.size(); ++i) {
     if (i + kAhead < grads.size() && inside[i + kAhead] != nullptr && THPVariable_CheckExact(inside[i + kAhead])) {
@@ -109,55 +125,55 @@ void Shards::look_inside(const Look& look, const LookAtOther& look_at_other) con
     if (!grads[i]) {
       look(i, nullptr);
     } else if (inside[i] != nullptr && THPVariable_CheckExact(inside[i])) {
-      look(i, &THPVariable_Unpack(inside[i]));
+      look(i, inside[i]);
     } else {
       look_at_other(i);
     }
   }
 }
 
-std::string Shards::look_at_grads(const GradSlots& slots, LooseFor loose_for) {
-  const size_t count = owners_.size();
-  std::string states(count, static_cast<char>(GradState::kAbsent));
-  std::vector<at::Tensor> held(count);
-  bool all_loose = true;
+std::optional<std::string> Shards::hold_grads(const GradSlots& slots, InPlace in_place) {
+  std::string states(full_params_.size(), static_cast<char>(GradState::NONE));
+  std::vector<py::object> held(full_params_.size());
+  Borrowed grads;
+  grads.reserve(full_params_.size());
+  bool all_stay = true;
   look_inside(
-      [&](size_t i, const at::Tensor* grad) {
-        if (grad == nullptr) return;
-        const bool loose = slots.is_loose(*grad, i, loose_for);
-        states[i] = static_cast<char>(loose ? GradState::kLoose : GradState::kForeign);
-        if (loose) held[i] = *grad;
-        all_loose &= loose;
+      [&](size_t i, PyObject* grad) {
+        if (grad == nullptr || !all_stay) return;
+        grads.push_back(&THPVariable_Unpack(grad));
+        all_stay = slots.can_stay(*grads.back(), i, in_place);
+        states[i] = static_cast<char>(GradState::ELSEWHERE);
+        held[i] = py::reinterpret_borrow<py::object>(grad);
       },
-      [&](size_t i) {
-        states[i] = static_cast<char>(GradState::kForeign);
-        all_loose = false;
-      });
-  Borrowed grads(count);
-  for (size_t i = 0; i < count; ++i) grads[i] = &held[i];
-  if (all_loose && loose_for == LooseFor::kWritingParts) GradSlots::leave_out_overlapping(grads, states);
+      [&](size_t) { all_stay = false; });
+  if (!all_stay || (in_place == InPlace::WRITE && overlap(grads))) return std::nullopt;
   held_ = std::move(held);
   return states;
 }
 
-at::Tensor Shards::place(const GradSlots& slots, size_t first, size_t count, int64_t numel) const {
-  TORCH_CHECK_VALUE(first + count <= held_.size(), "place: gradients ", first, " to ", first + count,
-                    " have to be looked at before");
+at::Tensor Shards::grad_list(const GradSlots& slots, size_t first, size_t count, int64_t numel) const {
+  TORCH_CHECK_VALUE(first + count <= held_.size(), "grad_list: gradients ", first, " to ", first + count,
+                    " have to be held before");
+  const at::Tensor none;
   Borrowed grads(count);
-  for (size_t i = 0; i < count; ++i) grads[i] = &held_[first + i];
-  return slots.place_grads(grads, first, numel);
+  for (size_t i = 0; i < count; ++i) {
+    const py::object& grad = held_[first + i];
+    grads[i] = grad ? &THPVariable_Unpack(grad.ptr()) : &none;
+  }
+  return slots.list_of(grads, first, numel);
 }
 
 std::vector<int64_t> Shards::bring_grads() const {
   const Borrowed parts = borrow(parts_);
   std::vector<int64_t> others;
   look_inside(
-      [&](size_t i, const at::Tensor* grad) {
+      [&](size_t i, PyObject* grad) {
         at::Tensor& brought = parts[i]->mutable_grad();
         if (grad == nullptr) {
           brought.reset();
-        } else if (!brought.is_same(*grad)) {
-          brought = *grad;
+        } else if (!brought.is_same(THPVariable_Unpack(grad))) {
+          brought = THPVariable_Unpack(grad);
         }
       },
       [&](size_t i) {
@@ -168,8 +184,8 @@ std::vector<int64_t> Shards::bring_grads() const {
 }
 
 void Shards::return_grads() const {
-  const std::vector<py::object> grads = objects_of_grads(borrow(owners_));
-  apex_npu::look_at_grads(borrow(parts_), [&](const at::Tensor& grad, size_t i) {
+  const std::vector<py::object> grads = objects_of_grads(borrow(full_params_));
+  look_at_grads(borrow(parts_), [&](const at::Tensor& grad, size_t i) {
     if (!grad.defined() || !grads[i]) return;
     const py::object now = py::reinterpret_steal<py::object>(THPVariable_Wrap(grad));
     if (local_tensor_(grads[i].ptr()) != now.ptr()) local_tensor_.set(grads[i].ptr(), now.ptr());
@@ -177,14 +193,15 @@ void Shards::return_grads() const {
 }
 
 void Shards::drop_grads(bool stepped) {
-  const Borrowed owners = borrow(owners_), parts = borrow(parts_);
-  std::vector<at::Tensor> held = std::exchange(held_, {}), brought;
-  apex_npu::look_at_grads(parts, [&](const at::Tensor& grad, size_t i) {
-    if (i + kAhead < owners.size()) prefetch_impl(*owners[i + kAhead]);
-    const bool is_there = grad.defined() || (!held.empty() && held[i].defined());
+  const Borrowed params = borrow(full_params_), parts = borrow(parts_);
+  const std::vector<py::object> held = std::exchange(held_, {});
+  std::vector<at::Tensor> brought;
+  look_at_grads(parts, [&](const at::Tensor& grad, size_t i) {
+    if (i + kAhead < params.size()) prefetch_impl(*params[i + kAhead]);
+    const bool is_there = grad.defined() || (!held.empty() && held[i]);
     if (grad.defined()) brought.push_back(std::move(parts[i]->mutable_grad()));
     if (!stepped || !is_there) return;
-    c10::TensorImpl* impl = owners[i]->unsafeGetTensorImpl();
+    c10::TensorImpl* impl = params[i]->unsafeGetTensorImpl();
     if (!impl->is_inference()) impl->bump_version();
   });
 }

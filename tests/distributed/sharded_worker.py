@@ -255,6 +255,36 @@ def steps_leave_nothing():
         assert not [event for event in profile.function_events if event.cpu_memory_usage > 0]
 
 
+def gradients_are_multiplied():
+    """What unscaling does is seen in the gradients of parameters, each of which is multiplied once."""
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    for overlapping in False, True:
+        params = [nn.Parameter(distribute_tensor(torch.ones(6, 4, device=DEVICE), mesh, [Shard(0)])) for _ in range(2)]
+        memory = torch.randn(2, *local_part(params[0]).shape, device=DEVICE)
+        parts = [memory[0], memory[0] if overlapping else memory[1]]
+        for p, part in zip(params, parts, strict=True):
+            p.grad = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+        inside, expected = [local_part(p.grad) for p in params], [part * 0.25 for part in parts]
+        optimizer = optimizers.NpuFusedSGD(params, lr=0.0)
+        optimizer.step()
+        (group,) = optimizer.fused_groups()
+        found_inf = torch.zeros(1, device=DEVICE)
+        group.grads.unscale_(0.25, found_inf)
+        assert not found_inf.item()
+        for p, part, grad in zip(params, inside, expected, strict=True):
+            assert torch.equal(local_part(p.grad), grad)
+            assert (local_part(p.grad) is part) == (IN_PLACE and not overlapping)
+            assert local_part(p).grad is None
+        for group_of_params in optimizer.param_groups:
+            group_of_params["lr"] = 1.0
+        optimizer.step()
+        for p, grad in zip(params, expected, strict=True):
+            assert torch.equal(local_part(p), 1.0 - grad)
+        local_part(params[1].grad)[0, 0] = torch.inf
+        group.grads.unscale_(1.0, found_inf)
+        assert found_inf.item()
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
