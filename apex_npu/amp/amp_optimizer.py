@@ -24,9 +24,9 @@ from apex_npu.amp.capture import check_step
 from apex_npu.amp.data_parallel import GradSync
 from apex_npu.amp.deferred_inf_check import DeferredInfCheck
 from apex_npu.amp.grad_groups import GradGroup
-from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, fused_groups, state_of
+from apex_npu.amp.optimizer_state import OUTSIDE_BLOCKS, AmpOptimizerState, Stage, fused_groups, state_of
 from apex_npu.amp.pending_step import PendingStep
-from apex_npu.amp.session import COPIED_WRITTEN, Session, current, warn_once
+from apex_npu.amp.session import Session, current, warn_once
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.fusion import FlatGrads, FusedGroup, HasFusedGroups, check_combinable, clip_grad_norm_, drop_grads
@@ -129,8 +129,9 @@ class AmpOptimizerMixin(OptimizerAccessors):
         if not fuses:
             return self._clip_at_once(max_norm, norm_type, error_if_nonfinite)
         state.check_unscaled("clipping")
-        state.drop_cleared()
-        flats, unfused = _gradients_of(state.grad_groups(self))
+        groups = state.grad_groups(self)
+        state.drop_cleared(self)
+        flats, unfused = _gradients_of(groups)
         norm: Tensor = state.pending.clip(state.grad_scale, flats, unfused, max_norm, norm_type, error_if_nonfinite)
         return norm
 
@@ -142,7 +143,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         groups = state.grad_groups(self)
         if state.pending is not None:
             state.pending.clip_now(groups)
-        state.drop_cleared()
+        state.drop_cleared(self)
         return clip_grad_norm_(*_gradients_of(groups), max_norm, norm_type, error_if_nonfinite)
 
     def clip_model_grad_norm_fused(
@@ -364,28 +365,28 @@ def _check_ready(optimizer: Optimizer, state: AmpOptimizerState) -> str | None:
     if state.sync is not None:
         state.sync.check_averaged()
     for group in state.grads.groups:
-        group.drop_cleared()
+        if group.drop_cleared():
+            state.copy_uncopied(group)
         if group.edited:
-            group.edited, doubt = False, COPIED_WRITTEN
+            doubt, group.edited = group.edited, ""
     for param_group in optimizer.param_groups:
         for param in param_group["params"]:
             if param.grad is not None:
                 return doubt
-    return _no_gradients(optimizer, state)
+    return _no_gradients(optimizer)
 
 
 def _gradients_of_no_block(optimizer: Optimizer, state: AmpOptimizerState) -> str | None:
     """What is said of gradients where no block has named ``optimizer`` since its last step.
 
     Raises:
-        RuntimeError: Blocks of other optimizers give it gradients.
+        RuntimeError: Blocks of other optimizers give it gradients, or there is no model any more.
     """
+    state.check_has_model(optimizer, "step()")
     session = current()
     named = None if session is None else session.reached.get(optimizer)
-    if named is None and state.policy.loss_scale != "dynamic":
-        return None
     if state.masters.masters:
-        has_grads = any(group.has_uncopied() for group in state.grad_groups(optimizer))
+        has_grads = any([group.has_uncopied() for group in state.grad_groups(optimizer)])
     else:
         has_grads = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
     if not has_grads:
@@ -397,21 +398,10 @@ def _gradients_of_no_block(optimizer: Optimizer, state: AmpOptimizerState) -> st
             "multiplied by the loss scale. Pass all optimizers that the loss reaches to scale_loss, as a list, or call "
             "zero_grad() and then backward() in a block of its own"
         )
-    return (
-        f"{type(optimizer).__name__}.step() was called with gradients that no amp.scale_loss has scaled and checked "
-        f"since its last step: {_OUTSIDE}"
-    )
+    return OUTSIDE_BLOCKS if state.policy.loss_scale == "dynamic" else None
 
 
-_OUTSIDE = (
-    "was backward() called outside amp.scale_loss? Use `with amp.scale_loss(loss, optimizer) as scaled_loss: "
-    "scaled_loss.backward()`"
-)
-
-
-def _no_gradients(optimizer: Optimizer, state: AmpOptimizerState) -> str | None:
-    if any(group.has_uncopied() for group in state.grad_groups(optimizer)):
-        return f"the model has gradients, but its fp32 masters, which this step updates, have none: {_OUTSIDE}"
+def _no_gradients(optimizer: Optimizer) -> str | None:
     if current() is None:
         return None
     return (

@@ -18,7 +18,7 @@ from apex_npu.amp.grad_groups import (
     separate,
     unscale,
 )
-from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
+from apex_npu.amp.optimizer_state import OF_OTHER_BLOCKS, AmpOptimizerState, Stage
 from apex_npu.amp.saturation import clear_saturation, read_and_clear_saturation
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session
@@ -126,7 +126,8 @@ class Block:
                 if state.stage in (Stage.DELAYED, Stage.LOCAL):
                     self._begin_delayed(state, groups)
                 for group in groups:
-                    self._begin_group(group, factor)
+                    if self._begin_group(group, factor):
+                        self._keep(state, group)
                     scaled.append((group, 1.0 / factor))
             self._end_with(Stage.SCALED, self.scale)
         except Exception:
@@ -145,8 +146,16 @@ class Block:
             part.multiplied(self, scaled_loss)
         return scaled_loss
 
-    def _begin_group(self, group: GradGroup, factor: float) -> None:
-        group.begin_block(factor)
+    def _begin_group(self, group: GradGroup, factor: float) -> bool:
+        return group.begin_block(factor)
+
+    def _keep(self, state: AmpOptimizerState, group: GradGroup) -> None:
+        """Backward has left gradients outside of blocks: they are added to masters when this one ends, and checked."""
+        if state.is_reached_by_others:
+            group.edited = OF_OTHER_BLOCKS
+            group.drop_kept()
+        else:
+            state.grads.unchecked = self._unchecked = True
 
     def _abandon_group(self, group: GradGroup, factor: float) -> None:
         group.abandon_block(factor)
@@ -190,8 +199,10 @@ class Block:
     def _begin_delayed(self, state: AmpOptimizerState, groups: list[GradGroup]) -> None:
         self.waited[id(state)] = state.stage
         for group in groups:
+            edited = group.edited
             group.drop_cleared()
             group.note_delayed()  # a script may have scaled others
+            group.edited = edited
 
     @staticmethod
     def _leave_delayed(state: AmpOptimizerState, groups: list[GradGroup]) -> None:

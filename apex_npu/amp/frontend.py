@@ -141,7 +141,7 @@ def initialize(
         store_param_remainders: O5 with elementwise fused optimizers: in place of fp32 masters keep the 16 bits that
             each bfloat16 parameter lacks of one: 2 bytes instead of 4, and no fp32 gradients. Exact; parameters are
             rounded to nearest with halves away from zero. ``optimizer.state_dict()`` has the fp32 values, as
-            ``master_param``. All processes must start from the same fp32 values.
+            ``master_param``.
         process_group: For ``combine_ddp``: the processes that train together; None: all.
         ddp_reduce_dtype: For ``combine_ddp``: torch.float32 or torch.bfloat16, what float16 and bfloat16 gradients are
             added up in; None: as they are.
@@ -221,7 +221,7 @@ def initialize(
                 check_remainders(optimizer_list)
             if policy.fuse_unscale:
                 check_fusible(optimizers if isinstance(optimizers, list) else [optimizers])
-            check_devices(session.device_types)
+            check_devices(session.device_types, model_list)
             if policy.combine_ddp:
                 check_nothing_averages(model_list, ddps)
                 settings_of_all = [("amp.initialize's options", f"{policy}, {options}, {num_losses} losses")]
@@ -401,17 +401,19 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
         stepped = adopted_inside(optimizer)
         state = state_of(stepped)
         if state is not None:
-            _show_gradients(state)
+            _show_gradients(stepped, state)
         for group in stepped.param_groups:
             yield group["params"]
 
     return chain.from_iterable(lists())
 
 
-def _show_gradients(state: AmpOptimizerState) -> None:
-    """Give masters gradients of their own, and drop those whose model parameter's gradient has been cleared."""
+def _show_gradients(optimizer: Optimizer, state: AmpOptimizerState) -> None:
+    """Give masters gradients of their own, and have them follow what a script has done to those of the model."""
+    if any(p.grad is not None for p in state.masters.model_params):
+        state.grad_groups(optimizer)
     state.grads.materialize()
-    state.drop_cleared()
+    state.drop_cleared(optimizer)
 
 
 def masters_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -439,8 +441,10 @@ def masters_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     session = current()
     if session is None:
         return listed
+    ids = set(map(id, listed))
     for optimizer in session.adopted:
-        _show_gradients(optimizer._amp_state)
+        if any(id(p) in ids for p in optimizer._amp_state.masters.model_params):
+            _show_gradients(optimizer, optimizer._amp_state)
     return [session.masters.get(param, param) for param in listed]
 
 

@@ -28,13 +28,14 @@ class DeferringBlock(DelayingBlock):
         self._fuses = any(state.policy.fuse_unscale for state in self.states)
         self._alone = may_defer
 
-    def _begin_group(self, group: GradGroup, factor: float) -> None:
+    def _begin_group(self, group: GradGroup, factor: float) -> bool:
         """See ``Block``. With ``fuse_unscale`` gradients of masters are scaled by the loss scale, too."""
         if not self._fuses:
-            super()._begin_group(group, factor)
-            return
-        group.begin_block(1.0)
+            return super()._begin_group(group, factor)
+        group.kept_scale = self.scale
+        keeps = group.begin_block(1.0)
         group.scale_all_(factor)
+        return keeps
 
     def _abandon_group(self, group: GradGroup, factor: float) -> None:
         if not self._fuses:

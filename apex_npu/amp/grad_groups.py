@@ -7,6 +7,7 @@ masters or not. ``grad_layout.py`` chooses.
 
 One rule decides about masters: a master's gradient counts as long as its model parameter has the gradient that it was
 made from. Clearing the model's, by whatever means, therefore clears the master's: it is dropped, or filled with zeros.
+A gradient that a model parameter has got outside of blocks, and that its master lacks, is added to the master's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,22 +40,67 @@ from apex_npu.shards import local_part
 _NONE = bytes([NONE])
 
 
+# What step() warns of.
+WRITTEN = (
+    "gradients of the model have been written or replaced, as torch.nn.utils.clip_grad_norm_, clip_grad_value_ and "
+    "`p.grad = ...` do, after amp.scale_loss has copied them to the fp32 masters that the optimizer steps: the "
+    "gradients that count are the masters', which stay as they were. Clip or replace those of "
+    "amp.master_params(optimizer), or call optimizer.clip_optimizer_grad_norm_fused(max_norm)"
+)
+GIVEN_BEFORE_BLOCK = (
+    "gradients that were assigned to fp32 masters, and whose model parameters' gradients have been cleared, were "
+    "dropped by the next amp.scale_loss, since they may have been assigned before that. Clear gradients with "
+    "optimizer.zero_grad(), or assign those of masters after the block"
+)
+
+
+class Changes(NamedTuple):
+    """What has become of the gradients of model parameters since they were copied.
+
+    Attributes:
+        dropped: The indices of those whose copy does not count any more.
+        zeroed: The indices of those that have been filled with zeros.
+        written: Others have been written in place, or replaced, which their copies do not follow.
+        added: There are some that have not been copied.
+    """
+
+    dropped: Sequence[int] = ()
+    zeroed: Sequence[int] = ()
+    written: bool = False
+    added: bool = False
+
+
+_NOTHING = Changes()
+
+
 class CopiedGrads:
     """The gradients of some model parameters, as they were when they were copied to the masters.
 
     Attributes:
         grads: Empty, or one or None for each.
         delayed: The indices of those that ``delay_unscale`` has left for a later block to copy.
+        zeros: The indices of those that were filled with zeros, and that masters may have no copy of.
+        kept: The indices of those that a block has put aside, and that masters have no copy of.
+        alike: The indices of those that were copied outside of blocks to masters that had none: any change is followed.
+        replaceable: All that the masters have is copied from these, unscaled: others may take their place.
         stepped: The masters have been stepped since: their gradients are gone, the model's are still there.
     """
 
     def __init__(self, model_params: Sequence[Tensor]) -> None:
         """Of ``model_params``, none so far."""
         self._model_params = list(model_params)
+        self._none: list[Tensor | None] = [None] * len(self._model_params)
+        self.forget()
+
+    def forget(self) -> None:
+        """Record that no gradient counts as copied any more."""
         self.grads: list[Tensor | None] = []
         self._versions: list[int] = []
         self.delayed: set[int] = set()
-        self.stepped = False
+        self.zeros: set[int] = set()
+        self.kept: set[int] = set()
+        self.alike: set[int] = set()
+        self.stepped = self.replaceable = False
 
     def note(self) -> None:
         """Record that all gradients that are there now have been copied."""
@@ -62,6 +109,8 @@ class CopiedGrads:
         self._set(grads_of(self._model_params))
         if self.delayed:
             self.delayed = set()
+        if self.kept or self.zeros or self.alike:
+            self.kept, self.zeros, self.alike = set(), set(), set()
 
     def _set(self, grads: list[Tensor | None]) -> None:
         versions = versions_of(grads)
@@ -71,92 +120,129 @@ class CopiedGrads:
         """Record that those of the gradients that are there now that have not been copied will be."""
         former, delayed = self.grads, self.delayed
         self.note()
-        known = former or [None] * len(self.grads)
+        known = former or self._none
         new = {i for i, (now, before) in enumerate(zip(self.grads, known, strict=True)) if now is not before}
         self.delayed = {i for i in new | delayed if self.grads[i] is not None}
 
+    def note_added(self, indices: Iterable[int]) -> None:
+        """Record that the gradients of ``indices`` that are there now have been copied, too."""
+        if not self.grads:
+            self._set(list(self._none))
+        for i in indices:
+            grad = self._model_params[i].grad
+            if grad is not self.grads[i] or self._is_written(i):
+                self.zeros.discard(i)
+            self.grads[i], self._versions[i] = grad, 0 if grad is None else grad._version
+
     def adopt_from(self, former: Sequence[CopiedGrads]) -> None:
         """Continue with what ``former`` have recorded of these model parameters."""
+        places = {id(param): (one, i) for one in former for i, param in enumerate(one._model_params)}
         self.stepped = any(one.stepped for one in former)
-        known = {
-            id(param): (grad, version, i in one.delayed)
-            for one in former
-            for i, (param, grad, version) in enumerate(zip(one._model_params, one.grads, one._versions, strict=False))
-        }
-        if known:
-            entries = [known.get(id(param), (None, 0, False)) for param in self._model_params]
-            self.grads, self._versions = [grad for grad, _, _ in entries], [version for _, version, _ in entries]
-            self.delayed = {i for i, (_, _, delayed) in enumerate(entries) if delayed}
+        self._set(list(self._none))
+        for k, param in enumerate(self._model_params):
+            one, i = places.get(id(param), (None, k))
+            if one is not None and one.grads:
+                self.grads[k], self._versions[k] = one.grads[i], one._versions[i]
+                for name in ("delayed", "zeros", "kept", "alike"):
+                    if i in getattr(one, name):
+                        getattr(self, name).add(k)
+
+    def uncopied(self) -> list[int]:
+        """The indices of the gradients that are there, and that neither have been copied nor are delayed."""
+        found: list[int] = []
+        for i, (grad, before) in enumerate(zip(grads_of(self._model_params), self.grads or self._none, strict=True)):
+            new = grad is not before and (before is None or self.stepped)
+            if grad is not None and (new or i in self.zeros) and i not in self.delayed:
+                found.append(i)
+        return found
 
     def put_aside(self) -> None:
-        """Drop what has been copied, so that the next backward does not add to it; see ``put_back``."""
+        """Drop what is there, so that the next backward does not add to it, but for what is delayed; see ``put_back``.
+
+        What has not been copied is ``kept``.
+        """
+        now = grads_of(self._model_params)
+        if not are_same(now, self._none):
+            self._keep([] if are_same(now, self.grads) and not self.zeros else self.uncopied())
+            self.drop()
+        elif self.stepped:
+            self.forget()
+
+    def _keep(self, indices: list[int]) -> None:
+        zeros = {i for i in indices if i in self.zeros and not self._is_written(i)}
         if self.stepped:
             self.forget()
+        if indices:
+            self.note_added(indices)
+            self.kept, self.zeros = set(indices), zeros
+
+    def drop(self) -> None:
+        """Drop what is there, but for what is delayed."""
         if not self.delayed:
             drop_grads(self._model_params)
         else:
             drop_grads([param for i, param in enumerate(self._model_params) if i not in self.delayed])
 
     def put_back(self) -> None:
-        """Give parameters that have no gradient the one that was put aside, whose copy the master still has."""
+        """Give parameters that have no gradient the one that was put aside."""
         for param, grad in zip(self._model_params, self.grads, strict=False):
             if param.grad is None:
                 param.grad = grad
 
-    def forget(self) -> None:
-        """Record that no gradient counts as copied any more."""
-        self.grads, self._versions, self.delayed, self.stepped = [], [], set(), False
+    def forget_kept(self) -> None:
+        """Record that what was ``kept`` has been put back without having been copied."""
+        for i in self.kept - self.zeros:
+            self.grads[i] = None
+        self.kept = set()
 
     def note_zeros(self) -> None:
-        """Record that all gradients have been filled with zeros, and do so with those that are put aside."""
-        if self.grads:
-            now = grads_of(self._model_params)
-            pairs = list(zip(self.grads, now, strict=True))
-            aside = [known for known, grad in pairs if known is not None and grad is None]
-            if aside:
-                torch._foreach_zero_(aside)
-            self._set([known if grad is None or known is grad else None for known, grad in pairs])
-            self.delayed = set()  # the masters have these zeros
-
-    def note_changed(self) -> tuple[list[int], list[int], bool]:
-        """What has become of the gradients since.
-
-        Returns:
-            The indices of the parameters whose gradient has been dropped, those of gradients that are zeros now, and
-            whether another has been written in place, which its copy does not follow. None is returned twice.
-        """
-        if not self.grads or self.stepped:
-            return [], [], False
+        """Record that all gradients have been filled with zeros, masters' too, and do so with those put aside."""
         now = grads_of(self._model_params)
-        if are_same(now, self.grads) and versions_of(now) == self._versions:
-            return [], [], False
-        dropped, zeroed, written = self._find_changed(now)
+        pairs = list(zip(self.grads or self._none, now, strict=True))
+        aside = [known for known, grad in pairs if known is not None and grad is None]
+        if aside:
+            torch._foreach_zero_(aside)
+        self._set([known if grad is None else grad for known, grad in pairs])
+        self.delayed, self.stepped = set(), False
+        self.zeros, self.alike = {i for i, grad in enumerate(now) if grad is not None}, set()
+
+    def note_changed(self) -> Changes:
+        """What has become of the gradients since; ``dropped`` and ``zeroed`` are returned once."""
+        now = grads_of(self._model_params)
+        if are_same(now, self.grads or self._none) and (not self.grads or versions_of(now) == self._versions):
+            return _NOTHING
+        return self._find_changed(now) if self.grads else Changes(added=True)
+
+    def _find_changed(self, now: list[Tensor | None]) -> Changes:
+        dropped: list[int] = []
+        written: list[tuple[int, Tensor]] = []
+        replaced = False
+        for i, (grad, before) in enumerate(zip(now, self.grads, strict=True)):
+            if before is None or (grad is before and not self._is_written(i)):
+                continue
+            follows = i in self.alike or i in self.zeros or (self.replaceable and grad is not before)
+            if self.stepped and grad is not before and i not in self.zeros:
+                self.grads[i] = None  # masters have none by now
+            elif grad is None or (follows and i not in self.delayed):
+                dropped.append(i)
+            elif grad is before:
+                written.append((i, grad))
+            else:
+                replaced |= i not in self.delayed
+        # One answer for all: reading each alone would wait for the device each time.
+        nonzero = torch.stack([grad.any() for _, grad in written]).tolist() if written else []
+        zeroed = [i for (i, _), kept in zip(written, nonzero, strict=True) if not kept]
+        self.note_added(i for i, _ in written)
         for i in dropped:
             self.grads[i] = None
         self.delayed.difference_update(dropped)
-        return dropped, zeroed, written
+        self.zeros.difference_update(dropped)
+        self.alike.difference_update(dropped)
+        return Changes(dropped, zeroed, replaced or len(zeroed) < len(written), bool(self.uncopied()))
 
-    def _find_changed(self, now: list[Tensor | None]) -> tuple[list[int], list[int], bool]:
-        copied = [i for i, grad in enumerate(self.grads) if grad is not None]
-        written: list[tuple[int, Tensor]] = []
-        for i in copied:
-            grad = now[i]
-            if grad is not None and grad is self.grads[i] and grad._version != self._versions[i]:
-                written.append((i, grad))
-        # One answer for all: reading each alone would wait for the device each time.
-        nonzero = torch.stack([grad.any() for _, grad in written]).tolist() if written else []
-        for i, grad in written:
-            self._versions[i] = grad._version
-        zeroed = [i for (i, _), kept in zip(written, nonzero, strict=True) if not kept]
-        return [i for i in copied if now[i] is None], zeroed, len(zeroed) < len(written)
-
-    def lack_any(self) -> bool:
-        """True where a model parameter has a gradient that has not been copied."""
-        now = grads_of(self._model_params)
-        known = self.grads or [None] * len(now)
-        return bool(self.delayed) or any(
-            grad is not None and grad is not before for grad, before in zip(now, known, strict=True)
-        )
+    def _is_written(self, index: int) -> bool:
+        grad = self.grads[index]
+        return grad is not None and grad._version != self._versions[index]
 
 
 class GradGroup:
@@ -166,11 +252,13 @@ class GradGroup:
         params: What the optimizer steps.
         sources: Where autograd leaves their gradients: for a master its model parameter, else the parameter itself.
         flat: The buffer that the gradients of ``params`` are in; None: each has memory of its own.
-        edited: Gradients of model parameters have been written since they were copied to the masters.
+        edited: What ``step`` is to warn of; empty: nothing.
+        kept_scale: What gradients of masters are multiplied with while a block is open.
     """
 
     flat: FlatGrads | None = None
-    edited = False
+    edited = ""
+    kept_scale = 1.0
 
     def __init__(self, params: Sequence[Tensor], sources: Sequence[Tensor] | None = None) -> None:
         """``sources`` run in parallel to ``params``; None: they are the same."""
@@ -182,9 +270,14 @@ class GradGroup:
         """Where all of them are."""
         return self.params[0].device
 
-    def begin_block(self, factor: float) -> None:
-        """Bring gradients to the scale of the backward that follows, which adds to them: multiply by ``factor``."""
+    def begin_block(self, factor: float) -> bool:
+        """Bring gradients to the scale of the backward that follows, which adds to them: multiply by ``factor``.
+
+        Returns:
+            True where those of model parameters that masters lack are kept until they can be added to the masters'.
+        """
         self.scale_sources_(factor)
+        return False
 
     def scale_sources_(self, factor: float) -> None:
         """Multiply the gradients that backward adds to."""
@@ -205,8 +298,19 @@ class GradGroup:
     def note_delayed(self) -> None:
         """Take note that a later block copies the gradients that backward has left for masters."""
 
-    def drop_cleared(self) -> None:
-        """Clear the gradients of masters whose model parameter's gradient has been cleared; see ``CopiedGrads``."""
+    def drop_cleared(self) -> bool:
+        """Clear the gradients of masters whose model parameter's gradient has been cleared; see ``CopiedGrads``.
+
+        Returns:
+            True where there is something for ``copy_uncopied``.
+        """
+        return False
+
+    def copy_uncopied(self, scale: float) -> None:
+        """Add the gradients of model parameters that masters lack to the masters', multiplied by ``scale``."""
+
+    def drop_kept(self) -> None:
+        """Drop what ``begin_block`` has kept."""
 
     def forget_copied(self, set_to_none: bool) -> None:
         """Take note that the gradients of masters and of their model parameters have been cleared."""
@@ -215,7 +319,7 @@ class GradGroup:
         """Give masters that share the model's gradients some of their own."""
 
     def has_uncopied(self) -> bool:
-        """True where a model parameter has a gradient that has not been copied to its master."""
+        """True where a model parameter has a gradient, other than cleared to zeros, that its master lacks."""
         return False
 
     def part(self, indices: Sequence[int]) -> GradGroup:
@@ -303,21 +407,27 @@ class MasterGradGroup(GradGroup):
         self._direct = sorted(set(range(len(self.params))) - set(self._masters))
         self._model_params = [self.sources[i] for i in self._masters]
         self.copied = CopiedGrads(self._model_params)
+        self._made: dict[int, Tensor | None] = {}
+        self._alone = True
 
-    def begin_block(self, factor: float) -> None:
+    def begin_block(self, factor: float) -> bool:
         """See ``GradGroup``. The gradients that masters have are not scaled: what is copied is added to them."""
         if self.copied.grads:
-            self.drop_cleared()
+            self._follow(self.copied.note_changed(), GIVEN_BEFORE_BLOCK)
         self.copied.put_aside()
         if self._direct or self.copied.delayed:
             self.scale_sources_(factor)
+        return len(self.copied.kept) > len(self.copied.zeros)
 
     def abandon_block(self, factor: float) -> None:
-        self.copied.put_aside()
+        self.copied.drop()
         self.scale_sources_(factor)
         self.copied.put_back()
+        self.copied.forget_kept()
 
     def note_delayed(self) -> None:
+        if self.copied.kept:
+            self._add_kept(self.kept_scale)
         self.copied.note_delayed()
 
     @torch.no_grad()
@@ -334,39 +444,94 @@ class MasterGradGroup(GradGroup):
         if factor != 1.0 and _any_grads(tensors):
             torch._foreach_mul_(writable_grads(tensors), factor)
 
-    def end_step(self) -> None:
-        self.copied.stepped = True
+    def drop_cleared(self) -> bool:
+        changes = self.copied.note_changed()
+        if changes is not _NOTHING:
+            self._follow(changes)
+        return changes.added or bool(self.copied.zeros)
 
-    def drop_cleared(self) -> None:
-        dropped, zeroed, written = self.copied.note_changed()
-        self.edited |= written
-        for k in dropped:
-            self.params[self._masters[k]].grad = None
-        if zeroed:
-            zero_grads([self.params[self._masters[k]] for k in zeroed])
+    def _follow(self, changes: Changes, given: str = "") -> None:
+        """Have masters follow ``changes``; with ``given`` drop what was assigned to them, too, and have that said."""
+        if changes.written:
+            self.edited = WRITTEN
+        for k in changes.dropped:
+            if self._has_made(self._masters[k]):
+                self.params[self._masters[k]].grad = None
+            elif given:
+                self.params[self._masters[k]].grad, self.edited = None, given
+        for k in changes.zeroed:
+            zero_grads([self.params[self._masters[k]]])
+            if k not in self.copied.delayed:
+                self.copied.zeros.add(k)
+
+    def _has_made(self, index: int) -> bool:
+        """False where something else has been assigned to the ``grad`` of a master."""
+        grad = self.params[index].grad
+        return grad is None or grad is self._made.get(index)
 
     def forget_copied(self, set_to_none: bool) -> None:
+        self.edited = ""
         if set_to_none:
             self.copied.forget()
-            return
-        for k in self.copied.delayed:  # zeros, too
-            master = self.params[self._masters[k]]
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-        self.copied.note_zeros()
+            self._made = {}
+        else:
+            self.copied.note_zeros()
 
     def has_uncopied(self) -> bool:
-        return self.copied.lack_any()
+        return not self.copied.zeros.issuperset(self.copied.uncopied())
+
+    @torch.no_grad()
+    def copy_uncopied(self, scale: float) -> None:
+        found = self.copied.uncopied()
+        self.copied.note_added(found)
+        self.copied.alike.update(k for k in found if self.params[self._masters[k]].grad is None)
+        self._add(found, scale)
+
+    def drop_kept(self) -> None:
+        self.copied.forget_kept()
+
+    @torch.no_grad()
+    def _add_kept(self, scale: float) -> None:
+        # A zero is a gradient where there is no other.
+        unread = {k for k in self.copied.zeros if self._model_params[k].grad is not None}
+        self._add(sorted(self.copied.kept - unread), scale)
+
+    def _add(self, indices: Iterable[int], scale: float) -> None:
+        """Add what is recorded as copied to masters, multiplied by ``scale``."""
+        for k in indices:
+            i = self._masters[k]
+            wide = _dense(self.copied.grads[k], self._model_params[k]).to(self.params[i].dtype) * scale
+            if self.params[i].grad is None:
+                self._made[i] = self.params[i].grad = self._new_grads([i])[0].copy_(wide)
+            else:
+                self.materialize_grads()
+                writable_grads([self.params[i]])[0].add_(wide)
+
+    def end_step(self) -> None:
+        self.copied.stepped, self.copied.replaceable, self._made = True, False, {}
+        self.copied.zeros.clear()
+        self.copied.alike.clear()
 
     @torch.no_grad()
     def unscale_(self, inv_scale: float, found_inf: Tensor | None, *, share: bool = False) -> None:
         self._copy_each(inv_scale, found_inf)
+        self._made = dict(enumerate(grads_of(self.params)))
+        if self.copied.kept:
+            self._add_kept(self.kept_scale)
         self.copied.note()
+        self.copied.replaceable = self._alone and inv_scale == 1.0 == self.kept_scale
+
+    def adopt_from(self, former: Sequence[GradGroup]) -> None:
+        """Continue with what is known of the groups that this one replaces."""
+        self.copied.adopt_from([group.copied for group in former if isinstance(group, MasterGradGroup)])
+        self.edited = next(filter(None, (group.edited for group in former)), "")
+        self._made = dict(enumerate(grads_of(self.params)))
 
     def _copy_each(self, inv_scale: float, found_inf: Tensor | None) -> None:
         fresh = [i for i in self._masters if self.sources[i].grad is not None]
         later = [i for i in fresh if self.params[i].grad is not None]
         first = [i for i in fresh if self.params[i].grad is None]
+        self._alone = not later and not self.copied.kept
         if first:
             grads = self._new_grads(first)
             torch._foreach_copy_(grads, [_dense(self.sources[i].grad, self.sources[i]) for i in first])
@@ -410,13 +575,18 @@ class FlatMasterGradGroup(MasterGradGroup):
             self.flat.gather()
         self._shares = False
 
-    def adopt_from(self, former: Iterable[GradGroup]) -> None:
-        """Continue with what is known of the groups that this one replaces."""
+    def adopt_from(self, former: Sequence[GradGroup]) -> None:
+        super().adopt_from(former)
         self._shares = any(getattr(group, "_shares", False) for group in former)
 
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
         if factor != 1.0 or found_inf is not None:
             self.flat.unscale_(factor, found_inf)
+
+    def _has_made(self, index: int) -> bool:
+        grad, master = self.params[index].grad, self.params[index]
+        shared = grad is not None and grad.dtype != master.dtype
+        return super()._has_made(index) or shared or self.flat.states(range(index, index + 1))[0] == IN_BUFFER
 
     @torch.no_grad()
     def check(self, found_inf: Tensor) -> None:
@@ -431,7 +601,12 @@ class FlatMasterGradGroup(MasterGradGroup):
             self._take_in_one_pass(inv_scale, found_inf, share)
         else:
             self._take_in_passes(states, inv_scale, found_inf, first)
+        alone = first and not self.copied.kept
+        self._made = {}
+        if self.copied.kept:
+            self._add_kept(self.kept_scale)
         self.copied.note()
+        self.copied.replaceable = alone and inv_scale == 1.0 == self.kept_scale
 
     @torch.no_grad()
     def _take_in_passes(self, states: bytes, inv_scale: float, found_inf: Tensor | None, first: bool) -> None:

@@ -43,17 +43,6 @@ def make_grad_groups(
     return groups
 
 
-def adopt_from(groups: Sequence[GradGroup], former: Sequence[GradGroup]) -> None:
-    """Pass to ``groups``, which replace ``former``, which gradients these have copied."""
-    copied = [group.copied for group in former if isinstance(group, MasterGradGroup)]
-    for group in groups:
-        if isinstance(group, MasterGradGroup):
-            group.copied.adopt_from(copied)
-            group.edited = any(one.edited for one in former)
-        if isinstance(group, FlatMasterGradGroup):
-            group.adopt_from(former)
-
-
 def trainable(optimizer: Optimizer) -> list[Tensor]:
     """The parameters that need a gradient, or have one."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad or p.grad is not None]

@@ -222,10 +222,7 @@ def _make_master(param: Tensor, value: Tensor | None) -> nn.Parameter:
         value = param.detach().float()
     if not is_dense(value.size(), value.stride()):
         value = value.clone()
-    master = nn.Parameter(value)
-    if param.grad is not None:
-        master.grad = param.grad.detach().float()
-    return master
+    return nn.Parameter(value)
 
 
 # A group of masters, and the buffer of their model parameters.

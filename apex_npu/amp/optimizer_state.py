@@ -12,12 +12,12 @@ import torch
 from torch.optim import Optimizer
 
 from apex_npu.amp.accessors import OptimizerAccessors
-from apex_npu.amp.grad_groups import GradGroup
-from apex_npu.amp.grad_layout import adopt_from, combine_grads, make_grad_groups, trainable
+from apex_npu.amp.grad_groups import GradGroup, MasterGradGroup
+from apex_npu.amp.grad_layout import combine_grads, make_grad_groups, trainable
 from apex_npu.amp.master_params import MasterPair, MasterParams
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.saturation import saturates
-from apex_npu.amp.session import current
+from apex_npu.amp.session import current, warn_once
 from apex_npu.amp.step_decision import StepDecision, StepReport
 from apex_npu.fusion import (
     FlatGrads,
@@ -31,6 +31,18 @@ from apex_npu.fusion import (
     zero_grads,
 )
 from apex_npu.patching import Undo
+
+# What step() warns of.
+OUTSIDE_BLOCKS = (
+    "step() was called with gradients that no amp.scale_loss has scaled and checked since the last step: was "
+    "backward() called outside amp.scale_loss? Use `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+    "scaled_loss.backward()`"
+)
+OF_OTHER_BLOCKS = (
+    "gradients that amp.scale_loss blocks of other optimizers have given to this one's parameters are not part of its "
+    "step, since they are multiplied by the loss scale: clear them before a block of its own, or pass all optimizers "
+    "that the loss reaches to scale_loss, as a list"
+)
 
 
 class Stage(Enum):
@@ -159,8 +171,25 @@ class AmpOptimizerState:
             undo: Takes the callback that takes this back.
         """
         if undo is not None:
-            undo.callback(vars(self).update, {"masters": self.masters, "grads": self.grads})
+            changed = ("masters", "grads", "stage", "decision")
+            undo.callback(vars(self).update, {name: getattr(self, name) for name in changed})
+        self.resolve()
         self.masters, self.grads = MasterParams(retired=True), OptimizerGrads()
+        self.stage, self.decision = Stage.READY, None
+
+    def check_has_model(self, optimizer: Optimizer, caller: str) -> None:
+        """Require that ``retire`` has not taken the model away from ``optimizer``, for ``caller``.
+
+        Raises:
+            RuntimeError: It has.
+        """
+        if self.masters.retired:
+            raise RuntimeError(
+                f"{caller} was called with {type(optimizer).__name__}, whose fp32 masters no model follows any more: "
+                "amp.shutdown() was called, or the model was passed to amp.initialize again, with another optimizer, "
+                "which steps its parameters now. Use that one; pass all optimizers to one amp.initialize, or make a "
+                "new optimizer of model.parameters() after amp.shutdown()"
+            )
 
     @property
     def is_unscaled(self) -> bool:
@@ -224,11 +253,36 @@ class AmpOptimizerState:
         """How the gradients of ``optimizer`` get to its parameters."""
         return self.grads.fit(optimizer, self)
 
-    def drop_cleared(self) -> None:
-        """Clear the gradients of masters whose model parameter's gradient has been cleared."""
+    def drop_cleared(self, optimizer: Optimizer | None = None) -> None:
+        """Have the gradients of masters follow what a script has done to those of the model since they were copied.
+
+        Of ``optimizer`` what they cannot follow is warned of now, and else by its step.
+        """
         if self.stage is not Stage.SCALED:  # there, those of the model are set aside
             for group in self.grads.groups:
-                group.drop_cleared()
+                if group.drop_cleared():
+                    self.copy_uncopied(group)
+                if group.edited and optimizer is not None:
+                    text, group.edited = group.edited, ""
+                    warn_once(optimizer, text)
+
+    def copy_uncopied(self, group: GradGroup) -> None:
+        """Bring gradients that a script has left on the model, outside of blocks, to the masters of ``group``."""
+        if self.stage in (Stage.DELAYED, Stage.LOCAL):
+            return  # a later block does
+        if self.is_reached_by_others:
+            group.edited = OF_OTHER_BLOCKS
+            return
+        if self.stage is Stage.READY and self.policy.loss_scale != 1.0 and group.has_uncopied():
+            group.edited = OUTSIDE_BLOCKS
+        group.copy_uncopied(self.grad_scale)
+        self.grads.unchecked = True
+
+    @property
+    def is_reached_by_others(self) -> bool:
+        """Blocks of other optimizers give gradients to what this one steps."""
+        session = current()
+        return session is not None and any(optimizer._amp_state is self for optimizer in session.reached)
 
     def drop_overflowed(self) -> None:
         """Before a block, where the step is to be skipped: what the block finds to be inf shall be its own.
@@ -269,7 +323,9 @@ class AmpOptimizerState:
             if set_to_none:
                 drop_grads(self.masters.model_params)
             else:
-                self.drop_cleared()  # what has been dropped does not become zeros
+                if self.stage is not Stage.SCALED:  # there, those of the model are put aside
+                    for group in self.grads.groups:
+                        group.drop_cleared()  # what has been dropped does not become zeros
                 zero_grads(self.masters.model_params)
             self.grads.forget_copied(set_to_none)
         self.decision = None
@@ -316,7 +372,9 @@ class OptimizerGrads:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         model_param_of = {id(pair.master_param): pair.model_param for pair in state.pairs}
         groups = make_grad_groups(params, flats, model_param_of)
-        adopt_from(groups, self.groups)
+        for group in groups:
+            if isinstance(group, MasterGradGroup):
+                group.adopt_from(self.groups)
         self.saturates = saturates(groups)
         self._device = groups[0].device if groups else None
         self.groups = groups  # last: what they know of copied gradients is all there

@@ -14,6 +14,7 @@ from apex_npu.amp.float32_copies import is_cast, own_tensors
 from apex_npu.amp.optimizer_state import state_of
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current, settings
+from apex_npu.backends._torch_private import is_fake
 from apex_npu.distributed.consistency import check_group
 from apex_npu.distributed.torch_ddp import obstacle_to_rebuilding
 from apex_npu.fusion import HasFusedGroups, wraps_tensors
@@ -206,12 +207,23 @@ def check_sharded(policy: Policy, overflow_group: Any, models: list[nn.Module], 
         )
 
 
-def check_devices(device_types: list[str]) -> None:
-    """Refuse tensors without memory, and a place inside of an autocast block."""
+def check_devices(device_types: list[str], models: list[nn.Module]) -> None:
+    """Refuse tensors without memory, and those of inference mode, and a place inside of an autocast block."""
     if "meta" in device_types:
         raise RuntimeError(
             "models and optimizers must have their memory when they are passed to amp.initialize, got tensors on the "
             "meta device; call model.to_empty(device=...) and initialise the weights first"
+        )
+    made = [torch.empty(0), *(t for model in models for t in [*model.parameters(), *model.buffers()])]
+    if any(map(is_fake, made)):
+        raise RuntimeError(
+            "amp.initialize was called under FakeTensorMode, or with a model made there, whose tensors have no values; "
+            "call it outside, with a model that has its memory"
+        )
+    if torch.is_inference_mode_enabled() or any(t.is_inference() for t in made):
+        raise RuntimeError(
+            "amp.initialize was called under torch.inference_mode(), or with a model made there, whose tensors cannot "
+            "be trained, nor cast in place; call it outside, and run the model under inference_mode() afterwards"
         )
     former = current()
     if former is not None:

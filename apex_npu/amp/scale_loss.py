@@ -178,10 +178,7 @@ def _state_for_block(optimizer: Optimizer) -> AmpOptimizerState:
             f"{type(optimizer).__name__} was not passed to amp.initialize; pass it there, and use what that returns"
         )
     if state.masters.retired:
-        raise RuntimeError(
-            f"the model of this {type(optimizer).__name__} was passed to amp.initialize again, with another optimizer, "
-            "which steps its parameters now; use that one, or pass all optimizers to one amp.initialize"
-        )
+        state.check_has_model(optimizer, "amp.scale_loss")
     if state.stage is Stage.SCALED:
         raise RuntimeError(
             "scale_loss blocks of one optimizer must not be nested: close the first one, or add up the losses"

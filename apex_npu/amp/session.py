@@ -25,6 +25,7 @@ from apex_npu.amp.accessors import step_without
 from apex_npu.amp.clip_guard import watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.deferred_inf_check import DeferredInfCheck
+from apex_npu.amp.grad_groups import WRITTEN
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler, in_apex_format
 from apex_npu.amp.step_decision import StepReport
@@ -35,17 +36,10 @@ from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed.consistency import broadcast_values
 from apex_npu.distributed.group_reference import GroupReference
 from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, dtypes_of, follow_dtypes, followed_by
-from apex_npu.fusion import are_same
+from apex_npu.fusion import are_same, remainders_of
 from apex_npu.ops import LOW_PRECISION
 from apex_npu.patching import Patch, Undo, patch_attribute
 
-# Said where torch's clipping is called, or by the step that finds gradients written.
-COPIED_WRITTEN = (
-    "gradients of the model have been written, as torch.nn.utils.clip_grad_norm_ and clip_grad_value_ do, after "
-    "amp.scale_loss has copied them to the fp32 masters that the optimizer steps: the gradients that count are the "
-    "masters', which stay as they were. Clip those of amp.master_params(optimizer), or call "
-    "optimizer.clip_optimizer_grad_norm_fused(max_norm)"
-)
 SCALED_CLIPPED = (
     "torch.nn.utils.clip_grad_norm_ or clip_grad_value_ was given gradients that fuse_unscale=True keeps multiplied "
     "with the loss scale until step: it clips them as if they were larger than they are. Call "
@@ -381,8 +375,13 @@ class Session:
         for optimizer in concerned:
             optimizer._amp_state.masters.follow(optimizer)
         # One for each, though it have no master here: all processes broadcast the same list.
-        values = [self.masters.get(p) for p in rounded]
-        broadcast_values([p.float() if v is None else v for p, v in zip(rounded, values, strict=True)], group, rank)
+        kept = {p: view for o in self.adopted for p, view in remainders_of(o).items()}
+        masters = [kept[p].dequantize() if p in kept else self.masters.get(p) for p in rounded]
+        values = [p.float() if master is None else master for p, master in zip(rounded, masters, strict=True)]
+        broadcast_values(values, group, rank)
+        for p, value in zip(rounded, values, strict=True):
+            if p in kept:
+                kept[p].copy_(value)
         for optimizer in concerned:
             optimizer._amp_state.masters.end_broadcast()
 
@@ -400,7 +399,7 @@ class Session:
                 if _holds_scaled(state):
                     self.warn_once(optimizer, SCALED_CLIPPED)
             if of_model and not state.awaits_block:
-                self.warn_once(optimizer, COPIED_WRITTEN)
+                self.warn_once(optimizer, WRITTEN)
 
     def warn_once(self, about: Any, text: str) -> None:
         """Warn, if this session has not said so of ``about``, an optimizer or a loss scaler, before."""
@@ -527,7 +526,7 @@ def shutdown() -> None:
     """Undo what ``initialize`` patched: functions of torch, forwards and state_dict hooks of models.
 
     Models that were cast are float32 again, with the values of their masters. Optimizers keep their master parameters,
-    and no longer step the models. Without a session nothing happens.
+    and their ``step`` is refused. Without a session nothing happens.
 
     Raises:
         RuntimeError: Another thread, which still runs, has called ``initialize``; or this is inside of a region of

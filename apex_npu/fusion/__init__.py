@@ -3,7 +3,7 @@
 """Flat buffers that hold many tensors: layout (integers), memory, gradients, and what steps together."""
 
 from apex_npu.fusion.combined import by_kind, check_combinable, combined
-from apex_npu.fusion.encoded_state import MASTER_PARAM, EncodedView, encode_states
+from apex_npu.fusion.encoded_state import MASTER_PARAM, EncodedView, encode_states, remainders_of
 from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, fills_storage, plan
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups
@@ -58,6 +58,7 @@ __all__ = [
     "overlapping",
     "overlaps_itself",
     "plan",
+    "remainders_of",
     "row_count",
     "step_in_place",
     "storage_numel",

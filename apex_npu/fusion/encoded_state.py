@@ -237,6 +237,12 @@ class EncodedRun(Run):
         return found
 
 
+def remainders_of(optimizer: Any) -> dict[Tensor, EncodedView]:
+    """The masters of the bfloat16 parameters of ``optimizer`` of which remainders are kept, by parameter."""
+    shown = {param: entry.get(MASTER_PARAM) for param, entry in optimizer.state.items()}
+    return {param: view for param, view in shown.items() if isinstance(view, EncodedView)}
+
+
 def encode_states(
     group: GroupBuffers, formats: Mapping[str, torch.dtype], positions: Sequence[int], *, stochastic: bool
 ) -> None:

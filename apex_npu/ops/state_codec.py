@@ -219,14 +219,15 @@ def encode(values: Tensor, stored: Tensor, scales: Tensor | None, piece: Piece, 
     down = torch.where(scale > _LARGE_SCALE, 2.0**-4, 1.0)
     inverse = torch.where(scale > 0, 1.0 / (scale * down), 0.0)
     index = index - span.start
-    ratio = values * down[index] * inverse[index]
+    values = values * down[index]
+    ratio = values * inverse[index]
     kept = scale[index] > 0  # neither 0 nor nan
-    uniform = ((half >> 4).to(torch.float32) + 0.5) * 2.0**-12
+    one_and_more = 1 + ((half >> 4).to(torch.float32) + 0.5) * 2.0**-12  # exact
     if stored.dtype == torch.int8:
-        code = (torch.where(kept, ratio * 127.0, 0.0) + 128.0 + uniform).to(torch.int32) - 128
+        code = (torch.where(kept, ratio * 127.0, 0.0) + 127.0 + one_and_more).to(torch.int32) - 128
     else:
         root = _root(torch.where(kept, ratio, 0.0).clamp_(min=0.0)) * 255.0
-        code = (root + uniform).to(torch.int32)
+        code = (root + one_and_more).to(torch.int32) - 1
         code = torch.maximum(code, (values > 0).to(torch.int32))
     stored.copy_(torch.where(kept, code, 0))
 

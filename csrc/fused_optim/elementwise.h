@@ -16,63 +16,47 @@ namespace detail {
 // The random bits of the parameters themselves; each two states have a pair from 0 on.
 constexpr uint32_t kParamPair = 255;
 
-// The states of a block: in place where they are float32, else decoded into memory of this object.
-class DecodedStates {
- public:
-  DecodedStates(const Operands& operands, const EncodedSegment& segment, int64_t first, int64_t n)
-      : operands_(operands), at_(segment.begin + first), scale_(segment.first_scale + first / kScaleNumel), n_(n) {
-    for (int k = 0; k < kMaxStates; ++k) {
-      const StateBuffer& state = operands.state(k);
-      if (state.data == nullptr || state.is_plain()) {
-        states_.state[k] = state.data == nullptr ? nullptr : static_cast<float*>(state.data) + at_;
-      } else {
-        states_.state[k] = copies_[k];
-        decode_state(state, at_, scale_, copies_[k], n);
-      }
-    }
-  }
+// What a block is decoded into. Rows are longer than blocks, so that no two begin at the same place of a page: there a
+// load waits for a store to the other row.
+struct BlockScratch {
+  static constexpr int64_t kRow = kBlockNumel + 208;
 
-  DecodedStates(const DecodedStates&) = delete;
-  DecodedStates& operator=(const DecodedStates&) = delete;
-
-  const States<float>& states() const { return states_; }
-
-  void encode(const uint32_t (*random)[kBlockNumel]) const {
-    for (int k = 0; k < kMaxStates; ++k) {
-      const StateBuffer& state = operands_.state(k);
-      if (states_[k] == copies_[k]) {
-        encode_state(state, at_, scale_, copies_[k], random[k / 2], k % 2 * 16, n_);
-      }
-    }
-  }
-
- private:
-  const Operands& operands_;
-  const int64_t at_, scale_, n_;
-  States<float> states_;
-  alignas(64) float copies_[kMaxStates][kBlockNumel];
+  alignas(64) float param[kRow];
+  float grad[kRow];
+  float states[kMaxStates][kRow];
+  uint32_t random[(kMaxStates + 1) / 2][kRow];
 };
 
 template <typename Rule>
 void update_block(const Operands& operands, const Rule& rule, const EncodedSegment& segment, int64_t first, int64_t n) {
   const Encoding& encoding = operands.encoding();
   const auto position = static_cast<uint32_t>(segment.position);
-  const int64_t at = segment.begin + first;
-  alignas(64) float param_copy[kBlockNumel];
-  alignas(64) uint32_t random[2][kBlockNumel];
-  for (uint32_t pair = 0; pair < 2; ++pair) {
-    if (operands.is_encoded(2 * pair) || (pair == 0 && operands.is_encoded(1))) {
-      fill_random(random[pair], first, position, encoding.count(), pair);
+  const int64_t at = segment.begin + first, scale = segment.first_scale + first / kScaleNumel;
+  BlockScratch scratch;
+  float* param = operands.param(at, n, scratch.param);
+  const float* grad = operands.grad(at, n, scratch.grad);
+  States<float> states;
+  for (int k = 0; k < kMaxStates; ++k) {
+    const StateBuffer& state = operands.state(k);
+    if (operands.is_encoded(k)) {
+      states.state[k] = scratch.states[k];
+      decode_state(state, at, scale, scratch.states[k], n);
+    } else {
+      states.state[k] = state.data == nullptr ? nullptr : static_cast<float*>(state.data) + at;
     }
   }
-  float* param = operands.param(at, n, param_copy);
-  const GradBlock<float> grad(operands, at, n);
-  const DecodedStates states(operands, segment, first, n);
-  vectorized(rule, param, grad.data(), states.states(), n);
-  states.encode(random);
+  vectorized(rule, param, grad, states, n);
+  for (int k = 0; k < kMaxStates; ++k) {
+    if (!operands.is_encoded(k)) continue;
+    uint32_t* random = scratch.random[k / 2];
+    if (k % 2 == 0 || !operands.is_encoded(k - 1)) {
+      fill_random(random, first, position, encoding.count(), static_cast<uint32_t>(k / 2));
+    }
+    encode_state(operands.state(k), at, scale, scratch.states[k], random, k % 2 * 16, n);
+  }
   if (encoding.stochastic_param()) {
-    fill_random(random[0], first, position, encoding.count(), kParamPair);
-    operands.write_back_stochastically(at, n, param, random[0]);
+    fill_random(scratch.random[0], first, position, encoding.count(), kParamPair);
+    operands.write_back_stochastically(at, n, param, scratch.random[0]);
   } else {
     operands.write_back(at, n, static_cast<const float*>(param));
   }

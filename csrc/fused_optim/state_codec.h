@@ -92,8 +92,9 @@ void fill_random(uint32_t* random, int64_t first, uint32_t position, uint32_t co
 
 // Elements [at, at + n) of `state` to or from float32, `scale` being the index of the first scale.
 void decode_state(const StateBuffer& state, int64_t at, int64_t scale, float* values, int64_t n);
-void encode_state(const StateBuffer& state, int64_t at, int64_t scale, const float* values, const uint32_t* random,
-                  int shift, int64_t n);
+// What is encoded may be overwritten.
+void encode_state(const StateBuffer& state, int64_t at, int64_t scale, float* values, const uint32_t* random, int shift,
+                  int64_t n);
 
 // A float32 as a bfloat16, rounded to nearest with halves away from zero, and the 16 bits that it lacks.
 void decode_remainder(const BFloat16* rounded, const int16_t* remainder, float* values, int64_t n);

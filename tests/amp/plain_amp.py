@@ -52,6 +52,8 @@ class PlainAmp:
         self.delayed, self._were_delayed = [False] * len(optimizers), [False] * len(optimizers)
         self._unchecked = {}  # optimizer → scaler
         self._masters, self._has_master, self._fuses = masters, has_master, fuses
+        # Parameters with masters: whose gradient the model has, and of those the ones that have been stepped since.
+        self._shown, self._stepped = set(), set()
 
     def params(self, o):
         return [p for group in self.optimizers[o].param_groups for p in group["params"]]
@@ -76,6 +78,7 @@ class PlainAmp:
         self.check()
         for o in which:
             self._were_delayed[o] = self.delayed[o]
+            self._shown -= self._stepped & set(self.params(o))
             self.skip[o] = self.skip[o] and bool(self.grads(o))
             for grad in self.grads(o) if self.skip[o] else []:
                 grad.zero_()
@@ -87,10 +90,19 @@ class PlainAmp:
         """
         params = [p for o in which if not self._were_delayed[o] for p in self.params(o) if self._has_master(p)]
         before = [None if p.grad is None else p.grad.clone() for p in params]
+        versions = self._versions(which)
         loss.backward()
-        if fails:
+        if not fails:
+            reached = {p for p, version in self._versions(which).items() if version != versions[p]}
+            self._shown |= reached
+            self._stepped -= reached
+        else:
             for p, grad in zip(params, before, strict=True):
                 p.grad = grad
+
+    def _versions(self, which):
+        params = [p for o in which for p in self.params(o) if self._has_master(p)]
+        return {p: None if p.grad is None else p.grad._version for p in params}
 
     def fail(self, which):
         for o in which:
@@ -122,17 +134,23 @@ class PlainAmp:
         for p in self.params(o):
             if self._has_master(p):
                 p.grad = None
+                self._stepped |= self._shown & {p}
 
     def zero_grad(self, o, set_to_none):
         self.check(o)
-        self.optimizers[o].zero_grad(set_to_none)
+        for p in self.params(o):
+            self.clear(p, set_to_none)
         self.skip[o] = self.delayed[o] = False
 
     def clear(self, p, set_to_none):
         if set_to_none:
             p.grad = None
+            self._shown.discard(p)
         elif p.grad is not None:
             p.grad.zero_()
+        elif p in self._shown:  # as without masters, whose gradients a step drops
+            p.grad = torch.zeros_like(p)
+        self._stepped.discard(p)
 
     def clip(self, o, max_norm, norm_type):
         self.check(o)

@@ -14,7 +14,6 @@ from small_programs import (
     assert_values,
     backward,
     kinds,
-    known_fault,
     levels,
     start,
     vector,
@@ -156,8 +155,106 @@ def test_a_gradient_that_a_script_gives_to_master_params_after_clearing_is_stepp
     given_to_masters(level, kind, amp.master_params)
 
 
-@known_fault("the step drops it as the copy of the one that the model had")
 @kinds(("torch", "combine_grad", "fused"))
 @levels(WITH_MASTERS)
 def test_a_gradient_that_a_script_gives_through_param_groups_after_clearing_is_stepped(level, kind):
     given_to_masters(level, kind, lambda optimizer: [p for g in optimizer.param_groups for p in g["params"]])
+
+
+@kinds(("torch", "combine_grad", "fused"))
+@levels(WITH_MASTERS)
+def test_a_gradient_that_a_script_gives_to_a_master_and_a_block_drops_is_named(level, kind):
+    """Whether it was given before the model was cleared, or after, nothing tells."""
+    model, optimizer, x = ready(kind, level)
+    backward(model(x), optimizer)
+    by_the_model(model)
+    for p in [p for group in optimizer.param_groups for p in group["params"]]:
+        p.grad = torch.full_like(p, 2.0)
+    backward(model(x), optimizer)
+    with pytest.warns(RuntimeWarning, match=r"assigned to fp32 masters.* dropped .* Clear gradients with"):
+        optimizer.step()
+    assert_values(model.parameters(), 9.0, 9.0)
+
+
+# Zeros are gradients: momentum goes on with them.
+
+
+@pytest.mark.parametrize("by", ["model", "optimizer"])
+@pytest.mark.parametrize("then", ["nothing", "a block", "a look", "a plain backward", "a failure"])
+@kinds(ALL_KINDS)
+@levels(LEVELS)
+def test_zeros_are_stepped_whatever_follows(level, kind, then, by):
+    model, optimizer, x = ready(kind, level, momentum=0.5)
+    backward(model(x), optimizer)
+    optimizer.step()
+    (model if by == "model" else optimizer).zero_grad(set_to_none=False)
+    if then == "a block":
+        backward(model(x, only=(0,)), optimizer)
+    elif then == "a look":
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 100.0)
+    elif then == "a plain backward" and (by == "optimizer" or level not in WITH_MASTERS) and kind != "fuse_unscale":
+        with pytest.warns(RuntimeWarning) if level in WITH_MASTERS else contextlib.nullcontext():
+            model(x, only=(0,)).backward()
+            optimizer.step()
+        assert_values(model.parameters(), 7.5, 8.5)
+        return
+    elif then == "a failure":
+        interrupted(model, optimizer, x, inside=False)
+    optimizer.step()
+    assert_values(model.parameters(), 7.5 if then == "a block" else 8.5, 8.5)
+
+
+# Gradients of a backward outside of blocks.
+
+
+@kinds(("torch", "combine_grad", "fused"))
+@levels(LEVELS)
+@pytest.mark.parametrize("then", ["a block", "a failure", "nothing"])
+def test_gradients_of_a_backward_before_the_block_are_kept(level, kind, then):
+    model, optimizer, x = ready(kind, level, loss_scale=1.0 if then == "nothing" else 64.0)
+    model(x, only=(1,)).backward()
+    if then == "a failure":
+        interrupted(model, optimizer, x, inside=level in WITH_MASTERS)
+        assert_values([model.w[1].grad], 1.0)
+    if then != "nothing":
+        backward(model(x), optimizer)
+    optimizer.step()
+    assert_values(model.parameters(), *((10.0, 9.0) if then == "nothing" else (9.0, 8.0)))
+
+
+@kinds(("torch", "combine_grad", "fused"))
+@levels(LEVELS)
+def test_gradients_of_a_backward_before_the_block_overflow_with_it(level, kind):
+    model, optimizer, x = ready(kind, level, loss_scale="dynamic", dynamic_init_scale=16.0)
+    model(x * torch.inf, only=(1,)).backward()
+    backward(model(x, only=(0,)), optimizer)
+    optimizer.step()
+    assert not amp.last_step(optimizer).applied
+    assert_values(model.parameters(), 10.0, 10.0)
+
+
+@kinds(("torch", "combine_grad", "fused"))
+@levels(WITH_MASTERS)
+def test_gradients_of_a_backward_outside_are_clipped_and_cleared_like_others(level, kind):
+    model, optimizer, x = ready(kind, level, loss_scale=1.0)
+    model(x).backward()
+    torch.nn.utils.clip_grad_value_(amp.master_params(optimizer), 0.5)
+    model.w[0].grad = None
+    optimizer.step()
+    assert_values(model.parameters(), 10.0, 9.5)
+
+
+@kinds(("torch", "combine_grad", "fused"))
+@levels(WITH_MASTERS)
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_gradients_assigned_to_the_model_after_a_block_count_where_they_can(level, kind, blocks):
+    """After one block at a loss scale of 1; after two the model has those of the second alone, the master the sum."""
+    model, optimizer, x = ready(kind, level, loss_scale=1.0)
+    for _ in range(blocks):
+        backward(model(x), optimizer)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 3.0)
+    named = pytest.warns(RuntimeWarning, match=r"written or replaced.* the gradients that count are the masters'")
+    with contextlib.nullcontext() if blocks == 1 else named:
+        optimizer.step()
+    assert_values(model.parameters(), *((7.0, 7.0) if blocks == 1 else (8.0, 8.0)))

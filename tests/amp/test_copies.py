@@ -25,6 +25,7 @@ from small_programs import (
     levels,
     start,
     train_step,
+    values,
 )
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -323,17 +324,24 @@ def test_a_shallow_copy_leaves_the_original_as_it_is(level):
 
 
 @levels(WITH_MASTERS)
-@kinds(("torch", "fused"))
-def test_after_shutdown_an_optimizer_does_not_write_the_model(level, kind):
+@kinds(("torch", "fused", "fuse_unscale"))
+@pytest.mark.parametrize("by", ["shutdown", "a second initialize"])
+@pytest.mark.parametrize("in_block", [False, True])
+def test_a_step_of_an_optimizer_that_has_lost_its_model_is_refused(level, kind, by, in_block):
     model, optimizer = trained(level, kind)
-    amp.shutdown()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(7.0)
-    for master in optimizer.param_groups[0]["params"]:
+    if in_block:
+        backward(model(torch.ones(3, device=DEVICE)), optimizer)
+    if by == "shutdown":
+        amp.shutdown()
+    else:
+        initialize(model, torch.optim.SGD(model.parameters(), lr=STEP), level)
+    masters = optimizer.param_groups[0]["params"]
+    for master in masters:
         master.grad = torch.ones_like(master)
-    optimizer.step()
-    assert_values(model.parameters(), 7.0)
+    before = values([*masters, *model.parameters()])
+    with pytest.raises(RuntimeError, match=r"step\(\) was called with .*SGD, whose fp32 masters no model follows"):
+        optimizer.step()
+    assert all(map(torch.equal, values([*masters, *model.parameters()]), before))
 
 
 @levels(WITH_MASTERS)

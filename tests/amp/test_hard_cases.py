@@ -13,6 +13,7 @@ import pytest
 import torch
 from devices import DEVICE, needs
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apex_npu import amp, optimizers
 
@@ -185,6 +186,19 @@ def test_a_failing_second_initialize_leaves_the_first(monkeypatch):
     backward(model, optimizer)
     optimizer.step()
     assert amp.last_step(optimizer).applied
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("mode", [FakeTensorMode, torch.inference_mode])
+def test_modes_whose_tensors_cannot_be_trained(mode, level, inside):
+    with mode():
+        model = nn.Linear(2, 2)
+        with pytest.raises(RuntimeError, match=r"called under (FakeTensorMode|torch.inf).*; call it outside"):
+            amp.initialize(model if inside else [], opt_level=level, verbosity=0)
+    with pytest.raises(RuntimeError, match=r"or with a model made there"):
+        amp.initialize(model, opt_level=level, verbosity=0)
+    assert model.weight.dtype == torch.float32
 
 
 def test_initialize_inside_autocast_is_refused():

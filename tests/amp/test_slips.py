@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What scripts get wrong around a ``scale_loss`` block: named, where it was silent or ruined the weights."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -119,13 +120,17 @@ def test_clipping_what_is_not_scaled_passes(level):
 
 
 @pytest.mark.parametrize("cls", [SGD, FUSED])
-@pytest.mark.parametrize(("level", "said"), [("O1", "has scaled and checked"), ("O2", "masters.*have none")])
-def test_a_plain_backward_under_a_dynamic_scale(level, said, cls):
-    _, (optimizer,), loss = start(level, cls)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_plain_backward_under_a_dynamic_scale(level, cls):
+    (model,), (optimizer,), loss = start(level, cls)
     train(loss, optimizer)
+    values = [p.detach().clone() for p in model.parameters()]
     loss().backward()
-    with pytest.warns(RuntimeWarning, match=rf"{said}.*was backward\(\) called outside amp.scale_loss"):
+    with pytest.warns(
+        RuntimeWarning, match=r"has scaled and checked .* was backward\(\) called outside amp.scale_loss"
+    ):
         optimizer.step()
+    assert not any(map(torch.equal, model.parameters(), values))
 
 
 @pytest.mark.parametrize("cls", [SGD, FUSED])
@@ -153,9 +158,29 @@ def test_a_loss_through_a_model_that_has_blocks_of_its_own(level):
     """As a generator's, which reaches the discriminator."""
     _, (first, second), loss = start(level, count=2)
     for _ in range(3):
+        first.zero_grad()
         train(loss, first)
         second.zero_grad()
         train(loss, second)
+
+
+def test_gradients_that_the_block_of_another_optimizer_has_left_are_no_part_of_a_step():
+    """They are multiplied by the loss scale of another block."""
+    _, (first, second), loss = start("O2", count=2)
+    results = []
+    for clear in (True, False):
+        second.zero_grad()
+        with amp.scale_loss(loss(), second) as scaled_loss:
+            scaled_loss.backward()
+        if clear:
+            first.zero_grad()
+        with amp.scale_loss(loss(last=1), first) as scaled_loss:
+            scaled_loss.backward()
+        said = r"blocks of other optimizers have given .* not part of its step"
+        with contextlib.nullcontext() if clear else pytest.warns(RuntimeWarning, match=said):
+            results.append([p.grad.clone() for p in amp.master_params(first)])
+        first.zero_grad()
+    assert all(map(torch.equal, *results))
 
 
 def test_an_optimizer_that_amp_does_not_know():

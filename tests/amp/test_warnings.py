@@ -57,7 +57,7 @@ def test_a_backward_outside_of_a_block_is_shown_where_the_step_is_called(kind, l
     model(vector(1.0, 1.0, 1.0)).backward()
     with Said() as said:
         optimizer.step()
-    assert_points_here(said.about("its fp32 masters"))
+    assert_points_here(said.about("no amp.scale_loss has scaled and checked"))
 
 
 @levels(LEVELS)

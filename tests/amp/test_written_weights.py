@@ -505,8 +505,13 @@ def before_the_block(t):
 
 
 # What is said of the loops, at the levels with masters, whose writes do not count there. All others are equal to plain
-# torch, and nothing is said.
-NAMED = {"centralisation_of_the_model": "gradients of the model have been written.* the gradients that count are"}
+# torch, and nothing is said. What is assigned to the model counts at a loss scale of 1, that of O5.
+WRITTEN = "gradients of the model have been written.* the gradients that count are"
+NAMED = {
+    **{("centralisation_of_the_model", level): WRITTEN for level in WITH_MASTERS},
+    ("pcgrad_of_the_model", "O2"): WRITTEN,
+    ("centralisation_by_assignment", "O2"): WRITTEN,
+}
 # What is apart in silence, at the levels with masters.
 UNDONE = "the next step undoes what has been written to the model"
 LATE = "the model has what has been written to the masters after the next step only"
@@ -530,11 +535,6 @@ LOST = {
         ["sam_no_grad", "sam_data", "lookahead", "lookahead_no_grad", "schedule_free", "constraint_of_groups"], LATE
     ),
     "sam_class": "the inner optimizer has the model's parameters, whose gradients are with the masters",
-    "pcgrad_of_the_model": "gradients that are assigned to the model after the block are not stepped",
-    "centralisation_by_assignment": "gradients that are assigned to the model after the block are not stepped",
-    "not_reached": "a parameter whose gradient zero_grad has filled with zeros is not stepped",
-    "without_a_backward": "a parameter whose gradient zero_grad has filled with zeros is not stepped",
-    "before_the_block": "gradients of a backward before the block are dropped",
 }
 
 
@@ -572,8 +572,8 @@ def plain(name, kind):
 @pytest.mark.parametrize(("name", "level"), [case(name, level) for name in LOOPS for level in TOLERANCE])
 def test_loops(name, level, kind):
     seen, said = train(name, level, kind)
-    if name in NAMED and level in WITH_MASTERS:
-        assert any(re.search(NAMED[name], text) for text in said), said
+    if (name, level) in NAMED:
+        assert any(re.search(NAMED[name, level], text) for text in said), said
         return
     if seen is None:
         pytest.fail(f"raised {said}")  # which no known fault does
@@ -735,3 +735,30 @@ def test_what_comes_between_the_write_and_the_step(write, event, cls):
         return  # an address may be that of a tensor that is gone
     for weight in (model[0].weight.float(), model.state_dict()["0.weight"], optimizer.param_groups[0]["params"][0]):
         assert ((weight - 0.25).abs() < 0.01).all()
+
+
+# Buffers
+
+
+class Counting(nn.Linear):
+    """Adds to a running value that half precision does not hold."""
+
+    def __init__(self):
+        super().__init__(6, 3)
+        self.register_buffer("running", torch.full((3,), 1 / 3))
+
+    def forward(self, x):
+        self.running.add_(2.0**-14)
+        return super().forward(x)
+
+
+in_half = [pytest.param(level, marks=known_fault("it is added to in half precision")) for level in ("O2", "O3", "O5")]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4", *in_half])
+def test_buffers_that_half_precision_does_not_hold(level):
+    model = Counting().to(DEVICE)
+    model, _ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), level)
+    for _ in range(4):
+        model(X)
+    torch.testing.assert_close(model.state_dict()["running"].cpu(), torch.full((3,), 1 / 3 + 2.0**-12))

@@ -137,6 +137,27 @@ def train_from_another_seed(level, kind, *, combine_ddp):
     assert not any(torch.equal(p.cpu(), first.to(p.dtype)) for p, first in zip(masters, values[0], strict=True))
 
 
+def remainders_of_another_seed():
+    """Masters of which remainders are kept are those of the first process, too."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).to(DEVICE)
+    values = [[p.detach().cpu().clone() for p in model.parameters()]]
+    dist.broadcast_object_list(values, 0)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer = start(model, optimizer, level="O5", combine_ddp=False, store_param_remainders=True)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    for p, first in zip(model.parameters(), values[0], strict=True):
+        assert torch.equal(optimizer.state[p]["master_param"].dequantize().cpu(), first)
+    for step in range(5):
+        backward(loss_on(data(step, 0, rank))(ddp), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    masters = [optimizer.state[p]["master_param"].dequantize() for p in model.parameters()]
+    assert_equal_on_all([*model.parameters(), *masters])
+    assert not any(torch.equal(p.cpu(), first) for p, first in zip(masters, values[0], strict=True))
+
+
 def masters_that_were_written():
     """What the first process has written before DistributedDataParallel counts, and what all write after it."""
     rank = dist.get_rank()

@@ -41,6 +41,7 @@ TOGETHER = {
         "refusals",
         "failure_of_a_second_initialize",
         "another_seed",
+        "remainders_of_another_seed",
         "masters_that_were_written",
         "averaged_twice",
         "smaller_group",

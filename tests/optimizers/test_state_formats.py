@@ -42,6 +42,8 @@ RULES = [
     pytest.param(optimizers.FusedSGD, {"momentum": 0.9}, id="FusedSGD"),
 ]
 FORMATS = [torch.bfloat16, "int8"]
+# Options of the rule of SGD.
+STILL = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False, "step": 1}
 # Of a value relative to itself, or to the largest of its block.
 ROUNDING = {torch.bfloat16: 2.0**-7, torch.int8: 1 / 127, torch.uint8: 2.1 / 255}
 
@@ -143,6 +145,13 @@ def test_remainders_of_all_float32_numbers_are_exact():
         again, is_nan = decode_remainder(rounded, remainder), master.isnan()
         assert torch.equal(again[~is_nan].view(torch.int32), master[~is_nan].view(torch.int32))
         assert again[is_nan].isnan().all()
+        # A step that changes nothing, by the kernel of the device.
+        encoding = RunEncoding([Segment(0, rounded.numel(), 0, 0)])
+        encoding.remainder, kept = remainder.clone(), rounded.clone()
+        sgd_(kept, torch.zeros_like(kept), None, encoding, lr=0.0, **{**STILL, "momentum": 0.0})
+        assert torch.equal(kept.view(torch.int16)[~is_nan], rounded.view(torch.int16)[~is_nan])
+        assert torch.equal(encoding.remainder[~is_nan], remainder[~is_nan])
+        assert kept[is_nan].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
@@ -193,7 +202,6 @@ def test_the_extension_gives_the_bits_of_the_reference(dtype):
     grad = torch.randn(numel, generator=generator) * torch.exp(3 * torch.randn(numel, generator=generator))
     grad[10], grad[2000], grad[3000:3300] = float("inf"), float("nan"), 0.0
     grad = grad.abs() if dtype == torch.uint8 else grad
-    numbers = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False, "step": 1}
     found = []
     for uses_extension in (True, False):
         encoding = RunEncoding(segments)
@@ -201,9 +209,9 @@ def test_the_extension_gives_the_bits_of_the_reference(dtype):
         scales = None if dtype == torch.bfloat16 else torch.zeros(9 + scale_count(70001))
         state = EncodedState(torch.zeros(numel, dtype=dtype), scales, encoding)
         if uses_extension:
-            sgd_(torch.zeros(numel), grad, state, encoding, lr=0.0, **numbers)  # the first momentum is the gradient
+            sgd_(torch.zeros(numel), grad, state, encoding, lr=0.0, **STILL)  # the first momentum is the gradient
         else:
-            _run_on_pieces(sgd_, encoding, (torch.zeros(numel), grad, state, None), {"lr": 0.0, **numbers})
+            _run_on_pieces(sgd_, encoding, (torch.zeros(numel), grad, state, None), {"lr": 0.0, **STILL})
         bits = state.values.view(torch.int16) if dtype == torch.bfloat16 else state.values
         found.append([bits[s.begin : s.begin + s.numel] for s in segments] + ([] if scales is None else [scales]))
     for a, b in zip(*found, strict=True):

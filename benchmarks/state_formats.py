@@ -1,0 +1,102 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The formats of ``docs/memory.md`` on the CPU: bytes of state, time of a step, and the loss after training.
+
+    python benchmarks/state_formats.py [--numel 16000000] [--rounds 9] [--seeds 10]
+
+Times are the CPU time of one thread, of formats in turns: the median of the ratios within a round. Losses are those of
+a perceptron on scikit-learn's handwritten digits (AdamW, 600 steps), the last 100 averaged; the difference to float32
+state is paired by seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+from apex_npu.fusion import EncodedView
+from apex_npu.optimizers import FusedAdam, NpuFusedAdamW
+
+BF16 = torch.bfloat16
+# Name, dtype of the parameters, options.
+STEPS = [
+    ("float32 parameters, float32 state", torch.float32, {}),
+    ("float32 parameters, bfloat16 state", torch.float32, {"state_dtype": BF16}),
+    ("float32 parameters, int8 state", torch.float32, {"state_dtype": "int8"}),
+    ("remainders, float32 state", BF16, {"store_param_remainders": True}),
+    ("remainders, bfloat16 state", BF16, {"store_param_remainders": True, "state_dtype": BF16}),
+    ("remainders, int8 state", BF16, {"store_param_remainders": True, "state_dtype": "int8"}),
+    ("stochastic rounding, bfloat16 state", BF16, {"stochastic_rounding": True, "state_dtype": BF16}),
+]
+
+
+def state_bytes(optimizer: FusedAdam, param: nn.Parameter) -> float:
+    """Per parameter, of what has one number for each element."""
+    kept = [value for value in optimizer.state[param].values() if isinstance(value, EncodedView) or value.dim()]
+    return sum(value.nbytes for value in kept) / param.numel()
+
+
+def time_steps(numel: int, rounds: int) -> None:
+    """Print a row for each of ``STEPS``."""
+    torch.set_num_threads(1)
+    held = []
+    for name, dtype, options in STEPS:
+        param = nn.Parameter(torch.randn(numel).mul_(0.02).to(dtype))
+        param.grad = torch.randn(numel).mul_(1e-3).to(dtype)
+        held.append((name, FusedAdam([param], lr=1e-3, weight_decay=0.01, **options), param))
+    times: dict[str, list[float]] = {name: [] for name, _, _ in STEPS}
+    for _ in range(rounds + 2):
+        for name, optimizer, _ in held:
+            begin = time.process_time()
+            optimizer.step()
+            times[name].append(time.process_time() - begin)
+    base = times[STEPS[0][0]]
+    print(
+        f"{numel / 1e6:.0f} million elements, one thread\n| | bytes of state | ms | times as fast |\n|---|---|---|---|"
+    )
+    for name, optimizer, param in held:
+        ratio = statistics.median(b / t for b, t in zip(base[2:], times[name][2:], strict=True))
+        print(f"| {name} | {state_bytes(optimizer, param):.2f} | {min(times[name][2:]) * 1e3:.1f} | {ratio:.2f} |")
+
+
+def train(seed: int, state_dtype: object) -> float:
+    """The mean loss of the last 100 steps."""
+    torch.manual_seed(seed)
+    images, labels = (torch.as_tensor(t) for t in load_digits(return_X_y=True))
+    images = images.float() / 16
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = NpuFusedAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, state_dtype=state_dtype)
+    losses = []
+    for _ in range(600):
+        batch = torch.randint(len(images), (64,))
+        loss = nn.functional.cross_entropy(model(images[batch]), labels[batch], label_smoothing=0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return statistics.mean(losses[-100:])
+
+
+def compare_losses(seeds: int) -> None:
+    """Print a row for each format."""
+    exact = [train(seed, None) for seed in range(seeds)]
+    print(f"float32 state: loss {statistics.mean(exact):.4f}, between seeds ± {statistics.stdev(exact):.4f}")
+    print("| state | mean difference | largest |\n|---|---|---|")
+    for name, state_dtype in (("bfloat16", BF16), ("int8", "int8")):
+        apart = [train(seed, state_dtype) - loss for seed, loss in enumerate(exact)]
+        print(f"| {name} | {statistics.mean(apart):+.4f} | {max(map(abs, apart)):.4f} |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=16_000_000)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seeds", type=int, default=10)
+    arguments = parser.parse_args()
+    time_steps(arguments.numel, arguments.rounds)
+    compare_losses(arguments.seeds)
