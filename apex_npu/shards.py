@@ -39,8 +39,14 @@ def is_sharded(tensor: object) -> bool:
 
 def local_part(tensor: Any) -> Tensor:
     """The part that this process holds, the very tensor inside; of any other tensor itself."""
-    # to_local() would give a new view each time, which cannot be recognised in the next step.
-    part: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor
+    if not is_sharded(tensor):
+        plain: Tensor = tensor
+        return plain
+    try:
+        part: Tensor = tensor._local_tensor
+    except AttributeError:
+        with torch.no_grad():  # with gradients it gives a new view each time, which no later step recognises
+            part = tensor.to_local()
     return part
 
 

@@ -11,6 +11,7 @@
 #include "combine_tensors/python_objects.h"
 #include "combine_tensors/slot_table.h"
 #include "data_parallel/grad_arrivals.h"
+#include "data_parallel/shards.h"
 #include "debug/exponents.h"
 #include "fused_optim/gather_cpu.h"
 #include "fused_optim/grad_list.h"
@@ -43,7 +44,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 14;
+  m.attr("API") = 15;
 
   m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"),
         py::arg("keep_previous"));
@@ -107,6 +108,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             return slots.share(borrow(sources), borrow(params), least_numel, &apex_npu::is_alone);
           },
           py::arg("sources"), py::arg("params"), py::arg("least_numel"));
+  py::class_<apex_npu::Shards>(m, "Shards")
+      .def(py::init<const py::type&, py::list, py::list>(), py::arg("cls"), py::arg("full_params"), py::arg("parts"))
+      .def("have_parts", &apex_npu::Shards::have_parts)
+      .def(
+          "hold_grads",
+          [](apex_npu::Shards& shards, const apex_npu::GradSlots& slots, int in_place) -> std::optional<py::bytes> {
+            const auto states = shards.hold_grads(slots, static_cast<apex_npu::InPlace>(in_place));
+            return states.has_value() ? std::optional(py::bytes(*states)) : std::nullopt;
+          },
+          py::arg("slots"), py::arg("in_place"))
+      .def("grad_list", &apex_npu::Shards::grad_list, py::arg("slots"), py::arg("first"), py::arg("count"),
+           py::arg("numel"))
+      .def("bring_grads", &apex_npu::Shards::bring_grads)
+      .def("return_grads", &apex_npu::Shards::return_grads)
+      .def("drop_grads", &apex_npu::Shards::drop_grads, py::arg("stepped"));
   m.def(
       "is_grad_list", [](const at::Tensor& tensor) { return apex_npu::grad_list_of(tensor) != nullptr; },
       py::arg("tensor"));

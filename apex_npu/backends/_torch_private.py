@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any, TypeVar, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ NAMES: dict[str, str] = {
     "torch.Tensor._indices": "of a sparse gradient as backward leaves it; indices() is refused before it is coalesced",
     "torch.Tensor._values": "likewise",
     "torch.distributed.tensor.DTensor._local_tensor": "to_local() is differentiable, and makes a view for each call",
+    "torch.distributed.tensor.DTensor._spec": "how it is cut, without a call in Python for each",
+    "torch.distributed._composable_state._module_state_mapping": "the modules that fully_shard has cut",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "whether a subclass has tensors inside",
     # Dispatcher
     "torch._C._dispatch_keys": "whether a tensor has a dispatch of its own",
@@ -116,6 +119,42 @@ NAMES: dict[str, str] = {
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """How many hold ``storage``, the Python object that is passed included."""
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+def dtensor_slots() -> bool:
+    """Whether DTensor has what is read in it without a call in Python."""
+    cls: Any = torch.distributed.tensor.DTensor
+    return all(hasattr(getattr(cls, name, None), "__set__") for name in ("_local_tensor", "_spec"))
+
+
+def memory_of_shards() -> dict[int, list[Tensor]] | None:
+    """``id(parameter)`` → the tensors that fully_shard has over the memory of its part, of all that it has cut.
+
+    They are longer than the part where the parameter is cut unevenly. None: this torch keeps them elsewhere.
+    """
+    try:
+        from torch.distributed._composable_state import _module_state_mapping
+
+        states = [found() if isinstance(found, ref) else found for found in _module_state_mapping.values()]
+        return {
+            id(cut.sharded_param): [t for t in (flat, flat._base) if t is not None]
+            for state in states
+            if state is not None and (groups := _param_groups(state))
+            for group in groups
+            for cut in group.fsdp_params
+            if (flat := cut._sharded_param_data) is not None
+        }
+    except (AttributeError, ImportError):
+        return None
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """Of fully_shard's state of a module; of what others keep of modules none."""
+    if not type(state).__name__.startswith("FSDP"):
+        return []
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def has_python_dispatch(tensor: Tensor) -> bool:

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -141,8 +142,17 @@ class FlatBuffer:
         """One view per tensor, with its size and stride (so that transposed tensors match element by element)."""
         return [self.view(offset, t.size(), t.stride()) for t, offset in zip(tensors, offsets, strict=True)]
 
-    def adopt(self, tensors: Sequence[Tensor], layout: Layout, *, copy_values: bool = True) -> None:
+    def adopt(
+        self,
+        tensors: Sequence[Tensor],
+        layout: Layout,
+        *,
+        copy_values: bool = True,
+        aliases: Mapping[int, Sequence[Tensor]] = MappingProxyType({}),
+    ) -> None:
         """Move the storages of ``tensors`` into this buffer, values included: all of them, or none.
+
+        ``aliases``: ``id(tensor)`` → other tensors over its storage, which follow.
 
         Raises:
             TypeError, ValueError: A tensor cannot be re-pointed (see ``change_data_ptr``); nothing has moved then.
@@ -161,7 +171,7 @@ class FlatBuffer:
                 plain = [i for i, sharing in enumerate(members) if not backend.has_private_format(sharing[0])]
                 self._copy_storages([members[i][0] for i in plain], [layout.slots[i] for i in plain])
             for slot, sharing in zip(layout.slots, members, strict=True):
-                move_storage(sharing, self.flat, slot.offset_numel)
+                move_storage(with_aliases(sharing, aliases), self.flat, slot.offset_numel)
             for t, value in tiled:
                 t.data.copy_(value)  # .data: the value is what it was, so autograd need not take note
 
@@ -202,6 +212,11 @@ def leave_private_formats(params: Sequence[Tensor]) -> None:
             "or set p.data = torch_npu.npu_format_cast(p.data, 2) before",
             looked_at,
         )
+
+
+def with_aliases(sharing: list[Tensor], aliases: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+    """``sharing``, and the ``aliases`` that its tensors have."""
+    return [*sharing, *(alias for t in sharing for alias in aliases.get(id(t), ()))] if aliases else sharing
 
 
 def may_move(sharing: list[Tensor]) -> bool:

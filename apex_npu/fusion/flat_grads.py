@@ -52,6 +52,7 @@ class FlatGrads:
     Attributes:
         params: Each has a slot, whether or not it ever gets a gradient.
         offsets: For each parameter, the elements before its slot's first.
+        total_numel: Of the buffer.
         reads_lists: Whether gradients that are ELSEWHERE can be a list that a rule takes, see ``gather_unless_listed``.
         reads_in_place: Kernels read gradients that are ELSEWHERE in place, all in one call.
         is_shown: A script has the buffer: gradients are always copied there, and padding may have been written.
@@ -65,7 +66,7 @@ class FlatGrads:
         self.reads_in_place = extension is not None and bool(self.params) and self.params[0].device.type == "cpu"
         self.is_shown = False
         self._in_one_pass = bool(self.params) and gathers_in_one_pass(self.params[0])
-        self._total_numel = total_numel
+        self.total_numel = total_numel
         self._largest_numel = max((p.numel() for p in self.params), default=0)
         self._buffer: FlatBuffer | None = None
         self._slots: GradSlots | None = None
@@ -102,7 +103,7 @@ class FlatGrads:
     def _allocate(self) -> FlatBuffer:
         if self._buffer is None:
             slots = self._plan_slots()
-            buffer = FlatBuffer(self._total_numel, self.dtype, self.device)
+            buffer = FlatBuffer(self.total_numel, self.dtype, self.device)
             views = buffer.views_like(self._shapes, self.offsets)
             table = slot_table(views)
             slots.remember_views(views)
@@ -164,7 +165,7 @@ class FlatGrads:
 
     def _find_padding(self) -> Tensor:
         if self._padding is None:
-            used = torch.zeros(self._total_numel, dtype=torch.bool)
+            used = torch.zeros(self.total_numel, dtype=torch.bool)
             for param, offset in zip(self.params, self.offsets, strict=True):
                 used[offset : offset + param.numel()] = True
             self._padding = (~used).nonzero().flatten().to(self.device)
@@ -206,7 +207,7 @@ class FlatGrads:
 
     def span(self, slots: range) -> Tensor:
         """The memory of consecutive ``slots``, padding included."""
-        end = self.offsets[slots.stop] if slots.stop < len(self.offsets) else self._total_numel
+        end = self.offsets[slots.stop] if slots.stop < len(self.offsets) else self.total_numel
         return self.flat[self.offsets[slots.start] : end]
 
     def slots_of(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> range | None:
@@ -429,7 +430,7 @@ class FlatGrads:
         if self.is_shown:
             self.clear_padding()
         if ELSEWHERE in states and self.reads_in_place:
-            return [self.operand(range(len(self.params)), self._total_numel)]
+            return [self.operand(range(len(self.params)), self.total_numel)]
         spans = [self.span(slots) for slots in _stretches(states)]
         return [self._operand_of(i) for i in _places_of(ELSEWHERE, states)] + spans
 

@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 from torch import Tensor
 
-from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, leave_private_formats, may_move, plan
+from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, leave_private_formats, may_move, plan, with_aliases
 from apex_npu.fusion.fused_group import FusedGroup, flat_over, new_runs
 from apex_npu.fusion.layout import extent_numel, is_dense, overlapping
 from apex_npu.fusion.run import Runs
@@ -29,6 +30,7 @@ def fuse(
     *,
     kind_of: Mapping[int, Hashable] = MappingProxyType({}),
     capturable: bool = False,
+    aliases: Mapping[int, Sequence[Tensor]] = MappingProxyType({}),
 ) -> list[FusedGroup]:
     """Fuse ``params`` into as few groups as possible: one per device, dtype and kind. Likewise ``apart``, in others.
 
@@ -42,6 +44,7 @@ def fuse(
         apart: What to fuse apart from these, unless they share memory.
         kind_of: ``id(param)`` → a kind.
         capturable: Steps are counted on the device, unless that is the CPU, so that a captured graph counts them.
+        aliases: ``id(param)`` → other tensors over its storage: they follow, and one that is larger may move, too.
 
     Raises:
         ValueError: A parameter has gaps or overlaps itself; nothing has moved.
@@ -55,10 +58,10 @@ def fuse(
                 "or overlap, so it cannot be fused; make it dense first: p.data = p.data.contiguous()"
             )
     leave_private_formats(everything)
-    movable, in_place = _sort_out(everything, {id(p) for p in apart}, kind_of)
+    movable, in_place = _sort_out(everything, {id(p) for p in apart}, kind_of, aliases)
     plans, buffers, runs = _prepare(movable, capturable=capturable)
     stepped_in_place = [step_in_place(p, capturable=capturable) for p in in_place]
-    return [*map(_move, movable, plans, buffers, runs), *stepped_in_place]
+    return [*map(partial(_move, aliases=aliases), movable, plans, buffers, runs), *stepped_in_place]
 
 
 def _prepare(lists: Sequence[Sequence[Tensor]], *, capturable: bool) -> tuple[list[Plan], list[FlatBuffer], list[Runs]]:
@@ -68,8 +71,14 @@ def _prepare(lists: Sequence[Sequence[Tensor]], *, capturable: bool) -> tuple[li
     return plans, buffers, [new_runs(len(p.offsets), p.device, capturable=capturable) for p in plans]
 
 
-def _move(members: Sequence[Tensor], planned: Plan, buffer: FlatBuffer, runs: Runs) -> FusedGroup:
-    buffer.adopt(members, planned.layout)
+def _move(
+    members: Sequence[Tensor],
+    planned: Plan,
+    buffer: FlatBuffer,
+    runs: Runs,
+    aliases: Mapping[int, Sequence[Tensor]] = MappingProxyType({}),
+) -> FusedGroup:
+    buffer.adopt(members, planned.layout, aliases=aliases)
     order = sorted(range(len(members)), key=planned.offsets.__getitem__)
     ordered, offsets = [members[i] for i in order], [planned.offsets[i] for i in order]
     return FusedGroup(ordered, buffer.flat, offsets, runs)
@@ -128,7 +137,10 @@ def give_own_storages(params: Sequence[Tensor]) -> None:
 
 
 def _sort_out(
-    params: Sequence[Tensor], apart: Collection[int], kind_of: Mapping[int, Hashable]
+    params: Sequence[Tensor],
+    apart: Collection[int],
+    kind_of: Mapping[int, Hashable],
+    aliases: Mapping[int, Sequence[Tensor]],
 ) -> tuple[list[list[Tensor]], list[Tensor]]:
     """Movable parameters by device, dtype and kind, those ``apart`` apart; and those to be left in place."""
     by_storage: dict[int, list[Tensor]] = {}
@@ -139,7 +151,7 @@ def _sort_out(
     for sharing in by_storage.values():
         distinct, overlapping = _split_overlapping(sharing)
         kinds = {kind_of.get(id(p)) for p in sharing}
-        if not may_move(sharing) or len(kinds) > 1 or (overlapping and not follows_aliases()):
+        if not may_move(with_aliases(sharing, aliases)) or len(kinds) > 1 or (overlapping and not follows_aliases()):
             in_place.extend(sharing)
             continue
         in_place.extend(overlapping)

@@ -43,7 +43,7 @@ class _Operand:
                 f"{func} cannot read a state that is kept in fewer bytes, which only the update rules can: leave "
                 "state_dtype out, or pass the rule's own op what run.state(name) gives"
             )
-        if func._overloadname == "runs":
+        if func.__name__.endswith(".runs"):
             rule.each(*args, **kwargs or {})
         else:
             _call(rule, args, dict(kwargs or {}))

@@ -37,7 +37,6 @@ from torch import Tensor
 SCALE_NUMEL = 128
 # Of the random bits that parameters themselves are rounded by.
 PARAM_PAIR = 255
-ENCODED = frozenset({torch.bfloat16, torch.int8, torch.uint8})
 
 _KEY = (0x243F6A88, 0x85A308D3)
 _WEYL = 0x9E3779B9

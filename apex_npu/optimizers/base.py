@@ -292,7 +292,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             raise
         finally:
             if self._fused.full_params:
-                self._fused.hand_back([part for run, _ in runs[:updated] for part in run.params])
+                self._fused.hand_back(lambda: [part for run, _ in runs[:updated] for part in run.params])
         if self._shown.shows_new:
             self._shown.remember(self, self._slots())
 
@@ -308,7 +308,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         """Bring gradients where ``update`` can read them: for each group, which of its slots have one, and where."""
         found: list[tuple[FusedGroup, bytes]] = []
         if self._fused.full_params:
-            self._fused.bring_gradients()
+            self._fused.bring_values()
         # A gradient may alias a parameter, which is about to be written: it is copied, unless it certainly does not.
         in_place = InPlace.READ if self._all_in_slots else InPlace.WRITE
         for fused in self._fused.groups:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import is_capturing
+from apex_npu.distributed.shard_grads import ShardGrads, memory_of_parts
 from apex_npu.fusion import (
     FusedGroup,
     are_same,
     extent_numel,
     fuse,
     give_own_storages,
-    increment_versions,
     is_dense,
     is_slot,
     not_combinable,
@@ -32,7 +32,7 @@ from apex_npu.fusion import (
     step_in_place,
 )
 from apex_npu.optimizers.checks import can_be_stepped, check_params
-from apex_npu.shards import is_sharded, local_grad, local_part
+from apex_npu.shards import is_sharded, local_part
 
 
 class FusedParams:
@@ -42,6 +42,7 @@ class FusedParams:
         groups: In them every parameter that is trainable, or has had a gradient, in the order of the lists; or the part
             that stands for it.
         full_params: ``id(part)`` → the parameter that it stands for.
+        shards: The gradients of those groups that have parts of sharded parameters.
         listed: The lists of ``param_groups``, as they were fused.
         unfused: Those of them that are in no group: frozen so far.
         state_names: What the rule keeps for each entry of ``param_groups``.
@@ -53,10 +54,12 @@ class FusedParams:
         self.capturable = False
         self.groups: list[FusedGroup] = []
         self.full_params: dict[int, Tensor] = {}
+        self.shards: list[ShardGrads] = []
         self.listed: list[list[Tensor]] = []
         self.unfused: list[Tensor] = []
         self.state_names: list[tuple[str, ...]] = []
         self._params: list[Tensor] = []
+        self._copies: list[Tensor] = []
         self._combined = False
         self._moving: set[int] = set()
         self._places: list[tuple[object, ...]] = []
@@ -67,36 +70,33 @@ class FusedParams:
 
     def copies(self) -> list[Tensor]:
         """The dense copies that stand for parameters with gaps."""
-        return [p for p in self._params if id(p) in self.full_params and not is_sharded(self.full_params[id(p)])]
+        return self._copies
 
     def is_any_sharded(self) -> bool:
         """True where one of the parameters is a DTensor."""
         return any(map(is_sharded, self.full_params.values()))
 
-    def bring_gradients(self) -> None:
-        """Give the parts that stand for parameters the gradients that these have, and copies the values.
+    def bring_values(self) -> None:
+        """Give the copies that stand for parameters with gaps the values and the gradients that these have.
 
         Raises:
-            RuntimeError: That of a sharded parameter is no DTensor; or a CUDA graph is being captured.
+            RuntimeError: A CUDA graph is being captured.
         """
-        for part in self._params:
+        for part in self._copies:
             full = self.full_param_of(part)
-            if is_sharded(full):
-                part.grad = local_grad(full)
-            elif full is not part:
-                if is_capturing():
-                    raise _has_gaps(full, "its step cannot be captured in a CUDA graph")
-                part.copy_(full)
-                part.grad = full.grad
+            if is_capturing():
+                raise _has_gaps(full, "its step cannot be captured in a CUDA graph")
+            part.copy_(full)
+            part.grad = full.grad
 
-    def hand_back(self, parts: list[Tensor]) -> None:
-        """``parts`` have been updated: let the parameters that they stand for have that, and autograd notice it."""
-        for part in parts:
-            full = self.full_param_of(part)
-            if is_sharded(full):
-                increment_versions([full])
-            elif full is not part:
-                full.copy_(part)
+    def hand_back(self, updated: Callable[[], list[Tensor]]) -> None:
+        """A step has ended that has ``updated`` these parts: let the parameters that they stand for have that."""
+        for grads in self.shards:
+            grads.end_step()
+        copies = {id(part) for part in self._copies}
+        for part in updated() if copies else ():
+            if id(part) in copies:
+                self.full_param_of(part).copy_(part)
                 part.grad = None
 
     def follow(
@@ -126,9 +126,9 @@ class FusedParams:
         parts = self._parts_of(params)
         full_params = {id(part): p for part, p in zip(parts, params, strict=True) if part is not p}
         place_of = _places_in(lists, parts)
-        # Parts of sharded parameters are apart from plain ones, whose gradients amp has in buffers.
-        shards = {part for part, full in full_params.items() if is_sharded(full)}
-        kind_of = {part: (*state_names[index], part in shards) for part, (index, _) in place_of.items()}
+        kind_of = {
+            part: (state_names[index], is_sharded(full_params.get(part))) for part, (index, _) in place_of.items()
+        }
         groups = self._still_fit(moved, kind_of)
         unfused = _without_members(parts, groups)
         if any(full_params.get(id(p), p).requires_grad and not can_be_stepped(p) for p in unfused):
@@ -142,7 +142,8 @@ class FusedParams:
         self._moving = {id(p) for p in ready}
         copies, movable = ([p for p in ready if is_copy(p) is held] for held in (True, False))
         there, others = ([p for p in movable if (id(p) in known) is held] for held in (True, False))
-        groups += fuse(there, apart=others, kind_of=kind_of, capturable=self.capturable)
+        aliases = memory_of_parts(params)
+        groups += fuse(there, apart=others, kind_of=kind_of, capturable=self.capturable, aliases=aliases)
         # Apart: their gradients are in none of amp's buffers.
         groups += fuse(copies, kind_of=kind_of, capturable=self.capturable)
         unfused = _without_members(unfused, groups)
@@ -151,10 +152,12 @@ class FusedParams:
         same = are_same(groups, self.groups) and are_same(parts, self._params) and self.are_listed(lists)
         same = same and state_names == self.state_names
         listed = list(map(list, lists))
+        shards = _shard_grads(groups, full_params)
         for group in groups:
             _number(group, place_of)
         # All at once: an interrupt between two of them would leave parameters that no later call steps, or twice.
-        self.groups, self.unfused, self.full_params = groups, unfused, full_params
+        self.groups, self.unfused, self.full_params, self.shards = groups, unfused, full_params, shards
+        self._copies = [part for part in parts if is_copy(part)]
         self.listed, self._params, self.state_names, self._moving = listed, parts, state_names, set()
         return not same
 
@@ -223,8 +226,9 @@ class FusedParams:
 
         Called only where there are such.
         """
-        parts = self.full_params and self._parts_of(list(chain.from_iterable(self.listed)))
-        if (parts and not are_same(parts, self._params)) or _ready(self.unfused, self.full_params):
+        if not all(grads.have_parts() for grads in self.shards) or _ready(self.unfused, self.full_params):
+            return True
+        if self._copies and not are_same(self._parts_of(list(chain.from_iterable(self.listed))), self._params):
             return True
         return bool(self._places) and self._places != _places([p for group in param_groups for p in group["params"]])
 
@@ -242,7 +246,7 @@ class FusedParams:
         held = {id(p) for p in copied}
         return [found[id(p)] if id(p) in held else local_part(p) for p in params]
 
-    def _still_fit(self, moved: list[list[int]], kind_of: dict[int, tuple[object, ...]]) -> list[FusedGroup]:
+    def _still_fit(self, moved: list[list[int]], kind_of: dict[int, tuple[tuple[str, ...], bool]]) -> list[FusedGroup]:
         """The groups whose parameters are all listed, of one kind unless they are combined, and have not ``moved``.
 
         A parameter that another fusion has taken gets a group in place: taking it back would only start a tug-of-war.
@@ -334,6 +338,19 @@ def _places_in(lists: Sequence[list[Tensor]], parts: list[Tensor]) -> dict[int, 
     """``id(part)`` → the index of its list, and its place in that list."""
     places = [(index, place) for index, params in enumerate(lists) for place in range(len(params))]
     return dict(zip(map(id, parts), places, strict=True))
+
+
+def _shard_grads(groups: list[FusedGroup], full_params: dict[int, Tensor]) -> list[ShardGrads]:
+    """Those of ``groups`` that have parts of sharded parameters, made where they are not there yet."""
+    found = []
+    for group in groups:
+        full = [full_params[id(p)] for p in group.params if is_sharded(full_params.get(id(p)))]
+        if not full:
+            continue
+        if not isinstance(group.grads, ShardGrads) or not are_same(group.grads.full_params, full):
+            group.grads = ShardGrads(group.grads, full)
+        found.append(group.grads)
+    return found
 
 
 def _number(group: FusedGroup, place_of: dict[int, tuple[int, int]]) -> None:

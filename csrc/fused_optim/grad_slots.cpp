@@ -75,15 +75,19 @@ GradStates GradSlots::states(const Borrowed& params, const Borrowed& views, size
       return;
     }
     found.states[i] = static_cast<char>(GradState::ELSEWHERE);
-    // Slots, of another gradient or a parameter, may be written before they are read.
-    bool stays = in_place != InPlace::NO && slot.numel >= least_numel && is_readable(grad, slot) && !is_slot(grad);
+    bool stays = slot.numel >= least_numel && can_stay(grad, first + i, in_place);
     if (stays && in_place == InPlace::READ) stays = !was_stepped(grad, first + i);
-    if (stays && in_place == InPlace::WRITE) {
-      stays = grad.scalar_type() == slot.dtype && !grad.requires_grad() && allocated_by_torch(grad) && is_alone(grad);
-    }
+    if (stays && in_place == InPlace::WRITE) stays = allocated_by_torch(grad) && is_alone(grad);
     if (!stays) found.to_gather.push_back(static_cast<int64_t>(first + i));
   });
   return found;
+}
+
+bool GradSlots::can_stay(const at::Tensor& grad, size_t i, InPlace in_place) const {
+  const Slot& slot = slots_[i];
+  // Slots, of another gradient or a parameter, may be written before they are read.
+  if (in_place == InPlace::NO || !is_readable(grad, slot) || is_slot(grad)) return false;
+  return in_place != InPlace::WRITE || (grad.scalar_type() == slot.dtype && !grad.requires_grad());
 }
 
 at::Tensor GradSlots::grad_list(const Borrowed& params, size_t first, int64_t numel, bool stepped) {
@@ -94,17 +98,28 @@ at::Tensor GradSlots::grad_list(const Borrowed& params, size_t first, int64_t nu
     stepped_.resize(slots_.size(), none);
   }
   GradList grads(numel, params.size());
-  const int64_t begin = slots_[first].offset;
   look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
     if (!grad.defined()) return;
-    const Slot& slot = slots_[first + i];
-    TORCH_CHECK_VALUE(is_readable(grad, slot), "grad_list: the gradient of parameter ", first + i, ", ",
-                      grad.toString(), " of shape ", grad.sizes(), " with strides ", grad.strides(),
-                      ", cannot be read where it is");
-    grads.add(grad, slot.offset - begin);
+    add_to(grads, grad, first + i, first);
     if (stepped && !was_stepped(grad, first + i)) stepped_[first + i] = grad.storage().getWeakStorageImpl();
   });
   return as_operand(std::move(grads), numel, slots_[first].dtype);
+}
+
+at::Tensor GradSlots::list_of(const Borrowed& grads, size_t first, int64_t numel) const {
+  TORCH_CHECK_VALUE(!grads.empty() && first + grads.size() <= slots_.size(), "list_of: expected gradients of the ",
+                    slots_.size(), " slots, got ", grads.size(), " from slot ", first, " on");
+  GradList list(numel, grads.size());
+  look_at_each(grads, prefetch_storage, [&](size_t i) {
+    if (grads[i]->defined()) add_to(list, *grads[i], first + i, first);
+  });
+  return as_operand(std::move(list), numel, slots_[first].dtype);
+}
+
+void GradSlots::add_to(GradList& grads, const at::Tensor& grad, size_t i, size_t first) const {
+  TORCH_CHECK_VALUE(is_readable(grad, slots_[i]), "grad_list: the gradient of parameter ", i, ", ", grad.toString(),
+                    " of shape ", grad.sizes(), " with strides ", grad.strides(), ", cannot be read where it is");
+  grads.add(grad, slots_[i].offset - slots_[first].offset);
 }
 
 std::vector<int64_t> GradSlots::share(const Borrowed& sources, const Borrowed& params, int64_t least_numel,

@@ -32,6 +32,8 @@ struct GradStates {
 // and no other parameter has the same tensor.
 using IsAlone = bool (*)(const at::Tensor& grad);
 
+class GradList;
+
 class GradSlots {
  public:
   // `shapes` have the slots' sizes, strides and dtype, on any device; `offsets` their first elements.
@@ -50,6 +52,13 @@ class GradSlots {
   // The gradients of these parameters, all that there are, as one operand of the kernels, whose first element is that
   // of the slot `first`; with `stepped` remembered as such.
   at::Tensor grad_list(const Borrowed& params, size_t first, int64_t numel, bool stepped);
+
+  // Whether a gradient that is not in slot `i` can stay ELSEWHERE to be read, or written, whatever else has it, and
+  // whether or not it has been stepped before.
+  bool can_stay(const at::Tensor& grad, size_t i, InPlace in_place) const;
+
+  // The same as grad_list of gradients themselves, which can be read or are undefined.
+  at::Tensor list_of(const Borrowed& grads, size_t first, int64_t numel) const;
 
   // Whatever is a gradient later is another one.
   void forget_stepped() { stepped_.clear(); }
@@ -72,6 +81,7 @@ class GradSlots {
 
   static bool is_readable(const at::Tensor& grad, const Slot& slot);
   bool was_stepped(const at::Tensor& grad, size_t slot) const;
+  void add_to(GradList& grads, const at::Tensor& grad, size_t slot, size_t first) const;
 
   std::vector<Slot> slots_;
   std::optional<SlotTable> places_;  // of the views

@@ -6,6 +6,7 @@ Run in several processes; the arguments are names of functions here.
 """
 
 import copy
+import gc
 import math
 import shutil
 import tempfile
@@ -30,7 +31,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from apex_npu import optimizers
+from apex_npu._extension import extension
 from apex_npu.contrib.combine_tensors import combine_npu
+from apex_npu.distributed import shard_grads
+from apex_npu.fusion import FlatGrads
+from apex_npu.shards import local_part
 
 # Ours, and torch's of the same rule.
 RULES = [
@@ -58,12 +63,12 @@ class Uneven(nn.Module):
         return self.single(torch.tanh(self.frozen(self.odd(self.layers(x)))))
 
 
-def sharded():
+def sharded(**options):
     torch.manual_seed(0)
     model = Uneven().to(DEVICE)
     mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
     for layer in (model.layers[0], model.layers[2], model.odd, model):
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **options)
     return model
 
 
@@ -145,6 +150,161 @@ def parts_are_fused():
     assert len(largest.params) >= 6  # the three layers of mlp()
     begin, end = largest.param_flat.data_ptr(), largest.param_flat.data_ptr() + largest.param_flat.nbytes
     assert all(begin <= p.to_local().data_ptr() < end for p in model.layers.parameters())
+    # Uneven and empty ones with them, in the memory that fully_shard gathers from; the former memory is not kept.
+    assert len(groups) == 1
+    assert not any(group.kept for group in groups)
+    assert not all(p.numel() for p in largest.params) or dist.get_rank() == 0
+
+
+# Kernels use gradients where they are.
+IN_PLACE = DEVICE.type == "cpu" and extension is not None
+
+
+def grouped(model):
+    """Two param groups, whose parameters alternate in memory."""
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is held] for held in (True, False))
+    return [{"params": matrices}, {"params": vectors, "lr": 0.02}]
+
+
+def train_everything(kind, options, **sharding):
+    """Steps after one backward and after two, over a frozen parameter that is trained later, and a loaded state."""
+    model = sharded(**sharding)
+    optimizer = kind(grouped(model), **options)
+    for step in range(4):
+        if step == 2:
+            model.frozen.requires_grad_(True)
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for micro in range(1 + step % 2):
+            loss_on(data(step, micro, dist.get_rank()))(model).backward()
+        before = [local_part(p.grad).data_ptr() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        if IN_PLACE:
+            assert before == [local_part(p.grad).data_ptr() for p in model.parameters() if p.grad is not None]
+        assert all(local_part(p).grad is None for p in model.parameters())  # would keep what a script clears
+        optimizer.zero_grad(set_to_none=step < 3)
+    return model, optimizer
+
+
+def assert_equal(found, expected):
+    """Bit for bit, state included."""
+    (model, optimizer), (twin, other) = found, expected
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(local_part(p), local_part(q))
+        assert optimizer.state.get(p, {}).keys() == other.state.get(q, {}).keys()
+        for name, value in optimizer.state.get(p, {}).items():
+            assert torch.equal(local_part(value), local_part(other.state[q][name]))
+
+
+def in_place_is_as_copied():
+    kinds = [(kind, options) for kind, _, options in RULES] + [(optimizers.NpuFusedRMSpropTF, {"lr": 0.1})]
+    for kind, options in kinds:
+        for sharding in {}, {"reshard_after_forward": False}:
+            found = train_everything(kind, options, **sharding)
+            if IN_PLACE:
+                assert not any(group.grads.has_buffer for group in found[1].fused_groups())
+            with pytest.MonkeyPatch.context() as patched:
+                gather = lambda grads, slots=None, **_: FlatGrads.gather(grads, slots)  # noqa: E731
+                patched.setattr(shard_grads.ShardGrads, "gather", gather)
+                copied = train_everything_copied(kind, options, **sharding)
+            assert all(group.grads.has_buffer for group in copied[1].fused_groups())
+            assert_equal(found, copied)
+
+
+def train_everything_copied(kind, options, **sharding):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(globals(), "IN_PLACE", False)
+        return train_everything(kind, options, **sharding)
+
+
+def private_names_of_torch_have_moved():
+    """The memory is found in another way, with one warning, and what is trained is the same."""
+    kind, _, options = RULES[0]
+    found = train_everything(kind, options)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delattr(torch.distributed._composable_state, "_module_state_mapping")
+        assert shard_grads.memory_of_shards() is None
+    for name, value in (("dtensor_slots", False), ("memory_of_shards", None)):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(shard_grads, name, lambda value=value: value)
+            shard_grads._finds_parts.cache_clear()
+            with pytest.warns(RuntimeWarning) as noted:
+                other = train_everything_copied(kind, options)
+        assert len([w for w in noted if "memory of sharded parameters elsewhere" in str(w.message)]) == 1
+        assert_equal(found, other)
+    shard_grads._finds_parts.cache_clear()
+
+
+def steps_leave_nothing():
+    """No object of Python and no memory, once all is set up."""
+    model = sharded()
+    optimizer = optimizers.NpuFusedAdamW(grouped(model), lr=1e-3)
+    accumulate(model, 0)
+    for _ in range(10):
+        optimizer.step()
+    gc.collect()
+    gc.freeze()
+    objects = len(gc.get_objects())
+    for _ in range(1000):
+        optimizer.step()
+    gc.collect()
+    assert len(gc.get_objects()) - objects <= 0
+    gc.unfreeze()
+    if IN_PLACE:
+        with torch.autograd.profiler.profile(profile_memory=True) as profile:
+            optimizer.step()
+        assert not [event for event in profile.function_events if event.cpu_memory_usage > 0]
+
+
+def gradients_are_multiplied():
+    """What unscaling does is seen in the gradients of parameters, each of which is multiplied once."""
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    for overlapping in False, True:
+        params = [nn.Parameter(distribute_tensor(torch.ones(6, 4, device=DEVICE), mesh, [Shard(0)])) for _ in range(2)]
+        memory = torch.randn(2, *local_part(params[0]).shape, device=DEVICE)
+        parts = [memory[0], memory[0] if overlapping else memory[1]]
+        for p, part in zip(params, parts, strict=True):
+            p.grad = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+        inside, expected = [local_part(p.grad) for p in params], [part * 0.25 for part in parts]
+        optimizer = optimizers.NpuFusedSGD(params, lr=0.0)
+        optimizer.step()
+        (group,) = optimizer.fused_groups()
+        found_inf = torch.zeros(1, device=DEVICE)
+        group.grads.unscale_(0.25, found_inf)
+        assert not found_inf.item()
+        for p, part, grad in zip(params, inside, expected, strict=True):
+            assert torch.equal(local_part(p.grad), grad)
+            assert (local_part(p.grad) is part) == (IN_PLACE and not overlapping)
+            assert local_part(p).grad is None
+        for group_of_params in optimizer.param_groups:
+            group_of_params["lr"] = 1.0
+        optimizer.step()
+        for p, grad in zip(params, expected, strict=True):
+            assert torch.equal(local_part(p), 1.0 - grad)
+        local_part(params[1].grad)[0, 0] = torch.inf
+        group.grads.unscale_(1.0, found_inf)
+        assert found_inf.item()
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def tied_parameters():
+    trained = []
+    for kind in (optimizers.NpuFusedAdamW, torch.optim.AdamW):
+        torch.manual_seed(0)
+        model = Tied().to(DEVICE)
+        fully_shard(model, mesh=init_device_mesh(DEVICE.type, (dist.get_world_size(),)))
+        train(model, kind(model.parameters(), lr=0.01), range(4))
+        assert model.first.weight is model.second.weight
+        trained.append(model)
+    assert_same(*trained)
 
 
 def checkpoints():

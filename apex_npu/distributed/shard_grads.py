@@ -1,0 +1,196 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The gradients of sharded parameters (DTensor): those of the plain parts inside, where fully_shard has left them.
+
+fully_shard reduces the gradients of a unit into one flat tensor, of which the part of each is a view. Kernels of the
+CPU read and write these views in place. Other devices gather them into slots.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from apex_npu._extension import extension
+from apex_npu.backends._torch_private import dtensor_slots, memory_of_shards
+from apex_npu.backends.script_warnings import warn
+from apex_npu.fusion import FlatGrads, increment_versions
+from apex_npu.fusion.grad_slots import InPlace
+from apex_npu.shards import is_sharded, local_grad, local_part, sharded_like
+
+
+class Shards(Protocol):
+    """Sharded parameters and the parts inside of them, all read in one call.
+
+    ``extension.Shards`` is one, which can also hold the gradients of parts: see csrc/data_parallel/shards.h.
+    """
+
+    def have_parts(self) -> bool:
+        """True while each parameter has its part inside."""
+        ...
+
+    def bring_grads(self) -> list[int]:
+        """Give each part the gradient inside of its parameter's, or None.
+
+        Returns:
+            The indices of those that are left without, since that is no DTensor, is cut in another way than its
+            parameter, or has a subclass inside.
+        """
+        ...
+
+    def return_grads(self) -> None:
+        """The other way: the gradients of parameters have inside what their parts have as gradient."""
+        ...
+
+    def drop_grads(self, stepped: bool) -> None:
+        """Drop the gradients of parts. With ``stepped`` autograd notices that their parameters have been written."""
+        ...
+
+
+def memory_of_parts(params: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+    """``id(part)`` → the tensors that fully_shard has over its memory, padding included.
+
+    Of the sharded ones of ``params`` that fully_shard has cut.
+    """
+    sharded = list(filter(is_sharded, params))
+    found = (memory_of_shards() if sharded and _finds_parts() else None) or {}
+    return {id(local_part(p)): found[id(p)] for p in sharded if id(p) in found}
+
+
+@functools.lru_cache(maxsize=1)
+def _finds_parts() -> bool:
+    """Whether this torch keeps the memory of sharded parameters where it is looked for; one warning if it does not."""
+    found = dtensor_slots() and memory_of_shards() is not None
+    if not found:
+        warn(
+            f"torch {torch.__version__} keeps the memory of sharded parameters elsewhere than the releases that this "
+            "package knows: their gradients are copied in each step, and unevenly sharded ones are stepped one by one"
+        )
+    return found
+
+
+def _extension_shards(full_params: list[Tensor], parts: list[Tensor]) -> Any:
+    if extension is None or not _finds_parts():
+        return None
+    module: Any = sys.modules["torch.distributed.tensor"]
+    return extension.Shards(module.DTensor, full_params, parts)
+
+
+class _PythonShards:
+    """In pure torch."""
+
+    def __init__(self, full_params: list[Tensor], parts: list[Tensor]) -> None:
+        self._pairs = list(zip(full_params, parts, strict=True))
+
+    def have_parts(self) -> bool:
+        return all(local_part(full) is part for full, part in self._pairs)
+
+    def bring_grads(self) -> list[int]:
+        others = []
+        for i, (full, part) in enumerate(self._pairs):
+            grad: Any = full.grad
+            part.grad = None
+            if grad is None:
+                continue
+            if is_sharded(grad) and grad.placements == full.placements and type(local_part(grad)) is Tensor:  # type: ignore[attr-defined]
+                part.grad = local_part(grad)
+            else:
+                others.append(i)
+        return others
+
+    def return_grads(self) -> None:
+        for full, part in self._pairs:
+            if part.grad is not None and local_part(full.grad) is not part.grad:
+                full.grad = sharded_like(part.grad, full)
+
+    def drop_grads(self, stepped: bool) -> None:
+        if stepped:
+            increment_versions([full for full, part in self._pairs if part.grad is not None])
+        for _, part in self._pairs:
+            part.grad = None
+
+
+class ShardGrads(FlatGrads):
+    """``FlatGrads`` of the parts of sharded parameters, whose gradients have to be brought to them.
+
+    Between calls the gradients are those of the parameters alone: parts would keep the memory of what a script has
+    cleared.
+
+    Attributes:
+        full_params: The sharded parameters, one for each part.
+    """
+
+    def __init__(self, grads: FlatGrads, full_params: list[Tensor]) -> None:
+        """``full_params`` of the parts in ``grads``, which has none of their gradients yet."""
+        super().__init__(grads.params, grads.offsets, grads.total_numel)
+        self.full_params = full_params
+        found = _extension_shards(full_params, self.params)
+        self._shards: Shards = found or _PythonShards(full_params, self.params)
+        self._holding: Any = found if self.reads_in_place else None
+        self._holds = False
+
+    def have_parts(self) -> bool:
+        """True while each parameter has its part inside."""
+        return self._shards.have_parts()
+
+    def end_step(self) -> None:
+        """What has a gradient has been stepped."""
+        self._drop(stepped=True)
+
+    def forget_stepped(self) -> None:
+        """See ``FlatGrads``."""
+        self._drop()
+
+    def _drop(self, *, stepped: bool = False) -> None:
+        self._holds = False
+        self._shards.drop_grads(stepped)
+
+    def _find(self, slots: range | None, in_place: InPlace, least_numel: int | None = None) -> tuple[bytes, list[int]]:
+        if self._holding is not None and in_place != InPlace.NO:
+            states = self._holding.hold_grads(self._slots or self._plan_slots(), in_place)
+            self._holds = states is not None
+            if states is not None:
+                return (states if slots is None else states[slots.start : slots.stop]), []
+        self._bring()
+        return super()._find(slots, in_place, least_numel)
+
+    def _bring(self) -> None:
+        self._holds = False
+        for i in self._shards.bring_grads():
+            part, full = self.params[i], self.full_params[i]
+            part.grad = grad = local_grad(full)
+            if grad is not None:
+                full.grad = sharded_like(grad, full)
+
+    def _gather(self, slots: range | None, states: bytes, to_gather: list[int]) -> bytes:
+        found = super()._gather(slots, states, to_gather)
+        self._shards.return_grads()
+        return found
+
+    def take(
+        self,
+        sources: Sequence[Tensor],
+        inv_scale: float = 1.0,
+        found_inf: Tensor | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> None:
+        """See ``FlatGrads``."""
+        super().take(sources, inv_scale, found_inf, slots)
+        self._shards.return_grads()
+
+    def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
+        """See ``FlatGrads``; nothing has to be gathered for a second step, since gradients stay with fully_shard."""
+        if not self._holds:
+            return super().operand(slots, numel)
+        grads: Tensor = self._holding.grad_list(self._slots, slots.start, len(slots), numel)
+        return grads
+
+    def _operands(self, states: bytes) -> list[Tensor]:
+        operands = super()._operands(states)
+        self._drop()
+        return operands
