@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.amp.master_params import follow_
-from apex_npu.amp.session import current, master_of
+from apex_npu.amp.session import current, end_loading, master_of, write_models
 from apex_npu.autocast.containers import cast_floating
 from apex_npu.autocast.forward_cast import is_wrapped, remove_wrapper, unwrapped_forward
 from apex_npu.autocast.submodule_cast import unwatch
@@ -127,6 +127,7 @@ def _masters() -> Masters:
 
 def _exact_values(module: nn.Module, masters: Masters) -> dict[str, Tensor]:
     """In float32 those of its own low-precision parameters that have masters."""
+    write_models()
     low = [(name, t.detach(), masters.get(t)) for name, t in own_tensors(module) if t.dtype in LOW_PRECISION]
     return {name: fp32_value(t, master) for name, t, master in low if master is not None}
 
@@ -298,20 +299,23 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _show_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """state_dict hook: low-precision entries of this module appear in fp32, exact where there is a master."""
+    if any(tensor.dtype in LOW_PRECISION for _, tensor in own_tensors(module)):
+        write_models()
     for name, tensor in own_tensors(module):
         entry = state_dict.get(prefix + name)
         if isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION and tensor.dtype == entry.dtype:
             state_dict[prefix + name] = fp32_value(entry, master_of(tensor))
 
 
+@torch.no_grad()
 def fp32_value(value: Tensor, master: Tensor | None) -> Tensor:
-    """``value``, of a low-precision tensor, in float32: its master's value where that rounds to it, on its device."""
-    if master is not None:
-        exact = master.detach().to(value.device)
-        # Weights that were written since the last step (a swapped-in moving average) are what is shown.
-        if torch.equal(exact.to(value.dtype), value):
-            return exact
-    return value.float()
+    """``value``, of a low-precision tensor, in float32: its master's elements where those round to it, on its device."""
+    if master is None:
+        return value.float()
+    exact = master.detach().to(value.device)
+    # Weights that were written since the last step (a swapped-in moving average) are what is shown.
+    rounds = exact.to(value.dtype) == value
+    return exact if bool(rounds.all()) else torch.where(rounds, exact, value.float())
 
 
 @torch.no_grad()
@@ -337,6 +341,7 @@ def _follow_loaded(module: nn.Module, _: Any) -> None:
         master = None if tensor is None else master_of(tensor)
         if tensor is not None and master is not None and master.shape == tensor.shape:
             follow_(master, tensor)
+    end_loading([tensor for tensor in module._parameters.values() if tensor is not None])
 
 
 def give_fp32_state_dict(module: nn.Module) -> None:

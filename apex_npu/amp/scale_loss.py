@@ -152,12 +152,20 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
         if new:
             state.masters.follow(optimizer)
             state.masters.end_following()
+        if state.masters.masters and state.masters.master_writes.counted(state.masters.masters):
+            _say_unseen(session, optimizer, state)
         work.append((state, state.grad_groups(optimizer)))
         ordinary = ordinary and not state.grads.saturates and state.report is not None
     if len(work) > 1:
         work = _without_repeats(work)
     args = BlockArgs(session, listed, work, scaler, loss_id)
     return _special_block(args, loss, optimizers, delay) if not ordinary or capturing or session.ddps else Block(args)
+
+
+def _say_unseen(session: Session, optimizer: Optimizer, state: AmpOptimizerState) -> None:
+    doubt = state.masters.unseen()
+    if doubt is not None:
+        session.warn_once(optimizer, doubt)
 
 
 def _listed(optimizers: Any) -> list[Optimizer]:

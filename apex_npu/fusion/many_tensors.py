@@ -9,6 +9,8 @@ from apex_npu._extension import extension
 
 if extension is None:
     from apex_npu.fusion.many_tensors_torch import (
+        RoundedCopies,
+        WriteTable,
         are_same,
         drop_grads,
         grads_of,
@@ -20,6 +22,8 @@ if extension is None:
     )
 else:
     from apex_npu.fusion.many_tensors_cpp import (
+        RoundedCopies,
+        WriteTable,
         are_same,
         drop_grads,
         grads_of,
@@ -31,6 +35,8 @@ else:
     )
 
 __all__ = [
+    "RoundedCopies",
+    "WriteTable",
     "are_same",
     "drop_grads",
     "grads_of",

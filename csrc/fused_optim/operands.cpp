@@ -103,6 +103,8 @@ Operands::Operands(const char* op, const at::Tensor& param, const at::Tensor& gr
   param_ = param.mutable_data_ptr();
   if (placed_grads_ == nullptr) grad_ = grad.const_data_ptr();
   model_param_ = model_param.has_value() ? model_param->mutable_data_ptr() : nullptr;
+  if (model_param_ != nullptr && param_dtype_ == at::kFloat) copies_ = rounded_copy_of(*model_param);
+  if (copies_ != nullptr) first_copy_ = copies_->offset_of(model_param_, numel_);
 }
 
 template <>
@@ -121,7 +123,13 @@ void Operands::write_back(int64_t /*begin*/, int64_t /*n*/, const double* /*para
 
 template <>
 float* Operands::param(int64_t begin, int64_t n, float* copy) const {
-  if (param_dtype_ == at::kFloat) return static_cast<float*>(param_) + begin;
+  if (param_dtype_ == at::kFloat) {
+    float* const data = static_cast<float*>(param_) + begin;
+    if (copies_ != nullptr) {
+      copies_->take(data, static_cast<const uint16_t*>(model_param_) + begin, first_copy_ + begin, n);
+    }
+    return data;
+  }
   widen(static_cast<const uint16_t*>(param_) + begin, param_dtype_, copy, n);
   return copy;
 }
@@ -137,7 +145,11 @@ const float* Operands::grad(int64_t begin, int64_t n, float* copy) const {
 template <>
 void Operands::write_back(int64_t begin, int64_t n, const float* param) const {
   if (param_dtype_ != at::kFloat) narrow(param, static_cast<uint16_t*>(param_) + begin, param_dtype_, n);
-  if (model_param_ != nullptr) narrow(param, static_cast<uint16_t*>(model_param_) + begin, model_dtype_, n);
+  if (copies_ != nullptr) {
+    copies_->write(param, static_cast<uint16_t*>(model_param_) + begin, first_copy_ + begin, n);
+  } else if (model_param_ != nullptr) {
+    narrow(param, static_cast<uint16_t*>(model_param_) + begin, model_dtype_, n);
+  }
 }
 
 }  // namespace apex_npu
