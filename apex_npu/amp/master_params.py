@@ -90,6 +90,7 @@ class MasterParams:
         self.model_writes, self.master_writes = WriteTable(), WriteTable()
         self._copies = RoundedCopies()
         self._written: list[int] = []
+        self._moved = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Without buffers and what belongs to memory: a copy makes its own."""
@@ -249,6 +250,7 @@ class MasterParams:
         ids = set(map(id, loaded))
         written = {*self.model_writes.written(self.model_params), *self.master_writes.written(self.masters)}
         self._note([k for k in written if id(self.model_params[k]) in ids])
+        self._moved = True  # maybe
 
     def unseen(self) -> str | None:
         """What is to be warned of where a loss has been computed without what has been written to masters."""
@@ -270,8 +272,11 @@ class MasterParams:
         uncounted = False
         if groups:
             flat_model = self._flat_model
-            if flat_model is None or not flat_model.fits(groups, self.masters):
-                flat_model = self.flat_model(groups)
+            # What has been moved counts as written.
+            known = flat_model is not None and not self._moved and not self.model_writes.written(self.model_params)
+            known = known and are_same(groups, flat_model.groups) and are_same(self.masters, flat_model.masters)
+            if not known:
+                flat_model, self._moved = self.flat_model(groups), False
             uncounted = flat_model.copy_masters(self._copies, skipped)
         else:
             copy_rounded(self._copies, self.masters, self.model_params, skipped)
@@ -410,12 +415,7 @@ class FlatModel:
         """False once groups or masters are others, or a model parameter has been moved."""
         if not are_same(groups, self.groups) or not are_same(masters, self.masters):
             return False
-        for _, buffer in self.buffers:
-            if buffer.kept:
-                buffer.release_kept()
-            if buffer.table.broken(buffer.params):
-                return False
-        return True
+        return not any(buffer.table.broken(buffer.params) for _, buffer in self.buffers)
 
     def dissolve(self, groups: Sequence[FusedGroup]) -> list[GroupBuffer]:
         """Give up the buffers that do not fit ``groups``, and return those that stay."""
@@ -442,6 +442,8 @@ class FlatModel:
                 if skipped is not None or not round_to_copies(group.param_flat, buffer.flat):
                     write_unless(skipped, buffer.flat, group.param_flat)
             increment_versions(buffer.params)
+            if buffer.kept:
+                buffer.release_kept()
             uncounted |= written_copies(buffer.flat)[1] > 0
         if self.loose[0]:
             copy_rounded(copies, *self.loose, skipped)
@@ -459,6 +461,8 @@ def copy_rounded(
     if skipped is None:
         others = copies.write(masters, model_params)
         increment_versions(model_params)
+        if not others:
+            return
         masters, model_params = [masters[i] for i in others], [model_params[i] for i in others]
     copy_masters_to_model(list(map(MasterPair, model_params, masters)), skipped)
 
