@@ -14,9 +14,9 @@
 #include "data_parallel/grad_arrivals.h"
 #include "debug/exponents.h"
 #include "fused_optim/gather_cpu.h"
+#include "fused_optim/grad_list.h"
 #include "fused_optim/grad_slots.h"
 #include "fused_optim/kernels_cpu.h"
-#include "fused_optim/placed_grads.h"
 #include "fused_optim/rounded_copy.h"
 #include "fused_optim/zero_grads.h"
 
@@ -45,7 +45,7 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 14;
+  m.attr("API") = 15;
 
   m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"),
         py::arg("keep_previous"));
@@ -57,7 +57,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       py::arg("src"), py::arg("offset"), py::arg("size"), py::arg("stride"));
   m.def("is_slot", &apex_npu::is_slot, py::arg("tensor"));
-  m.def("owns_memory", &apex_npu::owns_memory, py::arg("tensor"));
+  m.def("allocated_by_torch", &apex_npu::allocated_by_torch, py::arg("tensor"));
   m.def("keeps_previous", &apex_npu::keeps_previous, py::arg("tensor"));
   m.def("release_previous", &apex_npu::release_previous, py::arg("tensor"));
 
@@ -111,30 +111,30 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "states",
           [](const apex_npu::GradSlots& slots, const py::sequence& params, const py::sequence& views, size_t first,
-             int loose_for, int64_t loose_numel) {
-            return py::bytes(slots.states(borrow(params), borrow(views), first,
-                                          static_cast<apex_npu::LooseFor>(loose_for), loose_numel,
-                                          &apex_npu::is_alone));
+             int in_place, int64_t least_numel) {
+            const auto found = slots.states(borrow(params), borrow(views), first,
+                                            static_cast<apex_npu::InPlace>(in_place), least_numel, &apex_npu::is_alone);
+            return std::pair(py::bytes(found.states), found.to_gather);
           },
-          py::arg("params"), py::arg("views"), py::arg("first"), py::arg("loose_for"), py::arg("loose_numel"))
+          py::arg("params"), py::arg("views"), py::arg("first"), py::arg("in_place"), py::arg("least_numel"))
       .def(
-          "place",
+          "grad_list",
           [](apex_npu::GradSlots& slots, const py::sequence& params, size_t first, int64_t numel, bool stepped) {
-            return slots.place(borrow(params), first, numel, stepped);
+            return slots.grad_list(borrow(params), first, numel, stepped);
           },
           py::arg("params"), py::arg("first"), py::arg("numel"), py::arg("stepped"))
       .def("forget_stepped", &apex_npu::GradSlots::forget_stepped)
       .def(
           "share",
           [](const apex_npu::GradSlots& slots, const py::sequence& sources, const py::sequence& params,
-             int64_t loose_numel) {
-            return slots.share(borrow(sources), borrow(params), loose_numel, &apex_npu::is_alone);
+             int64_t least_numel) {
+            return slots.share(borrow(sources), borrow(params), least_numel, &apex_npu::is_alone);
           },
-          py::arg("sources"), py::arg("params"), py::arg("loose_numel"));
+          py::arg("sources"), py::arg("params"), py::arg("least_numel"));
   m.def(
-      "is_placed", [](const at::Tensor& tensor) { return apex_npu::placed_grads_of(tensor) != nullptr; },
+      "is_grad_list", [](const at::Tensor& tensor) { return apex_npu::grad_list_of(tensor) != nullptr; },
       py::arg("tensor"));
-  m.def("scale_placed_grads", &apex_npu::scale_placed_grads, py::arg("grads"), py::arg("factor"), py::arg("found_inf"));
+  m.def("scale_grad_list", &apex_npu::scale_grad_list, py::arg("grads"), py::arg("factor"), py::arg("found_inf"));
 
   m.def(
       "increment_versions", [](const py::sequence& tensors) { apex_npu::increment_versions(borrow(tensors)); },

@@ -14,8 +14,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from apex_npu.autocast.casting import CastHandle
-from apex_npu.autocast.monkey_patches import patch_attribute
-from apex_npu.autocast.undo import Undo
+from apex_npu.patching import Undo, patch_attribute
 
 
 class OptimizerAccessors(Optimizer):

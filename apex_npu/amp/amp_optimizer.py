@@ -254,7 +254,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         if state is None or not state.policy.master_weights or state.masters.retired:
             return
         if state.masters.make(self) and session is not None:
-            session.take_in(self, state)
+            session.register(self, state)
 
     def join_hook(self, **kwargs: Any) -> Any:
         """What torch.distributed.algorithms.Join requires; optimizers that torch has made joinable have it.
@@ -517,7 +517,7 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
         optimizer.check_combined_tensors = policy.check_combined_tensors  # type: ignore[attr-defined]
     if policy.master_weights:
         state.masters.make(optimizer, fp32_values)
-    session.take_in(optimizer, state)
+    session.register(optimizer, state)
 
 
 def release(optimizer: Optimizer, cls: Any) -> None:

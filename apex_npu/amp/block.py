@@ -18,7 +18,7 @@ from apex_npu.amp.grad_groups import (
     unscale,
 )
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
-from apex_npu.amp.saturation import clear_saturation, take_saturation
+from apex_npu.amp.saturation import clear_saturation, read_and_clear_saturation
 from apex_npu.amp.scaler import LossScaler
 from apex_npu.amp.session import Session
 from apex_npu.amp.step_decision import StepDecision
@@ -310,19 +310,19 @@ class Saturation(BlockPart):
         for state, groups in block.work:
             state.grads.saturated = state.grads.saturated and not state.skip and _has_nonzero_grads(state, groups)
         if self._around:
-            self._take(block)
+            self._read_and_clear(block)
         else:
             clear_saturation(block.groups)
 
-    def _take(self, block: Block) -> bool:
+    def _read_and_clear(self, block: Block) -> bool:
         """Whether numbers have saturated, which the blocks around are told."""
-        found = take_saturation(block.groups)
+        found = read_and_clear_saturation(block.groups)
         for state in self._around:
             state.grads.saturated |= found
         return found
 
     def before_unscale(self, block: Block) -> None:
-        if block.dynamic and self._take(block):
+        if block.dynamic and self._read_and_clear(block):
             for state in block.states:
                 state.grads.saturated = True
 
@@ -334,7 +334,7 @@ class Saturation(BlockPart):
         return block.decides and any(state.grads.saturated for state in block.states)
 
     def abandoned(self, block: Block) -> None:
-        if block.dynamic and self._take(block):
+        if block.dynamic and self._read_and_clear(block):
             for state, groups in block.work:
                 stay = state.stage is Stage.DELAYED or any(map(_has_own_grads, groups))
                 state.grads.saturated = state.grads.saturated or stay

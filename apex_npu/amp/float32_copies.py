@@ -24,9 +24,9 @@ from apex_npu.amp.session import current, end_loading, master_of, write_models
 from apex_npu.autocast.containers import cast_floating
 from apex_npu.autocast.forward_cast import is_wrapped, remove_wrapper, unwrapped_forward
 from apex_npu.autocast.submodule_cast import unwatch
-from apex_npu.autocast.undo import Undo
 from apex_npu.distributed.torch_ddp import KnownDDPs, dtypes_of, find_ddps, follow_dtypes
 from apex_npu.ops import LOW_PRECISION
+from apex_npu.patching import Undo
 
 _HOOKS = (
     "_state_dict_hooks",
@@ -44,11 +44,11 @@ class CopyLink:
     """What the modules of a model share with its optimizers: copies that one call makes of these share a copy of it.
 
     Attributes:
-        joined: An optimizer has been copied.
+        copied: An optimizer has been copied.
     """
 
     def __init__(self) -> None:
-        self.joined = False
+        self.copied = False
         self._undo = Undo()
 
     def __reduce__(self) -> Any:
@@ -57,15 +57,15 @@ class CopyLink:
 
     def end_copy(self, module: nn.Module, values: Mapping[str, Tensor]) -> None:
         """Make ``module``, a copy that is complete, float32, unless its optimizer has been copied as well."""
-        if not self.joined and is_cast(module):
+        if not self.copied and is_cast(module):
             takes_inputs = is_wrapped(module)
             to_float32(module, values, self._undo)
             if takes_inputs:
                 module.register_forward_pre_hook(_widen_inputs, with_kwargs=True)
 
-    def join(self) -> None:
+    def mark_copied(self) -> None:
         """An optimizer has been copied: put the modules that have been made float32 back at their level."""
-        self.joined = True
+        self.copied = True
         session = current()
         known: KnownDDPs = [] if session is None else session.ddps
         if session is None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import number_on
-from apex_npu.distributed import GradReducer, local_part
+from apex_npu.distributed import GradReducer
 from apex_npu.fusion import (
     FlatGrads,
     are_same,
@@ -31,7 +31,8 @@ from apex_npu.fusion import (
     zero_grads,
 )
 from apex_npu.fusion.grad_slots import IN_BUFFER, NONE, InPlace
-from apex_npu.ops import gathers_in_one_pass, joins_lists, takes_grads, unscale_grads
+from apex_npu.ops import cats_lists, gathers_in_one_pass, takes_grads, unscale_grads
+from apex_npu.shards import local_part
 
 _NONE = bytes([NONE])
 
@@ -73,7 +74,7 @@ class CopiedGrads:
         new = {i for i, (now, before) in enumerate(zip(self.grads, known, strict=True)) if now is not before}
         self.delayed = {i for i in new | delayed if self.grads[i] is not None}
 
-    def take_over(self, former: Sequence[CopiedGrads]) -> None:
+    def adopt_from(self, former: Sequence[CopiedGrads]) -> None:
         """Continue with what ``former`` have recorded of these model parameters."""
         self.stepped = any(one.stepped for one in former)
         known = {
@@ -116,7 +117,7 @@ class CopiedGrads:
             self._set([known if grad is None or known is grad else None for known, grad in pairs])
             self.delayed = set()  # the masters have these zeros
 
-    def take_changed(self) -> tuple[list[int], list[int], bool]:
+    def note_changed(self) -> tuple[list[int], list[int], bool]:
         """What has become of the gradients since.
 
         Returns:
@@ -336,7 +337,7 @@ class MasterGradGroup(GradGroup):
         self.copied.stepped = True
 
     def drop_cleared(self) -> None:
-        dropped, zeroed, written = self.copied.take_changed()
+        dropped, zeroed, written = self.copied.note_changed()
         self.edited |= written
         for k in dropped:
             self.params[self._masters[k]].grad = None
@@ -408,7 +409,7 @@ class FlatMasterGradGroup(MasterGradGroup):
             self.flat.gather()
         self._shares = False
 
-    def take_over(self, former: Iterable[GradGroup]) -> None:
+    def adopt_from(self, former: Iterable[GradGroup]) -> None:
         """Continue with what is known of the groups that this one replaces."""
         self._shares = any(getattr(group, "_shares", False) for group in former)
 
@@ -440,7 +441,7 @@ class FlatMasterGradGroup(MasterGradGroup):
     def _take_all(self, states: bytes, inv_scale: float, found_inf: Tensor | None) -> bool:
         if self._reduced is not None and self._take_reduced(*self._reduced):
             unscale_grads([self.flat.flat], inv_scale, found_inf)
-        elif joins_lists(self.device):
+        elif cats_lists(self.device):
             self.flat.take(self.sources, slots=[i for i, state in enumerate(states) if state != IN_BUFFER])
             self.flat.unscale_(inv_scale, found_inf)
         else:

@@ -43,15 +43,15 @@ def make_grad_groups(
     return groups
 
 
-def take_over(groups: Sequence[GradGroup], former: Sequence[GradGroup]) -> None:
+def adopt_from(groups: Sequence[GradGroup], former: Sequence[GradGroup]) -> None:
     """Pass to ``groups``, which replace ``former``, which gradients these have copied."""
     copied = [group.copied for group in former if isinstance(group, MasterGradGroup)]
     for group in groups:
         if isinstance(group, MasterGradGroup):
-            group.copied.take_over(copied)
+            group.copied.adopt_from(copied)
             group.edited = any(one.edited for one in former)
         if isinstance(group, FlatMasterGradGroup):
-            group.take_over(former)
+            group.adopt_from(former)
 
 
 def trainable(optimizer: Optimizer) -> list[Tensor]:

@@ -13,13 +13,12 @@ from torch.optim import Optimizer
 
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.grad_groups import GradGroup
-from apex_npu.amp.grad_layout import combine_grads, make_grad_groups, take_over, trainable
+from apex_npu.amp.grad_layout import adopt_from, combine_grads, make_grad_groups, trainable
 from apex_npu.amp.master_params import MasterPair, MasterParams
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.saturation import saturates
 from apex_npu.amp.session import current
 from apex_npu.amp.step_decision import StepDecision, StepReport
-from apex_npu.autocast.undo import Undo
 from apex_npu.fusion import (
     FlatGrads,
     FusedGroup,
@@ -31,6 +30,7 @@ from apex_npu.fusion import (
     low_precision_of,
     zero_grads,
 )
+from apex_npu.patching import Undo
 
 
 class Stage(Enum):
@@ -66,7 +66,7 @@ class AmpOptimizerState:
         grad_scale: What the gradients of ``param_groups`` are multiplied with. With ``fuse_unscale`` that is the loss
             scale from the first block until they are cleared; else 1, but in a block and after ``delay_unscale``.
         decision: What ``scale_loss`` has decided about the next step; None: nothing since the last one.
-        report: How the last call of ``step`` ended of which that is known.
+        report: Outcome of the last step whose outcome has arrived.
         masters: The fp32 masters of low-precision parameters.
         grads: How gradients get from backward to the optimizer's parameters.
         pending: What blocks leave to the step, with ``fuse_unscale`` or on a device that skips steps; else None.
@@ -104,9 +104,9 @@ class AmpOptimizerState:
             else:
                 self.sync.parallel = parallel
         if session is not None:
-            session.register(self)
+            session.register_masters(self)
         for link in self.links:
-            link.join()
+            link.mark_copied()
 
     @property
     def skip(self) -> bool:
@@ -316,7 +316,7 @@ class OptimizerGrads:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         model_param_of = {id(pair.master_param): pair.model_param for pair in state.pairs}
         groups = make_grad_groups(params, flats, model_param_of)
-        take_over(groups, self.groups)
+        adopt_from(groups, self.groups)
         self.saturates = saturates(groups)
         self._device = groups[0].device if groups else None
         self.groups = groups  # last: what they know of copied gradients is all there

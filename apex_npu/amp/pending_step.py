@@ -23,7 +23,7 @@ from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.session import current
 from apex_npu.backends import number_on
 from apex_npu.fusion import FlatGrads, HasFusedGroups, clip_coefficient, total_grad_norm
-from apex_npu.ops import divides_in_update, joins_lists, masks_writes
+from apex_npu.ops import cats_lists, divides_in_update, masks_writes
 
 
 def supports_found_inf(optimizer: Optimizer) -> bool:
@@ -280,7 +280,7 @@ def _checked_norm(check: DeferredInfCheck, flats: list[FlatGrads], unfused: list
 def _gather_joined(groups: Sequence[GradGroup]) -> None:
     """Where gradients are gathered anyway, gather all: one that cannot be raises before any has been written."""
     for group in groups:
-        if group.flat is not None and joins_lists(group.device):
+        if group.flat is not None and cats_lists(group.device):
             group.flat.gather()
 
 

@@ -14,11 +14,11 @@ from apex_npu.amp.float32_copies import is_cast, own_tensors
 from apex_npu.amp.optimizer_state import state_of
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current, settings
-from apex_npu.distributed import is_sharded
 from apex_npu.distributed.consistency import check_group
 from apex_npu.distributed.torch_ddp import obstacle_to_rebuilding
 from apex_npu.fusion import HasFusedGroups, wraps_tensors
 from apex_npu.ops import LOW_PRECISION
+from apex_npu.shards import is_sharded
 
 
 def check_incoming(models: list[nn.Module], optimizers: list[Optimizer]) -> None:

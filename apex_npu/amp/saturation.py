@@ -23,7 +23,7 @@ def clear_saturation(groups: Sequence[GradGroup]) -> None:
         backend.clear_overflow_flag(device)
 
 
-def take_saturation(groups: Sequence[GradGroup]) -> bool:
+def read_and_clear_saturation(groups: Sequence[GradGroup]) -> bool:
     """Whether such a device has saturated since, which it forgets; waits for it.
 
     To be called before gradients are unscaled: torch_npu's kernel multiplies none of them while the flag is raised.

@@ -148,7 +148,7 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
     for optimizer, state in zip(listed, states, strict=True):
         new = state.policy.master_weights and state.prepare_masters(optimizer)
         if new or optimizer not in session.adopted:
-            session.take_in(optimizer, state)
+            session.register(optimizer, state)
         if new:
             state.masters.follow(optimizer)
             state.masters.end_following()

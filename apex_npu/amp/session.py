@@ -31,14 +31,13 @@ from apex_npu.amp.step_decision import StepReport
 from apex_npu.autocast.casting import CastHandle, ModelCast, enable_casts
 from apex_npu.autocast.float32_view import average_in_float32
 from apex_npu.autocast.forward_cast import Ambient
-from apex_npu.autocast.monkey_patches import Patch, patch_attribute
-from apex_npu.autocast.undo import Undo
 from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed.consistency import broadcast_values
 from apex_npu.distributed.group_reference import GroupReference
 from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, dtypes_of, follow_dtypes, followed_by
 from apex_npu.fusion import are_same
 from apex_npu.ops import LOW_PRECISION
+from apex_npu.patching import Patch, Undo, patch_attribute
 
 # Said where torch's clipping is called, or by the step that finds gradients written.
 COPIED_WRITTEN = (
@@ -262,14 +261,14 @@ class Session:
             if scaler is None or concerned is scaler or check.thread == thread:
                 check.resolve()
 
-    def register(self, state: HasMasters) -> None:
+    def register_masters(self, state: HasMasters) -> None:
         """Register the masters of an optimizer: the state dicts of models look them up here."""
         for pair in state.pairs:
             self.masters[pair.model_param] = pair.master_param
 
-    def take_in(self, optimizer: Any, state: HasMasters) -> None:
+    def register(self, optimizer: Any, state: HasMasters) -> None:
         """Register ``optimizer``, its masters, and that it steps parameters of models."""
-        self.register(state)
+        self.register_masters(state)
         self.adopted.add(optimizer)
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         stepped.update(id(pair.model_param) for pair in state.pairs)

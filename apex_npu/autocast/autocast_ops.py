@@ -16,13 +16,13 @@ import torch
 from apex_npu._extension import extension
 from apex_npu.autocast import cast_lists
 from apex_npu.autocast.autocast_kernels import make_kernel
-from apex_npu.autocast.undo import Undo
 from apex_npu.backends._torch_private import (
     destroy_library,
     operators_implemented_in_python,
     operators_with_kernel,
     privateuse1_device_type,
 )
+from apex_npu.patching import Undo
 
 _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU"}
 

@@ -26,7 +26,7 @@ from apex_npu.autocast.containers import cast_floating
 from apex_npu.autocast.submodule_cast import TRACED, ModelRef, unwatch_submodules, watch_submodules
 from apex_npu.backends import for_device
 from apex_npu.backends.script_warnings import warn
-from apex_npu.ops import LOW_PRECISION, joins_lists
+from apex_npu.ops import LOW_PRECISION, cats_lists
 
 
 @dataclasses.dataclass(eq=False)
@@ -476,11 +476,11 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _casts_of_lists(tensors: Iterable[Tensor], dtype: torch.dtype) -> dict[Tensor, Tensor]:
-    """For those of ``tensors`` that are better cast as a list what they are in ``dtype``; see ``ops.joins_lists``."""
+    """For those of ``tensors`` that are better cast as a list what they are in ``dtype``; see ``ops.cats_lists``."""
     listed: dict[torch.device, list[Tensor]] = {}
     for tensor in dict.fromkeys(tensors):
         changes = tensor.dtype in MODEL_FLOATS and tensor.dtype != dtype
-        if not changes or not joins_lists(tensor.device) or type(tensor.data) is not Tensor:
+        if not changes or not cats_lists(tensor.device) or type(tensor.data) is not Tensor:
             continue
         if not for_device(tensor.device).has_private_format(tensor):
             listed.setdefault(tensor.device, []).append(tensor)

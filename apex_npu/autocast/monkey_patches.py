@@ -9,62 +9,18 @@ function registers how to undo itself on the ``Undo`` it is given.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from apex_npu.autocast import cast_lists
-from apex_npu.autocast.undo import Undo
 from apex_npu.ops import LOW_PRECISION
+from apex_npu.patching import Undo, patch_attribute
 
 Function = Callable[..., Any]
-_ABSENT = object()
-
-
-class Patch(NamedTuple):
-    """``make(owner.name)`` takes the place of ``owner.name``.
-
-    Attributes:
-        owner: A module, a class, or an object.
-        name: The attribute, which must exist.
-        make: Gets the attribute's value and returns the replacement.
-    """
-
-    owner: Any
-    name: str
-    make: Callable[[Any], Any]
-
-
-def patch_attribute(undo: Undo, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Put a ``Patch`` in place until ``undo`` is closed.
-
-    Args:
-        undo: Takes the callback that puts the attribute back, or deletes it where ``owner`` only inherited it.
-        owner: See ``Patch``.
-        name: See ``Patch``.
-        make: See ``Patch``.
-    """
-    own = vars(owner).get(name, _ABSENT)
-    kind = type(inspect.getattr_static(owner, name)) if isinstance(owner, type) else None
-    if kind in (staticmethod, classmethod):
-        original = inspect.getattr_static(owner, name).__func__
-        replacement = kind(functools.wraps(original)(make(original)))
-    else:
-        original = getattr(owner, name)
-        replacement = functools.wraps(original)(make(original))
-    undo.callback(_put_back, owner, name, own)  # first: what is interrupted after the change is undone, too
-    setattr(owner, name, replacement)
-
-
-def _put_back(owner: Any, name: str, own: Any) -> None:
-    if own is not _ABSENT:
-        setattr(owner, name, own)
-    elif name in vars(owner):
-        delattr(owner, name)
 
 
 def install_attribute_overlay(undo: Undo, device_types: tuple[str, ...], *, allow_banned: bool) -> None:

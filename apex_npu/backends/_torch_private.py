@@ -220,7 +220,7 @@ def dispatch_modes() -> list[Any]:
     return list(_get_current_dispatch_mode_stack())
 
 
-def take_off_mode(mode: Any) -> None:
+def pop_mode(mode: Any) -> None:
     """Take ``mode`` off the dispatch modes of this thread, also from below others, which stay."""
     from torch.utils._python_dispatch import _pop_mode, _push_mode
 

@@ -3,7 +3,7 @@
 """Flat buffers that hold many tensors: layout (integers), memory, gradients, and what steps together."""
 
 from apex_npu.fusion.combined import by_kind, check_combinable, combined
-from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, owns_storage, plan
+from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, fills_storage, plan
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups
 from apex_npu.fusion.fusing import fuse, fuse_combined, give_own_storages, not_combinable, step_in_place
@@ -52,6 +52,7 @@ __all__ = [
     "combined",
     "drop_grads",
     "extent_numel",
+    "fills_storage",
     "fuse",
     "fuse_combined",
     "give_own_storages",
@@ -64,7 +65,6 @@ __all__ = [
     "not_combinable",
     "overlapping",
     "overlaps_itself",
-    "owns_storage",
     "plan",
     "round_to_copies",
     "row_count",

@@ -15,14 +15,14 @@ from apex_npu.backends import for_device
 from apex_npu.fusion.layout import Layout, Slot, extent_numel, gaps_between, plan_slots
 from apex_npu.fusion.storage import (
     aliases_follow,
+    allocated_by_torch,
     check_change_data_ptr,
     has_unnamed_aliases,
     is_part_of_storage,
     move_storage,
-    owns_memory,
     storage_view,
 )
-from apex_npu.ops import join_, joins_lists
+from apex_npu.ops import cat_into, cats_lists
 
 logger = logging.getLogger("apex_npu")
 
@@ -92,7 +92,7 @@ def plan(tensors: Sequence[Tensor]) -> Plan:
     return Plan(layout, offsets, dtype, device)
 
 
-def owns_storage(tensors: Sequence[Tensor]) -> bool:
+def fills_storage(tensors: Sequence[Tensor]) -> bool:
     """True where ``tensors``, which share one storage, make up all of it.
 
     False for a view of a larger storage: that is another owner's buffer (a DDP bucket, a slice of a vector), and what
@@ -170,10 +170,10 @@ class FlatBuffer:
             t.detach().as_strided((slot.numel,), (1,), t.storage_offset() if is_part_of_storage(t) else 0)
             for t, slot in zip(tensors, slots, strict=True)
         ]
-        if storages and joins_lists(self.flat.device):
+        if storages and cats_lists(self.flat.device):
             gaps = gaps_between([slot.offset_numel for slot in slots], [slot.numel for slot in slots])
             end = slots[-1].offset_numel + slots[-1].numel
-            join_(self.flat[slots[0].offset_numel : end], storages, gaps, self.flat.new_zeros(max(gaps)))
+            cat_into(self.flat[slots[0].offset_numel : end], storages, gaps, self.flat.new_zeros(max(gaps)))
             return
         for storage, slot in zip(storages, slots, strict=True):
             self.flat.narrow(0, slot.offset_numel, slot.numel).copy_(storage)
@@ -206,6 +206,6 @@ def leave_private_formats(params: Sequence[Tensor]) -> None:
 
 def may_move(sharing: list[Tensor]) -> bool:
     """True where the one storage of ``sharing`` is theirs alone, and all of its aliases would follow."""
-    if not owns_storage(sharing) or not owns_memory(sharing[0]) or len({p.dtype for p in sharing}) > 1:
+    if not fills_storage(sharing) or not allocated_by_torch(sharing[0]) or len({p.dtype for p in sharing}) > 1:
         return False
     return aliases_follow(sharing)

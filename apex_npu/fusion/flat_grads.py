@@ -24,8 +24,7 @@ from apex_npu.fusion.combined import check_combinable
 from apex_npu.fusion.flat_buffer import FlatBuffer, plan
 from apex_npu.fusion.grad_copier import GradCopier, numbered
 from apex_npu.fusion.grad_slots import (
-    EXTERNAL,
-    FOREIGN,
+    ELSEWHERE,
     IN_BUFFER,
     NONE,
     GradSlots,
@@ -35,9 +34,9 @@ from apex_npu.fusion.grad_slots import (
 from apex_npu.fusion.many_tensors import are_same, increment_versions
 from apex_npu.fusion.storage import SlotTable, move_out, slot_table
 from apex_npu.ops import (
+    cats_lists,
     gather_,
     gathers_in_one_pass,
-    joins_lists,
     take_grads_,
     takes_grads,
     unscale_grads,
@@ -53,7 +52,7 @@ class FlatGrads:
     Attributes:
         params: Each has a slot, whether or not it ever gets a gradient.
         offsets: For each parameter, the elements before its slot's first.
-        reads_lists: Whether a EXTERNAL gradient is one of a list that a rule takes, see ``gather_unless_listed``.
+        reads_lists: Whether gradients that are ELSEWHERE can be a list that a rule takes, see ``gather_unless_listed``.
         is_shown: A script has the buffer: gradients are always copied there, and padding may have been written.
     """
 
@@ -61,7 +60,7 @@ class FlatGrads:
         """Plan only; ``params`` share dtype and device."""
         self.params = list(params)
         self.offsets = list(offsets)
-        self.reads_lists = bool(self.params) and joins_lists(self.params[0].device)
+        self.reads_lists = bool(self.params) and cats_lists(self.params[0].device)
         self.is_shown = False
         self._in_one_pass = bool(self.params) and gathers_in_one_pass(self.params[0])
         self._total_numel = total_numel
@@ -170,24 +169,25 @@ class FlatGrads:
         return self._padding
 
     def states(self, slots: range | None = None) -> bytes:
-        """One byte per parameter, of all or of those of ``slots``: NONE, IN_BUFFER or FOREIGN."""
-        return self._find(slots, InPlace.NO)
+        """One byte per parameter, of all or of those of ``slots``: NONE, IN_BUFFER or ELSEWHERE."""
+        return self._find(slots, InPlace.NO)[0]
 
-    def _find(self, slots: range | None, in_place: InPlace, least_numel: int | None = None) -> bytes:
+    def _find(self, slots: range | None, in_place: InPlace, least_numel: int | None = None) -> tuple[bytes, list[int]]:
+        """The states of ``slots``, and those of them whose gradients have to be gathered; see ``GradSlots.states``."""
         if self.is_shown:
             in_place = InPlace.NO
         if least_numel is None:
-            least_numel = grad_slots.WRITTEN_NUMEL if in_place == InPlace.WRITE else grad_slots.EXTERNAL_NUMEL
+            least_numel = grad_slots.WRITTEN_NUMEL if in_place == InPlace.WRITE else grad_slots.STAYS_NUMEL
         params, views, first = self.params, self._views or self.params, 0
         if slots is not None:
             first = slots.start
             params, views = params[first : slots.stop], views[first : slots.stop]
         known = self._slots or self._plan_slots()
-        states = known.states(params, views, first, in_place, least_numel)
+        found = known.states(params, views, first, in_place, least_numel)
         # The extension has checked in the same pass whether their addresses are unchanged.
-        if extension is None and IN_BUFFER in states and self._replace_lost_views():
+        if extension is None and IN_BUFFER in found[0] and self._replace_lost_views():
             return self._find(slots, in_place, least_numel)
-        return states
+        return found
 
     def _replace_lost_views(self) -> bool:
         """``p.grad.data = ...`` takes a view out of its slot: from then on it is a gradient like any other."""
@@ -230,48 +230,43 @@ class FlatGrads:
             in_place: But for those that may be worked on where they are.
 
         Returns:
-            One byte per parameter, NONE or IN_BUFFER, or EXTERNAL where it has been left.
+            One byte per parameter: NONE, IN_BUFFER, or ELSEWHERE where it has been left.
 
         Raises:
             RuntimeError: A gradient is sparse, not of its parameter's dtype, or a subclass such as DTensor; nothing has
                 been copied then.
         """
-        states = self._find(slots, in_place)
-        return self._gather(slots, states) if FOREIGN in states else states
+        states, to_gather = self._find(slots, in_place)
+        return self._gather(slots, states, to_gather) if to_gather else states
 
     def gather_unless_listed(self) -> bytes:
-        """``gather``, but where a rule can take all gradients as a list, each is EXTERNAL that is outside of its slot.
+        """``gather``, but where a rule can take all gradients as a list, those that are ELSEWHERE stay there.
 
         Only where it ``reads_lists``. All must have their slot's dtype and layout for that.
         """
-        states = self._find(None, InPlace.NO)
-        foreign = _places_of(FOREIGN, states)
-        grads = map(_GRAD, map(self.params.__getitem__, foreign))
-        if all(map(grad_slots.fits, grads, map(self._shapes.__getitem__, foreign))):
-            return states.replace(bytes([FOREIGN]), bytes([EXTERNAL]))
-        return self._gather(None, states)
+        states, to_gather = self._find(None, InPlace.NO)
+        grads = map(_GRAD, map(self.params.__getitem__, to_gather))
+        fit = all(map(grad_slots.fits, grads, map(self._shapes.__getitem__, to_gather)))
+        return states if fit else self._gather(None, states, to_gather)
 
-    def _gather(self, slots: range | None, states: bytes) -> bytes:
-        if FOREIGN not in states:
-            return states
-        first, views = 0 if slots is None else slots.start, self.views
+    def _gather(self, slots: range | None, states: bytes, to_gather: list[int]) -> bytes:
+        views = self.views
         if IN_BUFFER not in states and self._in_one_pass:
-            all_of_them = slots is None and EXTERNAL not in states
-            self.take(self.params, slots=None if all_of_them else _places_of(FOREIGN, states, first))
+            all_of_them = slots is None and not _stay_elsewhere(states, to_gather)
+            self.take(self.params, slots=None if all_of_them else to_gather)
         else:
-            foreign = _places_of(FOREIGN, states, first)
-            params, slots_of_them = ([tensors[i] for i in foreign] for tensors in (self.params, views))
-            grads = self._readable(foreign, list(map(_GRAD, params)), self.params)
-            self._make_copier().copy_in(foreign, slots_of_them, grads)
+            params, slots_of_them = ([tensors[i] for i in to_gather] for tensors in (self.params, views))
+            grads = self._readable(to_gather, list(map(_GRAD, params)), self.params)
+            self._make_copier().copy_in(to_gather, slots_of_them, grads)
             _set_grads(params, slots_of_them)
-        return states.replace(bytes([FOREIGN]), bytes([IN_BUFFER]))
+        return _with_state(IN_BUFFER, states, to_gather, 0 if slots is None else slots.start)
 
     def gather_times(self, factor: float, slots: range) -> bytes:
         """``gather(slots)``, then multiply these gradients by ``factor``; in one pass where the device allows."""
-        states = self.states(slots)
-        if IN_BUFFER not in states and FOREIGN in states and self._in_one_pass:
+        states, to_gather = self._find(slots, InPlace.NO)
+        if to_gather and IN_BUFFER not in states and self._in_one_pass:
             self.take(self.params, factor, slots=slots)
-            return states.replace(bytes([FOREIGN]), bytes([IN_BUFFER]))
+            return _with_state(IN_BUFFER, states, to_gather, slots.start)
         states = self.gather(slots)
         if factor != 1.0 and IN_BUFFER in states:
             self.span(slots).mul_(factor)
@@ -340,14 +335,19 @@ class FlatGrads:
             RuntimeError: As of ``gather``.
         """
         if inv_scale == 1.0 and found_inf is None:
-            self._gather(None, self._find(None, InPlace.WRITE, grad_slots.EXTERNAL_NUMEL))
+            states, to_gather = self._find(None, InPlace.WRITE, grad_slots.STAYS_NUMEL)
+            if to_gather:
+                self._gather(None, states, to_gather)
             return
-        states = self._find(None, InPlace.WRITE)
-        in_one_call = EXTERNAL in states and self.reads_in_place
-        if FOREIGN in states and IN_BUFFER not in states and not in_one_call and takes_grads(self.params[0]):
-            self.take(self.params, inv_scale, found_inf, _places_of(FOREIGN, states) if EXTERNAL in states else None)
-            states = states.replace(bytes([FOREIGN]), bytes([NONE]))  # nothing is left to do there
-        operands = self._operands(self._gather(None, states))
+        states, to_gather = self._find(None, InPlace.WRITE)
+        stay = _stay_elsewhere(states, to_gather)
+        in_one_call = stay and self.reads_in_place
+        if to_gather and IN_BUFFER not in states and not in_one_call and takes_grads(self.params[0]):
+            self.take(self.params, inv_scale, found_inf, to_gather if stay else None)
+            states = _with_state(NONE, states, to_gather)  # nothing is left to do there
+        elif to_gather:
+            states = self._gather(None, states, to_gather)
+        operands = self._operands(states)
         unscale_grads(operands, inv_scale, found_inf)
         if inv_scale != 1.0:
             increment_versions(operands)
@@ -372,7 +372,7 @@ class FlatGrads:
         slots_of_them = [views[i] for i in there]
         grads = self._readable(there, [given[i] for i in there], sources)
         copier = self._make_copier()
-        if joins_lists(self.device):
+        if cats_lists(self.device):
             copier.copy_in(there, slots_of_them, grads)
             unscale_grads(list(map(self.span, copier.batches(there))), inv_scale, found_inf)
         else:
@@ -404,13 +404,13 @@ class FlatGrads:
         return extension is not None and self.device.type == "cpu"
 
     def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
-        """The gradients of consecutive ``slots``, where one is EXTERNAL at least and none FOREIGN, for ``ops`` to read.
+        """The gradients of consecutive ``slots``, where none has to be gathered, for ``ops`` to read.
 
         1-D, of ``numel`` elements from the first slot's on. It may have no memory: nothing but ops can read it then. In
-        pure torch it is one slot. Those that are ``stepped`` are not EXTERNAL for STEPPING any more.
+        pure torch it is one slot. Those that are ``stepped`` have to be gathered for a second step.
         """
         known = self._slots or self._plan_slots()
-        return known.place(self.params[slots.start : slots.stop], slots.start, numel, stepped)
+        return known.grad_list(self.params[slots.start : slots.stop], slots.start, numel, stepped)
 
     def _operand_of(self, index: int) -> Tensor:
         return self.operand(range(index, index + 1), self.params[index].numel())
@@ -421,20 +421,20 @@ class FlatGrads:
             self._slots.forget_stepped()
 
     def operands(self, in_place: InPlace) -> list[Tensor]:
-        """All gradients in few pieces, 1-D: ``operand`` or what is EXTERNAL, and stretches of the buffer with padding.
+        """All gradients in few pieces, 1-D: ``operand`` or what is ELSEWHERE, and stretches of the buffer with padding.
 
         Args:
-            in_place: READING, by ``ops``; or WRITING, by ``ops.multiply_``, which can write what they can read.
+            in_place: READ, by ``ops``; or WRITE, by ``ops.multiply_``, which can write what they can read.
         """
         return self._operands(self.gather(in_place=in_place))
 
     def _operands(self, states: bytes) -> list[Tensor]:
         if self.is_shown:
             self.clear_padding()
-        if EXTERNAL in states and self.reads_in_place:
+        if ELSEWHERE in states and self.reads_in_place:
             return [self.operand(range(len(self.params)), self._total_numel)]
         spans = [self.span(slots) for slots in _stretches(states)]
-        return [self._operand_of(i) for i in _places_of(EXTERNAL, states)] + spans
+        return [self._operand_of(i) for i in _places_of(ELSEWHERE, states)] + spans
 
     def gathered(self) -> list[Tensor]:
         """All gradients, gathered: stretches of the buffer, padding included."""
@@ -463,8 +463,21 @@ def _set_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         param.grad = grad
 
 
-def _places_of(state: int, states: bytes, first: int = 0) -> list[int]:
-    return [i for i, found in enumerate(states, first) if found == state] if state in states else []
+def _places_of(state: int, states: bytes) -> list[int]:
+    return [i for i, found in enumerate(states) if found == state]
+
+
+def _stay_elsewhere(states: bytes, to_gather: list[int]) -> bool:
+    """True where gradients are left that are ELSEWHERE and not ``to_gather``."""
+    return states.count(ELSEWHERE) > len(to_gather)
+
+
+def _with_state(state: int, states: bytes, slots: list[int], first: int = 0) -> bytes:
+    """``states``, which are those of the slots from ``first`` on, with ``state`` for ``slots``."""
+    changed = bytearray(states)
+    for i in slots:
+        changed[i - first] = state
+    return bytes(changed)
 
 
 def _stretches(states: bytes) -> list[range]:

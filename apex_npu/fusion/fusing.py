@@ -19,7 +19,7 @@ from apex_npu.fusion.storage import follows_aliases, is_part_of_storage
 def step_in_place(param: Tensor, *, capturable: bool = False) -> FusedGroup:
     """A group of one parameter that is not moved, because its memory has another owner."""
     group = FusedGroup([param], flat_over(param), [0], new_runs(1, param.device, capturable=capturable))
-    group.owns_memory = False
+    group.has_buffer = False
     return group
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.grad_slots import IN_BUFFER, InPlace
-from apex_npu.ops import is_placed, multiply_, norm, wide_dtype
+from apex_npu.ops import is_grad_list, multiply_, norm, wide_dtype
 
 
 @torch.no_grad()
 def clip_grad_norm_(
     flats: Sequence[FlatGrads],
-    loose: Sequence[Tensor],
+    unfused: Sequence[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -26,7 +26,7 @@ def clip_grad_norm_(
 
     Args:
         flats: Buffers of gradients.
-        loose: Parameters whose gradients are in no buffer.
+        unfused: Parameters whose gradients are in no buffer.
         max_norm: As of ``torch.nn.utils.clip_grad_norm_``.
         norm_type: p of the p-norm; inf, -inf and 0 mean what they mean there.
         error_if_nonfinite: Raise where the norm is inf or nan (this syncs), instead of scaling with it as torch does.
@@ -38,7 +38,7 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite, and ``error_if_nonfinite``; nothing has been scaled.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
-    grads = _operands(flats, loose, norm_type, InPlace.WRITE)
+    grads = _operands(flats, unfused, norm_type, InPlace.WRITE)
     total = _total_norm(grads, norm_type)
     coefficient = clip_coefficient(total, max_norm, norm_type, error_if_nonfinite)
     if total.device.type == "cpu" and coefficient == 1.0:
@@ -54,18 +54,18 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def total_grad_norm(
-    flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float = 2.0, found_inf: Tensor | None = None
+    flats: Sequence[FlatGrads], unfused: Sequence[Tensor], norm_type: float = 2.0, found_inf: Tensor | None = None
 ) -> Tensor:
     """The norm that ``clip_grad_norm_`` returns, without clipping.
 
     Args:
         flats: Buffers of gradients.
-        loose: Parameters whose gradients are in no buffer.
+        unfused: Parameters whose gradients are in no buffer.
         norm_type: p of the p-norm.
         found_inf: With the 2-norm: see ``ops.norm``.
     """
     norm_type = float(norm_type)
-    return _total_norm(_operands(flats, loose, norm_type, InPlace.READ), norm_type, found_inf)
+    return _total_norm(_operands(flats, unfused, norm_type, InPlace.READ), norm_type, found_inf)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -82,7 +82,9 @@ def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_n
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _operands(flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: float, in_place: InPlace) -> list[Tensor]:
+def _operands(
+    flats: Sequence[FlatGrads], unfused: Sequence[Tensor], norm_type: float, in_place: InPlace
+) -> list[Tensor]:
     """All gradients in few pieces."""
     found: list[Tensor] = []
     for flat in flats:
@@ -92,7 +94,7 @@ def _operands(flats: Sequence[FlatGrads], loose: Sequence[Tensor], norm_type: fl
             found += flat.gathered()
         else:
             found += [view for view, state in zip(flat.views, flat.gather(), strict=True) if state == IN_BUFFER]
-    return found + [p.grad.detach() for p in loose if p.grad is not None]
+    return found + [p.grad.detach() for p in unfused if p.grad is not None]
 
 
 def _total_norm(grads: Sequence[Tensor], norm_type: float, found_inf: Tensor | None = None) -> Tensor:
@@ -110,6 +112,6 @@ def _total_norm(grads: Sequence[Tensor], norm_type: float, found_inf: Tensor | N
 def _norm(grad: Tensor, norm_type: float, found_inf: Tensor | None) -> Tensor:
     if found_inf is not None:
         return norm(grad.reshape(-1), found_inf)
-    flat = norm_type == 2.0 and grad.dim() == 1 and (is_placed(grad) or grad.is_contiguous())
+    flat = norm_type == 2.0 and grad.dim() == 1 and (is_grad_list(grad) or grad.is_contiguous())
     total: Tensor = norm(grad) if flat else torch.linalg.vector_norm(grad, norm_type, dtype=wide_dtype(grad.dtype))
     return total

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer
 from apex_npu.fusion.layout import gaps_between
-from apex_npu.ops import gather_, join_, joins_lists
+from apex_npu.ops import cat_into, cats_lists, gather_
 
 # Gathered at once in pure torch: what has been copied is still in the cache when it is read.
 _BATCH_NUMEL = 1 << 16
@@ -25,7 +25,7 @@ class GradCopier:
     def __init__(self, flat: Tensor, offsets: Sequence[int], shapes: Sequence[Tensor]) -> None:
         """Into ``flat``, whose slots begin at ``offsets`` and have the sizes and strides of ``shapes``."""
         self._flat, self._offsets, self._shapes = flat, offsets, shapes
-        self._joins = joins_lists(flat.device)
+        self._joins = cats_lists(flat.device)
         self._batched: tuple[list[int], list[range]] = ([], [])
         self._zeros: dict[torch.dtype, Tensor] = {}
 
@@ -40,7 +40,7 @@ class GradCopier:
             offsets = self._offsets[batch.start : batch.stop]
             gaps = gaps_between(offsets, [row.numel() for row in rows[begin:end]])
             stretch = self._flat[offsets[0] : offsets[-1] + rows[end - 1].numel()]
-            join_(stretch, rows[begin:end], gaps, self._zeros_of(rows[begin].dtype, max(gaps)))
+            cat_into(stretch, rows[begin:end], gaps, self._zeros_of(rows[begin].dtype, max(gaps)))
 
     def _rows(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
         """``grads``, 1-D, with the elements in the order that those of the slots ``indices`` have in memory."""

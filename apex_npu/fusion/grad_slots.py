@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The places of many parameters' gradients, found for all at once.
 
-A gradient is NONE while ``param.grad is None``, IN_BUFFER while it is the view of its slot, and else EXTERNAL where it
-may as well stay where it is, or FOREIGN, which is to be copied into its slot. EXTERNAL takes that its elements are in
-the slot's order, in memory of a CPU that is no slot's: with the extension kernels read gradients of any size in place.
-In pure torch an external one is stepped by calls of its own: copying it would take half as long as its step of Adam,
-such a call next to nothing if it is large.
+A gradient is NONE while ``param.grad is None``, IN_BUFFER while it is the view of its slot, and else ELSEWHERE. There
+it can stay, instead of being copied into its slot, if its elements are in the slot's order, in memory of a CPU that is
+no slot's: with the extension kernels read gradients of any size in place. In pure torch it is stepped by a call of its
+own then: copying it would take half as long as its step of Adam, such a call next to nothing if it is large.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 from operator import attrgetter, is_
@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from apex_npu._extension import extension
-from apex_npu.fusion.storage import has_unnamed_aliases, is_slot, owns_memory
+from apex_npu.fusion.storage import allocated_by_torch, has_unnamed_aliases, is_slot
 from apex_npu.ops import LOW_PRECISION
 
-NONE, IN_BUFFER, FOREIGN, EXTERNAL = 0, 1, 2, 3
-# From how many elements on.
-EXTERNAL_NUMEL = 1 << 18 if extension is None else 0
+# The values are those of the extension.
+NONE, IN_BUFFER, ELSEWHERE = 0, 1, 2
+# From how many elements on one can stay elsewhere.
+STAYS_NUMEL = 1 << 18 if extension is None else 0
 # And where they are multiplied, or shared with masters: smaller ones are multiplied on their way into their slots,
 # which is as quick, and found there in one piece by what follows.
 WRITTEN_NUMEL = 1 << 18 if extension is None else 1 << 12
@@ -33,14 +34,14 @@ _GRAD = attrgetter("grad")
 
 
 class InPlace(IntEnum):
-    """What is done with gradients outside of their slots: whether they are EXTERNAL depends on it.
+    """What is done with gradients that are ELSEWHERE: which of them can stay there depends on it.
 
     The values are those of the extension.
     """
 
-    NO = 0  # none is
-    READ = 2  # those that have not been stepped before: a gradient that is reused is copied into its slot
-    WRITE = 3  # those of the slot's dtype that share their memory with nothing else
+    NO = 0  # none can
+    READ = 1  # those that have not been stepped before: a gradient that is reused is copied into its slot
+    WRITE = 2  # those of the slot's dtype that share their memory with nothing else
 
 
 class GradSlots(Protocol):
@@ -55,23 +56,26 @@ class GradSlots(Protocol):
 
     def states(
         self, params: Sequence[Tensor], views: Sequence[Tensor], first: int, in_place: int, least_numel: int
-    ) -> bytes:
-        """One byte for each of ``params``, whose slots are those from ``first`` on, and have ``views`` in them.
+    ) -> tuple[bytes, list[int]]:
+        """Where the gradients of ``params`` are, whose slots are those from ``first`` on, and have ``views`` in them.
 
         Args:
             params: Parameters.
             views: One for each.
             first: The slot of the first.
             in_place: See ``InPlace``.
-            least_numel: Only those of so many elements are EXTERNAL.
+            least_numel: Only those of so many elements can stay elsewhere.
+
+        Returns:
+            One byte for each of ``params``, and the slots of those that are ELSEWHERE and cannot stay there.
         """
         ...
 
-    def place(self, params: Sequence[Tensor], first: int, numel: int, stepped: bool) -> Tensor:
+    def grad_list(self, params: Sequence[Tensor], first: int, numel: int, stepped: bool) -> Tensor:
         """The gradients of ``params``, whose slots are those from ``first`` on, as one operand for ``ops``.
 
         Args:
-            params: With gradients that are IN_BUFFER or EXTERNAL, or without.
+            params: With gradients that are in their slots or can stay elsewhere, or without.
             first: The slot of the first.
             numel: Of the operand.
             stepped: Remember these as stepped.
@@ -102,27 +106,29 @@ def grad_slots(shapes: Sequence[Tensor], offsets: Sequence[int]) -> GradSlots:
 class _PythonGradSlots:
     def __init__(self, shapes: Sequence[Tensor]) -> None:
         self._shapes = list(shapes)
-        self._numels = [shape.numel() for shape in shapes]
 
     def remember_views(self, views: Sequence[Tensor]) -> None:
         pass
 
     def states(
         self, params: Sequence[Tensor], views: Sequence[Tensor], first: int, in_place: int, least_numel: int
-    ) -> bytes:
+    ) -> tuple[bytes, list[int]]:
         grads = list(map(_GRAD, params))
         if len(grads) == len(views) and all(map(is_, grads, views)):
-            return bytes([IN_BUFFER]) * len(grads)
-        states = bytearray(
-            NONE if g is None else IN_BUFFER if g is v else FOREIGN for g, v in zip(grads, views, strict=True)
+            return bytes([IN_BUFFER]) * len(grads), []
+        states = bytes(
+            NONE if g is None else IN_BUFFER if g is v else ELSEWHERE for g, v in zip(grads, views, strict=True)
         )
-        if in_place != InPlace.NO and params[0].device.type == "cpu":
-            for i, numel in enumerate(self._numels[first : first + len(grads)]):
-                if numel >= least_numel and states[i] == FOREIGN and fits(grads[i], self._shapes[first + i]):
-                    states[i] = EXTERNAL if in_place != InPlace.WRITE or _is_alone(grads[i]) else FOREIGN
-        return bytes(states)
+        least = math.inf if in_place == InPlace.NO or params[0].device.type != "cpu" else least_numel
 
-    def place(self, params: Sequence[Tensor], first: int, numel: int, stepped: bool) -> Tensor:
+        def stays(slot: int, grad: Tensor) -> bool:
+            shape = self._shapes[slot]
+            return shape.numel() >= least and fits(grad, shape) and (in_place != InPlace.WRITE or _is_alone(grad))
+
+        elsewhere = [(first + i, grad) for i, grad in enumerate(grads) if states[i] == ELSEWHERE]
+        return states, [slot for slot, grad in elsewhere if not stays(slot, grad)]
+
+    def grad_list(self, params: Sequence[Tensor], first: int, numel: int, stepped: bool) -> Tensor:
         grad = params[0].grad
         assert len(params) == 1
         assert grad is not None
@@ -157,7 +163,7 @@ def _is_alone(grad: Tensor) -> bool:
     """
     # The parameter holds it, and so does the Python object used here, however many names that has.
     held_once = grad._use_count() <= 2  # type: ignore[attr-defined]
-    return held_once and owns_memory(grad) and not has_unnamed_aliases([grad])
+    return held_once and allocated_by_torch(grad) and not has_unnamed_aliases([grad])
 
 
 def dispatches_in_python(tensor: Tensor) -> bool:

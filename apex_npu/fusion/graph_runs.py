@@ -14,7 +14,7 @@ from torch import Tensor
 
 from apex_npu.backends.script_warnings import warn
 from apex_npu.fusion.flat_buffer import FlatBuffer
-from apex_npu.fusion.grad_slots import FOREIGN, IN_BUFFER, NONE
+from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE
 from apex_npu.fusion.group_buffers import GroupBuffers
 from apex_npu.fusion.run import Run, Runs, StepCounts
 
@@ -35,7 +35,7 @@ class GraphRuns(Runs):
 
     def steps_as_before(self, group: GroupBuffers) -> bool:
         """True where ``cut`` would give the same runs as the last time, with gradients as they are now."""
-        states = group.grads.states().replace(bytes([FOREIGN]), bytes([IN_BUFFER]))
+        states = group.grads.states().replace(bytes([ELSEWHERE]), bytes([IN_BUFFER]))
         return not states.strip(bytes([NONE])) or (states == self._states and not self.counts.is_written())
 
     def keep(self) -> None:
@@ -109,7 +109,7 @@ class _DeviceStepCounts(StepCounts):
         self._versions = self._version()  # in pure torch views count what is written to the buffer, too
         return map(self._buffer.flat.__getitem__, firsts)
 
-    def take_back(self, slots: range) -> None:
+    def undo(self, slots: range) -> None:
         if self.added is not None:
             self._buffer.flat[slots.start : slots.stop].sub_(self.added)
             self._written = True  # to be read again: some may never have been stepped

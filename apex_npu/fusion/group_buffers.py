@@ -29,10 +29,10 @@ class GroupBuffers:
         table: Where each parameter lay when it was fused.
         kept: Parameters whose former memory may still be referenced from outside torch (a numpy array).
         model_params: Gives the low-precision copy of the parameters that rules write as well, or None where it is gone.
-        owns_memory: ``param_flat`` has been made for them; else it is where a parameter was before.
+        has_buffer: ``param_flat`` has been made for them; else it is where a parameter was before.
     """
 
-    owns_memory = True
+    has_buffer = True
 
     def __init__(self, params: Sequence[Tensor], param_flat: Tensor, offsets: Sequence[int]) -> None:
         """Wrap ``param_flat``, which holds ``params``: those of one param group, until ``places`` are set."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from apex_npu.fusion.flat_buffer import FlatBuffer
-from apex_npu.fusion.grad_slots import EXTERNAL, NONE
+from apex_npu.fusion.grad_slots import ELSEWHERE, NONE
 from apex_npu.fusion.group_buffers import GroupBuffers
-from apex_npu.ops import Segments, is_placed
+from apex_npu.ops import Segments, is_grad_list
 from apex_npu.ops.reference_segments import segment_ids
 
 _T = TypeVar("_T")
@@ -44,7 +44,7 @@ class Run:
             its place there.
         params: The parameters themselves.
         param: 1-D, dtype of the parameters; padding between slots included.
-        external: A gradient is outside of its slot.
+        elsewhere: A gradient is outside of its slot.
         state: Called with a name, it gives that flat state: float32 for low-precision parameters, else of their dtype;
             zeros at first.
         scratch: Likewise flat memory for this step's intermediate values, of the state's dtype; what it holds is
@@ -54,16 +54,16 @@ class Run:
         found_inf: Where not 0, nothing is to be written: one float32 number; None: gradients have not overflowed.
     """
 
-    def __init__(self, group: GroupBuffers, counts: StepCounts, slots: range, *, external: bool = False) -> None:
-        """The ``slots`` of ``group``, which ``counts`` counts; ``external``: a gradient is outside of its slot."""
+    def __init__(self, group: GroupBuffers, counts: StepCounts, slots: range, *, elsewhere: bool = False) -> None:
+        """The ``slots`` of ``group``, which ``counts`` counts; ``elsewhere``: a gradient is outside of its slot."""
         # Weakly, since the group holds its runs: a cycle would keep all memory until garbage collection.
         self._of = weakref.ref(group)
         self._counts = counts
         self.slots, self.place = slots, group.places[slots.start]
         self.params = group.params[slots.start : slots.stop]
-        self.external = external
+        self.elsewhere = elsewhere
         begin, end = group.span(slots)
-        if external and len(slots) == 1:
+        if elsewhere and len(slots) == 1:
             end = begin + self.params[0].numel()  # its gradient has no padding
         self._span = slice(begin, end)
         self.param = group.param_flat[self._span]
@@ -86,15 +86,15 @@ class Run:
     @property
     def is_listed(self) -> bool:
         """Whether a gradient is outside of its slot, for a rule that takes ``grads`` and ``states(name)``."""
-        return self.external and self._group.grads.reads_lists
+        return self.elsewhere and self._group.grads.reads_lists
 
     def keep(self) -> None:
         """A captured graph reads what is remembered: from now on it outlives what takes its place."""
         self._kept = self._kept or []
 
-    def take_back(self) -> None:
+    def undo_count(self) -> None:
         """Count the step that ``Runs.count`` has counted no longer: it could not be taken."""
-        self._counts.take_back(self.slots)
+        self._counts.undo(self.slots)
 
     def per_param(self, name: str) -> Tensor:
         """The state ``name`` of one number for each parameter: 1-D, of the state's dtype."""
@@ -130,13 +130,13 @@ class Run:
 
         It may have no memory: only ops with a ``grad_scale``, and ``norm``, can read it.
         """
-        if self.external:
-            return self._external_grad()
+        if self.elsewhere:
+            return self._grad_elsewhere()
         if self._grad is None:
             self._grad = self._group.grads.flat[self._span]
         return self._grad
 
-    def _external_grad(self) -> Tensor:
+    def _grad_elsewhere(self) -> Tensor:
         """Built in each step: a reference would keep the gradients' memory."""
         grads = self._group.grads
         if not grads.reads_lists:
@@ -147,7 +147,7 @@ class Run:
     @property
     def flat_grad(self) -> Tensor:
         """``scaled_grad``, copied into memory that anything can read; read-only."""
-        if self.external and is_placed(grad := self.scaled_grad):
+        if self.elsewhere and is_grad_list(grad := self.scaled_grad):
             del grad
             self._group.grads.gather(self.slots)
             return self._group.grads.flat[self._span]
@@ -222,7 +222,7 @@ class StepCounts:
     The buffer is the truth: it is what a checkpoint shows, and a user may have written to a ``view`` of it.
 
     Attributes:
-        added: What ``take_back`` needs to undo ``add``; None: it has not been called in this step.
+        added: What ``undo`` needs to undo ``add``; None: it has not been called in this step.
     """
 
     def __init__(self, count: int) -> None:
@@ -260,7 +260,7 @@ class StepCounts:
         self._after = self._counts.tobytes()
         return map(int, self._counts[firsts].tolist())
 
-    def take_back(self, slots: range) -> None:
+    def undo(self, slots: range) -> None:
         """Undo ``add`` for ``slots``, if it has been called."""
         if self.added is not None:
             self._counts[slots.start : slots.stop] = self.added[slots.start : slots.stop]
@@ -284,19 +284,19 @@ class Runs:
         self._stretches: list[slice] = []
         self._firsts: list[int] = []
 
-    def cut(self, group: GroupBuffers, states: bytes, on_join: Callable[[int], None]) -> list[Run]:
+    def cut(self, group: GroupBuffers, states: bytes, on_cut: Callable[[int], None]) -> list[Run]:
         """Cut the slots of ``group`` that have a gradient into runs, unless they are; ``count`` counts a step for them.
 
         Args:
             group: Whose runs these are.
             states: What ``grads.gather()`` returned.
-            on_join: Called with the index of every such slot whenever the runs are cut again.
+            on_cut: Called with the index of every such slot whenever the runs are cut again.
         """
         if states != self._states or self.counts.is_written():
-            self._states = None  # for as long as it takes: memory may run out in on_join
+            self._states = None  # for as long as it takes: memory may run out in on_cut
             self.current = self._cut(group, states)
             for index in (i for run in self.current for i in run.slots):
-                on_join(index)
+                on_cut(index)
             stepping = [None if state == NONE else True for state in states]
             self._stretches = [slice(slots.start, slots.stop) for slots in _equal_neighbours(stepping)]
             self._firsts = [run.slots.start for run in self.current]
@@ -320,10 +320,10 @@ class Runs:
             for label, (index, _), state in zip(labels, group.places, states, strict=True)
         ]
         for i, state in enumerate(states):
-            if state == EXTERNAL and not group.grads.reads_in_place and not group.grads.reads_lists:
+            if state == ELSEWHERE and not group.grads.reads_in_place and not group.grads.reads_lists:
                 keys[i] = i  # alone
         return [
-            Run(group, self.counts, slots, external=EXTERNAL in states[slots.start : slots.stop])
+            Run(group, self.counts, slots, elsewhere=ELSEWHERE in states[slots.start : slots.stop])
             for slots in _equal_neighbours(keys)
         ]
 

@@ -14,6 +14,7 @@ from apex_npu.fusion.storage_common import SlotTable, has_unnamed_aliases, stora
 if extension is None:
     from apex_npu.fusion.storage_torch import (
         aliases_follow,
+        allocated_by_torch,
         change_data_ptr,
         check_change_data_ptr,
         follows_aliases,
@@ -21,7 +22,6 @@ if extension is None:
         is_slot,
         move_out,
         move_storage,
-        owns_memory,
         release_previous,
         round_to_copies,
         slot_table,
@@ -32,6 +32,7 @@ if extension is None:
 else:
     from apex_npu.fusion.storage_cpp import (
         aliases_follow,
+        allocated_by_torch,
         change_data_ptr,
         check_change_data_ptr,
         follows_aliases,
@@ -39,7 +40,6 @@ else:
         is_slot,
         move_out,
         move_storage,
-        owns_memory,
         release_previous,
         round_to_copies,
         slot_table,
@@ -51,6 +51,7 @@ else:
 __all__ = [
     "SlotTable",
     "aliases_follow",
+    "allocated_by_torch",
     "change_data_ptr",
     "check_change_data_ptr",
     "follows_aliases",
@@ -59,7 +60,6 @@ __all__ = [
     "is_slot",
     "move_out",
     "move_storage",
-    "owns_memory",
     "release_previous",
     "round_to_copies",
     "slot_table",

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from apex_npu import _C
 from apex_npu._C import (
+    allocated_by_torch,
     check_change_data_ptr,
     is_slot,
-    owns_memory,
     round_to_copies,
     storage_view,
     written_copies,
@@ -23,6 +23,7 @@ from apex_npu.fusion.storage_common import SlotTable, has_unnamed_aliases, stora
 
 __all__ = [
     "aliases_follow",
+    "allocated_by_torch",
     "change_data_ptr",
     "check_change_data_ptr",
     "follows_aliases",
@@ -30,7 +31,6 @@ __all__ = [
     "is_slot",
     "move_out",
     "move_storage",
-    "owns_memory",
     "release_previous",
     "round_to_copies",
     "slot_table",

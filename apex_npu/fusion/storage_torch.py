@@ -234,7 +234,7 @@ def _form_guards(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool
     return alike
 
 
-def owns_memory(tensor: Tensor) -> bool:
+def allocated_by_torch(tensor: Tensor) -> bool:
     """True where the memory of ``tensor`` came from torch's allocator, not from another process, an array or a file."""
     return not (tensor.device.type == "cpu" and tensor.is_shared())
 

@@ -16,20 +16,34 @@ from apex_npu._extension import extension
 from apex_npu.ops.reference import FLOATS
 
 if extension is None:
-    from apex_npu.ops.gather_torch import gather_, gathers_in_one_pass, is_placed, multiply_, take_grads_, unscale_grads
+    from apex_npu.ops.gather_torch import (
+        gather_,
+        gathers_in_one_pass,
+        is_grad_list,
+        multiply_,
+        take_grads_,
+        unscale_grads,
+    )
 else:
-    from apex_npu.ops.gather_cpp import gather_, gathers_in_one_pass, is_placed, multiply_, take_grads_, unscale_grads
+    from apex_npu.ops.gather_cpp import (
+        gather_,
+        gathers_in_one_pass,
+        is_grad_list,
+        multiply_,
+        take_grads_,
+        unscale_grads,
+    )
 
 from apex_npu.ops.gather_torch import as_real
 
 __all__ = [
     "as_real",
+    "cat_into",
+    "cats_lists",
     "divides_in_update",
     "gather_",
     "gathers_in_one_pass",
-    "is_placed",
-    "join_",
-    "joins_lists",
+    "is_grad_list",
     "multiply_",
     "take_grads_",
     "takes_grads",
@@ -37,13 +51,13 @@ __all__ = [
 ]
 
 
-def joins_lists(device: torch.device) -> bool:
-    """True where a long list is copied into one tensor by ``join_``, instead of by a launch for every few of them."""
+def cats_lists(device: torch.device) -> bool:
+    """True where ``cat_into`` copies a long list into one tensor, instead of one launch for every few of them."""
     return device.type == "npu"
 
 
 @torch.no_grad()
-def join_(out: Tensor, tensors: Sequence[Tensor], gaps: Sequence[int], zeros: Tensor) -> None:
+def cat_into(out: Tensor, tensors: Sequence[Tensor], gaps: Sequence[int], zeros: Tensor) -> None:
     """Write ``tensors``, one after the other with zeros between them, in one launch however many there are.
 
     Args:

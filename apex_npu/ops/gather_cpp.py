@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from apex_npu import _C
-from apex_npu._C import is_placed
+from apex_npu._C import is_grad_list
 from apex_npu.ops import gather_torch
 from apex_npu.ops.reference import FLOATS
 from apex_npu.ops.segmented import norm
@@ -19,7 +19,7 @@ from apex_npu.ops.segmented import norm
 __all__ = [
     "gather_",
     "gathers_in_one_pass",
-    "is_placed",
+    "is_grad_list",
     "multiply_",
     "take_grads_",
     "unscale_grads",
@@ -58,11 +58,11 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
     """See ``gather_torch``."""
     if not grads or (inv_scale == 1.0 and found_inf is None):
         return
-    if is_placed(grads[0]):
-        for placed in grads:
+    if is_grad_list(grads[0]):
+        for listed in grads:
             # The norm is checked first, which is quicker: it is finite where they are, unless it overflows itself.
-            if inv_scale != 1.0 or not math.isfinite(norm(placed)):
-                _C.scale_placed_grads(placed, inv_scale, found_inf)
+            if inv_scale != 1.0 or not math.isfinite(norm(listed)):
+                _C.scale_grad_list(listed, inv_scale, found_inf)
     # Subclasses may have no memory but that of tensors inside (DTensor).
     elif (
         inv_scale != 1.0
@@ -76,7 +76,7 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
 
 def multiply_(grads: Tensor, factor: Tensor) -> None:
     """See ``gather_torch``."""
-    if is_placed(grads):
-        _C.scale_placed_grads(grads, factor.to(grads.dtype).item(), None)
+    if is_grad_list(grads):
+        _C.scale_grad_list(grads, factor.to(grads.dtype).item(), None)
     else:
         gather_torch.multiply_(grads, factor)

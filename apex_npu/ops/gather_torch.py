@@ -67,7 +67,7 @@ def unscale_grads(grads: list[Tensor], inv_scale: float, found_inf: Tensor | Non
     """Multiply ``grads``, all of one device and dtype, by ``inv_scale``.
 
     Args:
-        grads: Dense tensors, or all of them placed.
+        grads: Dense tensors, or all of them lists of gradients.
         inv_scale: 1 / loss scale.
         found_inf: float32, one element; set to 1 where a gradient is not finite. None: do not look.
     """
@@ -94,13 +94,13 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
-def is_placed(tensor: Tensor) -> bool:
+def is_grad_list(tensor: Tensor) -> bool:
     """True for an operand that refers to gradients where autograd left them: only ops can read it, it has no memory."""
     return False
 
 
 def multiply_(grads: Tensor, factor: Tensor) -> None:
-    """``grads.mul_(factor)``, of a dense tensor or a placed one, with one number on their device."""
+    """``grads.mul_(factor)``, of a dense tensor or a list of gradients, with one number on their device."""
     grads.mul_(factor.to(grads.dtype))
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from apex_npu.ops.gather import join_, joins_lists
+from apex_npu.ops.gather import cat_into, cats_lists
 from apex_npu.ops.reference import chunk_numel, wide_dtype
 
 logger = logging.getLogger("apex_npu")
@@ -106,7 +106,7 @@ def orthogonalize_(matrices: Matrices, *, coefficients: Sequence[float], steps: 
         eps: Likewise.
     """
     flat, pieces, dtype = matrices.flat, matrices.pieces, matrices.zeros.dtype
-    joins = joins_lists(flat.device)
+    joins = cats_lists(flat.device)
     results = [matrices.zeros[:0]] * len(pieces)
     for rows, columns, factor, members in matrices.stacks:
         count = _batch_size(rows * columns, flat.device)
@@ -121,7 +121,7 @@ def orthogonalize_(matrices: Matrices, *, coefficients: Sequence[float], steps: 
             elif not in_place:
                 torch._foreach_copy_([pieces[i] for i in batch], list(x.view(len(batch), -1).unbind()))
     if joins:
-        join_(flat, results, matrices.gaps, matrices.zeros)
+        cat_into(flat, results, matrices.gaps, matrices.zeros)
 
 
 def _gathered(pieces: list[Tensor], dtype: torch.dtype, *, joins: bool) -> Tensor:

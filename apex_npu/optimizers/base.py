@@ -18,7 +18,6 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
-from apex_npu.distributed import is_sharded
 from apex_npu.fusion import (
     FlatGrads,
     FusedGroup,
@@ -39,6 +38,7 @@ from apex_npu.optimizers.group_steps import check_group_step, follow_group_step
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
 from apex_npu.optimizers.shown_state import ShownState, StateSlot
 from apex_npu.optimizers.state_dicts import check_state_dict, copy_loaded
+from apex_npu.shards import is_sharded
 
 logger = logging.getLogger("apex_npu")
 
@@ -258,9 +258,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                 self._shown.hide_unstepped(self, self._slots())
             raise
         finally:
-            if self._fused.owners:
+            if self._fused.full_params:
                 self._fused.hand_back([part for run, _ in runs[:updated] for part in run.params])
-        if self._shown.has_joined:
+        if self._shown.shows_new:
             self._shown.remember(self, self._slots())
 
     def _updates(self, runs: list[tuple[Run, ParamGroup]]) -> list[tuple[int, Call]]:
@@ -274,7 +274,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def _gather(self) -> list[tuple[FusedGroup, bytes]]:
         """Bring gradients where ``update`` can read them: for each group, which of its slots have one, and where."""
         found: list[tuple[FusedGroup, bytes]] = []
-        if self._fused.owners:
+        if self._fused.full_params:
             self._fused.bring_gradients()
         # A gradient may alias a parameter, which is about to be written: it is copied, unless it certainly does not.
         in_place = InPlace.READ if self._all_in_slots else InPlace.WRITE
@@ -310,7 +310,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             if not any(states):
                 continue  # its runs stay, for steps in which it takes part again
             scale = None if grad_scale is None else grad_scale.to(fused.param_flat.device, torch.float32).reshape(1)
-            for run in fused.runs.cut(fused, states, partial(self._join, fused)):
+            for run in fused.runs.cut(fused, states, partial(self._show_state, fused)):
                 run.grad_scale, run.found_inf = scale, found_inf
                 runs.append((run, groups[run.place[0]]))
             fused.runs.count(addend)  # last: what is counted can be taken back
@@ -318,8 +318,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             # In the order of the lists, as torch does: parameters may share memory.
             runs.sort(key=lambda pair: pair[0].place)
 
-    def _join(self, fused: FusedGroup, index: int) -> None:
-        self._shown.join(self, self._slot(fused, index))
+    def _show_state(self, fused: FusedGroup, index: int) -> None:
+        self._shown.show_state(self, self._slot(fused, index))
 
     def steps_by_rule_alone(self) -> bool:
         """False for a class whose ``step`` or ``update`` does more than the rule that says that it heeds a flag."""
@@ -346,7 +346,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                     drop_grads(group["params"])
             for fused in self.fused_groups():
                 fused.grads.forget_stepped()
-        elif not self._fused.listed or self._fused.owners:
+        elif not self._fused.listed or self._fused.full_params:
             super().zero_grad(set_to_none)
         elif not self._zero_slots():
             for grads in self.flat_grads():
@@ -396,7 +396,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         """
         with torch.no_grad():
             self._fuse(for_step=False)
-        if any(map(is_sharded, self._fused.owners.values())):
+        if any(map(is_sharded, self._fused.full_params.values())):
             raise RuntimeError(
                 f"{type(self).__name__} has parameters that are sharded over processes (DTensor), of whose gradients "
                 "each buffer holds a part. Clip them with torch.nn.utils.clip_grad_norm_, which takes the norm over "
@@ -489,7 +489,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         for group, listed, names in zip(self.param_groups, record.listed, record.state_names, strict=True):
             if not are_same(group["params"], listed) or (for_step and self.state_names(group) != names):
                 return False
-        if (record.owners or record.unfused) and record.is_rarely_outdated(self.param_groups):
+        if (record.full_params or record.unfused) and record.is_rarely_outdated(self.param_groups):
             return False
         for fused in record.groups:
             if fused.kept:
@@ -545,7 +545,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def _slot(self, fused: FusedGroup, index: int) -> StateSlot:
         group = self.param_groups[fused.places[index][0]]
-        return StateSlot(group, fused, index, self._fused.owner_of(fused.params[index]))
+        return StateSlot(group, fused, index, self._fused.full_param_of(fused.params[index]))
 
 
 @functools.lru_cache(maxsize=64)

@@ -54,7 +54,7 @@ class CombinedAccessors(HasFusedGroups):
 
     def _with_gaps(self) -> list[Tensor]:
         """The parameters whose gradients are in no buffer."""
-        return list(map(self._fused.owner_of, self._fused.copies())) if self._fused.owners else []
+        return list(map(self._fused.full_param_of, self._fused.copies())) if self._fused.full_params else []
 
     def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``clip_optimizer_grad_norm_fused`` by the name that ``torch_npu.optim`` has for it."""
@@ -89,7 +89,7 @@ class CombinedAccessors(HasFusedGroups):
             )
         kinds = by_kind(self._fused.combinable_params(), leading)
         with self._fused.without_those_in_place():
-            self._fused.take(fuse_combined(kinds, self._release_groups, capturable=self.capturable))
+            self._fused.adopt(fuse_combined(kinds, self._release_groups, capturable=self.capturable))
         self._end_fusing()
 
     def _release_groups(self) -> None:

@@ -35,7 +35,7 @@ def end_failed_step(optimizer: str, runs: Sequence[Run], begun: int, updated: in
     try:
         # Python handles an interrupt when a kernel has returned, most likely: that run has been stepped.
         for run in runs[begun if interrupted else updated :]:
-            run.take_back()
+            run.undo_count()
     finally:
         if begun and may_have_written(error, updated):
             raise half_updated(optimizer, error) from error

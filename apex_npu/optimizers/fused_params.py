@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What an optimizer's parameters have been fused into, and how that follows what users do to them.
 
-Two kinds of parameters are not fused themselves, but a part that stands for each, whose owner they are: of a sharded
+Two kinds of parameters are not fused themselves, but a part that stands for each, the full one: of a sharded
 parameter this process's part; of one whose memory has gaps (``nn.Parameter(t[..., 0])``) a dense copy, which takes its
 values before a step and gives them back after it.
 """
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import is_capturing
-from apex_npu.distributed import is_sharded, local_grad, local_part
 from apex_npu.fusion import (
     FusedGroup,
     are_same,
@@ -33,6 +32,7 @@ from apex_npu.fusion import (
     step_in_place,
 )
 from apex_npu.optimizers.checks import can_be_stepped, check_params
+from apex_npu.shards import is_sharded, local_grad, local_part
 
 
 class FusedParams:
@@ -41,7 +41,7 @@ class FusedParams:
     Attributes:
         groups: In them every parameter that is trainable, or has had a gradient, in the order of the lists; or the part
             that stands for it.
-        owners: ``id(part)`` → the parameter that it stands for.
+        full_params: ``id(part)`` → the parameter that it stands for.
         listed: The lists of ``param_groups``, as they were fused.
         unfused: Those of them that are in no group: frozen so far.
         state_names: What the rule keeps for each entry of ``param_groups``.
@@ -52,7 +52,7 @@ class FusedParams:
         """Nothing is fused yet."""
         self.capturable = False
         self.groups: list[FusedGroup] = []
-        self.owners: dict[int, Tensor] = {}
+        self.full_params: dict[int, Tensor] = {}
         self.listed: list[list[Tensor]] = []
         self.unfused: list[Tensor] = []
         self.state_names: list[tuple[str, ...]] = []
@@ -61,13 +61,13 @@ class FusedParams:
         self._moving: set[int] = set()
         self._places: list[tuple[object, ...]] = []
 
-    def owner_of(self, param: Tensor) -> Tensor:
+    def full_param_of(self, param: Tensor) -> Tensor:
         """What the user has where ``groups`` have ``param``: that itself, or the parameter that it is a part of."""
-        return self.owners.get(id(param), param)
+        return self.full_params.get(id(param), param)
 
     def copies(self) -> list[Tensor]:
         """The dense copies that stand for parameters with gaps."""
-        return [p for p in self._params if id(p) in self.owners and not is_sharded(self.owners[id(p)])]
+        return [p for p in self._params if id(p) in self.full_params and not is_sharded(self.full_params[id(p)])]
 
     def bring_gradients(self) -> None:
         """Give the parts that stand for parameters the gradients that these have, and copies the values.
@@ -76,23 +76,23 @@ class FusedParams:
             RuntimeError: That of a sharded parameter is no DTensor; or a CUDA graph is being captured.
         """
         for part in self._params:
-            owner = self.owner_of(part)
-            if is_sharded(owner):
-                part.grad = local_grad(owner)
-            elif owner is not part:
+            full = self.full_param_of(part)
+            if is_sharded(full):
+                part.grad = local_grad(full)
+            elif full is not part:
                 if is_capturing():
-                    raise _has_gaps(owner, "its step cannot be captured in a CUDA graph")
-                part.copy_(owner)
-                part.grad = owner.grad
+                    raise _has_gaps(full, "its step cannot be captured in a CUDA graph")
+                part.copy_(full)
+                part.grad = full.grad
 
     def hand_back(self, parts: list[Tensor]) -> None:
         """``parts`` have been updated: let the parameters that they stand for have that, and autograd notice it."""
         for part in parts:
-            owner = self.owner_of(part)
-            if is_sharded(owner):
-                increment_versions([owner])
-            elif owner is not part:
-                owner.copy_(part)
+            full = self.full_param_of(part)
+            if is_sharded(full):
+                increment_versions([full])
+            elif full is not part:
+                full.copy_(part)
                 part.grad = None
 
     def follow(
@@ -120,17 +120,17 @@ class FusedParams:
         moved = [group.broken() for group in self.groups]
         self._report(moved, report)
         parts = self._parts_of(params)
-        owners = {id(part): p for part, p in zip(parts, params, strict=True) if part is not p}
+        full_params = {id(part): p for part, p in zip(parts, params, strict=True) if part is not p}
         place_of = _places_in(lists, parts)
         kind_of = {part: state_names[index] for part, (index, _) in place_of.items()}
         groups = self._still_fit(moved, kind_of)
         unfused = _without_members(parts, groups)
-        if any(owners.get(id(p), p).requires_grad and not can_be_stepped(p) for p in unfused):
+        if any(full_params.get(id(p), p).requires_grad and not can_be_stepped(p) for p in unfused):
             check_params(params)  # says which
-        ready = _ready(unfused, owners)
+        ready = _ready(unfused, full_params)
 
         def is_copy(part: Tensor) -> bool:
-            return id(part) in owners and not is_sharded(owners[id(part)])
+            return id(part) in full_params and not is_sharded(full_params[id(part)])
 
         # What replaces a parameter may do so in every step (partial FC): the others keep a group without it.
         self._moving = {id(p) for p in ready}
@@ -148,7 +148,7 @@ class FusedParams:
         for group in groups:
             _number(group, place_of)
         # All at once: an interrupt between two of them would leave parameters that no later call steps, or twice.
-        self.groups, self.unfused, self.owners = groups, unfused, owners
+        self.groups, self.unfused, self.full_params = groups, unfused, full_params
         self.listed, self._params, self.state_names, self._moving = listed, parts, state_names, set()
         return not same
 
@@ -171,7 +171,7 @@ class FusedParams:
         Raises:
             RuntimeError: One of them is in another optimizer's buffer, which would take it back.
         """
-        held = {id(p): group.owns_memory for group in self.groups for p in group.params}
+        held = {id(p): group.has_buffer for group in self.groups for p in group.params}
         fused = [p for p in self._params if id(p) in held]
         for p in fused:
             if not held[id(p)] and is_slot(p):
@@ -182,9 +182,9 @@ class FusedParams:
     def without_those_in_place(self) -> Iterator[None]:
         """Give up the groups of what has not been moved, so that it can be; they are back where nothing is released."""
         groups, unfused = self.groups, self.unfused
-        in_place = [group for group in groups if not group.owns_memory]
+        in_place = [group for group in groups if not group.has_buffer]
         self.unfused = [*unfused, *(p for group in in_place for p in group.params)]
-        self.groups = owning = [group for group in groups if group.owns_memory]
+        self.groups = owning = [group for group in groups if group.has_buffer]
         for group in in_place:
             group.let_go()
         try:
@@ -200,7 +200,7 @@ class FusedParams:
         self.unfused = [*self.unfused, *(p for group in self.groups for p in group.params)]
         self.groups = []
 
-    def take(self, groups: list[FusedGroup]) -> None:
+    def adopt(self, groups: list[FusedGroup]) -> None:
         """Have ``groups`` that combine all that has been released."""
         place_of = _places_in(self.listed, self._params)
         for group in groups:
@@ -217,8 +217,8 @@ class FusedParams:
 
         Called only where there are such.
         """
-        parts = self.owners and self._parts_of(list(chain.from_iterable(self.listed)))
-        if (parts and not are_same(parts, self._params)) or _ready(self.unfused, self.owners):
+        parts = self.full_params and self._parts_of(list(chain.from_iterable(self.listed)))
+        if (parts and not are_same(parts, self._params)) or _ready(self.unfused, self.full_params):
             return True
         return bool(self._places) and self._places != _places([p for group in param_groups for p in group["params"]])
 
@@ -247,7 +247,7 @@ class FusedParams:
             if not found and None not in kinds and (len(kinds) == 1 or self._combined):
                 groups.append(group)
                 continue
-            if group.owns_memory:
+            if group.has_buffer:
                 give_own_storages([p for i, p in enumerate(group.params) if i not in found])
             others = list(map(group.params.__getitem__, found))
             # Those that a call moved which could not end are in no group.
@@ -344,9 +344,9 @@ def _without_members(params: list[Tensor], groups: list[FusedGroup]) -> list[Ten
     return [p for p in params if id(p) not in held]
 
 
-def _ready(unfused: list[Tensor], owners: dict[int, Tensor]) -> list[Tensor]:
+def _ready(unfused: list[Tensor], full_params: dict[int, Tensor]) -> list[Tensor]:
     """Those that take part in a step, or have."""
-    return [p for p in unfused if _takes_part(owners.get(id(p), p)) and can_be_stepped(p)]
+    return [p for p in unfused if _takes_part(full_params.get(id(p), p)) and can_be_stepped(p)]
 
 
 def _takes_part(param: Tensor) -> bool:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-from apex_npu.distributed import local_part_as, sharded_like
 from apex_npu.fusion import FusedGroup
+from apex_npu.shards import local_part_as, sharded_like
 
 # How many steps a state has seen, of a rule whose state dict has no `step`. A device may have skipped all of them, and
 # then the next one is still the first.
@@ -58,13 +58,13 @@ class ShownState:
     Attributes:
         entries: The dicts, one for each parameter.
         views: Columns (dict, name, view), since all are compared on every step, in one call.
-        has_joined: State has been shown that is not remembered yet.
+        shows_new: State has been shown that is not remembered yet.
     """
 
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
         self.views: tuple[list[dict[str, Any]], list[str], list[Tensor]] = ([], [], [])
-        self.has_joined = False
+        self.shows_new = False
 
     def adopt(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
         """Copy ``state``, from any source, into the buffers, and replace it by views of them."""
@@ -90,17 +90,17 @@ class ShownState:
             _show(rule, slot)
         self.remember(rule, slots)
 
-    def join(self, rule: Rule, slot: StateSlot) -> None:
+    def show_state(self, rule: Rule, slot: StateSlot) -> None:
         """A slot is about to step: from now on its state is visible."""
         if slot.fused.runs.counts.is_new(slot.position):
             for name in rule.state_names(slot.group):
                 _reset(rule, slot, name)
         slot.fused.use(slot.position)
         _show(rule, slot)
-        self.has_joined = True
+        self.shows_new = True
 
     def hide_unstepped(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
-        """After a step that could not be taken: state that only ``join`` has shown is none.
+        """After a step that could not be taken: state that only ``show_state`` has shown is none.
 
         A state dict would have it, and rules without a ``step`` take it for state of a parameter that has been stepped.
         """
@@ -111,7 +111,7 @@ class ShownState:
                     entry.pop(name, None)
                 if not entry:
                     del rule.state[slot.param]
-                slot.fused.runs.forget()  # so that it joins again
+                slot.fused.runs.forget()  # so that it is shown again
 
     def remember(self, rule: Rule, slots: Iterable[StateSlot]) -> None:
         """Record the views of ``slots`` as those that are to be shown from now on."""
@@ -124,7 +124,7 @@ class ShownState:
             if (value := entry.get(name)) is not None
         ]
         views = ([entry for entry, _, _ in rows], [name for _, name, _ in rows], [view for _, _, view in rows])
-        self.entries, self.views, self.has_joined = entries, views, False
+        self.entries, self.views, self.shows_new = entries, views, False
 
 
 def _view(rule: Rule, slot: StateSlot, name: str) -> Tensor:

@@ -157,7 +157,7 @@ void release_previous(const at::Tensor& t) {
   if (context != nullptr) context->previous.clear();
 }
 
-bool owns_memory(const at::Tensor& t) {
+bool allocated_by_torch(const at::Tensor& t) {
   const c10::DataPtr& data_ptr = t.storage().data_ptr();
   if (t.storage().nbytes() == 0 || t.is_meta() || slot_context_of(data_ptr) != nullptr) return true;
   if (c10::impl::cow::is_cow_data_ptr(data_ptr)) return true;

@@ -29,7 +29,7 @@ bool keeps_previous(const at::Tensor& t);
 void release_previous(const at::Tensor& t);
 
 // True where t's memory came from torch's allocator: not shared with another process, an array or a file.
-bool owns_memory(const at::Tensor& t);
+bool allocated_by_torch(const at::Tensor& t);
 
 // A new tensor over src's memory, `offset_numel` elements after src's first, with a storage of its own size.
 at::Tensor storage_view(const at::Tensor& src, int64_t offset_numel, at::IntArrayRef sizes, at::IntArrayRef strides);

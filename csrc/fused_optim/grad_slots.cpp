@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "combine_tensors/change_data_ptr.h"
-#include "fused_optim/placed_grads.h"
+#include "fused_optim/grad_list.h"
 
 namespace apex_npu {
 namespace {
@@ -61,54 +61,53 @@ void GradSlots::remember_views(const std::vector<at::Tensor>& views) {
   places_.emplace(views);
 }
 
-std::string GradSlots::states(const Borrowed& params, const Borrowed& views, size_t first, LooseFor loose_for,
-                              int64_t loose_numel, IsAlone is_alone) const {
+GradStates GradSlots::states(const Borrowed& params, const Borrowed& views, size_t first, InPlace in_place,
+                             int64_t least_numel, IsAlone is_alone) const {
   TORCH_CHECK_VALUE(params.size() == views.size() && first + params.size() <= slots_.size(),
                     "states: expected one view per parameter, and a slot for each, got ", views.size(), " views of ",
                     params.size(), " parameters from slot ", first, " on, of ", slots_.size());
-  std::string states(params.size(), static_cast<char>(GradState::kAbsent));
+  GradStates found{std::string(params.size(), static_cast<char>(GradState::NONE)), {}};
   look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
     if (!grad.defined()) return;
     const Slot& slot = slots_[first + i];
-    GradState state = GradState::kForeign;
     if (grad.is_same(*views[i]) && (!places_.has_value() || places_->is_intact(first + i, grad))) {
-      state = GradState::kPresent;
-    } else if (loose_for != LooseFor::kNothing && slot.numel >= loose_numel && is_readable(grad, slot) &&
-               !is_slot(grad)) {
-      // Slots, of another gradient or a parameter, may be written before they are read.
-      bool loose = true;
-      if (loose_for == LooseFor::kStepping) loose = !was_stepped(grad, first + i);
-      if (loose_for == LooseFor::kWriting) {
-        loose = grad.scalar_type() == slot.dtype && !grad.requires_grad() && owns_memory(grad) && is_alone(grad);
-      }
-      if (loose) state = GradState::kLoose;
+      found.states[i] = static_cast<char>(GradState::IN_BUFFER);
+      return;
     }
-    states[i] = static_cast<char>(state);
+    found.states[i] = static_cast<char>(GradState::ELSEWHERE);
+    // Slots, of another gradient or a parameter, may be written before they are read.
+    bool stays = in_place != InPlace::NO && slot.numel >= least_numel && is_readable(grad, slot) && !is_slot(grad);
+    if (stays && in_place == InPlace::READ) stays = !was_stepped(grad, first + i);
+    if (stays && in_place == InPlace::WRITE) {
+      stays = grad.scalar_type() == slot.dtype && !grad.requires_grad() && allocated_by_torch(grad) && is_alone(grad);
+    }
+    if (!stays) found.to_gather.push_back(static_cast<int64_t>(first + i));
   });
-  return states;
+  return found;
 }
 
-at::Tensor GradSlots::place(const Borrowed& params, size_t first, int64_t numel, bool stepped) {
-  TORCH_CHECK_VALUE(!params.empty() && first + params.size() <= slots_.size(), "place: expected parameters of the ",
+at::Tensor GradSlots::grad_list(const Borrowed& params, size_t first, int64_t numel, bool stepped) {
+  TORCH_CHECK_VALUE(!params.empty() && first + params.size() <= slots_.size(), "grad_list: expected parameters of the ",
                     slots_.size(), " slots, got ", params.size(), " from slot ", first, " on");
   if (stepped && stepped_.empty()) {
     const Remembered none(c10::intrusive_ptr<c10::StorageImpl>{});
     stepped_.resize(slots_.size(), none);
   }
-  PlacedGrads placed(numel, params.size());
+  GradList grads(numel, params.size());
   const int64_t begin = slots_[first].offset;
   look_at_grads(params, [&](const at::Tensor& grad, size_t i) {
     if (!grad.defined()) return;
     const Slot& slot = slots_[first + i];
-    TORCH_CHECK_VALUE(is_readable(grad, slot), "place: the gradient of parameter ", first + i, ", ", grad.toString(),
-                      " of shape ", grad.sizes(), " with strides ", grad.strides(), ", cannot be read where it lies");
-    placed.add(grad, slot.offset - begin);
+    TORCH_CHECK_VALUE(is_readable(grad, slot), "grad_list: the gradient of parameter ", first + i, ", ",
+                      grad.toString(), " of shape ", grad.sizes(), " with strides ", grad.strides(),
+                      ", cannot be read where it is");
+    grads.add(grad, slot.offset - begin);
     if (stepped && !was_stepped(grad, first + i)) stepped_[first + i] = grad.storage().getWeakStorageImpl();
   });
-  return as_operand(std::move(placed), numel, slots_[first].dtype);
+  return as_operand(std::move(grads), numel, slots_[first].dtype);
 }
 
-std::vector<int64_t> GradSlots::share(const Borrowed& sources, const Borrowed& params, int64_t loose_numel,
+std::vector<int64_t> GradSlots::share(const Borrowed& sources, const Borrowed& params, int64_t least_numel,
                                       IsAlone is_alone) const {
   TORCH_CHECK_VALUE(sources.size() == slots_.size() && params.size() == slots_.size(), "share: expected ",
                     slots_.size(), " sources and parameters, got ", sources.size(), " and ", params.size());
@@ -118,7 +117,7 @@ std::vector<int64_t> GradSlots::share(const Borrowed& sources, const Borrowed& p
     // Other references to its memory (a bucket of DistributedDataParallel, DLPack) would not follow when it is
     // copied.
     const bool shares =
-        slots_[i].numel >= loose_numel && is_readable(grad, slots_[i]) && !is_slot(grad) && is_alone(grad);
+        slots_[i].numel >= least_numel && is_readable(grad, slots_[i]) && !is_slot(grad) && is_alone(grad);
     at::Tensor twin = shares ? lazy_copy(grad) : at::Tensor();
     if (twin.defined()) {
       params[i]->mutable_grad() = std::move(twin);

@@ -17,11 +17,16 @@
 
 namespace apex_npu {
 
-// kLoose: not in its slot, and of no need to be. What that takes depends on what shall be done with it.
-enum class GradState : char { kAbsent = 0, kPresent = 1, kForeign = 2, kLoose = 3 };
+// Where a gradient is; the names and values are those of grad_slots.py.
+enum class GradState : char { NONE = 0, IN_BUFFER = 1, ELSEWHERE = 2 };
 
-// What gradients outside of their slots are needed for; the values are those of LooseFor in grad_slots.py.
-enum class LooseFor : int { kNothing = 0, kReading = 1, kStepping = 2, kWriting = 3 };
+// What is done with gradients that are ELSEWHERE; the names and values are those of InPlace in grad_slots.py.
+enum class InPlace : int { NO = 0, READ = 1, WRITE = 2 };
+
+struct GradStates {
+  std::string states;              // one GradState for each parameter
+  std::vector<int64_t> to_gather;  // the slots of those that are ELSEWHERE and cannot stay there
+};
 
 // Whether a parameter is the only owner of its gradient, so that it may be written: no other tensor shares its memory,
 // and no other parameter has the same tensor.
@@ -35,24 +40,23 @@ class GradSlots {
   // Records that `views` are in the slots, one in each; one that is found elsewhere later is an ordinary gradient.
   void remember_views(const std::vector<at::Tensor>& views);
 
-  // One GradState for each of `params`, which are those of the slots from `first` on; `views` are those of their slots.
-  // A gradient is kLoose to be read where it is on the CPU, has its slot's order of elements, and its dtype or, beside
-  // float32, a narrower one; to be stepped where besides it is not the one that was stepped before, and has come to
-  // stay; to be written where it has its slot's dtype, and is alone. Those of fewer elements than `loose_numel` never
-  // are.
-  std::string states(const Borrowed& params, const Borrowed& views, size_t first, LooseFor loose_for,
-                     int64_t loose_numel, IsAlone is_alone) const;
+  // The states of `params`, which are those of the slots from `first` on; `views` are those of their slots. A gradient
+  // can stay ELSEWHERE to be read where it is on the CPU, has its slot's order of elements, and its dtype or, beside
+  // float32, a narrower one, and is not the one that was stepped before; to be written where it has its slot's dtype,
+  // and is alone. Those of fewer elements than `least_numel` never can.
+  GradStates states(const Borrowed& params, const Borrowed& views, size_t first, InPlace in_place, int64_t least_numel,
+                    IsAlone is_alone) const;
 
   // The gradients of these parameters, all that there are, as one operand of the kernels, whose first element is that
-  // of the slot `first`. Each is present or loose; with `stepped` remembered as such.
-  at::Tensor place(const Borrowed& params, size_t first, int64_t numel, bool stepped);
+  // of the slot `first`; with `stepped` remembered as such.
+  at::Tensor grad_list(const Borrowed& params, size_t first, int64_t numel, bool stepped);
 
   // Whatever is a gradient later is another one.
   void forget_stepped() { stepped_.clear(); }
 
-  // Gives params[i] the gradient of sources[i], which is another, where that is loose to be read, and alone: one
+  // Gives params[i] the gradient of sources[i], which is another, where that can be read where it is, and is alone: one
   // memory, until either is written. Returns the indices of those where it is not.
-  std::vector<int64_t> share(const Borrowed& sources, const Borrowed& params, int64_t loose_numel,
+  std::vector<int64_t> share(const Borrowed& sources, const Borrowed& params, int64_t least_numel,
                              IsAlone is_alone) const;
 
  private:

@@ -11,9 +11,9 @@
 #include "fused_optim/adagrad_cpu.h"
 #include "fused_optim/adam_cpu.h"
 #include "fused_optim/adamp_cpu.h"
+#include "fused_optim/grad_list.h"
 #include "fused_optim/lamb_cpu.h"
 #include "fused_optim/norm_cpu.h"
-#include "fused_optim/placed_grads.h"
 #include "fused_optim/rmsprop_cpu.h"
 #include "fused_optim/segments_cpu.h"
 #include "fused_optim/sgd_cpu.h"
@@ -31,9 +31,9 @@ class OrReference final : public c10::OperatorKernel {
       // It would be refused there, too, but in words about storage.
       for (const c10::IValue& argument : torch::jit::last(*stack, op.schema().arguments().size())) {
         TORCH_CHECK_TYPE(
-            !argument.isTensor() || placed_grads_of(argument.toTensor()) == nullptr, op.schema().name(),
+            !argument.isTensor() || grad_list_of(argument.toTensor()) == nullptr, op.schema().name(),
             ": with ids, and beside parameters in float64 those in another dtype, gradients must be flat and "
-            "contiguous, not placed; gather them first");
+            "contiguous, not a list; gather them first");
       }
       op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
     } else {

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "fused_optim/dot.h"
+#include "fused_optim/grad_list.h"
 #include "fused_optim/operands.h"
 #include "fused_optim/pieces.h"
-#include "fused_optim/placed_grads.h"
 
 namespace apex_npu {
 namespace {
@@ -37,14 +37,14 @@ double squared_norm(const char* x, at::ScalarType dtype, int64_t begin, int64_t 
 at::Tensor norm_cpu(const at::Tensor& x) {
   TORCH_CHECK_TYPE(is_float(x.scalar_type()), "norm: x must be float16, bfloat16, float32 or float64, got ",
                    x.scalar_type());
-  const PlacedGrads* placed = placed_grads_of(x);
-  TORCH_CHECK_VALUE(placed != nullptr || (x.layout() == c10::kStrided && x.device().is_cpu() && x.is_contiguous()),
+  const GradList* list = grad_list_of(x);
+  TORCH_CHECK_VALUE(list != nullptr || (x.layout() == c10::kStrided && x.device().is_cpu() && x.is_contiguous()),
                     "norm: x must be contiguous and on the cpu, got ", x.toString(), " of shape ", x.sizes(),
                     " with strides ", x.strides());
-  const PlacedGrad whole = {0, x.numel(), placed == nullptr ? static_cast<const char*>(x.const_data_ptr()) : nullptr,
+  const ListedGrad whole = {0, x.numel(), list == nullptr ? static_cast<const char*>(x.const_data_ptr()) : nullptr,
                             x.scalar_type()};
-  const PlacedGrad* places = placed == nullptr ? &whole : placed->places().data();
-  const size_t count = placed == nullptr ? 1 : placed->places().size();
+  const ListedGrad* places = list == nullptr ? &whole : list->places().data();
+  const size_t count = list == nullptr ? 1 : list->places().size();
   Pieces pieces;
   for (size_t i = 0; i < count; ++i) {
     pieces.add_segment(static_cast<int64_t>(i), 0, places[i].end - places[i].begin);
@@ -52,8 +52,8 @@ at::Tensor norm_cpu(const at::Tensor& x) {
   std::vector<double> sums(pieces.size());
   pieces.parallel_for_each([&](size_t i) {
     const Piece& piece = pieces[i];
-    const PlacedGrad& place = places[piece.segment];
-    if (placed != nullptr) placed->prefetch_behind(piece.segment);
+    const ListedGrad& place = places[piece.segment];
+    if (list != nullptr) list->prefetch_behind(piece.segment);
     sums[i] = squared_norm(place.data, place.dtype, piece.begin, piece.numel);
   });
   double total = 0;

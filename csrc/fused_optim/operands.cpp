@@ -31,12 +31,12 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   return a.numel() != 0 && a_begin < b_begin + b.nbytes() && b_begin < a_begin + a.nbytes();
 }
 
-void check_apart(const char* op, const PlacedGrads& grads, const std::vector<Named>& buffers) {
+void check_apart(const char* op, const GradList& grads, const std::vector<Named>& buffers) {
   for (const Named& buffer : buffers) {
     const auto* begin = static_cast<const char*>(buffer.tensor->const_data_ptr());
     const auto* end = begin + buffer.tensor->nbytes();
     for (size_t i = 0; i < grads.places().size(); ++i) {
-      const PlacedGrad& place = grads.places()[i];
+      const ListedGrad& place = grads.places()[i];
       TORCH_CHECK_VALUE(place.data + place.nbytes() <= begin || end <= place.data, op, ": grad, the ", i, "-th of its ",
                         grads.places().size(), " parts, and ", buffer.name, " overlap in memory");
     }
@@ -57,7 +57,7 @@ void check_apart(const char* op, const std::vector<Named>& buffers) {
 Operands::Operands(const char* op, const at::Tensor& param, const at::Tensor& grad,
                    const std::optional<at::Tensor>& model_param, const std::optional<at::Tensor>& grad_scale,
                    bool maximize, std::initializer_list<State> states)
-    : placed_grads_(placed_grads_of(grad)), maximize_(maximize) {
+    : grad_list_(grad_list_of(grad)), maximize_(maximize) {
   std::vector<Named> buffers = {{"param", &param, true}};
   for (const State& state : states) {
     if (state.tensor != nullptr) buffers.push_back({state.name, state.tensor, true});
@@ -65,7 +65,7 @@ Operands::Operands(const char* op, const at::Tensor& param, const at::Tensor& gr
   const size_t state_end = buffers.size();
   if (model_param.has_value()) buffers.push_back({"model_param", &*model_param, true});
 
-  if (placed_grads_ == nullptr) buffers.push_back({"grad", &grad, false});
+  if (grad_list_ == nullptr) buffers.push_back({"grad", &grad, false});
 
   for (const Named& buffer : buffers) check_place(op, buffer, param);
   TORCH_CHECK_VALUE(grad.numel() == param.numel(), op, ": all buffers must have one length, but grad has ",
@@ -88,7 +88,7 @@ Operands::Operands(const char* op, const at::Tensor& param, const at::Tensor& gr
                      param_dtype_);
   }
   check_apart(op, buffers);
-  if (placed_grads_ != nullptr) check_apart(op, *placed_grads_, buffers);
+  if (grad_list_ != nullptr) check_apart(op, *grad_list_, buffers);
   if (grad_scale.has_value()) {
     TORCH_CHECK_VALUE(grad_scale->device().is_cpu() && grad_scale->numel() == 1, op,
                       ": grad_scale must be one number on the cpu, got shape ", grad_scale->sizes(), " on ",
@@ -101,7 +101,7 @@ Operands::Operands(const char* op, const at::Tensor& param, const at::Tensor& gr
 
   numel_ = param.numel();
   param_ = param.mutable_data_ptr();
-  if (placed_grads_ == nullptr) grad_ = grad.const_data_ptr();
+  if (grad_list_ == nullptr) grad_ = grad.const_data_ptr();
   model_param_ = model_param.has_value() ? model_param->mutable_data_ptr() : nullptr;
   if (model_param_ != nullptr && param_dtype_ == at::kFloat) copies_ = rounded_copy_of(*model_param);
   if (copies_ != nullptr) first_copy_ = copies_->offset_of(model_param_, numel_);
@@ -114,7 +114,7 @@ double* Operands::param(int64_t begin, int64_t /*n*/, double* /*copy*/) const {
 
 template <>
 const double* Operands::grad(int64_t begin, int64_t n, double* copy) const {
-  if (placed_grads_ != nullptr) return placed_grads_->read(begin, n, copy);
+  if (grad_list_ != nullptr) return grad_list_->read(begin, n, copy);
   return static_cast<const double*>(grad_) + begin;
 }
 
@@ -136,7 +136,7 @@ float* Operands::param(int64_t begin, int64_t n, float* copy) const {
 
 template <>
 const float* Operands::grad(int64_t begin, int64_t n, float* copy) const {
-  if (placed_grads_ != nullptr) return placed_grads_->read(begin, n, copy);
+  if (grad_list_ != nullptr) return grad_list_->read(begin, n, copy);
   if (grad_dtype_ == at::kFloat) return static_cast<const float*>(grad_) + begin;
   widen(static_cast<const uint16_t*>(grad_) + begin, grad_dtype_, copy, n);
   return copy;

@@ -724,8 +724,8 @@ def failure(config, operations):
     return None
 
 
-def minimise(config, operations):
-    """As few operations as still fail."""
+def minimise(config, operations, failure=failure):
+    """As few operations as still fail, as ``failure`` says."""
     kind, size = type(failure(config, operations)), len(operations)
     while size:
         start = 0

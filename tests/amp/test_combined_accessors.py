@@ -717,7 +717,7 @@ def test_what_a_failed_fusing_has_moved_is_fused_again(monkeypatch):
         with pytest.raises(MemoryError):
             optimizer.step()
     optimizer.step()
-    assert all(group.owns_memory for group in optimizer.fused_groups())
+    assert all(group.has_buffer for group in optimizer.fused_groups())
 
 
 def test_an_interrupt_while_buffers_are_combined_keeps_the_state(monkeypatch):

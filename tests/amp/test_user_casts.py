@@ -285,7 +285,8 @@ def test_decorated_functions_can_be_compiled(o1: None, backend: str) -> None:
         return product(x), x @ x
 
     x = torch.rand(3, 3, device=DEVICE).half()
-    compiled = torch.compile(function, backend=backend, fullgraph=True)(x)
+    whole = torch.__version__ >= "2.9"  # 2.8's Dynamo breaks the graph at a context manager made of a generator
+    compiled = torch.compile(function, backend=backend, fullgraph=whole)(x)
     assert [result.dtype for result in compiled] == [FLOAT, HALF]
     torch.testing.assert_close(compiled, function(x))
 

@@ -8,7 +8,7 @@ from devices import DEVICE
 from torch import nn
 
 from apex_npu.fusion import FlatGrads
-from apex_npu.ops import join_, joins_lists
+from apex_npu.ops import cat_into, cats_lists
 from apex_npu.optimizers import NpuFusedSGD
 
 SHAPES = [(3, 5), (), (7,), (0,), (4, 4), (0, 3), (1, 6), (2, 3, 4), (17,), (1,)] * 6
@@ -103,7 +103,7 @@ def test_gradients_that_are_views_of_slots():
     check(flat, params, expected)
 
 
-@pytest.mark.skipif(not joins_lists(DEVICE), reason="joined on an NPU alone")
+@pytest.mark.skipif(not cats_lists(DEVICE), reason="joined on an NPU alone")
 def test_one_launch_whatever_the_number():
     import npu_simulator
 
@@ -118,7 +118,7 @@ def test_one_launch_whatever_the_number():
         assert (n.launches, n.syncs) == (1, 0)
 
 
-@pytest.mark.skipif(not joins_lists(DEVICE), reason="joined on an NPU alone")
+@pytest.mark.skipif(not cats_lists(DEVICE), reason="joined on an NPU alone")
 def test_a_first_step_takes_as_many_launches_for_60_parameters_as_for_3():
     import npu_simulator
 
@@ -143,5 +143,5 @@ def test_join():
         torch.ones(0, device=DEVICE),
         torch.full((2,), 7.0, device=DEVICE),
     ]
-    join_(out[1:11], tensors, [2, 3, 0], torch.zeros(3, device=DEVICE))
+    cat_into(out[1:11], tensors, [2, 3, 0], torch.zeros(3, device=DEVICE))
     assert out.tolist() == [9, 1, 2, 3, 0, 0, 0, 0, 0, 7, 7, 9]

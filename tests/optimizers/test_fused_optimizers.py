@@ -20,7 +20,7 @@ from optimizer_specs import DTYPES, MATRIX, SPECS, needs_dtype
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from apex_npu.fusion.grad_slots import EXTERNAL_NUMEL
+from apex_npu.fusion.grad_slots import STAYS_NUMEL
 from apex_npu.optimizers import (
     FusedLAMB,
     FusedNovoGrad,
@@ -482,7 +482,7 @@ def test_sparse_gradient_is_refused_before_anything_moves():
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("numel", [3, EXTERNAL_NUMEL])
+@pytest.mark.parametrize("numel", [3, STAYS_NUMEL])
 def test_gradient_without_memory_of_its_own_is_refused_before_anything_moves(numel):
     params = [nn.Parameter(torch.ones(n)) for n in (3, numel)]
     optimizer = NpuFusedSGD(params, lr=0.1)

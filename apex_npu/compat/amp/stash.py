@@ -16,7 +16,7 @@ from apex_npu.amp.grad_groups import GradGroup, MasterGradGroup, any_raised, uns
 from apex_npu.amp.master_params import copy_masters_to_model
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.preconditions import check_plain
-from apex_npu.amp.saturation import clear_saturation, take_saturation
+from apex_npu.amp.saturation import clear_saturation, read_and_clear_saturation
 from apex_npu.amp.session import current
 from apex_npu.compat.amp.scaler import LossScaler
 from apex_npu.ops import LOW_PRECISION
@@ -83,7 +83,7 @@ def bring_grads(groups: list[GradGroup], aside: Aside, scaler: LossScaler) -> No
         aside: What that returned.
         scaler: Its scale is that of the gradients, and an overflow is recorded there.
     """
-    saturated = scaler.dynamic and take_saturation(groups)
+    saturated = scaler.dynamic and read_and_clear_saturation(groups)
     found_inf = any_raised(unscale(groups, scaler.loss_scale(), check=scaler.dynamic)) or saturated
     for param, grad in aside.values():
         param.grad = grad if param.grad is None else param.grad.add_(grad)

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from apex_npu.autocast.monkey_patches import patch_attribute
-from apex_npu.autocast.undo import Undo
+from apex_npu.patching import Undo, patch_attribute
 
 
 def follow_grad_scalers(

@@ -26,7 +26,7 @@ from apex_npu.debug.watching.operators import Operator, is_measurable, tensors_i
 from apex_npu.debug.watching.places import Caller, Names, Place
 from apex_npu.debug.watching.second_opinion import results_of
 from apex_npu.debug.watching.watch import Arguments, Watch
-from apex_npu.distributed import local_part
+from apex_npu.shards import local_part
 
 # Casts, copies and fills: levels differ in them, and what they write is seen where it is read.
 _LEFT_OUT = {

@@ -22,15 +22,14 @@ from torch.nn.modules import module as torch_module
 from torch.profiler import record_function
 
 from apex_npu.amp.session import current, settings
-from apex_npu.autocast.monkey_patches import patch_attribute
-from apex_npu.autocast.undo import Undo
 from apex_npu.backends._torch_private import torch_profiler
+from apex_npu.patching import Undo, patch_attribute
 
 # Where a function is looked up, its name there, and its label. A function that several modules have imported is listed
 # for each.
 _LABELLED = (
     ("amp.block", "any_raised", "amp.wait"),
-    ("amp.block", "take_saturation", "amp.wait"),
+    ("amp.block", "read_and_clear_saturation", "amp.wait"),
     ("amp.fused_unscale", "any_raised", "amp.wait"),
     ("amp.deferred_inf_check", "any_raised", "amp.wait"),
     ("amp.grad_sync", "agree_on_overflow", "amp.wait"),

@@ -20,8 +20,8 @@ from apex_npu.backends._torch_private import (
     autograd_node,
     dispatch_modes,
     has_python_dispatch,
+    pop_mode,
     sequence_number,
-    take_off_mode,
 )
 from apex_npu.debug.overflow.forwards import Forward, NotReplayedError
 from apex_npu.debug.watching.calls import KEPT, KEPT_BAD, Call, Input, Leaf, Phase, Result, Vanished
@@ -39,7 +39,7 @@ from apex_npu.debug.watching.operators import (
 from apex_npu.debug.watching.places import Caller, ModuleStack, Names, Place, calling_line
 from apex_npu.debug.watching.ranges import OverflowFlag, Ranges
 from apex_npu.debug.watching.second_opinion import Opinion, ask, largest_of, results_of, stays_bad
-from apex_npu.distributed import local_part
+from apex_npu.shards import local_part
 
 # Of a tensor that is no argument of a module, and that no operator has written.
 GIVEN = "a tensor given from outside"
@@ -129,7 +129,7 @@ class Watch(TorchDispatchMode):
         # Leaving a mode takes off the innermost one: of an outer one it was this, and the outer one is still there.
         left = [self] if is_on else [m for m in modes if any(m is outer for outer in self._outer)][-1:]
         for mode in left:
-            take_off_mode(mode)
+            pop_mode(mode)
         return is_on
 
     def begin_block(self, scale: float, gradients: Sequence[tuple[str, Tensor]]) -> None:

@@ -130,7 +130,7 @@ class TorchAmp:
             elif name != "scale" or not isinstance(statement, ast.Attribute) or statement.attr != "backward":
                 raise UnclearError(node, "A355", f"amp has nothing like {name} of a scaler, as it is used here")
         for block, item in self.blocks:
-            self._take_off(block, item)
+            self._remove_item(block, item)
         imports = [node for node in program.names.nodes if isinstance(node, ast.ImportFrom)]
         for imported in imports:
             if self._is_import(imported) and alone(program, imported):
@@ -164,7 +164,7 @@ class TorchAmp:
         edits = [Edit(start, first, ""), Edit(last, end, ".step()")]
         self.program.report("T403", "changed", call, edits, links=["amp"])
 
-    def _take_off(self, block: ast.With, item: ast.withitem) -> None:
+    def _remove_item(self, block: ast.With, item: ast.withitem) -> None:
         program, source = self.program, self.program.source
         if self.holds(block):
             raise UnclearError(block, "A355", "autocast is inside of autocast")

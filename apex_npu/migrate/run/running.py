@@ -124,7 +124,7 @@ class Rewriter(importlib.abc.MetaPathFinder):
                 edits = [edit for draft in program.changes() for edit in draft.edits]
                 tree = ast.parse(program.rewritten())
                 added = sorted(program.source.place(edit.start)[0] for edit in edits if "\n" in edit.text)
-                _take_back_lines(tree, added)
+                _without_lines(tree, added)
                 text = apply_edits(program.source.text, [edit for edit in edits if "\n" not in edit.text])
                 linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
             except UnreadableError as error:
@@ -147,7 +147,7 @@ class Rewriter(importlib.abc.MetaPathFinder):
                 print(f"apex_npu: {self.settings.changes} cannot be written ({error.strerror})", file=sys.stderr)
 
 
-def _take_back_lines(tree: ast.Module, added: list[int]) -> None:
+def _without_lines(tree: ast.Module, added: list[int]) -> None:
     """Give nodes the lines that they had before one was added after each of ``added``."""
     after = [line + number for number, line in enumerate(added, 1)]
     for node in ast.walk(tree) if added else ():

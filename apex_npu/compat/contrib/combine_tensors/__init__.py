@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import for_device
-from apex_npu.fusion import FlatBuffer, change_data_ptr, owns_storage, plan, storage_view, wraps_tensors
+from apex_npu.fusion import FlatBuffer, change_data_ptr, fills_storage, plan, storage_view, wraps_tensors
 from apex_npu.fusion.layout import extent_numel, padded_numel
 
 __all__ = [
@@ -65,7 +65,7 @@ def combine_npu(list_of_tensor: Sequence[Tensor], require_copy_value: bool = Tru
     planned = plan(tensors)
     for slot in range(len(planned.layout.slots)):
         sharing = [t for t, s in zip(tensors, planned.layout.slot_of, strict=True) if s == slot]
-        if not owns_storage(sharing):
+        if not fills_storage(sharing):
             raise ValueError(
                 f"list_of_tensor[{planned.layout.slot_of.index(slot)}] of shape {tuple(sharing[0].shape)} is a view of "
                 f"a storage of {planned.layout.slots[slot].numel} elements, another owner's buffer; combine all its "

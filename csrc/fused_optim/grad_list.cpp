@@ -1,6 +1,6 @@
 // Copyright (c) 2026, the apex_npu authors.
 // SPDX-License-Identifier: BSD-3-Clause
-#include "fused_optim/placed_grads.h"
+#include "fused_optim/grad_list.h"
 
 #include <ATen/OpaqueTensorImpl.h>
 
@@ -17,14 +17,14 @@
 namespace apex_npu {
 namespace {
 
-using Impl = at::OpaqueTensorImpl<std::shared_ptr<const PlacedGrads>>;
+using Impl = at::OpaqueTensorImpl<std::shared_ptr<const GradList>>;
 
 // n elements from the i-th on as T; in place, if they are T.
-const double* read_place(const PlacedGrad& place, int64_t i, int64_t /*n*/, double* /*copy*/) {
+const double* read_grad(const ListedGrad& place, int64_t i, int64_t /*n*/, double* /*copy*/) {
   return reinterpret_cast<const double*>(place.data) + i;
 }
 
-const float* read_place(const PlacedGrad& place, int64_t i, int64_t n, float* copy) {
+const float* read_grad(const ListedGrad& place, int64_t i, int64_t n, float* copy) {
   if (place.dtype == at::kFloat) return reinterpret_cast<const float*>(place.data) + i;
   widen(reinterpret_cast<const uint16_t*>(place.data) + i, place.dtype, copy, n);
   return copy;
@@ -32,17 +32,17 @@ const float* read_place(const PlacedGrad& place, int64_t i, int64_t n, float* co
 
 }  // namespace
 
-PlacedGrads::PlacedGrads(int64_t numel, size_t count) : numel_(numel) {
+GradList::GradList(int64_t numel, size_t count) : numel_(numel) {
   places_.reserve(count);
   tensors_.reserve(count);
   first_in_block_.reserve((numel + kBlockNumel - 1) / kBlockNumel);
 }
 
-void PlacedGrads::add(const at::Tensor& grad, int64_t begin) {
+void GradList::add(const at::Tensor& grad, int64_t begin) {
   if (grad.numel() == 0) return;
   const int64_t end = begin + grad.numel();
   TORCH_CHECK_VALUE((places_.empty() || begin >= places_.back().end) && end <= numel_,
-                    "placed gradients must be added in order, within ", numel_, " elements, got [", begin, ", ", end,
+                    "listed gradients must be added in order, within ", numel_, " elements, got [", begin, ", ", end,
                     ")");
   const auto index = static_cast<uint32_t>(places_.size());
   while (static_cast<int64_t>(first_in_block_.size()) * kBlockNumel < end) first_in_block_.push_back(index);
@@ -50,7 +50,7 @@ void PlacedGrads::add(const at::Tensor& grad, int64_t begin) {
   tensors_.push_back(grad);
 }
 
-size_t PlacedGrads::first_behind(int64_t begin) const {
+size_t GradList::first_behind(int64_t begin) const {
   const auto block = static_cast<size_t>(begin / kBlockNumel);
   if (block >= first_in_block_.size()) return places_.size();
   size_t i = first_in_block_[block];
@@ -58,29 +58,29 @@ size_t PlacedGrads::first_behind(int64_t begin) const {
   return i;
 }
 
-void PlacedGrads::prefetch_behind(size_t index) const {
+void GradList::prefetch_behind(size_t index) const {
   constexpr int64_t kHeadBytes = 2048;
   if (index + 1 >= places_.size()) return;
-  const PlacedGrad& next = places_[index + 1];
+  const ListedGrad& next = places_[index + 1];
   prefetch_bytes(next.data, std::min(kHeadBytes, next.nbytes()));
 }
 
 template <typename T>
-const T* PlacedGrads::read(int64_t begin, int64_t n, T* copy) const {
+const T* GradList::read(int64_t begin, int64_t n, T* copy) const {
   size_t i = first_behind(begin);
   const int64_t end = begin + n;
   if (i < places_.size()) {
-    const PlacedGrad& place = places_[i];
+    const ListedGrad& place = places_[i];
     if (end + kBlockNumel > place.end) prefetch_behind(i);
-    if (place.begin <= begin && end <= place.end) return read_place(place, begin - place.begin, n, copy);
+    if (place.begin <= begin && end <= place.end) return read_grad(place, begin - place.begin, n, copy);
   }
   int64_t done = begin;
   for (; i < places_.size() && places_[i].begin < end; ++i) {
-    const PlacedGrad& place = places_[i];
+    const ListedGrad& place = places_[i];
     const int64_t from = std::max(begin, place.begin), to = std::min(end, place.end);
     std::fill(copy + (done - begin), copy + (from - begin), T(0));
     T* part = copy + (from - begin);
-    const T* data = read_place(place, from - place.begin, to - from, part);
+    const T* data = read_grad(place, from - place.begin, to - from, part);
     if (data != part) std::memcpy(part, data, (to - from) * sizeof(T));
     done = to;
   }
@@ -88,24 +88,24 @@ const T* PlacedGrads::read(int64_t begin, int64_t n, T* copy) const {
   return copy;
 }
 
-template const float* PlacedGrads::read(int64_t begin, int64_t n, float* copy) const;
-template const double* PlacedGrads::read(int64_t begin, int64_t n, double* copy) const;
+template const float* GradList::read(int64_t begin, int64_t n, float* copy) const;
+template const double* GradList::read(int64_t begin, int64_t n, double* copy) const;
 
-at::Tensor as_operand(PlacedGrads grads, int64_t numel, at::ScalarType dtype) {
+at::Tensor as_operand(GradList grads, int64_t numel, at::ScalarType dtype) {
   return at::detail::make_tensor<Impl>(c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype),
-                                       c10::Device(c10::kCPU), std::make_shared<const PlacedGrads>(std::move(grads)),
+                                       c10::Device(c10::kCPU), std::make_shared<const GradList>(std::move(grads)),
                                        c10::IntArrayRef({numel}));
 }
 
-const PlacedGrads* placed_grads_of(const at::Tensor& tensor) {
+const GradList* grad_list_of(const at::Tensor& tensor) {
   const auto* impl = dynamic_cast<const Impl*>(tensor.unsafeGetTensorImpl());
   return impl == nullptr ? nullptr : impl->opaque_handle().get();
 }
 
-void scale_placed_grads(const at::Tensor& grads, double factor, const std::optional<at::Tensor>& found_inf) {
-  const PlacedGrads* placed = placed_grads_of(grads);
-  TORCH_CHECK_TYPE(placed != nullptr, "scale_placed_grads: expected placed gradients, got ", grads.toString());
-  const std::vector<at::Tensor>& tensors = placed->tensors();
+void scale_grad_list(const at::Tensor& grads, double factor, const std::optional<at::Tensor>& found_inf) {
+  const GradList* list = grad_list_of(grads);
+  TORCH_CHECK_TYPE(list != nullptr, "scale_grad_list: expected a list of gradients, got ", grads.toString());
+  const std::vector<at::Tensor>& tensors = list->tensors();
   Pieces pieces;
   std::vector<const void*> data;  // obtained by one thread: memory may have to be copied before it is written
   data.reserve(tensors.size());
@@ -116,7 +116,7 @@ void scale_placed_grads(const at::Tensor& grads, double factor, const std::optio
   std::atomic<bool> bad{false};
   pieces.parallel_for_each([&](size_t i) {
     const Piece& piece = pieces[i];
-    placed->prefetch_behind(piece.segment);
+    list->prefetch_behind(piece.segment);
     const Place place = Place(tensors[piece.segment], data[piece.segment]).from(piece.begin);
     const bool found = factor == 1 ? has_nonfinite(place, piece.numel) : unscale(place, place, factor, piece.numel);
     if (found) bad.store(true, std::memory_order_relaxed);

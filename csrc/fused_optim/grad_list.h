@@ -16,7 +16,7 @@
 namespace apex_npu {
 
 // What stands for the elements [begin, end) of the operand.
-struct PlacedGrad {
+struct ListedGrad {
   int64_t nbytes() const { return (end - begin) * static_cast<int64_t>(c10::elementSize(dtype)); }
 
   int64_t begin, end;
@@ -24,15 +24,15 @@ struct PlacedGrad {
   at::ScalarType dtype;
 };
 
-class PlacedGrads {
+class GradList {
  public:
   // Of an operand of `numel` elements, which are 0 where none of `count` gradients is added.
-  PlacedGrads(int64_t numel, size_t count);
+  GradList(int64_t numel, size_t count);
 
   // From element `begin` on, after all that have been added before; `grad` fills its memory.
   void add(const at::Tensor& grad, int64_t begin);
 
-  const std::vector<PlacedGrad>& places() const { return places_; }
+  const std::vector<ListedGrad>& places() const { return places_; }
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
 
   // Fetches the beginning of the gradient after the one of this index: the hardware prefetcher cannot predict it, since
@@ -48,19 +48,19 @@ class PlacedGrads {
   size_t first_behind(int64_t begin) const;
 
   int64_t numel_;
-  std::vector<PlacedGrad> places_;
+  std::vector<ListedGrad> places_;
   std::vector<at::Tensor> tensors_;       // one for each, which keeps its memory
   std::vector<uint32_t> first_in_block_;  // the first place that ends after the beginning of each kBlockNumel elements
 };
 
 // The operand, of the dtype that the gradients, wide or narrow, are taken for.
-at::Tensor as_operand(PlacedGrads grads, int64_t numel, at::ScalarType dtype);
+at::Tensor as_operand(GradList grads, int64_t numel, at::ScalarType dtype);
 
 // The gradients of an operand; null for any other tensor.
-const PlacedGrads* placed_grads_of(const at::Tensor& tensor);
+const GradList* grad_list_of(const at::Tensor& tensor);
 
 // Multiplies the gradients in place. found_inf (float32, one element), if given, becomes 1 where an element is
 // inf or nan. With a factor of 1 nothing is written.
-void scale_placed_grads(const at::Tensor& grads, double factor, const std::optional<at::Tensor>& found_inf);
+void scale_grad_list(const at::Tensor& grads, double factor, const std::optional<at::Tensor>& found_inf);
 
 }  // namespace apex_npu

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex_npu import ops, optimizers
 from apex_npu._extension import extension
-from apex_npu.fusion.grad_slots import EXTERNAL, FOREIGN, IN_BUFFER, NONE, InPlace, grad_slots
+from apex_npu.fusion.grad_slots import ELSEWHERE, IN_BUFFER, NONE, InPlace, grad_slots
 
 pytestmark = [
     pytest.mark.skipif(extension is None, reason="there is no extension"),
@@ -53,7 +53,7 @@ def place(grads, offsets, numel, dtype, *, stepped=False):
     params = [nn.Parameter(torch.empty(0 if g is None else g.numel(), dtype=dtype)) for g in grads]
     for p, g in zip(params, grads, strict=True):
         set_grad(p, g)
-    return grad_slots([p.detach() for p in params], offsets).place(params, 0, numel, stepped)
+    return grad_slots([p.detach() for p in params], offsets).grad_list(params, 0, numel, stepped)
 
 
 def set_grad(param, grad):
@@ -80,7 +80,7 @@ def scattered(flat, dtypes):
 
 
 def step(name, operands, model_param, extra, options):
-    copies = [t if t is None or ops.is_placed(t) else t.clone() for t in [*operands, model_param]]
+    copies = [t if t is None or ops.is_grad_list(t) else t.clone() for t in [*operands, model_param]]
     getattr(torch.ops.apex_npu, name)(*copies, *extra, **options)
     return [copies[0], *copies[2:]]
 
@@ -180,7 +180,7 @@ def test_operands_that_do_not_fit():
         ValueError, match="adam_: all buffers must have one length, but grad has 21 elements and param 20"
     ):
         adam_with(place([grad], [0], 21, F32))
-    with pytest.raises(TypeError, match=r"adam_: .* gradients must be flat and contiguous, not placed"):
+    with pytest.raises(TypeError, match=r"adam_: .* gradients must be flat and contiguous, not a list"):
         adam_with(place([grad], [0], 20, F32), dtype=F64)
     for name in ("param", "exp_avg", "exp_avg_sq"):
         with pytest.raises(ValueError, match=f"adam_: grad, the 1-th of its 2 parts, and {name} overlap in memory"):
@@ -199,7 +199,7 @@ def test_nothing_but_the_kernels_reads_it():
     ):
         with pytest.raises((RuntimeError, NotImplementedError)):
             read(placed)
-    with pytest.raises(TypeError, match=r"sgd_: .* gradients must be flat and contiguous, not placed"):
+    with pytest.raises(TypeError, match=r"sgd_: .* gradients must be flat and contiguous, not a list"):
         torch.ops.apex_npu.sgd_(torch.zeros(4, dtype=F64), placed, None, None, **{**SGD, "momentum": 0.0})
 
 
@@ -243,11 +243,12 @@ def states(param, grad, in_place, view=None, slots=None):
     param.grad = grad
     shape = torch.empty_like(param, device="meta")
     slots = slots or grad_slots([shape], [0])
-    (state,) = slots.states([param], [param if view is None else view], 0, in_place, 0)
-    return state
+    (state,), to_gather = slots.states([param], [param if view is None else view], 0, in_place, 0)
+    return state, to_gather
 
 
-READ_AND_WRITTEN, READ, NEITHER = (EXTERNAL, EXTERNAL), (EXTERNAL, FOREIGN), (FOREIGN, FOREIGN)
+STAYS, GATHERED = (ELSEWHERE, []), (ELSEWHERE, [0])
+READ_AND_WRITTEN, READ, NEITHER = (STAYS, STAYS), (STAYS, GATHERED), (GATHERED, GATHERED)
 
 
 @pytest.mark.parametrize(
@@ -264,57 +265,57 @@ READ_AND_WRITTEN, READ, NEITHER = (EXTERNAL, EXTERNAL), (EXTERNAL, FOREIGN), (FO
         pytest.param(lambda: torch.ones(3, 4).share_memory_(), READ, id="shared with processes"),
     ],
 )
-def test_which_are_external(make, expected):
+def test_which_can_stay(make, expected):
     param = nn.Parameter(torch.zeros(3, 4))
     assert tuple(states(param, make(), what) for what in (InPlace.READ, InPlace.WRITE)) == expected
-    assert states(param, make(), InPlace.NO) == FOREIGN
+    assert states(param, make(), InPlace.NO) == GATHERED
 
 
 def test_strides_of_dimensions_of_one_element_do_not_matter():
     param = nn.Parameter(torch.zeros(5, 3, 1, 1))
     grad = torch.empty_strided((5, 3, 1, 1), (3, 1, 7, 9)).fill_(1)
-    assert states(param, grad, InPlace.WRITE) == EXTERNAL
+    assert states(param, grad, InPlace.WRITE) == STAYS
 
 
 def test_memory_that_others_look_at_is_not_written():
     param, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
     grad = torch.ones(3)
-    assert states(param, grad, InPlace.WRITE) == EXTERNAL  # names in Python do not count
+    assert states(param, grad, InPlace.WRITE) == STAYS  # names in Python do not count
     view = grad[1:]
-    assert states(param, grad, InPlace.WRITE) == FOREIGN
-    assert states(param, grad, InPlace.READ) == EXTERNAL
+    assert states(param, grad, InPlace.WRITE) == GATHERED
+    assert states(param, grad, InPlace.READ) == STAYS
     del view
-    assert states(param, grad, InPlace.WRITE) == EXTERNAL
+    assert states(param, grad, InPlace.WRITE) == STAYS
     other.grad = grad
-    assert states(param, grad, InPlace.WRITE) == FOREIGN
+    assert states(param, grad, InPlace.WRITE) == GATHERED
 
 
 def test_none_and_in_buffer():
     param = nn.Parameter(torch.zeros(3))
     view = torch.zeros(3)
-    assert states(param, None, InPlace.READ, view) == NONE
-    assert states(param, view, InPlace.READ, view) == IN_BUFFER
+    assert states(param, None, InPlace.READ, view) == (NONE, [])
+    assert states(param, view, InPlace.READ, view) == (IN_BUFFER, [])
 
 
-def test_what_has_been_stepped_and_stays_is_no_longer_external():
+def test_what_has_been_stepped_cannot_stay():
     param = nn.Parameter(torch.zeros(3))
     slots = grad_slots([torch.empty(3, device="meta")], [0])
     grad = torch.ones(3)
-    assert states(param, grad, InPlace.READ, slots=slots) == EXTERNAL
-    slots.place([param], 0, 3, False)
-    assert states(param, grad, InPlace.READ, slots=slots) == EXTERNAL
-    slots.place([param], 0, 3, True)
-    assert states(param, grad, InPlace.READ, slots=slots) == FOREIGN
-    assert states(param, torch.ones(3), InPlace.READ, slots=slots) == EXTERNAL
+    assert states(param, grad, InPlace.READ, slots=slots) == STAYS
+    slots.grad_list([param], 0, 3, False)
+    assert states(param, grad, InPlace.READ, slots=slots) == STAYS
+    slots.grad_list([param], 0, 3, True)
+    assert states(param, grad, InPlace.READ, slots=slots) == GATHERED
+    assert states(param, torch.ones(3), InPlace.READ, slots=slots) == STAYS
     slots.forget_stepped()
-    assert states(param, grad, InPlace.READ, slots=slots) == EXTERNAL
+    assert states(param, grad, InPlace.READ, slots=slots) == STAYS
 
 
 def test_neither_operands_nor_slots_keep_gradients_for_good():
     param = nn.Parameter(torch.zeros(3))
     param.grad = torch.ones(3)
     slots = grad_slots([torch.empty(3, device="meta")], [0])
-    placed = slots.place([param], 0, 3, True)
+    placed = slots.grad_list([param], 0, 3, True)
     grad = weakref.ref(param.grad)
     storage = param.grad.untyped_storage()
     param.grad = None

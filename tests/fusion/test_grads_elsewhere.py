@@ -15,7 +15,7 @@ from apex_npu import amp, optimizers
 from apex_npu._extension import extension
 from apex_npu.fusion import FlatGrads, fuse, grad_slots
 from apex_npu.fusion.grad_slots import InPlace
-from apex_npu.ops import is_placed
+from apex_npu.ops import is_grad_list
 
 SHAPES = [(3,), (40, 30), (7, 5), (20, 60), (2,)]
 LARGE = [1, 3]
@@ -23,7 +23,7 @@ LARGE = [1, 3]
 
 @pytest.fixture(autouse=True)
 def large_is_small(monkeypatch):
-    monkeypatch.setattr(grad_slots, "EXTERNAL_NUMEL", 1_000)
+    monkeypatch.setattr(grad_slots, "STAYS_NUMEL", 1_000)
     monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", 1_000)
 
 
@@ -44,7 +44,7 @@ def test_which_stay():
     set_grads(params, 1)
     before = [p.grad for p in params]
     states = grads.gather(in_place=InPlace.WRITE)
-    assert [i for i, state in enumerate(states) if state == grad_slots.EXTERNAL] == LARGE
+    assert [i for i, state in enumerate(states) if state == grad_slots.ELSEWHERE] == LARGE
     assert [i for i, (p, g) in enumerate(zip(params, before, strict=True)) if p.grad is g] == LARGE
     operands = grads.operands(InPlace.WRITE)
     if extension is None:
@@ -52,7 +52,7 @@ def test_which_stay():
         assert len(operands) == 2 + 3
     else:
         assert len(operands) == 1
-        assert is_placed(operands[0])
+        assert is_grad_list(operands[0])
     assert [i for i, (p, g) in enumerate(zip(params, before, strict=True)) if p.grad is g] == LARGE
     assert grads.gather().count(grad_slots.IN_BUFFER) == len(params)  # requests for one buffer are served
     torch.testing.assert_close(params[1].grad, before[1], rtol=0, atol=0)
@@ -86,7 +86,7 @@ def test_steps_are_those_of_gathered_gradients(cls, monkeypatch):
     one, other = cls(ours, lr=0.1), cls(theirs, lr=0.1)
     for i in range(6):
         for params, optimizer, limit in ((ours, one, 1_000), (theirs, other, 10**9)):
-            monkeypatch.setattr(grad_slots, "EXTERNAL_NUMEL", limit)
+            monkeypatch.setattr(grad_slots, "STAYS_NUMEL", limit)
             monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", limit)
             set_grads(params, i)
             if i == 2:
@@ -118,7 +118,7 @@ def test_memory_of_gradients_is_let_go_of():
 @pytest.mark.parametrize("clip", ["torch", "fused"])
 def test_amp_trains_as_with_gathered_gradients(level, fuse_unscale, clip, monkeypatch):
     def train(limit):
-        monkeypatch.setattr(grad_slots, "EXTERNAL_NUMEL", limit)
+        monkeypatch.setattr(grad_slots, "STAYS_NUMEL", limit)
         monkeypatch.setattr(grad_slots, "WRITTEN_NUMEL", limit)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 40), nn.Linear(40, 2))

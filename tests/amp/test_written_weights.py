@@ -1,0 +1,571 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Published training loops that write weights or gradients between two steps, at each level beside plain torch.
+
+Each loop is a function of a ``Loop``, which is plain torch or amp, and its code is the same for both, as its authors
+publish it. What it trains is equal to plain torch within the level's precision, or an error or a warning has named the
+write that is lost: nothing is apart in silence.
+"""
+
+import functools
+import re
+import warnings
+
+import pytest
+import torch
+from devices import DEVICE
+from small_programs import WITH_MASTERS, kinds, known_fault
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from apex_npu import amp, optimizers
+
+STEPS = 6
+X, Y = (torch.randn(16, n, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (6, 3))
+# How far a result may be from plain torch's, in proportion to how far training has moved the weights. At O0 the kernels
+# differ in the last bits; elsewhere the forward and the gradients are in half precision, and at O3 the weights, too.
+TOLERANCE = {"O0": 1e-4, "O1": 0.01, "O2": 0.01, "O3": 0.05, "O4": 0.05, "O5": 0.05}
+# In plain torch, and under amp.
+OPTIMIZERS = {
+    "torch": (torch.optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "fused": (torch.optim.Adam, optimizers.NpuFusedAdam, {"lr": 0.02}),
+}
+
+
+class LoRALinear(nn.Module):
+    """``base`` is frozen; the product of ``a`` and ``b`` is trained, and can be merged into it."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(rank, base.in_features) / 2)
+        self.b = nn.Parameter(torch.zeros(base.out_features, rank))
+        self.merged = False
+
+    def forward(self, x):
+        return self.base(x) if self.merged else self.base(x) + x @ self.a.T @ self.b.T
+
+    def merge(self):
+        self.base.weight.data += self.b @ self.a
+        self.merged = True
+
+    def unmerge(self):
+        self.base.weight.data -= self.b @ self.a
+        self.merged = False
+
+
+class ConstrainedLinear(nn.Linear):
+    """EEGNet's: the norms of the rows are limited by the forward."""
+
+    def forward(self, x):
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.15)
+        return super().forward(x)
+
+
+class SAM(torch.optim.Optimizer):
+    """With a base optimizer that shares its groups; two backward passes to a step."""
+
+    def __init__(self, params, base_optimizer, rho=0.3, **options):
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base_optimizer(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    def with_grad(self):
+        return [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def first_step(self):
+        norm = torch.stack([p.grad.norm() for _, p in self.with_grad()]).norm()
+        for group, p in self.with_grad():
+            self.state[p]["old_p"] = p.data.clone()
+            p.add_(p.grad * (group["rho"] / (norm + 1e-12)))
+
+    @torch.no_grad()
+    def second_step(self):
+        for _, p in self.with_grad():
+            p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+
+
+class Lookahead:
+    """Around another optimizer, whose weights are the fast ones."""
+
+    def __init__(self, optimizer, k=2, alpha=0.5):
+        self.optimizer, self.k, self.alpha, self.count = optimizer, k, alpha, 0
+        self.slow = {p: p.data.clone() for group in optimizer.param_groups for p in group["params"]}
+
+    def step(self):
+        self.optimizer.step()
+        self.count += 1
+        if self.count % self.k == 0:
+            for group in self.optimizer.param_groups:
+                for fast in group["params"]:
+                    slow = self.slow[fast]
+                    slow.add_(fast.data - slow, alpha=self.alpha)
+                    fast.data.copy_(slow)
+
+
+class ScheduleFreeSGD(torch.optim.Optimizer):
+    """Steps z; gradients are taken at y, between z and the average x, which ``eval`` puts in its place."""
+
+    def __init__(self, params, lr=0.1, beta=0.8):
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "at_y": True})
+
+    def _swap(self, at_y, weight):
+        for group in self.param_groups:
+            if group["at_y"] != at_y:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], weight(group["beta"]))
+                group["at_y"] = at_y
+
+    @torch.no_grad()
+    def eval(self):
+        self._swap(False, lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def train(self):
+        self._swap(True, lambda beta: 1 - beta)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            share = 1 / (group["k"] + 1)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                z = self.state[p].setdefault("z", p.detach().clone())
+                p.lerp_(z, share)
+                p.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - share) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+            group["k"] += 1
+
+
+class Loop:
+    """What a loop trains: in plain torch where ``level`` is None.
+
+    Attributes:
+        seen: What has been looked at.
+    """
+
+    def __init__(self, level, kind, model=None, wrap=None):
+        torch.manual_seed(1)
+        self.level, self.seen, self.count = level, [], 0
+        plain, ours, options = OPTIMIZERS[kind]
+        cls = plain if level is None else ours
+        self.model = (model or mlp)().to(DEVICE)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = cls(trained, **options) if wrap is None else wrap(trained, cls, options)
+        self.see()
+        if level is not None:
+            self.model, self.optimizer = amp.initialize(
+                self.model, self.optimizer, opt_level=level, dynamic_init_scale=1024.0, verbosity=0
+            )
+
+    def params(self):
+        """What the optimizer steps."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def loss(self, part=slice(None)):
+        return nn.functional.mse_loss(self.model(X[part]).float(), Y[part])
+
+    def backward(self, loss=None):
+        loss = self.loss() if loss is None else loss
+        if self.level is None:
+            loss.backward()
+            return
+        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    def step(self, set_to_none=True):
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        self.count += 1
+
+    def steps(self, count=STEPS):
+        """That many ordinary iterations; after each the loop goes on."""
+        for _ in range(count):
+            self.backward()
+            self.step()
+            yield
+
+    @torch.no_grad()
+    def see(self):
+        values = parameters_to_vector(value.detach().float() for value in self.model.state_dict().values())
+        output = self.model(X).detach().float().flatten()
+        self.seen.append((values.cpu(), output.cpu()))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+LOOPS = {}
+
+
+def loop(function=None, **options):
+    """Enter a loop into the table, with the arguments of its ``Loop``."""
+    if function is None:
+        return lambda function: loop(function, **options)
+    LOOPS[function.__name__] = function, options
+    return function
+
+
+# Weights of the model
+
+
+@loop
+def wgan_data(t):
+    for _ in t.steps():
+        for p in t.model.parameters():
+            p.data.clamp_(-0.2, 0.2)
+
+
+@loop
+def wgan_no_grad(t):
+    for _ in t.steps():
+        with torch.no_grad():
+            for p in t.model.parameters():
+                p.clamp_(-0.2, 0.2)
+
+
+@loop
+def pruning(t):
+    """RigL's: every other step small weights are set to zero, and grow again."""
+    for i, _ in enumerate(t.steps()):
+        for p in t.model.parameters() if i % 2 == 0 else ():
+            p.data.mul_(p.detach().abs() > 0.2)
+
+
+@loop
+def reset(t):
+    """Of a layer, halfway."""
+    for _ in t.steps(3):
+        pass
+    nn.init.eye_(t.model[0].weight)
+    nn.init.constant_(t.model[0].bias, 0.25)
+    for _ in t.steps(3):
+        pass
+
+
+@loop
+def shrink(t):
+    """Shrink and perturb, without the noise, by torch's operators on lists."""
+    for _ in t.steps():
+        with torch.no_grad():
+            torch._foreach_mul_(list(t.model.parameters()), 0.75)
+
+
+@loop
+def row_norms(t):
+    """Max-norm regularisation."""
+    for _ in t.steps():
+        with torch.no_grad():
+            weight = t.model[0].weight
+            weight.mul_((0.5 / weight.norm(dim=1, keepdim=True)).clamp(max=1.0))
+
+
+@loop(model=lambda: nn.Sequential(ConstrainedLinear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+def norms_in_the_forward(t):
+    for _ in t.steps():
+        pass
+
+
+@loop
+def vector(t):
+    """What searches along a line, and federated averaging, write."""
+    for _ in t.steps():
+        vector_to_parameters(0.75 * parameters_to_vector(t.model.parameters()), t.model.parameters())
+
+
+@loop
+def received(t):
+    """The weights of another process, as a broadcast leaves them."""
+    other = [p.detach().clone() / 2 for p in t.model.parameters()]
+    for _ in t.steps(3):
+        pass
+    for p, value in zip(t.model.parameters(), other, strict=True):
+        p.data.copy_(value)
+    for _ in t.steps(3):
+        pass
+
+
+@loop
+def averages_swapped_in(t):
+    """Averages of model.parameters(), swapped in to evaluate, and out again."""
+    params = list(t.model.parameters())
+    averages = [p.detach().clone() for p in params]
+    for i, _ in enumerate(t.steps()):
+        for average, p in zip(averages, params, strict=True):
+            average.lerp_(p.detach(), 0.5)
+        if i % 2:
+            kept = [p.detach().clone() for p in params]
+            for p, average in zip(params, averages, strict=True):
+                p.data.copy_(average)
+            t.see()
+            for p, value in zip(params, kept, strict=True):
+                p.data.copy_(value)
+
+
+@loop
+def branch(t):
+    """Back to the weights of an earlier step, as population based training and Reptile go."""
+    before = [p.detach().clone() for p in t.model.parameters()]
+    for i, _ in enumerate(t.steps()):
+        if i == 3:
+            with torch.no_grad():
+                for p, start in zip(t.model.parameters(), before, strict=True):
+                    p.copy_(start + 0.5 * (p - start))
+
+
+@loop(model=lambda: nn.Sequential(LoRALinear(nn.Linear(6, 8)), nn.Tanh(), LoRALinear(nn.Linear(8, 3))))
+def lora(t):
+    """Merged into the base to evaluate, taken out of it to train on, and merged at the end."""
+    for i, _ in enumerate(t.steps()):
+        if i in (2, STEPS - 1):
+            t.model[0].merge(), t.model[2].merge()
+            t.see()
+        if i == 2:
+            t.model[0].unmerge(), t.model[2].unmerge()
+
+
+# Weights that the optimizer steps
+
+
+def sam_by_hand(t, write):
+    for _ in range(STEPS):
+        t.backward()
+        grads = [p.grad.detach().clone() for p in t.params()]
+        scale = 0.3 / torch.stack([grad.norm() for grad in grads]).norm()
+        for p, grad in zip(t.params(), grads, strict=True):
+            write(p, grad * scale)
+        t.optimizer.zero_grad()
+        t.backward()
+        for p, grad in zip(t.params(), grads, strict=True):
+            write(p, grad * -scale)
+        t.step()
+
+
+@loop
+def sam_no_grad(t):
+    sam_by_hand(t, torch.no_grad()(torch.Tensor.add_))
+
+
+@loop
+def sam_data(t):
+    sam_by_hand(t, lambda p, change: p.data.add_(change))
+
+
+@loop(wrap=lambda params, cls, options: SAM(params, cls, **options))
+def sam_class(t):
+    for _ in range(STEPS):
+        t.backward()
+        t.optimizer.first_step()
+        t.optimizer.zero_grad()
+        t.backward()
+        t.optimizer.second_step()
+        t.optimizer.zero_grad()
+
+
+@loop
+def lookahead(t):
+    around = Lookahead(t.optimizer)
+    for _ in range(STEPS):
+        t.backward()
+        around.step()
+        t.optimizer.zero_grad()
+
+
+@loop
+def lookahead_no_grad(t):
+    slow = [p.detach().clone() for p in t.params()]
+    for i, _ in enumerate(t.steps()):
+        if i % 2:
+            with torch.no_grad():
+                for p, s in zip(t.params(), slow, strict=True):
+                    p.copy_(s.lerp_(p, 0.5))
+
+
+@loop(wrap=lambda params, cls, options: ScheduleFreeSGD(params))
+def schedule_free(t):
+    for i in range(STEPS):
+        t.optimizer.train()
+        t.backward()
+        t.step()
+        if i % 3 == 2:
+            t.optimizer.eval()
+            t.see()
+
+
+@loop
+def constraint_of_groups(t):
+    """A constraint on what the groups have, by a tensor of another address."""
+    for _ in t.steps():
+        for p in t.params():
+            p.data = p.data.clamp(-0.2, 0.2)
+
+
+# Gradients
+
+
+def pcgrad(t, params):
+    for _ in range(STEPS):
+        grads = []
+        for part in (slice(0, 8), slice(8, 16)):
+            t.optimizer.zero_grad()
+            t.backward(t.loss(part))
+            grads.append([p.grad.detach().float().clone() for p in t.params()])
+        first, second = (torch.cat([grad.flatten() for grad in each]) for each in grads)
+        product = (first @ second).item()
+        share = product / (second @ second).item() if product < 0 else 0.0
+        for p, a, b in zip(params(), *grads, strict=True):
+            p.grad = (a + b - share * b).to(p.dtype)
+        t.step()
+
+
+@loop
+def pcgrad_of_groups(t):
+    pcgrad(t, t.params)
+
+
+@loop
+def pcgrad_of_the_model(t):
+    pcgrad(t, lambda: list(t.model.parameters()))
+
+
+def centred(grad):
+    return grad - grad.mean(dim=tuple(range(1, grad.dim())), keepdim=True) if grad.dim() > 1 else grad
+
+
+def centralised(t, change):
+    for _ in range(STEPS):
+        t.backward()
+        change()
+        t.step()
+
+
+@loop
+def centralisation_of_groups(t):
+    centralised(t, lambda: [p.grad.data.copy_(centred(p.grad.data)) for p in t.params()])
+
+
+@loop
+def centralisation_of_the_model(t):
+    centralised(t, lambda: [p.grad.copy_(centred(p.grad)) for p in t.model.parameters()])
+
+
+@loop
+def centralisation_by_assignment(t):
+    def assign():
+        for p in t.model.parameters():
+            p.grad = centred(p.grad)
+
+    centralised(t, assign)
+
+
+@loop
+def centralisation_in_a_hook(t):
+    def centralise(*_):
+        for p in t.params():
+            p.grad.copy_(centred(p.grad))
+
+    t.optimizer.register_step_pre_hook(centralise)
+    for _ in t.steps():
+        pass
+
+
+@loop
+def not_reached(t):
+    """Of gradients that zero_grad has filled with zeros some are not reached by the next backward."""
+    for i in range(STEPS):
+        t.backward(t.loss() if i % 2 == 0 else t.model[0](X).float().square().mean())
+        t.step(set_to_none=False)
+
+
+@loop
+def before_the_block(t):
+    """A penalty of the weights has its backward by itself, before that of the loss."""
+    for _ in range(STEPS):
+        sum(p.float().square().sum() for p in t.model.parameters()).backward()
+        t.backward()
+        t.step()
+
+
+# What is said of the loops, at the levels with masters, whose writes do not count there. All others are equal to plain
+# torch, and nothing is said.
+NAMED = {"centralisation_of_the_model": "gradients of the model have been written.* the gradients that count are"}
+# What is apart in silence, at the levels with masters.
+UNDONE = "the next step undoes what has been written to the model"
+LATE = "the model has what has been written to the masters after the next step only"
+LOST = {
+    **dict.fromkeys(
+        [
+            "wgan_data",
+            "wgan_no_grad",
+            "pruning",
+            "reset",
+            "shrink",
+            "row_norms",
+            "norms_in_the_forward",
+            "vector",
+            "received",
+            "branch",
+        ],
+        UNDONE,
+    ),
+    **dict.fromkeys(
+        ["sam_no_grad", "sam_data", "lookahead", "lookahead_no_grad", "schedule_free", "constraint_of_groups"], LATE
+    ),
+    "sam_class": "the inner optimizer has the model's parameters, whose gradients are with the masters",
+    "pcgrad_of_the_model": "gradients that are assigned to the model after the block are not stepped",
+    "centralisation_by_assignment": "gradients that are assigned to the model after the block are not stepped",
+    "not_reached": "a parameter whose gradient zero_grad has filled with zeros is not stepped",
+    "before_the_block": "gradients of a backward before the block are dropped",
+}
+
+
+def case(name, level):
+    return pytest.param(
+        name,
+        level,
+        marks=[known_fault(LOST[name])] if name in LOST and level in WITH_MASTERS else [],
+        id=f"{name}-{level}",
+    )
+
+
+def train(name, level, kind):
+    """What the loop has seen; and what has named a write that is lost."""
+    function, options = LOOPS[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            t = Loop(level, kind, **options)
+            function(t)
+            t.see()
+        except (RuntimeError, ValueError, TypeError) as error:
+            return None, [f"{type(error).__name__}: {error}"]
+        finally:
+            amp.shutdown()
+    return t.seen, [str(warning.message) for warning in caught]
+
+
+@functools.cache
+def plain(name, kind):
+    return train(name, None, kind)[0]
+
+
+@kinds(OPTIMIZERS)
+@pytest.mark.parametrize(("name", "level"), [case(name, level) for name in LOOPS for level in TOLERANCE])
+def test_loops(name, level, kind):
+    seen, said = train(name, level, kind)
+    if name in NAMED and level in WITH_MASTERS:
+        assert any(re.search(NAMED[name], text) for text in said), said
+        return
+    assert seen is not None, said
+    assert not said
+    start = plain(name, kind)[0]
+    for n, (found, wanted) in enumerate(zip(seen, plain(name, kind), strict=True)):
+        for what, a, b, c in zip(("weights", "outputs"), found, wanted, start, strict=True):
+            apart, moved = (a - b).norm().item(), (b - c).norm().item()
+            assert apart <= TOLERANCE[level] * moved + 1e-6, f"{what} {n} are {apart:.3g} apart, of {moved:.3g}"
