@@ -205,13 +205,20 @@ class MasterParams:
     def _follow_written(self, written: Sequence[int]) -> str | None:
         """Let masters have what differs, in the model parameters that have been ``written``, from what they hold."""
         conflicts: list[Tensor] = []
-        for k in written:
-            master, param = self.masters[k], self.model_params[k]
-            if master.shape == param.shape and master.device == param.device:
-                differs = follow_(master, param)
-                if k in self._written:
-                    conflicts.append(differs.any())
+        followed = [k for k in written if self._may_agree(k)]
+        for k in followed:
+            differs = follow_(self.masters[k], self.model_params[k])
+            if k in self._written:
+                conflicts.append(differs.any())
+        self.model_writes.note(self.model_params, followed)
+        self._copies.note([self.model_params[k] for k in followed])
+        self._moved = True  # maybe
         return BOTH_WRITTEN if any(map(bool, conflicts)) else None
+
+    def _may_agree(self, k: int) -> bool:
+        """A script has not given one of a pair another shape, or another device so far."""
+        master, param = self.masters[k], self.model_params[k]
+        return master.shape == param.shape and master.device == param.device
 
     def write_model(self) -> None:
         """Round masters that have been written since the last step into their model parameters.
@@ -233,7 +240,7 @@ class MasterParams:
         asked, differ = [], []
         for k in written:
             master, param = self.masters[k], self.model_params[k]
-            if k not in of_model and master.shape == param.shape and master.device == param.device:
+            if k not in of_model and self._may_agree(k):
                 asked.append(k)
                 differ.append((_in_base_format(param) != _in_base_format(master).to(param.dtype)).any())
         answers = torch.stack([answer.cpu() for answer in differ]).tolist() if differ else []
@@ -252,10 +259,13 @@ class MasterParams:
         self._note([k for k in written if id(self.model_params[k]) in ids])
         self._moved = True  # maybe
 
-    def unseen(self) -> str | None:
-        """What is to be warned of where a loss has been computed without what has been written to masters."""
-        written = self.master_writes.counted(self.masters)
-        return UNSEEN if written and not is_capturing() and self._unlike_model(written)[1] else None
+    def begin_block(self) -> str | None:
+        """Likewise for a block; what is to be warned of, a loss without what has been written to masters included."""
+        self._written = self.master_writes.counted(self.masters)
+        unseen = self._written and not is_capturing() and self._unlike_model(self._written)[1]
+        written = self.model_writes.written(self.model_params)
+        doubt = self._follow_written(written) if written else None
+        return doubt or (UNSEEN if unseen else None)
 
     def copy_to_model(self, groups: Sequence[FusedGroup], skipped: Tensor | None = None) -> str | None:
         """Round every master into its model parameter.
@@ -280,8 +290,13 @@ class MasterParams:
             uncounted = flat_model.copy_masters(self._copies, skipped)
         else:
             copy_rounded(self._copies, self.masters, self.model_params, skipped)
-        self.model_writes.note(self.model_params)
-        self.master_writes.note(self.masters)
+        if skipped is None or not self._written:
+            self.model_writes.note(self.model_params)
+            self.master_writes.note(self.masters)
+        else:  # where the step is skipped, the model has yet to get what has been written
+            others = sorted(set(range(len(self.masters))).difference(self._written))
+            self.model_writes.note(self.model_params)
+            self.master_writes.note(self.masters, others)
         return UNCOUNTED if uncounted and not self._written else None
 
     def end_failed_step(self, groups: Sequence[FusedGroup]) -> None:

@@ -27,6 +27,7 @@ from apex_npu.amp.capture import Captured, check_block
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
 from apex_npu.amp.grad_sync import Agreement, UnknownAverages
 from apex_npu.amp.loss_graph import FirstLook
+from apex_npu.amp.master_params import MasterParams
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer
 from apex_npu.amp.session import Session, require, settings
 from apex_npu.backends import is_capturing
@@ -152,8 +153,11 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
         if new:
             state.masters.follow(optimizer)
             state.masters.end_following()
-        if state.masters.masters and state.masters.master_writes.counted(state.masters.masters):
-            _say_unseen(session, optimizer, state)
+        masters = state.masters
+        if masters.masters and (
+            masters.model_writes.written(masters.model_params) or masters.master_writes.counted(masters.masters)
+        ):
+            _follow_writes(session, optimizer, masters)
         work.append((state, state.grad_groups(optimizer)))
         ordinary = ordinary and not state.grads.saturates and state.report is not None
     if len(work) > 1:
@@ -162,8 +166,8 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
     return _special_block(args, loss, optimizers, delay) if not ordinary or capturing or session.ddps else Block(args)
 
 
-def _say_unseen(session: Session, optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    doubt = state.masters.unseen()
+def _follow_writes(session: Session, optimizer: Optimizer, masters: MasterParams) -> None:
+    doubt = masters.begin_block()
     if doubt is not None:
         session.warn_once(optimizer, doubt)
 

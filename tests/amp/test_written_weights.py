@@ -492,32 +492,15 @@ def before_the_block(t):
         t.step()
 
 
-# What is said of the loops, at the levels with masters, whose writes do not count there. All others are equal to plain
-# torch, and nothing is said.
-NAMED = {"centralisation_of_the_model": "gradients of the model have been written.* the gradients that count are"}
+# What is said of the loops, at the levels with masters, whose writes do not count there, or not in time. All others are
+# equal to plain torch, and nothing is said.
+UNCOUNTED = "masters, as optimizer.param_groups has them, have been written in a way that.* does not count"
+NAMED = {
+    "centralisation_of_the_model": "gradients of the model have been written.* the gradients that count are",
+    **dict.fromkeys(["sam_data", "lookahead"], UNCOUNTED),
+}
 # What is apart in silence, at the levels with masters.
-UNDONE = "the next step undoes what has been written to the model"
-LATE = "the model has what has been written to the masters after the next step only"
 LOST = {
-    **dict.fromkeys(
-        [
-            "wgan_data",
-            "wgan_no_grad",
-            "pruning",
-            "reset",
-            "shrink",
-            "row_norms",
-            "norms_in_the_forward",
-            "vector",
-            "received",
-            "branch",
-        ],
-        UNDONE,
-    ),
-    **dict.fromkeys(
-        ["sam_no_grad", "sam_data", "lookahead", "lookahead_no_grad", "schedule_free", "constraint_of_groups"], LATE
-    ),
-    "sam_class": "the inner optimizer has the model's parameters, whose gradients are with the masters",
     "pcgrad_of_the_model": "gradients that are assigned to the model after the block are not stepped",
     "centralisation_by_assignment": "gradients that are assigned to the model after the block are not stepped",
     "not_reached": "a parameter whose gradient zero_grad has filled with zeros is not stepped",
