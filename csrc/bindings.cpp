@@ -95,11 +95,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using apex_npu::RoundedCopies;
   py::class_<RoundedCopies>(m, "RoundedCopies")
       .def(py::init<>())
-      .def("take", [](RoundedCopies& copies, const py::sequence& params,
-                      const py::sequence& tensors) { return copies.take(borrow(params), borrow(tensors)); })
-      .def("note", [](RoundedCopies& copies, const py::sequence& tensors) { copies.note(borrow(tensors)); })
-      .def("write", [](RoundedCopies& copies, const py::sequence& params, const py::sequence& tensors) {
-        return copies.write(borrow(params), borrow(tensors));
+      .def("take",
+           [](RoundedCopies& copies, const py::sequence& params, const py::sequence& tensors) {
+             RoundedCopies::Written written = copies.take(borrow(params), borrow(tensors));
+             return std::make_tuple(std::move(written.copies), std::move(written.params), std::move(written.others));
+           })
+      .def("write", [](RoundedCopies& copies, const py::sequence& params,
+                       const py::sequence& tensors) { return copies.write(borrow(params), borrow(tensors)); })
+      .def("note", [](RoundedCopies& copies, const py::sequence& params,
+                      const py::sequence& tensors) { copies.note(borrow(params), borrow(tensors)); })
+      .def("written_params",
+           [](const RoundedCopies& copies, const py::sequence& params, const py::sequence& tensors) {
+             return copies.written_params(borrow(params), borrow(tensors));
+           })
+      .def("glance", [](const RoundedCopies& copies, const py::sequence& params, const py::sequence& tensors) {
+        return copies.glance(borrow(params), borrow(tensors));
       });
   m.def("watch_copies", &apex_npu::watch_copies, py::arg("flat"), py::arg("offsets"), py::arg("numels"));
   m.def("round_to_copies", &apex_npu::round_to_copies, py::arg("params"), py::arg("flat"));

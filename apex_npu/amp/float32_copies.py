@@ -127,7 +127,7 @@ def _masters() -> Masters:
 
 def _exact_values(module: nn.Module, masters: Masters) -> dict[str, Tensor]:
     """In float32 those of its own low-precision parameters that have masters."""
-    write_models()
+    write_models(_low_precision_in(module))
     low = [(name, t.detach(), masters.get(t)) for name, t in own_tensors(module) if t.dtype in LOW_PRECISION]
     return {name: fp32_value(t, master) for name, t, master in low if master is not None}
 
@@ -297,10 +297,16 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, t) for name, t in own if t is not None]
 
 
+def _low_precision_in(module: nn.Module) -> list[Tensor]:
+    """The float16 and bfloat16 parameters and buffers of ``module`` itself."""
+    return [tensor for _, tensor in own_tensors(module) if tensor.dtype in LOW_PRECISION]
+
+
 def _show_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """state_dict hook: low-precision entries of this module appear in fp32, exact where there is a master."""
-    if any(tensor.dtype in LOW_PRECISION for _, tensor in own_tensors(module)):
-        write_models()
+    low = _low_precision_in(module)
+    if low:
+        write_models(low)
     for name, tensor in own_tensors(module):
         entry = state_dict.get(prefix + name)
         if isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION and tensor.dtype == entry.dtype:

@@ -8,7 +8,7 @@ had before it was cast, so nothing is lost by casting, saving or loading.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -74,6 +74,7 @@ class MasterParams:
         retired: There are none any more, as their model has been passed to another ``initialize``.
         model_writes: Of ``model_params``, as of the last step.
         master_writes: Of ``masters``, likewise.
+        copies: What ``model_params`` were rounded to, where a CPU can tell.
     """
 
     def __init__(self, pairs: Sequence[MasterPair] = (), *, retired: bool = False) -> None:
@@ -88,13 +89,13 @@ class MasterParams:
     def _forget_memory(self) -> None:
         self._flat_model: FlatModel | None = None
         self.model_writes, self.master_writes = WriteTable(), WriteTable()
-        self._copies = RoundedCopies()
+        self.copies = RoundedCopies()
         self._written: list[int] = []
         self._moved = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Without buffers and what belongs to memory: a copy makes its own."""
-        self.write_model()
+        self.write_model(self.model_params)
         names = ("first_new", "retired", "model_params", "masters", "_model_when_shown")
         return {name: getattr(self, name) for name in names}
 
@@ -137,6 +138,7 @@ class MasterParams:
         self.model_params, self.masters = [*self.model_params, *model_params], [*self.masters, *masters]
         self.model_writes.add(self.model_params)
         self.master_writes.add(self.masters)
+        self.copies.note(masters, model_params)
         for i in indices:
             param = params[i]
             master = known.get(id(param))
@@ -147,10 +149,10 @@ class MasterParams:
                 del optimizer.state[param]
             params[i] = master
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Follow the model to its device, and those that are new to its values."""
+    def follow(self, optimizer: Optimizer) -> str | None:
+        """Follow the model to its device, and to what has been written to it; what is to be warned of."""
         self.follow_devices(optimizer)
-        self.follow_model()
+        return self.follow_model()
 
     def follow_devices(self, optimizer: Optimizer) -> None:
         """Move masters, their gradients and their state in ``optimizer`` to where ``Module.to`` has moved the model."""
@@ -164,15 +166,20 @@ class MasterParams:
                     _move_state(optimizer.state.get(master, {}), device, keeps_steps=keeps_steps)
 
     @torch.no_grad()
-    def follow_model(self) -> None:
-        """Copy to the masters what has been written to the model since they were made, until their first block ends it.
+    def follow_model(self) -> str | None:
+        """Copy to the masters what has been written to the model; what is to be warned of.
 
-        Elements of the model that are their master's, rounded, leave the master as it is, and so does a model parameter
-        where the master alone has been written.
+        Elements of the model that are their master's, rounded, leave the master as it is. Until the first block of a
+        master, the model has been written where it can only be seen that the two differ.
         """
-        written = set(self.master_writes.counted(self.masters)).difference(self.model_writes.written(self.model_params))
-        for k in set(range(self.first_new, len(self.masters))).difference(written):
+        written = self.model_writes.written(self.model_params)
+        doubt = self._follow_written(written) if written else None
+        new = range(self.first_new, len(self.masters))
+        _, _, others = self.copies.take(self.masters[new.start :], self.model_params[new.start :])
+        by_value = {new[i] for i in others}.difference(self.master_writes.counted(self.masters))
+        for k in by_value:
             follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
+        return doubt
 
     def end_following(self) -> None:
         """Their first block begins: of later writes to the model, those are followed that are counted."""
@@ -192,13 +199,12 @@ class MasterParams:
 
     def take_writes(self, optimizer: Optimizer) -> str | None:
         """Before a step: give masters what has been written to the model since the last one; what is to be warned of."""
-        if self.first_new < len(self.masters):
-            self.follow(optimizer)
         self._written = self.master_writes.counted(self.masters)
-        written = self.model_writes.written(self.model_params)
-        doubt = self._follow_written(written) if written else None
+        doubt = None
+        if self.first_new < len(self.masters) or self.model_writes.written(self.model_params):
+            doubt = self.follow(optimizer)
         loose = (self.masters, self.model_params) if self._flat_model is None else self._flat_model.loose
-        _, of_masters = self._copies.take(*loose)
+        _, of_masters, _ = self.copies.take(*loose)
         return UNCOUNTED if of_masters and not self._written else doubt
 
     @torch.no_grad()
@@ -207,11 +213,11 @@ class MasterParams:
         conflicts: list[Tensor] = []
         followed = [k for k in written if self._may_agree(k)]
         for k in followed:
-            differs = follow_(self.masters[k], self.model_params[k])
+            differs = follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
             if k in self._written:
                 conflicts.append(differs.any())
         self.model_writes.note(self.model_params, followed)
-        self._copies.note([self.model_params[k] for k in followed])
+        self._note_copies(followed)
         self._moved = True  # maybe
         return BOTH_WRITTEN if any(map(bool, conflicts)) else None
 
@@ -220,13 +226,21 @@ class MasterParams:
         master, param = self.masters[k], self.model_params[k]
         return master.shape == param.shape and master.device == param.device
 
-    def write_model(self) -> None:
+    def write_model(self, shown: Collection[Tensor] = ()) -> None:
         """Round masters that have been written since the last step into their model parameters.
 
         Those stay that have been written themselves; the next step takes them. Nothing is done while a CUDA graph is
         captured.
+
+        Args:
+            shown: Model parameters whose masters are about to be shown: of these what is not counted is looked for, too.
         """
         written = self.master_writes.written(self.masters)
+        if shown:
+            ids = set(map(id, shown))
+            asked = [k for k, param in enumerate(self.model_params) if id(param) in ids]
+            pairs = [self.masters[k] for k in asked], [self.model_params[k] for k in asked]
+            written = sorted({*written, *(asked[i] for i in self.copies.written_params(*pairs))})
         if not written or is_capturing():
             return
         asked, unlike = self._unlike_model(written)
@@ -250,7 +264,10 @@ class MasterParams:
         """Masters and model parameters agree, and none has been written since."""
         self.master_writes.note(self.masters, indices)
         self.model_writes.note(self.model_params, indices)
-        self._copies.note([self.model_params[k] for k in indices])
+        self._note_copies(indices)
+
+    def _note_copies(self, indices: Sequence[int]) -> None:
+        self.copies.note([self.masters[k] for k in indices], [self.model_params[k] for k in indices])
 
     def end_loading(self, loaded: Sequence[Tensor]) -> None:
         """Model parameters and their masters have been ``loaded``: that counts as written by none."""
@@ -259,13 +276,17 @@ class MasterParams:
         self._note([k for k in written if id(self.model_params[k]) in ids])
         self._moved = True  # maybe
 
-    def begin_block(self) -> str | None:
+    def begin_block(self, optimizer: Optimizer) -> str | None:
         """Likewise for a block; what is to be warned of, a loss without what has been written to masters included."""
         self._written = self.master_writes.counted(self.masters)
-        unseen = self._written and not is_capturing() and self._unlike_model(self._written)[1]
-        written = self.model_writes.written(self.model_params)
-        doubt = self._follow_written(written) if written else None
-        return doubt or (UNSEEN if unseen else None)
+        unseen = bool(self._written) and not is_capturing() and bool(self._unlike_model(self._written)[1])
+        doubt = self.follow(optimizer)
+        self.end_following()
+        if doubt is None and unseen:
+            doubt = UNSEEN
+        elif doubt is None and not self._written and self.copies.glance(self.masters, self.model_params):
+            doubt = UNCOUNTED
+        return doubt
 
     def copy_to_model(self, groups: Sequence[FusedGroup], skipped: Tensor | None = None) -> str | None:
         """Round every master into its model parameter.
@@ -287,9 +308,9 @@ class MasterParams:
             known = known and are_same(groups, flat_model.groups) and are_same(self.masters, flat_model.masters)
             if not known:
                 flat_model, self._moved = self.flat_model(groups), False
-            uncounted = flat_model.copy_masters(self._copies, skipped)
+            uncounted = flat_model.copy_masters(self.copies, skipped)
         else:
-            copy_rounded(self._copies, self.masters, self.model_params, skipped)
+            copy_rounded(self.copies, self.masters, self.model_params, skipped)
         if skipped is None or not self._written:
             self.model_writes.note(self.model_params)
             self.master_writes.note(self.masters)

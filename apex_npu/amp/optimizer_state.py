@@ -210,15 +210,22 @@ class AmpOptimizerState:
         """Make masters for what has been added or unfrozen.
 
         Returns:
-            True where there are some that have not followed the model yet, to its values or its device.
+            True where some have to follow the model to its device, or where a master or a model parameter has been
+            written, as far as can be seen at a glance.
         """
+        masters = self.masters
         for group in optimizer.param_groups:
             if low_precision_of(group["params"]):
-                self.masters.make(optimizer)
-        masters, model_params = self.masters.masters, self.masters.model_params
+                masters.make(optimizer)
         # Of what is not new one pair is looked at: Module.to moves all.
-        moved = bool(masters) and masters[0].device != model_params[0].device
-        return moved or self.masters.first_new < len(masters)
+        moved = bool(masters.masters) and masters.masters[0].device != masters.model_params[0].device
+        return bool(
+            moved
+            or masters.first_new < len(masters.masters)
+            or masters.model_writes.written(masters.model_params)
+            or masters.master_writes.counted(masters.masters)
+            or masters.copies.glance(masters.masters, masters.model_params)
+        )
 
     def grad_groups(self, optimizer: Optimizer) -> list[GradGroup]:
         """How the gradients of ``optimizer`` get to its parameters."""

@@ -147,17 +147,11 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
         return UnscaledBlock(BlockArgs(session, listed, [(state, []) for state in states], scaler, loss_id))
     work: Work = []
     for optimizer, state in zip(listed, states, strict=True):
-        new = state.policy.master_weights and state.prepare_masters(optimizer)
-        if new or optimizer not in session.adopted:
+        written = state.policy.master_weights and state.prepare_masters(optimizer)
+        if written or optimizer not in session.adopted:
             session.register(optimizer, state)
-        if new:
-            state.masters.follow(optimizer)
-            state.masters.end_following()
-        masters = state.masters
-        if masters.masters and (
-            masters.model_writes.written(masters.model_params) or masters.master_writes.counted(masters.masters)
-        ):
-            _follow_writes(session, optimizer, masters)
+        if written:
+            _follow_writes(session, optimizer, state.masters)
         work.append((state, state.grad_groups(optimizer)))
         ordinary = ordinary and not state.grads.saturates and state.report is not None
     if len(work) > 1:
@@ -167,7 +161,7 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
 
 
 def _follow_writes(session: Session, optimizer: Optimizer, masters: MasterParams) -> None:
-    doubt = masters.begin_block()
+    doubt = masters.begin_block(optimizer)
     if doubt is not None:
         session.warn_once(optimizer, doubt)
 

@@ -580,10 +580,10 @@ def master_of(model_param: Tensor) -> Tensor | None:
     return master
 
 
-def write_models() -> None:
-    """Have what scripts have written to fp32 masters reach the models: before a forward, or a state dict."""
+def write_models(shown: Sequence[Tensor] = ()) -> None:
+    """Have what scripts have written to fp32 masters reach the models: before a forward, or before some are ``shown``."""
     for optimizer in [] if _current is None else list(_current.adopted):
-        optimizer._amp_state.masters.write_model()
+        optimizer._amp_state.masters.write_model(shown)
 
 
 def end_loading(loaded: Sequence[Tensor]) -> None:

@@ -106,19 +106,21 @@ class RoundedCopies:
         self._checksums: dict[int, Tensor] = {}  # by the address of the copy
 
     @torch.no_grad()
-    def take(self, params: list[Tensor], copies: list[Tensor]) -> tuple[list[int], list[int]]:
-        """Have parameters take what has been written to their copies.
+    def take(self, params: list[Tensor], copies: list[Tensor]) -> tuple[list[int], list[int], list[int]]:
+        """Have parameters take what has been written to their copies since these were rounded.
 
         Returns:
-            The indices of the pairs whose copy has been written, and of those whose parameter has.
+            The indices of the pairs whose copy has been written, those whose parameter has, and those that are left
+            out, such as all that are on another device.
         """
-        written: tuple[list[int], list[int]] = ([], [])
+        written: tuple[list[int], list[int], list[int]] = ([], [], [])
         for i, (param, copy) in enumerate(zip(params, copies, strict=True)):
-            known = self._checksums.get(copy.data_ptr()) if _is_pair(param, copy) else None
-            if known is None:
+            if not _is_pair(param, copy):
+                written[2].append(i)
                 continue
-            differs = (param.to(copy.dtype) != copy) & ~(param.isnan() & copy.isnan())
-            if differs.any():
+            known = self._checksums.get(copy.data_ptr())
+            differs = _differs(param, copy)
+            if known is not None and differs.any():
                 of_copy = not torch.equal(known, _checksum(copy))
                 written[0 if of_copy else 1].append(i)
                 if of_copy:
@@ -135,10 +137,29 @@ class RoundedCopies:
         known = set(pairs)
         return [i for i in range(len(params)) if i not in known]
 
-    def note(self, copies: list[Tensor]) -> None:
-        """What ``copies`` hold, those in watched buffers included, is what their parameters were rounded to."""
-        held = {copy.data_ptr(): copy for copy in copies if not wraps_tensors(copy)}
-        self._checksums.update({key: _checksum(held[key]) for key in held.keys() & self._checksums.keys()})
+    def note(self, params: list[Tensor], copies: list[Tensor]) -> None:
+        """What ``copies`` hold, those in watched buffers included, is what their parameters have been rounded to."""
+        pairs = [copy for param, copy in zip(params, copies, strict=True) if _is_pair(param, copy)]
+        self._checksums.update({copy.data_ptr(): _checksum(copy) for copy in pairs})
+
+    @torch.no_grad()
+    def written_params(self, params: list[Tensor], copies: list[Tensor]) -> list[int]:
+        """The indices of the pairs whose parameter has been written, and whose copy has not; nothing is changed."""
+        written = []
+        for i, (param, copy) in enumerate(zip(params, copies, strict=True)):
+            known = self._checksums.get(copy.data_ptr()) if _is_pair(param, copy) else None
+            if known is not None and _differs(param, copy).any() and torch.equal(known, _checksum(copy)):
+                written.append(i)
+        return written
+
+    def glance(self, params: list[Tensor], copies: list[Tensor]) -> bool:
+        """Whether there is one: a look at a few of the pairs."""
+        step = len(copies) // 16 + 1
+        return bool(self.written_params(params[::step], copies[::step]))
+
+
+def _differs(param: Tensor, copy: Tensor) -> Tensor:
+    return (param.to(copy.dtype) != copy) & ~(param.isnan() & copy.isnan())
 
 
 def _is_pair(param: Tensor, copy: Tensor) -> bool:

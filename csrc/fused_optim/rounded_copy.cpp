@@ -3,6 +3,7 @@
 #include "fused_optim/rounded_copy.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "combine_tensors/change_data_ptr.h"
@@ -67,7 +68,7 @@ void RoundedCopy::take_different(float* param, const uint16_t* copy, const uint1
     const uint32_t known = checksums_[line];
     if (known == 0 || (!lines_.empty() && !lines_[line])) continue;
     const float value = widened(copy[i], dtype_);
-    if (value != value && param[i] != param[i]) continue;  // two of the many that are not numbers
+    if (value != value && param[i] != param[i]) continue;  // of what is not a number there are many words
     const bool copy_is_written = known != checksum_of(copy + (line * kLineNumel - begin), line);
     ++(copy_is_written ? of_copies : of_params);
     if (copy_is_written) param[i] = value;
@@ -111,6 +112,18 @@ std::pair<int64_t, int64_t> RoundedCopy::counts() { return {copies_written_.exch
 
 void RoundedCopy::write_all(const float* param, uint16_t* copy) {
   for_each_block([&](int64_t begin, int64_t n) { write(param + begin, copy + begin, begin, n); });
+}
+
+bool RoundedCopy::param_is_written(const float* param, const uint16_t* copy, int64_t begin, int64_t n) const {
+  uint16_t rounded[kLineNumel];
+  narrow(param, rounded, dtype_, n);
+  const int64_t line = begin / kLineNumel;
+  if (std::memcmp(rounded, copy, n * sizeof(uint16_t)) == 0 || checksums_[line] != checksum_of(copy, line))
+    return false;
+  for (int64_t i = 0; i < n; ++i) {
+    if (rounded[i] != copy[i] && (param[i] == param[i] || !std::isnan(widened(copy[i], dtype_)))) return true;
+  }
+  return false;
 }
 
 void RoundedCopy::note(const uint16_t* copy, int64_t begin, int64_t n) {
@@ -169,16 +182,19 @@ RoundedCopy* RoundedCopies::find(const at::Tensor& param, const at::Tensor& copy
   return found.get();
 }
 
-std::pair<std::vector<int64_t>, std::vector<int64_t>> RoundedCopies::take(const Borrowed& params,
-                                                                          const Borrowed& copies) {
-  std::pair<std::vector<int64_t>, std::vector<int64_t>> written;
+RoundedCopies::Written RoundedCopies::take(const Borrowed& params, const Borrowed& copies) {
+  Written written;
   for (size_t i = 0; i < copies.size(); ++i) {
+    const auto index = static_cast<int64_t>(i);
     RoundedCopy* copy = find(*params.at(i), *copies[i]);
-    if (copy == nullptr) continue;
+    if (copy == nullptr) {
+      written.others.push_back(index);
+      continue;
+    }
     copy->take_all(params[i]->mutable_data_ptr<float>(), static_cast<const uint16_t*>(copies[i]->const_data_ptr()));
     const auto [of_copy, of_param] = copy->counts();
-    if (of_copy != 0) written.first.push_back(static_cast<int64_t>(i));
-    if (of_param != 0) written.second.push_back(static_cast<int64_t>(i));
+    if (of_copy != 0) written.copies.push_back(index);
+    if (of_param != 0) written.params.push_back(index);
   }
   return written;
 }
@@ -197,16 +213,55 @@ std::vector<int64_t> RoundedCopies::write(const Borrowed& params, const Borrowed
   return others;
 }
 
-void RoundedCopies::note(const Borrowed& copies) {
-  for (const at::Tensor* tensor : copies) {
-    if (!tensor->device().is_cpu() || tensor->unsafeGetTensorImpl()->is_python_dispatch()) continue;
-    RoundedCopy* copy = rounded_copy_of(*tensor);
-    const auto found = copy == nullptr ? each_.find(tensor->const_data_ptr()) : each_.end();
-    if (found != each_.end() && found->second->is_of(*tensor)) copy = found->second.get();
-    if (copy == nullptr) continue;
-    const void* address = tensor->const_data_ptr();
-    copy->note(static_cast<const uint16_t*>(address), copy->offset_of(address, tensor->numel()), tensor->numel());
+RoundedCopy* RoundedCopies::known(const at::Tensor& copy) const {
+  RoundedCopy* watched = rounded_copy_of(copy);
+  if (watched != nullptr) return watched;
+  const auto found = each_.find(copy.const_data_ptr());
+  return found != each_.end() && found->second->is_of(copy) ? found->second.get() : nullptr;
+}
+
+void RoundedCopies::note(const Borrowed& params, const Borrowed& copies) {
+  for (size_t i = 0; i < copies.size(); ++i) {
+    const at::Tensor& tensor = *copies[i];
+    if (!is_pair(*params.at(i), tensor)) continue;
+    RoundedCopy* copy = known(tensor);
+    if (copy == nullptr) copy = find(*params[i], tensor);
+    const void* address = tensor.const_data_ptr();
+    copy->note(static_cast<const uint16_t*>(address), copy->offset_of(address, tensor.numel()), tensor.numel());
   }
+}
+
+std::vector<int64_t> RoundedCopies::written_params(const Borrowed& params, const Borrowed& copies) const {
+  std::vector<int64_t> written;
+  for (size_t i = 0; i < copies.size(); ++i) {
+    const int64_t numel = copies[i]->numel();
+    for (int64_t begin = 0; begin < numel; begin += kLineNumel) {
+      if (!param_is_written(*params.at(i), *copies[i], begin)) continue;
+      written.push_back(static_cast<int64_t>(i));
+      break;
+    }
+  }
+  return written;
+}
+
+bool RoundedCopies::glance(const Borrowed& params, const Borrowed& copies) const {
+  constexpr size_t kPairs = 64;
+  const size_t step = copies.size() / kPairs + 1;
+  for (size_t i = 0; i < copies.size(); i += step) {
+    const int64_t middle = copies[i]->numel() / 2 / kLineNumel * kLineNumel;
+    for (const int64_t begin : {int64_t{0}, middle}) {
+      if (param_is_written(*params.at(i), *copies[i], begin)) return true;
+    }
+  }
+  return false;
+}
+
+bool RoundedCopies::param_is_written(const at::Tensor& param, const at::Tensor& tensor, int64_t begin) const {
+  const RoundedCopy* copy = is_pair(param, tensor) ? known(tensor) : nullptr;
+  if (copy == nullptr) return false;
+  const auto* words = static_cast<const uint16_t*>(tensor.const_data_ptr());
+  const int64_t n = std::min(kLineNumel, tensor.numel() - begin), offset = copy->offset_of(words, tensor.numel());
+  return copy->param_is_written(param.const_data_ptr<float>() + begin, words + begin, offset + begin, n);
 }
 
 }  // namespace apex_npu

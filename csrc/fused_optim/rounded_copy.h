@@ -42,6 +42,9 @@ class RoundedCopy {
   void take_all(float* param, const uint16_t* copy);
   void write_all(const float* param, uint16_t* copy);
 
+  // Whether of elements [begin, begin + n), n <= kLineNumel, a parameter has been written, and the copy has not.
+  bool param_is_written(const float* param, const uint16_t* copy, int64_t begin, int64_t n) const;
+
   // Elements [begin, begin + n) of the copy are as write() would have left them.
   void note(const uint16_t* copy, int64_t begin, int64_t n);
 
@@ -80,21 +83,35 @@ bool round_to_copies(const at::Tensor& params, const at::Tensor& flat);
 // counts() of a watched buffer; zeros for others.
 std::pair<int64_t, int64_t> written_copies(const at::Tensor& flat);
 
-// The copies of parameters that are not in one buffer. On a CPU alone; other pairs are left to the caller.
+// The copies of parameters, those that are in no watched buffer for the most part. On a CPU alone: other pairs are left
+// to the caller.
 class RoundedCopies {
  public:
-  // Has parameters take what scripts have written to their copies. Returns the indices of the pairs of which a copy has
-  // been written, and of those of which a parameter has, without the copies having been rounded since.
-  std::pair<std::vector<int64_t>, std::vector<int64_t>> take(const Borrowed& params, const Borrowed& copies);
+  // The indices of pairs whose copy has been written, those whose parameter has, and those that are left out.
+  struct Written {
+    std::vector<int64_t> copies, params, others;
+  };
 
-  // Rounds each parameter into its copy. Returns the indices of the pairs that it cannot.
+  // Has parameters take what scripts have written to their copies since these were rounded.
+  Written take(const Borrowed& params, const Borrowed& copies);
+
+  // Rounds each parameter into its copy. Returns the indices of the pairs that are left out.
   std::vector<int64_t> write(const Borrowed& params, const Borrowed& copies);
 
-  // What these copies hold, those in watched buffers included, is what their parameters were rounded to, by others.
-  void note(const Borrowed& copies);
+  // What these copies hold, those in watched buffers included, is what their parameters have been rounded to, by
+  // others.
+  void note(const Borrowed& params, const Borrowed& copies);
+
+  // The indices of the pairs of which a parameter has been written, and the copy has not; nothing is changed.
+  std::vector<int64_t> written_params(const Borrowed& params, const Borrowed& copies) const;
+
+  // Whether there is one: a look at a few elements of a few of the pairs.
+  bool glance(const Borrowed& params, const Borrowed& copies) const;
 
  private:
   RoundedCopy* find(const at::Tensor& param, const at::Tensor& copy);
+  RoundedCopy* known(const at::Tensor& copy) const;
+  bool param_is_written(const at::Tensor& param, const at::Tensor& tensor, int64_t begin) const;
 
   std::unordered_map<const void*, std::unique_ptr<RoundedCopy>> each_;  // by the address of the copy
 };

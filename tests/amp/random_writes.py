@@ -93,6 +93,9 @@ IDIOMS = {
     "numpy": lambda ps, change: [change(unseen(p)) for p in ps],
 }
 
+# Those that autograd's version counters do not count, at the same address.
+UNCOUNTED = ("data", "numpy")
+
 
 def unseen(p):
     """The same memory, of which torch does not know that it is."""
@@ -136,7 +139,8 @@ class Script:
     """What a program does, with amp or in plain torch; everything that is the same for both.
 
     Attributes:
-        late: What may still be without the last writes: "model" until a forward, "masters" until a block or a step.
+        late: What may still be without the last writes: "model" until a forward, "masters" until a block or a step, and
+            "uncounted" ones to the model until a step.
     """
 
     device = DEVICE
@@ -184,7 +188,7 @@ class Script:
 
     def block(self, factor, reached):
         self.scale_loss(self.loss(factor, reached))
-        self.late.clear()
+        self.late &= {"uncounted"}
 
     def backward(self, factor, reached):
         """Outside of a block."""
@@ -266,7 +270,7 @@ class Truth(Script):
             for i, was, now in zip(some, found, after, strict=True):
                 p = self.params[i]
                 p.data.copy_(torch.where(was == now, p, now.to(p.dtype)))
-        self.late.add("masters")
+        self.late |= {"masters", *(["uncounted"] if idiom in UNCOUNTED else [])}
 
     def write_masters(self, idiom, which, change):
         write([self.params[i] for i in which], idiom, change)
@@ -397,7 +401,7 @@ def compare(ours, truth):
         rounded = q if low is None or i in BATCH_NORM else q.to(low)
         if "model" not in truth.late:
             require_same(p, rounded, f"weights: parameter {i}")
-        if "masters" not in truth.late and i != FROZEN:
+        if not truth.late & {"masters", "uncounted"} and i != FROZEN:
             require_same(ours.stepped(i), q, f"masters: parameter {i}")
 
 
