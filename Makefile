@@ -82,7 +82,6 @@ demo-ddp: $(if $(SIMULATED_NPU),setup-dev,setup-demo) ## two processes on this m
 
 # With --quiet --strict would not count warnings.
 docs: setup-dev ## warnings are errors; needs nothing from the network once it is set up
-	@$(PY) -m pip install -qq -r requirements-docs.txt
 	@$(PY) scripts/site_pages.py build/site/pages
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict > build/site/log 2>&1 || { grep -v '^INFO' build/site/log >&2; exit 1; }
 	@echo '==> written: build/site/html/index.html'

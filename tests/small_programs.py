@@ -10,6 +10,7 @@ from devices import DEVICE
 from torch import nn
 
 from apex_npu import amp, optimizers
+from apex_npu.backends.ieee import IeeeBackend
 
 CASTING = ("O1", "O4")
 WITH_MASTERS = ("O2", "O5")
@@ -40,6 +41,28 @@ class Weights(nn.Module):
 
     def forward(self, x, only=None):
         return sum((w * x).sum() for i, w in enumerate(self.w) if only is None or i in only)
+
+
+class Saturating(IeeeBackend):
+    """A device that clamps instead of giving inf: overflow is known by its sticky flag alone, which tests raise."""
+
+    flag = False
+
+    def saturates(self):
+        return True
+
+    def clear_overflow_flag(self, device):
+        self.flag = False
+
+    def overflow_flag(self, device):
+        return self.flag
+
+
+def saturating_device(monkeypatch):
+    """Have amp take all devices for one that saturates."""
+    backend = Saturating(DEVICE.type, "gloo")
+    monkeypatch.setattr("apex_npu.amp.saturation.for_device", lambda device: backend)
+    return backend
 
 
 def vector(*values):

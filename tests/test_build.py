@@ -105,16 +105,12 @@ def test_wheels_are_built_for_the_pythons_that_are_tested():
     pythons = re.findall(r"cp3(\d+)-manylinux_x86_64", project["tool"]["cibuildwheel"]["build"])
     (matrix,) = re.findall(r'python: \["3\.10".*?\]', (ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8"))
     assert re.findall(r"3\.(\d+)", matrix) == pythons
-    # The two homes of an exclusion, and of a version of a tool.
+    # The two homes of an exclusion.
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     exclusions = "--exclude 'libtorch*.so' --exclude 'libc10*.so'"
     assert exclusions in project["tool"]["cibuildwheel"]["repair-wheel-command"]
     assert exclusions in makefile
-    for line in ("setuptools", "ninja"):
-        (pin,) = re.findall(
-            rf"^{line}==[\d.]+", (ROOT / "requirements-dev.txt").read_text(encoding="utf-8"), re.MULTILINE
-        )
-        assert pin in project["tool"]["cibuildwheel"]["before-build"]
+    assert "-c {project}/requirements-dev.txt" in project["tool"]["cibuildwheel"]["before-build"]
 
 
 def test_built_where_a_backend_of_torch_has_no_driver(setup_py, tmp_path):

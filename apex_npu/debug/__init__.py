@@ -3,10 +3,10 @@
 """``amp.debug``: why steps are skipped, which scale fits, where time goes, what is wrong, and what levels do."""
 
 from apex_npu.debug.comparison.check_operators import CheckedOperators, OperatorError, check_operators
-from apex_npu.debug.comparison.compare import Comparison, compare
+from apex_npu.debug.comparison.compare import compare
 from apex_npu.debug.comparison.record import record
 from apex_npu.debug.comparison.recorded import Recorded
-from apex_npu.debug.comparison.report import ComparedRow
+from apex_npu.debug.comparison.report import ComparedRow, Comparison
 from apex_npu.debug.gradient_range.measure import gradient_range
 from apex_npu.debug.gradient_range.report import GradientRange
 from apex_npu.debug.gradients import bad_gradients

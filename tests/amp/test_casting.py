@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -93,21 +92,6 @@ def test_rnn_cells_give_half(casts: CastHandle, kind: Callable[[int, int], nn.Mo
         assert x.grad is not None
         assert x.grad.dtype == dtype
     assert {p.grad.dtype for p in cell.parameters() if p.grad is not None} == {FLOAT}
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_multihead_attention_gives_half(casts: CastHandle, training: bool) -> None:
-    attention = nn.MultiheadAttention(8, 2, batch_first=True).to(DEVICE).train(training)
-    x = positive(2, 3, 8)
-    output, weights = attention(x, x, x)
-    with casts.disabled():
-        expected, expected_weights = attention(x, x, x)
-    assert output.dtype == HALF
-    torch.testing.assert_close(output.float(), expected, rtol=1e-2, atol=2e-3)
-    torch.testing.assert_close(weights.float(), expected_weights, rtol=1e-2, atol=2e-3)
-    if training:
-        output.float().sum().backward()
-        assert {p.grad.dtype for p in attention.parameters() if p.grad is not None} == {FLOAT}
 
 
 def test_batch_norm_keeps_its_inputs_dtype(casts: CastHandle) -> None:
@@ -341,21 +325,6 @@ def test_a_forward_casts_the_weights_of_overlay_operators_once(casts: CastHandle
     assert matrix_cast(model(x)[0]) is not matrix_cast(first[0])
 
 
-def test_train_eval_train(casts: CastHandle) -> None:
-    model, x = Net().to(DEVICE), positive(3, 8)
-    convert_model(model, O1, (DEVICE.type,), casts.ambient)
-    gradients = []
-    for _ in range(2):
-        model.zero_grad()
-        model(x).float().sum().backward()
-        gradients.append([p.grad for p in model.parameters()])
-        with torch.no_grad():
-            model.eval()(x)
-        model.train()
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
 # ----------------------------------------------------------------------------------------------------------- disabled
 
 
@@ -369,9 +338,14 @@ def test_disabled_restores_what_was(casts: CastHandle) -> None:
             assert torch.mm(x, x).dtype == FLOAT
         assert torch.mm(x, x).dtype == FLOAT
     assert torch.mm(x, x).dtype == HALF
-    with torch.autocast(DEVICE.type, enabled=False):
-        with casts.disabled():
-            pass
+    for enabled, dtype in ((False, FLOAT), (True, HALF)):
+        with torch.autocast(DEVICE.type, dtype=HALF, enabled=enabled):
+            with casts.disabled():
+                assert torch.mm(x, x).dtype == FLOAT
+            assert torch.mm(x, x).dtype == dtype
+    with casts.disabled():
+        with torch.autocast(DEVICE.type, dtype=HALF):
+            assert torch.mm(x, x).dtype == HALF
         assert torch.mm(x, x).dtype == FLOAT
 
 
@@ -599,15 +573,6 @@ def test_two_handles_nest() -> None:
     assert snapshot() == before
 
 
-def test_enabling_again_after_undo() -> None:
-    before = snapshot()
-    for _ in range(2):
-        handle = enable_casts(O1, (DEVICE.type,))
-        assert torch.exp(positive(2).half()).dtype == FLOAT
-        handle.undo()
-        assert snapshot() == before
-
-
 @pytest.mark.parametrize("policy", [OPT_LEVELS["O0"], OPT_LEVELS["O2"], replace(O1, enabled=False)], ids=str)
 def test_other_policies_change_nothing(policy: Any) -> None:
     before = snapshot()
@@ -660,15 +625,3 @@ def test_unknown_device_type() -> None:
     with pytest.raises(ValueError, match="no autocast for device type 'abacus'"):
         enable_casts(O1, ("cpu", "abacus"))
     assert snapshot() == before
-
-
-def test_copies_of_a_converted_model_follow_the_casts(casts: CastHandle) -> None:
-    model, x = Net().to(DEVICE), positive(2, 8)
-    convert_model(model, O1, (DEVICE.type,), casts.ambient)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        change_by_copy(twin)
-    with casts.disabled():
-        assert twin(x).dtype == FLOAT
-        expected = expected_of(twin, x)
-    torch.testing.assert_close(twin(x), expected, rtol=0, atol=0)

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from devices import DEVICE, needs
+from small_programs import saturating_device
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -341,22 +342,8 @@ def test_preparing_twice_loses_nothing_and_clearing_forgets_what_was_set_aside()
 
 
 def test_a_manual_backward_reads_the_flag_of_saturating_devices(monkeypatch):
-    from apex_npu.backends.ieee import IeeeBackend
-
-    class Saturating(IeeeBackend):
-        flag = True  # of something before
-
-        def saturates(self):
-            return True
-
-        def clear_overflow_flag(self, device):
-            self.flag = False
-
-        def overflow_flag(self, device):
-            return self.flag
-
-    backend = Saturating(DEVICE.type, "gloo")
-    monkeypatch.setattr("apex_npu.amp.saturation.for_device", lambda device: backend)
+    backend = saturating_device(monkeypatch)
+    backend.flag = True  # of something before
     model, optimizer = make("O2")
     scaler = amp._amp_state.loss_scalers[0]
     for overflow in (False, True):
@@ -631,12 +618,13 @@ def test_a_skip_outlives_a_block_without_gradients(level):
     assert torch.equal(model[0].weight, before["0.weight"].to(model[0].weight.dtype))
 
 
+@pytest.mark.parametrize("by", ["model", "optimizer"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_skip_goes_with_gradients_that_the_model_clears(level):
+def test_a_skip_goes_with_gradients_that_are_cleared(level, by):
     model, optimizer = make(level)
     with amp.scale_loss(loss_of(model, 0) * float("inf"), optimizer) as scaled_loss:
         scaled_loss.backward()
-    model.zero_grad()
+    (model if by == "model" else optimizer).zero_grad()
     with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()

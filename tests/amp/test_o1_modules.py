@@ -212,11 +212,11 @@ def test_multihead_attention_in_all_its_ways(training: bool, need_weights: bool,
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("nested", [False, True])
-def test_transformers_in_eval(context: Callable[[], Any], padded: bool, nested: bool) -> None:
+@pytest.mark.parametrize(("nested", "norm_first"), [(False, False), (False, True), (True, False)])
+def test_transformers_in_eval(context: Callable[[], Any], padded: bool, nested: bool, norm_first: bool) -> None:
     if nested and not ON_CPU:
         pytest.skip("the simulated device has no nested tensors")
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
     model = converted(nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)).eval()
     mask = torch.tensor([[False, False, True], [False, False, False]], device=DEVICE) if padded else None
     x = rand(2, 3, 8)
@@ -224,8 +224,10 @@ def test_transformers_in_eval(context: Callable[[], Any], padded: bool, nested: 
         result = model(x, src_key_padding_mask=mask)
         with amp.disable_casts():
             expected = model(x, src_key_padding_mask=mask)
+        of_half = model(x.half(), src_key_padding_mask=mask)
     keep = torch.ones(2, 3, dtype=torch.bool) if mask is None else ~mask.cpu()  # padding is anything
-    assert_near(result.cpu()[keep], expected.cpu()[keep])
+    for found in (result, of_half):
+        assert_near(found.cpu()[keep], expected.cpu()[keep])
 
 
 @pytest.mark.parametrize("query", [FLOAT, HALF], ids=str)
@@ -489,18 +491,6 @@ def test_checkpoints_of_both_kinds_inside_a_forward() -> None:
 # ----------------------------------------------------------------------------------------------- modes, blocks, workers
 
 
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=str)
-def test_a_transformer_layer_in_eval_takes_half(dtype: torch.dtype, norm_first: bool) -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
-    converted(layer).eval()
-    x = rand(2, 3, 8)
-    with torch.no_grad():
-        result = layer(x.to(dtype))
-        with amp.disable_casts():
-            assert_near(result, layer(x))
-
-
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_training_goes_on_after_inference(context: Callable[[], Any]) -> None:
     model, x = converted(small()), rand(3, 4)
@@ -532,28 +522,6 @@ def test_a_weight_used_without_grad_first_still_gets_one() -> None:
     assert len(got) == 3
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-3)
-
-
-@needs("autocast_to_bfloat16")
-def test_blocks_nest_inside_and_outside_of_autocast() -> None:
-    o1()
-    x = rand(2, 2)
-
-    def dtype() -> torch.dtype:
-        return (x @ x).dtype
-
-    with amp.disable_casts():
-        with torch.autocast(DEVICE.type, dtype=BF16):
-            assert dtype() == BF16
-            with amp.disable_casts():
-                assert dtype() == FLOAT
-            assert dtype() == BF16
-        assert dtype() == FLOAT
-    with torch.autocast(DEVICE.type, dtype=BF16):
-        with amp.disable_casts():
-            assert dtype() == FLOAT
-        assert dtype() == BF16
-    assert dtype() == HALF
 
 
 def test_a_generator_that_is_closed_inside_disable_casts() -> None:

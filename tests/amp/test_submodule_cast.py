@@ -4,7 +4,6 @@
 
 import copy
 import gc
-import io
 import pickle
 import threading
 
@@ -16,7 +15,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex_npu import amp
-from apex_npu.autocast.submodule_cast import CastInputs
 
 HALF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 
@@ -181,14 +179,6 @@ def test_another_thread_is_another_call():
         thread.join()
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_copies_of_a_model_alone_cast_nothing(how):
-    """They cast by their own before copies were float32; those that are made with an optimizer do still."""
-    twin = how(make("O2"))
-    assert twin.encoder(x(3, 4)).dtype == torch.float32
-    assert not any(isinstance(hook, CastInputs) for m in twin.modules() for hook in m._forward_pre_hooks.values())
-
-
 @needs("mixed_operands")
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 @pytest.mark.parametrize("model_first", [True, False])
@@ -202,22 +192,6 @@ def test_copies_that_are_made_with_the_optimizer_cast_by_their_own(how, model_fi
     amp.shutdown()
     assert model.encoder(x(3, 4)).dtype == torch.float32
     assert twin.encoder(x(3, 4)).dtype == torch.float16
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_a_submodule_that_is_copied_alone_is_float32_and_takes_no_model_along(how):
-    model = make("O2")
-    expected = Autoencoder().to(DEVICE)
-    expected.load_state_dict(model.state_dict())
-    memo = {}
-    twin = copy.deepcopy(model.encoder, memo) if how is copy.deepcopy else how(model.encoder)
-    assert not any(isinstance(copied, Autoencoder) for copied in memo.values())
-    assert not any(isinstance(hook, CastInputs) for m in twin.modules() for hook in m._forward_pre_hooks.values())
-    assert torch.equal(twin(x(3, 4)), expected.encoder(x(3, 4)))
-    saved = io.BytesIO()
-    torch.save(model.decoder, saved)
-    assert b"Linear" in saved.getvalue()
-    assert b"Autoencoder" not in saved.getvalue()
 
 
 @needs("mixed_operands")
@@ -273,10 +247,13 @@ def test_initialising_again_stacks_no_hooks():
         if level == "O5":
             model.float()
         model = amp.initialize(model.float(), opt_level=level, verbosity=0)
-        assert max(len(m._forward_pre_hooks) for m in model.modules()) == 1
+        assert max(len(m._forward_pre_hooks) for m in model.modules()) == len(model._state_dict_hooks) == 1
     assert model.encoder(x(3, 4)).dtype == torch.bfloat16
     amp.shutdown()
     assert not any(m._forward_pre_hooks or m._forward_pre_hooks_with_kwargs for m in model.modules())
+    assert not model._state_dict_hooks
+    assert not model._load_state_dict_pre_hooks
+    assert "forward" not in vars(model)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])

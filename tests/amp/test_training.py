@@ -13,6 +13,7 @@ import warnings
 import pytest
 import torch
 from devices import DEVICE
+from small_programs import saturating_device
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -266,19 +267,6 @@ def test_tiny_gradients_survive_at_o2(combine_grad):
         )
 
 
-def test_delayed_overflow_is_not_forgotten():
-    model, optimizer = make("O1", "NpuFusedSGD", dynamic_init_scale=2.0**8)
-    before = [p.detach().clone() for p in model.parameters()]
-    with amp.scale_loss(loss_of(model, 0), optimizer, delay_unscale=True) as scaled_loss:
-        scaled_loss.backward()
-        model.head.bias.grad[0] = float("inf")
-    with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    assert amp.last_step(optimizer).skipped
-    assert same(before, list(model.parameters()))
-
-
 def test_delay_overflow_check_decides_nothing():
     model, optimizer = make("O1", "torch SGD", dynamic_init_scale=2.0**8)
     with amp.scale_loss(loss_of(model, 0), optimizer, delay_overflow_check=True) as scaled_loss:
@@ -289,17 +277,6 @@ def test_delay_overflow_check_decides_nothing():
         scaled_loss.backward()
     optimizer.step()
     assert amp.last_step(optimizer).skipped
-
-
-def test_a_skip_goes_with_its_gradients():
-    """Who throws the overflowed gradients away instead of stepping gets the next step in full."""
-    model, optimizer = make("O2", dynamic_init_scale=2.0**8)
-    with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
-        scaled_loss.backward()
-        model.head.bias.grad[0] = float("inf")
-    optimizer.zero_grad()
-    train(model, optimizer, [1])
-    assert amp.last_step(optimizer).applied
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -353,16 +330,6 @@ def test_parameters_that_belong_to_no_model_stay_float32():
         assert extra.grad.tolist() == [2, 2, 2]
         optimizer.step()
         assert extra.tolist() == pytest.approx([0.8] * 3)
-
-
-def test_dtypes_at_o2():
-    model, optimizer = make("O2")
-    assert model.conv.weight.dtype == torch.float16
-    assert model.norm.weight.dtype == torch.float32
-    assert model.norm.running_mean.dtype == torch.float32
-    assert all(p.dtype == torch.float32 for p in amp.master_params(optimizer))
-    assert model(batch(0)[0]).dtype == torch.float32
-    assert all(v.dtype == torch.float32 for v in model.state_dict().values() if v.is_floating_point())
 
 
 def test_masters_hold_what_casting_would_lose():
@@ -468,18 +435,6 @@ def test_schedulers_made_before_or_after(before):
             assert amp.last_step(optimizer).skipped == (step == 0)
             scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.125
-
-
-def test_several_losses_have_scales_of_their_own():
-    model, optimizer = make("O1", num_losses=2, dynamic_init_scale=2.0**8)
-    for loss_id in range(2):
-        with amp.scale_loss(loss_of(model, 0), optimizer, loss_id=loss_id) as scaled_loss:
-            scaled_loss.backward()
-            if loss_id == 1:
-                model.head.bias.grad.fill_(float("nan"))
-    optimizer.step()
-    assert amp.last_step(optimizer).skipped
-    assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [2.0**8, 2.0**7]
 
 
 def test_several_models_and_optimizers():
@@ -636,26 +591,7 @@ def test_convolutions_that_the_cpu_emulates_are_said_at_initialize(level, layer,
 
 @pytest.fixture
 def saturating(monkeypatch):
-    """A device that clamps instead of giving inf: overflow is known by its sticky flag alone."""
-    from apex_npu.backends.ieee import IeeeBackend
-
-    class Saturating(IeeeBackend):
-        flag = False
-
-        def saturates(self):
-            return True
-
-        def clear_overflow_flag(self, device):
-            self.log.append("clear")
-            self.flag = False
-
-        def overflow_flag(self, device):
-            return self.flag
-
-    backend = Saturating("cpu", "gloo")
-    backend.log = []
-    monkeypatch.setattr(sys.modules["apex_npu.amp.saturation"], "for_device", lambda device: backend)
-    return backend
+    return saturating_device(monkeypatch)
 
 
 @pytest.mark.parametrize("fuse_unscale", [False, True])

@@ -475,7 +475,7 @@ def row(values, *, module="m", operator="aten::x", kind="operator", dtype=None, 
     tensor = torch.as_tensor(values, dtype=dtype or torch.float64)
     name = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
-    return Row(kind, "forward", module, operator, call, 0, shape, name, scale, 0.0, 0.0, 0.0, 0, "", "", tensor)
+    return Row(kind, "forward", module, operator, call, 0, shape, name, "", "", 0.0, 0.0, 0.0, 0, scale, tensor)
 
 
 def test_the_difference_against_numbers_known():

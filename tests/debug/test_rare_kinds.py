@@ -14,7 +14,7 @@ from devices import DEVICE, needs
 
 from apex_npu import amp, optimizers
 from apex_npu.debug.watching import ranges, second_opinion
-from apex_npu.debug.watching.operators import operator_of
+from apex_npu.debug.watching.operators import Execution, operator_of
 
 MARKED = planted.marked_lines(__file__)
 
@@ -107,7 +107,7 @@ def test_a_backward_that_a_device_has_as_one_operator(name, shapes, mask):
         args = (grad, x, other, list(mask))
     results = [torch.full_like(one, math.inf, dtype=torch.float16) for one in exact]
     with torch.no_grad():
-        opinion = second_opinion.ask(func, operator_of(func), args, {}, results, saturated=False)
+        opinion = second_opinion.ask(Execution(func, operator_of(func), None, (args, {}), (args, {}), results))
     assert opinion.is_finite, opinion.reason
     assert opinion.largest == pytest.approx(max(float(one.abs().max()) for one in exact), rel=1e-12)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from example_runs import differences
 from processes import HANG_TIMEOUT
 
 ROOT = Path(__file__).parents[2]
@@ -120,20 +121,6 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(run, tmp_path, opti
         state["optimizer"] = state["optimizer"]["state"]  # the groups' options are the command line's
     assert len(actual["history"]["losses"]) >= 12
     assert differences(actual, expected) == []
-
-
-def differences(left: object, right: object, where: str = "") -> list[str]:
-    """The places where two checkpoints differ; tensors are compared bit for bit."""
-    if type(left) is not type(right):
-        return [where]
-    if isinstance(left, torch.Tensor):
-        return [] if left.dtype == right.dtype and torch.equal(left, right) else [where]
-    if isinstance(left, list | tuple):
-        left, right = dict(enumerate(left)), dict(enumerate(right))
-    if isinstance(left, dict):
-        keys = left.keys() | right.keys()
-        return [place for key in keys for place in differences(left.get(key), right.get(key), f"{where}/{key}")]
-    return [] if left == right else [where]
 
 
 @pytest.mark.parametrize(("native", "levels"), [(None, ("O1", "O2")), (torch.bfloat16, ("O4", "O5"))])

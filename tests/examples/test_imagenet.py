@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import DEVICE
+from example_runs import differences, level, stopped_after
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
@@ -59,12 +60,6 @@ def run(main, folder, tmp_path):
         return torch.load(output / "checkpoint.pth.tar", weights_only=True)
 
     return run_here
-
-
-def level(name: str, *options: str, quick: bool = False):
-    return pytest.param(
-        ["--opt-level", name, *options], id=" ".join([name, *options]), marks=[] if quick else pytest.mark.sweep
-    )
 
 
 @pytest.mark.parametrize(
@@ -127,18 +122,6 @@ def test_losses_of_o0_are_those_of_plain_torch(main, run, losses, folder, monkey
         torch.testing.assert_close(state["state_dict"][name], value, rtol=1e-4, atol=1e-6)
 
 
-def differences(left: object, right: object, where: str = "") -> list[str]:
-    """The places where two checkpoints differ; tensors are compared bit for bit."""
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return [] if left.dtype == right.dtype and torch.equal(left, right) else [where]
-    if isinstance(left, list) and isinstance(right, list):
-        left, right = dict(enumerate(left)), dict(enumerate(right))
-    if isinstance(left, dict) and isinstance(right, dict):
-        keys = left.keys() | right.keys()
-        return [place for key in keys for place in differences(left.get(key), right.get(key), f"{where}/{key}")]
-    return [] if left == right else [where]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -149,7 +132,7 @@ def differences(left: object, right: object, where: str = "") -> list[str]:
         level("O5"),
     ],
 )
-def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(run, main, losses, tmp_path, monkeypatch, options):
+def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(run, main, losses, tmp_path, options):
     import train
 
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -159,20 +142,8 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(run, main, losses,
     expected_losses = losses.copy()
     losses.clear()
 
-    class Stopped(Exception):
-        pass
-
-    save = train.save_checkpoint
-
-    def save_and_stop(*args):
-        save(*args)
-        raise Stopped
-
-    with monkeypatch.context() as patched:
-        patched.setattr(train, "save_checkpoint", save_and_stop)
-        with pytest.raises(Stopped):
-            run("--epochs", "3", *options, output=stopped)
-    torch.manual_seed(1234)  # a new process has another state of random numbers
+    with stopped_after(train, "save_checkpoint"):
+        run("--epochs", "3", *options, output=stopped)
     actual = run("--epochs", "3", *options, "--resume", str(stopped / "checkpoint.pth.tar"), output=stopped)
     assert losses == expected_losses
     assert len(losses) == 9

@@ -12,6 +12,7 @@ from argparse import Namespace
 import pytest
 import torch
 from devices import DEVICE
+from example_runs import differences, level, stopped_after
 from torch.nn import functional as F
 
 TINY = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "8", "-b", "8", "--warmup", "4", "--lr", "0.02"]
@@ -38,12 +39,6 @@ def run(main, text, tmp_path):
         return torch.load(checkpoint, weights_only=True)
 
     return run_here
-
-
-def level(name: str, *options: str, quick: bool = False):
-    return pytest.param(
-        ["--opt-level", name, *options], id=" ".join([name, *options]), marks=[] if quick else pytest.mark.sweep
-    )
 
 
 LEVELS = [
@@ -113,7 +108,7 @@ def test_losses_of_o0_are_those_of_plain_torch(main, run, losses, text, monkeypa
 
 
 @pytest.mark.parametrize("options", [level("O0"), *LEVELS[1:]])
-def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(run, main, losses, tmp_path, monkeypatch, options):
+def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(run, main, losses, tmp_path, options):
     import train
 
     options = ["--steps", "8", "--interval", "5", "--sample", "0", *options]
@@ -121,28 +116,13 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(run, main, losses,
     expected_losses = losses.copy()
     losses.clear()
 
-    class Stopped(Exception):
-        pass
-
-    save = train.save
-
-    def save_and_stop(*args):
-        save(*args)
-        raise Stopped
-
-    with monkeypatch.context() as patched:
-        patched.setattr(train, "save", save_and_stop)
-        with pytest.raises(Stopped):
-            run(*options, checkpoint=tmp_path / "stopped.pt")
-    torch.manual_seed(1234)  # a new process has another state of random numbers
+    with stopped_after(train, "save"):
+        run(*options, checkpoint=tmp_path / "stopped.pt")
     actual = run(*options, "--resume", checkpoint=tmp_path / "stopped.pt")
     assert losses == expected_losses
-    assert actual["amp"] == expected["amp"]
-    for name, value in expected["model"].items():
-        assert torch.equal(actual["model"][name], value), name
-    for number, state in expected["optimizer"]["state"].items():
-        for name, value in state.items():
-            assert torch.equal(actual["optimizer"]["state"][number][name], value), name
+    for part in ("amp", "model"):
+        assert differences(actual[part], expected[part]) == []
+    assert differences(actual["optimizer"]["state"], expected["optimizer"]["state"]) == []
 
 
 @pytest.mark.slow

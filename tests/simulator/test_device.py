@@ -150,19 +150,11 @@ def test_indexing(dtype: torch.dtype) -> None:
 
 RANDOM: dict[str, Callable[[str], Tensor]] = {
     "randn": lambda d: torch.randn(5, device=d),
-    "rand": lambda d: torch.rand(5, device=d),
-    "randint": lambda d: torch.randint(0, 9, (5,), device=d),
-    "randperm": lambda d: torch.randperm(9, device=d),
     "normal_": lambda d: torch.empty(20, device=d).normal_(1, 2),
-    "half": lambda d: torch.randn(5, device=d, dtype=torch.float16),
     "bernoulli": lambda d: torch.bernoulli(torch.full((9,), 0.5, device=d)),
     "multinomial": lambda d: torch.multinomial(torch.ones(5, device=d), 3),
     "dropout": lambda d: F.dropout(torch.ones(20, device=d), 0.5),
-    "dropout2d": lambda d: F.dropout2d(torch.ones(2, 9, 2, 2, device=d), 0.5),
-    "rrelu": lambda d: F.rrelu(-torch.ones(9, device=d), training=True),
     "kaiming": lambda d: nn.init.kaiming_uniform_(torch.empty(4, 4, device=d)),
-    "gumbel": lambda d: F.gumbel_softmax(torch.ones(4, device=d)),
-    "normal": lambda d: torch.normal(torch.zeros(3, device=d), torch.ones(3, device=d)),
 }
 
 

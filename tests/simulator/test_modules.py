@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Modules, forward and backward, against the CPU, in the three floating types that an NPU is used with."""
+"""Modules against the CPU: those that are more than the operators of ``test_opinfo.py``, and training with them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# The same kernels on the same numbers: equal, but for recurrent cells and attention, which the CPU fuses differently.
-EXACT = {dtype: {"rtol": 0.0, "atol": 0.0} for dtype in DTYPES}
+# The CPU fuses recurrent cells and attention differently.
 CLOSE = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.float16: {"rtol": 2e-2, "atol": 1e-2},
@@ -27,45 +26,16 @@ def normal(*size: int) -> Callable[[], Tensor]:
     return lambda: torch.randn(*size)
 
 
-class Attention(nn.Module):
-    def __init__(self, **options: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 8, 8) * 0.3)
-        self.options = options
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (x @ w for w in self.weight)
-        return F.scaled_dot_product_attention(q, k, v, **self.options)
-
-
-MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict]] = {
-    "linear": (lambda: nn.Linear(5, 4), normal(3, 5), EXACT),
-    "bilinear": (lambda: nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Linear(4, 2)), normal(3, 5), EXACT),
-    "conv1d": (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1), normal(2, 4, 9), EXACT),
-    "conv2d": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), normal(2, 4, 7, 7), EXACT),
-    "conv2d, groups": (lambda: nn.Conv2d(4, 8, 3, groups=2, bias=False, dilation=2), normal(2, 4, 7, 7), EXACT),
-    "conv3d": (lambda: nn.Conv3d(2, 4, 3), normal(1, 2, 5, 5, 5), EXACT),
-    "conv_transpose1d": (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), normal(2, 4, 5), EXACT),
-    "conv_transpose2d": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), normal(2, 4, 5, 5), EXACT),
-    "batch_norm": (lambda: nn.BatchNorm2d(6), normal(4, 6, 3, 3), EXACT),
-    "instance_norm": (lambda: nn.InstanceNorm2d(6, affine=True), normal(4, 6, 3, 3), EXACT),
-    "layer_norm": (lambda: nn.LayerNorm([6, 3]), normal(4, 6, 3), EXACT),
-    "group_norm": (lambda: nn.GroupNorm(2, 6), normal(4, 6, 3, 3), EXACT),
-    "rms_norm": (lambda: nn.RMSNorm(5), normal(4, 5), CLOSE),
-    "max_pool": (lambda: nn.MaxPool2d(2), normal(2, 3, 6, 6), EXACT),
-    "avg_pool": (lambda: nn.Sequential(nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1)), normal(2, 3, 6, 6), EXACT),
-    "interpolate": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), normal(1, 2, 4, 4), EXACT),
-    "rnn": (lambda: nn.RNN(5, 7, 2, batch_first=True), normal(3, 4, 5), CLOSE),
-    "lstm": (lambda: nn.LSTM(5, 7, 2, bidirectional=True), normal(3, 4, 5), CLOSE),
-    "lstm, no bias": (lambda: nn.LSTM(5, 7, bias=False), normal(3, 4, 5), CLOSE),
-    "lstm, projection": (lambda: nn.LSTM(5, 7, proj_size=3), normal(3, 4, 5), CLOSE),
-    "gru": (lambda: nn.GRU(5, 7, 2, bidirectional=True), normal(3, 4, 5), CLOSE),
-    "gru, no bias": (lambda: nn.GRU(5, 7, bias=False), normal(3, 4, 5), CLOSE),
-    "lstm_cell": (lambda: nn.LSTMCell(5, 7), normal(3, 5), CLOSE),
-    "gru_cell": (lambda: nn.GRUCell(5, 7), normal(3, 5), CLOSE),
-    "attention": (Attention, normal(2, 4, 6, 8), CLOSE),
-    "attention, causal": (lambda: Attention(is_causal=True), normal(2, 4, 6, 8), CLOSE),
-    "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), normal(3, 2, 8), CLOSE),
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "rnn": (lambda: nn.RNN(5, 7, 2, batch_first=True), normal(3, 4, 5)),
+    "lstm": (lambda: nn.LSTM(5, 7, 2, bidirectional=True), normal(3, 4, 5)),
+    "lstm, no bias": (lambda: nn.LSTM(5, 7, bias=False), normal(3, 4, 5)),
+    "lstm, projection": (lambda: nn.LSTM(5, 7, proj_size=3), normal(3, 4, 5)),
+    "gru": (lambda: nn.GRU(5, 7, 2, bidirectional=True), normal(3, 4, 5)),
+    "gru, no bias": (lambda: nn.GRU(5, 7, bias=False), normal(3, 4, 5)),
+    "lstm_cell": (lambda: nn.LSTMCell(5, 7), normal(3, 5)),
+    "gru_cell": (lambda: nn.GRUCell(5, 7), normal(3, 5)),
+    "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), normal(3, 2, 8)),
 }
 
 
@@ -79,7 +49,7 @@ def first(output: object) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODULES)
 def test_module(name: str, dtype: torch.dtype) -> None:
-    make, make_input, tolerances = MODULES[name]
+    make, make_input = MODULES[name]
     module, x = make().to(dtype), make_input().to(dtype)
     results = []
     for device in ("cpu", "npu"):
@@ -89,25 +59,7 @@ def test_module(name: str, dtype: torch.dtype) -> None:
         tensors = [y, leaf.grad, *(p.grad for p in m.parameters()), *m.buffers()]
         assert all(t is not None and t.device.type == device for t in tensors)
         results.append([t.detach().cpu() for t in tensors if t is not None])
-    torch.testing.assert_close(results[1], results[0], **tolerances[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_embedding(dtype: torch.dtype) -> None:
-    index = torch.tensor([[0, 1, 2], [3, 3, 9]])
-    for make in (
-        lambda: nn.Embedding(10, 4, padding_idx=0),
-        lambda: nn.Embedding(10, 4, max_norm=1.0),
-        lambda: nn.EmbeddingBag(10, 4),
-    ):
-        module = make().to(dtype)
-        results = []
-        for device in ("cpu", "npu"):
-            m = copy.deepcopy(module).to(device)
-            y = m(index.to(device))
-            y.sum().backward()
-            results.append([y.detach().cpu(), m.weight.grad.cpu(), m.weight.detach().cpu()])
-        torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    torch.testing.assert_close(results[1], results[0], **CLOSE[dtype])
 
 
 def test_sparse_gradients() -> None:

@@ -23,10 +23,10 @@ from apex_npu.debug.text import fitted, name_of
 from apex_npu.debug.watching.calls import Call
 from apex_npu.debug.watching.lineage import span_of
 from apex_npu.debug.watching.opening import WatchingContext
-from apex_npu.debug.watching.operators import Operator, mapped, tensors_in
-from apex_npu.debug.watching.places import Caller, Names, Place
-from apex_npu.debug.watching.second_opinion import call_wide, results_of
-from apex_npu.debug.watching.watch import Arguments, Watch
+from apex_npu.debug.watching.operators import Execution, mapped, results_of, tensors_in
+from apex_npu.debug.watching.places import Names
+from apex_npu.debug.watching.second_opinion import call_wide
+from apex_npu.debug.watching.watch import Watch
 
 # In units of the coarsest dtype's eps: beyond the first the CPU's own kernel is asked, beyond so many times what that
 # or the dtype explains an operator is blamed.
@@ -146,74 +146,57 @@ class Check(Watch):
         self.found = CheckedOperators()
         self._seconds, self._left, self._rate = seconds, seconds, _RATE
 
-    def _look(
-        self,
-        func: Any,
-        operator: Operator,
-        place: Place | Caller | None,
-        given: Arguments,
-        before: Arguments | None,
-        returned: Any,
-    ) -> None:
-        results = results_of(operator, returned, *given)
+    def _look(self, ran: Execution) -> None:
+        results = ran.results()
         followed = [(i, local) for i, t in enumerate(results) if (local := self._followed(t)) is not None]
-        call = self._new_call(operator, place)
-        if operator.makes_tensor:
+        call = self._new_call(ran.operator, ran.place)
+        if ran.operator.makes_tensor:
             return
         if not followed:
             self.found.left_out[_kind_of(results)] += 1
             return
-        flops = _flops(func, given, returned)
-        why = self._why_not(operator, before, flops)
+        flops = _flops(ran)
+        why = self._why_not(ran, flops)
         if why:
             self.found.left_out[why] += 1
             return
-        assert before is not None
         begin = time.perf_counter()
         try:
-            self._compare(call, func, operator, given, before, followed)
+            self._compare(call, ran, followed)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, MemoryError) as error:
             text = (str(error) or type(error).__name__).splitlines()[0]
-            self.found.left_out[f"{operator.name}: {textwrap.shorten(text, 100, placeholder=' …')}"] += 1
+            self.found.left_out[f"{call.operator}: {textwrap.shorten(text, 100, placeholder=' …')}"] += 1
         spent = time.perf_counter() - begin
         self._left -= spent
         if flops > 1e6:
             self._rate = max(self._rate, flops / spent)
 
-    def _why_not(self, operator: Operator, before: Arguments | None, flops: float) -> str:
-        if operator.is_random:
+    def _why_not(self, ran: Execution, flops: float) -> str:
+        if ran.operator.is_random:
             return "random"
-        if operator.is_collective:
+        if ran.operator.is_collective:
             return "of several processes"
-        if before is None:
+        if not ran.was_copied:
             return "out of memory while its operands were copied"
         if self._left < flops / self._rate:
             return f"no time left of seconds={self._seconds:g}"
         return ""
 
-    def _compare(
-        self,
-        call: Call,
-        func: Any,
-        operator: Operator,
-        given: Arguments,
-        before: Arguments,
-        followed: Sequence[tuple[int, Tensor]],
-    ) -> None:
-        exact = call_wide(func, operator, *before)
-        dtypes = {t.dtype for _, v in operator.operands(*given) for t in tensors_in(v)} | {t.dtype for _, t in followed}
+    def _compare(self, call: Call, ran: Execution, followed: Sequence[tuple[int, Tensor]]) -> None:
+        exact = call_wide(ran, ran.before)
+        dtypes = {t.dtype for _, v in ran.operands() for t in tensors_in(v)} | {t.dtype for _, t in followed}
         eps = max(torch.finfo(d).eps for d in dtypes if d.is_floating_point or d.is_complex)
         errors = [(_error(exact[i], result) / eps, i) for i, result in followed]
         self.found.checked += 1
         error, i = max(errors)
         host_error = None
         if error > _USUAL:
-            terms = _magnitudes(func, operator, *before)
+            terms = _magnitudes(ran)
             finest = torch.finfo(torch.float32).eps
             # What it is relative to, at the least: kernels sum half numbers in float32.
             floors = {k: float(terms[k].norm()) * min(finest / eps, 1.0) if terms else 0.0 for k, _ in followed}
             error, i = max((_error(exact[k], result, floors[k]) / eps, k) for k, result in followed)
-            hosts = [_call_on_host(func, operator, *before, dense=dense) for dense in (False, True)]
+            hosts = [_call_on_host(ran, dense=dense) for dense in (False, True)]
             host_error = max(_error(exact[k], host[k], floors[k]) / eps for k, _ in followed for host in hosts)
         result = dict(followed)[i]
         where = call.place
@@ -242,13 +225,10 @@ class Check(Watch):
         del self.found.errors[1000:]
 
 
-def _flops(func: Any, given: Arguments, returned: Any) -> float:
+def _flops(ran: Execution) -> float:
     """Of products and convolutions, by torch's formulas; 0 for others."""
-    formula = flop_registry.get(func.overloadpacket)
-    if formula is None:
-        return 0.0
-    args, kwargs = given
-    return float(formula(*args, **kwargs, out_val=returned))
+    formula, (args, kwargs) = flop_registry.get(ran.func.overloadpacket), ran.given
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=ran.returned))
 
 
 def _kind_of(results: Sequence[Tensor]) -> str:
@@ -258,9 +238,9 @@ def _kind_of(results: Sequence[Tensor]) -> str:
     return "integers or truth values" if any(t.numel() for t in results) else "without a result"
 
 
-def _magnitudes(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _magnitudes(ran: Execution) -> list[Tensor]:
     """The results of a sum, or of products, of the magnitudes of its inputs, in float64; empty: it is neither."""
-    if operator.plain not in _SUMS and func.overloadpacket not in flop_registry:
+    if ran.operator.plain not in _SUMS and ran.func.overloadpacket not in flop_registry:
         return []
 
     def magnitude(value: Any) -> Any:
@@ -268,18 +248,17 @@ def _magnitudes(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: di
             return value.detach().cpu().to(_wide(value.dtype)).abs().to(_wide(value.dtype))
         return value
 
-    named = {k: abs(v) if k in ("alpha", "beta") else mapped(magnitude, v) for k, v in kwargs.items()}
-    return [t.abs() for t in call_wide(func, operator, mapped(magnitude, args), named)]
+    args, kwargs = mapped(magnitude, ran.before)
+    named = {name: abs(value) if name in ("alpha", "beta") else value for name, value in kwargs.items()}
+    return [t.abs() for t in call_wide(ran, (args, named))]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
-def _call_on_host(
-    func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], *, dense: bool
-) -> list[Tensor]:
-    """Call ``func`` on its arguments on the host, in their dtypes, and as they are in memory or contiguous."""
+def _call_on_host(ran: Execution, *, dense: bool) -> list[Tensor]:
+    """Call it on its arguments on the host, in their dtypes, and as they are in memory or contiguous."""
 
     def placed(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -287,9 +266,9 @@ def _call_on_host(
             return host.contiguous().clone() if dense else _copy(host)  # the kernel may write what it does not declare
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
-    args, kwargs = mapped(placed, args), {name: mapped(placed, value) for name, value in kwargs.items()}
+    args, kwargs = mapped(placed, ran.before)
     with torch.no_grad(), autocast_disabler()():
-        return results_of(operator, func(*args, **kwargs), args, kwargs)
+        return results_of(ran.operator, ran.func(*args, **kwargs), (args, kwargs))
 
 
 def _copy(tensor: Tensor) -> Tensor:

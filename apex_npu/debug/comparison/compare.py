@@ -7,71 +7,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 
 from apex_npu.debug.comparison.line_up import Difference, Distance, difference, line_up
-from apex_npu.debug.comparison.page import html_of
 from apex_npu.debug.comparison.preconditions import check_comparable, what_differs
 from apex_npu.debug.comparison.recorded import Recorded, Row, load
-from apex_npu.debug.comparison.report import ComparedRow, lines_of, plot, where_of
+from apex_npu.debug.comparison.report import ComparedRow, Comparison, where_of
 from apex_npu.debug.text import listed
 
 # Errors of the floor below this are taken for it, and a row parts beyond so many times its floor.
 _SMALLEST, _TIMES = 2.0**-12, 4.0
 # The error of fewer elements than this is too much a matter of chance to be a floor of its own.
 _FEW = 16
-
-
-@dataclass
-class Comparison:
-    """What ``compare`` has found; ``print`` it.
-
-    Attributes:
-        rows: Those that both records have, in the order of execution.
-        first: The first of ``rows`` whose ``ratio`` is beyond 4; None: there is none, there is no floor, or
-            ``differing`` tells why nothing can be blamed.
-        differing: What makes the iterations other ones: the batch, weights, results of random operators.
-        extra: Rows of the candidate right before ``first`` that the reference does not have.
-        unmatched: Rows that only one of the two has, by ``"reference"`` and ``"candidate"``.
-        names: The files of reference and candidate, and of the floor, if any.
-        about: Level, device, loss scale and torch of each of these.
-        notes: What limits the comparison: compiled code that ran eagerly, loss scales that differ, rows that the floor
-            does not have.
-    """
-
-    rows: list[ComparedRow]
-    first: ComparedRow | None
-    differing: list[str]
-    extra: list[str]
-    unmatched: dict[str, list[str]]
-    names: list[str]
-    about: list[str]
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def parts(self) -> bool:
-        """Whether the runs part: there is a ``first`` row, or the iterations are other ones."""
-        return self.first is not None or bool(self.differing)
-
-    def to_text(self, rows: int = 20) -> str:
-        """What ``print`` shows, with so many ``rows``."""
-        return "\n".join(lines_of(self, rows))
-
-    def __str__(self) -> str:
-        return self.to_text()
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the errors of all rows into a file, ``.png`` or another format of matplotlib.
-
-        Raises:
-            ImportError: matplotlib is missing.
-        """
-        plot(self, path)
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write a page with all rows into a file, which needs no other."""
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(html_of(self))
 
 
 def compare(

@@ -88,8 +88,8 @@ def _key(row: Row) -> _Key:
     return row.module, row.operator, row.result, row.shape
 
 
-@dataclass(frozen=True)
-class Difference:
+@dataclass
+class Errors:
     """How far a tensor is from that of the reference, on the elements that are kept, and at least on all of them.
 
     Attributes:
@@ -97,11 +97,9 @@ class Difference:
         relative: The norm of the difference over the norm of the reference; inf where only one of the two is finite.
         max_relative: The largest difference of an element over its magnitude in the reference.
         cosine: Of the angle between the two.
-        saturated: The share of elements that are the largest number of the dtype, or its negative.
+        saturated: The share of elements at the largest magnitude of the dtype.
         nonfinite: The share of elements that are inf or nan, where those of the reference are not.
         new_zeros: The share of elements that are 0, where those of the reference are not.
-        kept: Of the elements that are kept.
-        all: Of all elements, of which norm and range are known: a lower bound of the distance.
     """
 
     max_abs: float
@@ -111,8 +109,6 @@ class Difference:
     saturated: float
     nonfinite: float
     new_zeros: float
-    kept: Distance
-    all: Distance
 
 
 class Distance(NamedTuple):
@@ -132,6 +128,19 @@ class Distance(NamedTuple):
     def relative(self) -> float:
         """``value`` over ``norm``."""
         return self.value / self.norm if self.norm else (math.inf if self.value else 0.0)
+
+
+@dataclass
+class Difference(Errors):
+    """``Errors`` with what a floor is compared with.
+
+    Attributes:
+        kept: Of the elements that are kept.
+        all: Of all elements, of which norm and range are known: a lower bound of the distance.
+    """
+
+    kept: Distance
+    all: Distance
 
 
 def difference(reference: Row, candidate: Row) -> Difference:

@@ -20,12 +20,12 @@ _FORMAT = 1
 
 
 @dataclass
-class Row:
-    """One tensor of an iteration.
+class TensorRow:
+    """A tensor of an iteration, and where it is computed.
 
     Attributes:
-        kind: The result of an operator, the output of a module (in backward its gradient), what an operator has drawn,
-            the gradient of a parameter, or a buffer.
+        kind: ``"operator"`` (a result), ``"module"`` (an output; in backward its gradient), ``"random"`` (what an
+            operator has drawn), ``"gradient"`` (of a parameter), or ``"buffer"``.
         phase: ``"forward"``, ``"backward"``, ``"recompute"``, ``"block"``, or ``"after backward"``.
         module: The innermost module that it is part of, or the name of the parameter or the buffer; None: of none.
         operator: The operator, or the class of the module.
@@ -33,14 +33,13 @@ class Row:
         result: Which of several results.
         shape: Its shape.
         dtype: Its dtype.
-        scale: What it is multiplied with: the loss scale where it descends from the scaled loss.
-        norm: Of all its elements, divided by ``scale``.
-        low: Its smallest element, divided by ``scale``.
-        high: Its largest.
-        zeros: How many elements are 0.
         place: The line of code.
         source: Its text.
-        values: One dimension: the elements that are kept, times ``scale``.
+        norm: Of all its elements, divided by the loss scale where it descends from the scaled loss, as are the two
+            that follow.
+        low: Its smallest element.
+        high: Its largest.
+        zeros: How many elements are 0.
     """
 
     kind: Kind
@@ -51,13 +50,24 @@ class Row:
     result: int
     shape: tuple[int, ...]
     dtype: str
-    scale: float
+    place: str
+    source: str
     norm: float
     low: float
     high: float
     zeros: int
-    place: str
-    source: str
+
+
+@dataclass
+class Row(TensorRow):
+    """A row of a file.
+
+    Attributes:
+        scale: What the tensor is multiplied with: the loss scale where it descends from the scaled loss.
+        values: One dimension: the elements that are kept, times ``scale``.
+    """
+
+    scale: float
     values: Tensor
 
     @property

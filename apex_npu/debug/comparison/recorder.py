@@ -22,10 +22,9 @@ from apex_npu.debug.comparison.recorded import Held, Kind, Recorded, Samples, di
 from apex_npu.debug.text import name_of
 from apex_npu.debug.watching.calls import Call
 from apex_npu.debug.watching.lineage import Lineage
-from apex_npu.debug.watching.operators import Operator, is_measurable, tensors_in
+from apex_npu.debug.watching.operators import Arguments, Execution, Operator, is_measurable, tensors_in
 from apex_npu.debug.watching.places import Caller, Names, Place
-from apex_npu.debug.watching.second_opinion import results_of
-from apex_npu.debug.watching.watch import Arguments, Watch
+from apex_npu.debug.watching.watch import Watch
 from apex_npu.shards import local_part
 
 # Casts, copies and fills: levels differ in them, and what they write is seen where it is read.
@@ -159,34 +158,28 @@ class Recorder(Watch):
     def _pass_over(
         self, operator: Operator, place: Caller, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any
     ) -> None:
-        is_scaled = autograd_node() is not None and self._reads_scaled(operator, (args, kwargs))
+        ran = Execution(None, operator, place, (args, kwargs), (args, kwargs), returned)
+        is_scaled = autograd_node() is not None and self._reads_scaled(ran)
         super()._pass_over(operator, place, args, kwargs, returned)
-        results = results_of(operator, returned, args, kwargs)
         if self._losses and place is Caller.AMP:  # as in GradScaler.scale
-            self._is_scaling(self._new_call(operator, place), operator, (args, kwargs), results)
-        for tensor in results:
+            self._is_scaling(self._new_call(operator, place), ran)
+        for tensor in ran.results():
             self._note_made(tensor, is_scaled)
 
-    def _look(
-        self,
-        func: Any,
-        operator: Operator,
-        place: Place | Caller | None,
-        given: Arguments,
-        before: Arguments | None,
-        returned: Any,
-    ) -> None:
+    def _look(self, ran: Execution) -> None:
+        operator, place = ran.operator, ran.place
         call = self._new_call(operator, place)
         if call.phase == "forward" and isinstance(place, Place):
-            self._note_batch(operator, given, place)
-        results = results_of(operator, returned, *given)
-        if self._is_scaling(call, operator, given, results):
-            for tensor in results:
+            self._note_batch(ran, place)
+        if self._is_scaling(call, ran):
+            for tensor in ran.results():
                 self._note_made(tensor, call.phase == "backward")
             return
-        is_scaled = call.phase == "backward" and self._reads_scaled(operator, given)
-        is_draw = operator.is_random and (operator.plain in _DRAWS or not self._reads_numbers(operator, given))
-        for i, tensor in enumerate(self._own_results(operator, results, given)):
+        is_scaled = call.phase == "backward" and self._reads_scaled(ran)
+        is_draw = operator.is_random and (
+            operator.plain in _DRAWS or not any(tensor.dtype.is_floating_point for _, tensor in ran.tensors_read())
+        )
+        for i, tensor in enumerate(self._own_results(ran)):
             self._note_made(tensor, is_scaled)
             held = self._held(tensor)
             if held is None or operator.makes_tensor or operator.plain in _LEFT_OUT:
@@ -200,21 +193,18 @@ class Recorder(Watch):
                 kind: Kind = "random" if drawn else "operator"
                 self._keep(kind, call.phase, call.module, operator.name, i, held, scale, call.place)
 
-    def _is_scaling(self, call: Call, operator: Operator, given: Arguments, results: Sequence[Tensor]) -> bool:
+    def _is_scaling(self, call: Call, ran: Execution) -> bool:
         """Whether ``call`` multiplies the loss with its scale, or is the backward of that."""
-        if call.phase == "forward" and self._losses and operator.plain in ("_to_copy", "mul"):
-            read = {id(t) for _, value in operator.operands(*given) for t in tensors_in(value)}
+        plain = ran.operator.plain
+        if call.phase == "forward" and self._losses and plain in ("_to_copy", "mul"):
+            read = {id(t) for _, value in ran.operands() for t in tensors_in(value)}
             others = [loss for loss in self._losses if id(loss) not in read]
-            if len(others) < len(self._losses) and operator.plain == "mul":
+            if len(others) < len(self._losses) and plain == "mul":
                 self._scaling.append(call)
                 self._losses = others
             elif len(others) < len(self._losses):  # a half loss is scaled in float32
-                self._losses = [*others, results[0]]
+                self._losses = [*others, ran.results()[0]]
         return any(scaling in (call, call.forward) for scaling in self._scaling)
-
-    def _reads_numbers(self, operator: Operator, given: Arguments) -> bool:
-        read = (t for n, v in operator.operands(*given) if not operator.written.get(n) for t in tensors_in(v))
-        return any(tensor.dtype.is_floating_point for tensor in read)
 
     def _held(self, tensor: Tensor) -> Tensor | None:
         """``tensor``, or the part of it that is here, if its elements can be read."""
@@ -223,20 +213,19 @@ class Recorder(Watch):
         readable = readable and not is_lazy(local)
         return local if readable and local.numel() and not has_python_dispatch(local) else None
 
-    def _reads_scaled(self, operator: Operator, given: Arguments) -> bool:
+    def _reads_scaled(self, ran: Execution) -> bool:
         """Whether an operator of backward reads what descends from the scaled loss; what is not known is taken for it.
 
         The others compute from what forward has saved, such as the power in the derivative of another one.
         """
-        for name, value in operator.operands(*given):
-            for tensor in () if operator.written.get(name) else tensors_in(value):
-                held = self._held(tensor)
-                if held is not None and not is_measurable(held):
-                    continue
-                writers = [] if held is None else self._made.writers(held)
-                is_known = bool(writers) or (held is not None and self.names.of_memory(held) is not None)
-                if not self._scaling or not is_known or any(is_scaled for _, is_scaled in writers):
-                    return True
+        for _, tensor in ran.tensors_read():
+            held = self._held(tensor)
+            if held is not None and not is_measurable(held):
+                continue
+            writers = [] if held is None else self._made.writers(held)
+            is_known = bool(writers) or (held is not None and self.names.of_memory(held) is not None)
+            if not self._scaling or not is_known or any(is_scaled for _, is_scaled in writers):
+                return True
         return False
 
     def _note_made(self, tensor: Tensor, is_scaled: bool) -> None:
@@ -244,22 +233,21 @@ class Recorder(Watch):
         if held is not None:
             self._made.write(held, is_scaled)
 
-    def _note_batch(self, operator: Operator, given: Arguments, place: Place) -> None:
+    def _note_batch(self, ran: Execution, place: Place) -> None:
         """What no operator has made, and is none of the models', is from outside."""
-        for name, value in operator.operands(*given):
-            for tensor in () if operator.written.get(name) else tensors_in(value):
-                whole = tensor._base
-                # As the transposed weight of a linear layer, or all positions of a batch in one dimension.
-                if whole is not None and (tensor.grad_fn is not None or whole.numel() == tensor.numel()):
-                    tensor = whole
-                held = None if tensor.grad_fn is not None else self._held(tensor)
-                if held is None or self._made.writers(held) or self._gradients.writers(held):
-                    continue
-                if self.names.of_memory(held) is None and not self._is_of_parameter(held):
-                    argument, held = self._given_by(held) or (f"what {place} reads", held)
-                    dtype = name_of(held.dtype)
-                    self.recorded.batch.append(Held(argument, tuple(held.shape), dtype, digest_of(held)))
-                self._made.write(held, False)
+        for _, tensor in ran.tensors_read():
+            whole = tensor._base
+            # As the transposed weight of a linear layer, or all positions of a batch in one dimension.
+            if whole is not None and (tensor.grad_fn is not None or whole.numel() == tensor.numel()):
+                tensor = whole
+            held = None if tensor.grad_fn is not None else self._held(tensor)
+            if held is None or self._made.writers(held) or self._gradients.writers(held):
+                continue
+            if self.names.of_memory(held) is None and not self._is_of_parameter(held):
+                argument, held = self._given_by(held) or (f"what {place} reads", held)
+                dtype = name_of(held.dtype)
+                self.recorded.batch.append(Held(argument, tuple(held.shape), dtype, digest_of(held)))
+            self._made.write(held, False)
 
     def _given_by(self, held: Tensor) -> tuple[str, Tensor] | None:
         """The argument that ``held`` is a part of, and what it is called: levels read other parts of one."""

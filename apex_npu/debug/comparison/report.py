@@ -1,17 +1,21 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``compare`` says: as text, and as a picture."""
+"""What ``compare`` says: as objects, as text, as a picture and as a page."""
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from html import escape
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
+from apex_npu.debug.comparison.line_up import Errors
+from apex_npu.debug.comparison.recorded import TensorRow
 from apex_npu.debug.text import aligned, listed
 
 _NAMED = 5
@@ -19,59 +23,17 @@ HEAD = ("phase", "module", "operator", "shape", "dtype", "error", "floor", "rati
 
 
 @dataclass
-class ComparedRow:
+class ComparedRow(TensorRow, Errors):
     """A tensor of the candidate beside that of the reference.
 
     Attributes:
-        kind: ``"operator"``, ``"module"``, ``"gradient"`` of a parameter, or ``"buffer"``.
-        phase: ``"forward"``, ``"backward"``, ``"recompute"``, ``"block"`` or ``"after backward"``.
-        module: The innermost module that it is part of, or the name of the parameter or buffer; None: of none.
-        operator: The operator, or the class of the module.
-        call: How many such rows of the candidate come before it.
-        result: Which of several results.
-        shape: Its shape.
-        dtype: In the candidate.
-        reference_dtype: In the reference.
-        place: The line of code.
-        source: Its text.
-        norm: In the candidate, divided by the loss scale in backward; as ``low`` and ``high``.
-        low: The smallest element.
-        high: The largest.
-        zeros: How many elements are 0.
-        max_abs: The largest difference.
-        relative: The norm of the difference over the norm of the reference.
-        max_relative: The largest difference of an element over its magnitude in the reference.
-        cosine: Of the angle between the two.
-        saturated: The share of elements at the largest magnitude of the dtype.
-        nonfinite: The share of elements that are inf or nan, and are not in the reference.
-        new_zeros: The share of elements that are 0, and are not in the reference.
+        reference_dtype: The dtype in the reference; all else of ``TensorRow`` is of the candidate.
         floor: ``relative`` of the floor; None: there is none.
         ratio: The error over that of the floor, or over what is taken for it.
         resolution: The smallest ``relative`` that would be blamed.
     """
 
-    kind: str
-    phase: str
-    module: str | None
-    operator: str
-    call: int
-    result: int
-    shape: tuple[int, ...]
-    dtype: str
     reference_dtype: str
-    place: str
-    source: str
-    norm: float
-    low: float
-    high: float
-    zeros: int
-    max_abs: float
-    relative: float
-    max_relative: float
-    cosine: float
-    saturated: float
-    nonfinite: float
-    new_zeros: float
     floor: float | None = None
     ratio: float | None = None
     resolution: float | None = None
@@ -111,8 +73,22 @@ def where_of(module: str | None) -> str:
     return "outside of modules" if module is None else module or "the model itself"
 
 
-class Compared(Protocol):
-    """What is shown; see ``Comparison``."""
+@dataclass
+class Comparison:
+    """What ``compare`` has found; ``print`` it.
+
+    Attributes:
+        rows: Those that both records have, in the order of execution.
+        first: The first of ``rows`` whose ``ratio`` is beyond 4; None: there is none, there is no floor, or
+            ``differing`` tells why nothing can be blamed.
+        differing: What makes the iterations other ones: the batch, weights, results of random operators.
+        extra: Rows of the candidate right before ``first`` that the reference does not have.
+        unmatched: Rows that only one of the two has, by ``"reference"`` and ``"candidate"``.
+        names: The files of reference and candidate, and of the floor, if any.
+        about: Level, device, loss scale and torch of each of these.
+        notes: What limits the comparison: compiled code that ran eagerly, loss scales that differ, rows that the floor
+            does not have.
+    """
 
     rows: list[ComparedRow]
     first: ComparedRow | None
@@ -121,19 +97,77 @@ class Compared(Protocol):
     unmatched: dict[str, list[str]]
     names: list[str]
     about: list[str]
-    notes: list[str]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def parts(self) -> bool:
+        """Whether the runs part: there is a ``first`` row, or the iterations are other ones."""
+        return self.first is not None or bool(self.differing)
+
+    def to_text(self, rows: int = 20) -> str:
+        """What ``print`` shows, with so many ``rows``."""
+        return "\n".join(lines_of(self, rows))
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write a page with all rows into a file, which needs no other."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(_html_of(self))
+
+    def plot(self, path: str | os.PathLike[str] | io.BytesIO) -> None:
+        """Draw the errors of all rows into a file, ``.png`` or another format of matplotlib.
+
+        Raises:
+            ImportError: matplotlib is missing.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("plot needs matplotlib: pip install apex_npu[debug]") from error
+        figure = Figure(figsize=(10, 4.5), layout="constrained")
+        axes: Any = figure.subplots()
+        rows = self.rows
+        smallest = 2.0**-24
+        for phase in dict.fromkeys(row.phase for row in rows):
+            own = [i for i, row in enumerate(rows) if row.phase == phase]
+            axes.scatter(own, [min(max(rows[i].relative, smallest), 10.0) for i in own], s=14, label=phase, zorder=3)
+        with_floor = [i for i, row in enumerate(rows) if row.resolution is not None and math.isfinite(row.resolution)]
+        if with_floor:
+            limits = [min(rows[i].resolution or 0.0, 10.0) for i in with_floor]
+            axes.step(
+                with_floor, limits, where="mid", color="gray", linewidth=1, label="what the floor explains, times 4"
+            )
+        first = self.first
+        if first is not None:
+            at = next(i for i, row in enumerate(rows) if row is first)
+            level = min(max(first.relative, smallest), 10.0)
+            axes.axvline(at, color="crimson", linewidth=1)
+            side = "right" if at > len(rows) / 2 else "left"
+            text = f" {first.where}, {first.what} "
+            axes.annotate(
+                text, (at, level), xytext=(0, 8), textcoords="offset points", ha=side, color="crimson", parse_math=False
+            )
+        axes.set_yscale("log")
+        axes.margins(y=0.15)
+        axes.set_xlabel("rows in the order of execution")
+        axes.set_ylabel("relative error")
+        axes.set_title(f"{self.names[1]} beside {self.names[0]}", parse_math=False)
+        axes.legend(loc="best", fontsize="small")
+        figure.savefig(path)
 
 
 def _short(value: float) -> str:
     return f"{value:.2e}" if value and (abs(value) < 0.01 or abs(value) >= 1e4) else f"{value:.3g}"
 
 
-def verdict_of(comparison: Compared) -> list[str]:
+def verdict_of(comparison: Comparison) -> list[str]:
     """What is to be known before the table: its limits, and what differs, where the runs part, or that they do not."""
     return [*comparison.notes, *_verdict_of(comparison)]
 
 
-def _verdict_of(comparison: Compared) -> list[str]:
+def _verdict_of(comparison: Comparison) -> list[str]:
     if comparison.differing:
         return [*comparison.differing, "no operator is blamed: these iterations do not compute the same"]
     first = comparison.first
@@ -167,7 +201,7 @@ def _verdict_of(comparison: Compared) -> list[str]:
     return [f"no row parts; the resolution, a relative error that would be seen in half of the rows: {', '.join(seen)}"]
 
 
-def summary_of(comparison: Compared) -> list[str]:
+def summary_of(comparison: Comparison) -> list[str]:
     """The files, and what is lined up."""
     roles = ("reference", "candidate", "floor")
     width = max(map(len, comparison.names))
@@ -191,7 +225,7 @@ _plural = {
 }
 
 
-def rows_to_show(comparison: Compared, count: int) -> list[ComparedRow]:
+def rows_to_show(comparison: Comparison, count: int) -> list[ComparedRow]:
     """The ``count`` rows with the largest ratio, or without a floor the largest error, in the order of execution."""
 
     def size(row: ComparedRow) -> tuple[bool, float]:
@@ -207,7 +241,7 @@ def table_of(rows: Sequence[ComparedRow], first: ComparedRow | None) -> Iterator
         yield line + ("  ← first" if row is not None and row is first else "")
 
 
-def lines_of(comparison: Compared, count: int) -> Iterator[str]:
+def lines_of(comparison: Comparison, count: int) -> Iterator[str]:
     """All that is said, with ``count`` rows."""
     shown = rows_to_show(comparison, count)
     yield from lines_before(comparison)
@@ -217,48 +251,89 @@ def lines_of(comparison: Compared, count: int) -> Iterator[str]:
     yield from lines_after(comparison, shown)
 
 
-def lines_before(comparison: Compared) -> list[str]:
+def lines_before(comparison: Comparison) -> list[str]:
     """What is said before the table."""
     return [*verdict_of(comparison), "", *summary_of(comparison)]
 
 
-def lines_after(comparison: Compared, shown: Sequence[ComparedRow]) -> list[str]:
+def lines_after(comparison: Comparison, shown: Sequence[ComparedRow]) -> list[str]:
     """What is said after a table of the rows ``shown``."""
     left = len(comparison.rows) - len(shown)
     return [f"and {left} more; --html and to_html show all"] if left else []
 
 
-def plot(comparison: Compared, path: str | os.PathLike[str] | io.BytesIO) -> None:
-    """See ``Comparison.plot``."""
+# ---- as a page of HTML, in one file ---------------------------------------------------------------------------------
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8886; --bad: light-dark(#b3001b, #ff7a85); --soft: light-dark(#555, #aaa); }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 90rem; padding: 0 1rem; }
+h1 { font-size: 1.3rem; }
+pre { white-space: pre-wrap; color: var(--soft); }
+.verdict { border-left: 4px solid var(--line); padding: .2rem 1rem; }
+.verdict.parts { border-color: var(--bad); }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 13px; }
+th, td { padding: .2rem .6rem; text-align: left; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { position: sticky; top: 0; background: Canvas; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
+tr.beyond td { color: var(--bad); }
+tr.first td { font-weight: bold; outline: 1px solid var(--bad); }
+img { width: 100%; height: auto; }
+"""
+
+
+def _html_of(comparison: Comparison) -> str:
+    """The page; it refers to no other file."""
+    verdict = "".join(f"<p>{escape(line)}</p>" for line in verdict_of(comparison))
+    is_bad = " parts" if comparison.first is not None or comparison.differing else ""
+    head = "".join(f"<th{_number(i)}>{escape(name)}</th>" for i, name in enumerate((*HEAD, "line")))
+    body = "\n".join(_rows(comparison))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(comparison.names[1])} beside {escape(comparison.names[0])}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>{escape(comparison.names[1])} beside {escape(comparison.names[0])}</h1>
+<div class="verdict{is_bad}">{verdict}</div>
+<pre>{escape(chr(10).join(summary_of(comparison)))}</pre>
+{_picture(comparison)}
+<div class="scroll"><table>
+<thead><tr>{head}</tr></thead>
+<tbody>
+{body}
+</tbody>
+</table></div>
+</body>
+</html>
+"""
+
+
+def _number(column: int) -> str:
+    return ' class="number"' if 5 <= column < len(HEAD) else ""
+
+
+def _is_beyond(row: ComparedRow) -> bool:
+    return row.resolution is not None and row.relative > row.resolution
+
+
+def _rows(comparison: Comparison) -> Iterator[str]:
+    for row in comparison.rows:
+        kind = "first" if row is comparison.first else "beyond" if _is_beyond(row) and comparison.first else ""
+        cells = (*row.cells(), f"{row.place}  {row.source}")
+        filled = "".join(f"<td{_number(i)}>{escape(cell)}</td>" for i, cell in enumerate(cells))
+        yield f"<tr{f' class={chr(34)}{kind}{chr(34)}' if kind else ''}>{filled}</tr>"
+
+
+def _picture(comparison: Comparison) -> str:
+    """Errors over the order of execution, as ``plot`` draws them; empty without matplotlib."""
+    drawn = io.BytesIO()
     try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plot needs matplotlib: pip install apex_npu[debug]") from error
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    axes: Any = figure.subplots()
-    rows = comparison.rows
-    smallest = 2.0**-24
-    for phase in dict.fromkeys(row.phase for row in rows):
-        own = [i for i, row in enumerate(rows) if row.phase == phase]
-        axes.scatter(own, [min(max(rows[i].relative, smallest), 10.0) for i in own], s=14, label=phase, zorder=3)
-    with_floor = [i for i, row in enumerate(rows) if row.resolution is not None and math.isfinite(row.resolution)]
-    if with_floor:
-        limits = [min(rows[i].resolution or 0.0, 10.0) for i in with_floor]
-        axes.step(with_floor, limits, where="mid", color="gray", linewidth=1, label="what the floor explains, times 4")
-    first = comparison.first
-    if first is not None:
-        at = next(i for i, row in enumerate(rows) if row is first)
-        level = min(max(first.relative, smallest), 10.0)
-        axes.axvline(at, color="crimson", linewidth=1)
-        side = "right" if at > len(rows) / 2 else "left"
-        text = f" {first.where}, {first.what} "
-        axes.annotate(
-            text, (at, level), xytext=(0, 8), textcoords="offset points", ha=side, color="crimson", parse_math=False
-        )
-    axes.set_yscale("log")
-    axes.margins(y=0.15)
-    axes.set_xlabel("rows in the order of execution")
-    axes.set_ylabel("relative error")
-    axes.set_title(f"{comparison.names[1]} beside {comparison.names[0]}", parse_math=False)
-    axes.legend(loc="best", fontsize="small")
-    figure.savefig(path)
+        comparison.plot(drawn)
+    except ImportError:
+        return ""
+    data = base64.b64encode(drawn.getvalue()).decode()
+    return f'<img alt="errors in the order of execution" src="data:image/png;base64,{data}">'

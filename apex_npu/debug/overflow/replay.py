@@ -427,7 +427,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-class ReplayFinder:
+class ReplayFinder(Replayer):
     """An observer of amp that has skipped steps run again, and keeps what is found.
 
     Attributes:
@@ -436,30 +436,18 @@ class ReplayFinder:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         """Of ``models``."""
+        super().__init__()
         self.found = Overflows("no step was skipped while this was open")
-        self._replayer = Replayer()
         self._models = list(models)
 
     def attach(self) -> None:
         """Begin."""
-        self._replayer.follow(self._models)
+        self.follow(self._models)
 
     def detach(self) -> None:
         """End."""
-        self._replayer.end()
-
-    def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
-        """See ``Observer``."""
-        self._replayer.block_begins(loss, optimizers, loss_id, scale, dynamic)
-
-    def backward_ended(self) -> None:
-        """See ``Observer``."""
-        self._replayer.backward_ended()
-
-    def block_ended(self) -> None:
-        """See ``Observer``."""
-        self._replayer.block_ended()
+        self.end()
 
     def step_skipped(self, report: StepReport) -> None:
         """See ``Observer``."""
-        self.found.reports += self._replayer.explain(self._replayer.take(report) or [], report)
+        self.found.reports += self.explain(self.take(report) or [], report)

@@ -7,12 +7,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from apex_npu.backends._torch_private import autocast_within
+from apex_npu.debug.watching.places import Caller, Place
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 # These fill memory that holds nothing yet, or only describe it.
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
@@ -62,6 +65,51 @@ class Operator:
 operator_of = functools.cache(Operator)
 
 
+class Execution(NamedTuple):
+    """One execution of an operator.
+
+    Attributes:
+        func: The overload, an ``OpOverload``.
+        operator: What its schema says.
+        place: The line that calls it.
+        given: Its arguments.
+        before: The same, those that it reads and writes as they were before.
+        returned: What it has returned.
+        was_copied: False: there was no memory for copies, and ``before`` is ``given``.
+    """
+
+    func: Any
+    operator: Operator
+    place: Place | Caller | None
+    given: Arguments
+    before: Arguments
+    returned: Any
+    was_copied: bool = True
+
+    def operands(self) -> Iterator[tuple[str, Any]]:
+        """The arguments with their names."""
+        return self.operator.operands(*self.given)
+
+    def tensors_read(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors among the arguments, but those that are overwritten, with the names of the arguments."""
+        for name, value in self.operands():
+            for tensor in () if self.operator.written.get(name) else tensors_in(value):
+                yield name, tensor
+
+    def results(self) -> list[Tensor]:
+        """The distinct tensors that it has returned and written."""
+        return results_of(self.operator, self.returned, self.given)
+
+
+def results_of(operator: Operator, returned: Any, given: Arguments) -> list[Tensor]:
+    """The distinct tensors that an operator has returned and written."""
+    found = list(tensors_in(returned))
+    for name, value in operator.operands(*given):
+        if name in operator.written:
+            found += tensors_in(value)
+    return list({id(t): t for t in found}.values())
+
+
 def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a dispatch mode calls ``func`` by, which is cast as it is without the mode."""
     if func._schema.name not in _CALLING_CAST:
@@ -80,7 +128,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """An argument with ``change`` applied to it, or to what is in its lists and tuples."""
+    """An argument with ``change`` applied to it, or to what is in its lists, tuples and dicts."""
+    if isinstance(value, dict):
+        return {name: mapped(change, item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(mapped(change, item) for item in value)
     return change(value)

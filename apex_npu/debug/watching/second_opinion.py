@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends._torch_private import autocast_disabler
-from apex_npu.debug.watching.operators import Operator, mapped, tensors_in
+from apex_npu.debug.watching.operators import Arguments, Execution, mapped, results_of
 
 # What kernels raise that do not exist, or not for float64; OutOfMemoryError is a RuntimeError.
 _FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError, MemoryError)
@@ -68,34 +68,15 @@ def widen(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-def ask(
-    func: Any,
-    operator: Operator,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    results: list[Tensor],
-    *,
-    saturated: bool = False,
-) -> Opinion:
-    """Call ``func`` again in float64.
-
-    Args:
-        func: The operator that has been called.
-        operator: What is known of it.
-        args: Its arguments; those that it writes as they were before.
-        kwargs: Likewise.
-        results: What it has returned and written, in the order of ``results_of``.
-        saturated: The device has neither inf nor nan, so that any of the results may have been either.
-    """
+def ask(ran: Execution, *, saturated: bool = False) -> Opinion:
+    """Call an operator again in float64; ``saturated``: any of its results may stand for inf or nan."""
     try:
-        return _compare(call_wide(func, operator, args, kwargs), results, saturated)
+        return _compare(call_wide(ran, ran.before), ran.results(), saturated)
     except _FAILURES as error:
         return Opinion(reason=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
 
-def stays_bad(
-    func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], mended: set[int]
-) -> bool | None:
+def stays_bad(ran: Execution, mended: set[int]) -> bool | None:
     """Whether results are inf or nan if those of the inputs with the ids ``mended`` are 0; None: it cannot be told."""
     host: dict[int, Tensor] = {}
 
@@ -108,25 +89,25 @@ def stays_bad(
 
     with torch.no_grad():
         try:
-            named = {name: mapped(placed, v) for name, v in kwargs.items()}
-            results = call_wide(func, operator, mapped(placed, args), named)
+            results = call_wide(ran, mapped(placed, ran.before))
         except _FAILURES:
             return None
         return not all(bool(t.isfinite().all()) for t in results if t.dtype.is_floating_point)
 
 
-def largest_of(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def largest_of(ran: Execution) -> float:
     """The largest magnitude of the results in float64; 0 where they cannot be computed."""
     with torch.no_grad():
         try:
-            found = [float(t.abs().max()) for t in call_wide(func, operator, args, kwargs) if t.numel()]
+            found = [float(t.abs().max()) for t in call_wide(ran, ran.before) if t.numel()]
         except _FAILURES:
             return 0.0
     return max(found, default=0.0)
 
 
-def call_wide(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Call ``func`` in float64 on the host, with tensors that are there, or are brought there."""
+def call_wide(ran: Execution, given: Arguments) -> list[Tensor]:
+    """Call the operator of ``ran`` in float64 on the host, with ``given`` copied there."""
+    (args, kwargs), operator = given, ran.operator
     named = {name: mapped(widen, value) for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
     placed = [mapped(widen, value) for value in args]
     for i, name in enumerate(operator.arguments[: len(placed)]):
@@ -137,17 +118,8 @@ def call_wide(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict
         stack.enter_context(autocast_disabler()())
         if operator.is_random:
             stack.enter_context(torch.random.fork_rng(devices=[]))
-        returned = _OF_DEVICES.get(operator.name, func)(*placed, **named)
-    return results_of(operator, returned, tuple(placed), named)
-
-
-def results_of(operator: Operator, returned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The distinct tensors that an operator has returned and written."""
-    found = list(tensors_in(returned))
-    for name, value in operator.operands(args, kwargs):
-        if name in operator.written:
-            found += tensors_in(value)
-    return list({id(t): t for t in found}.values())
+        returned = _OF_DEVICES.get(operator.name, ran.func)(*placed, **named)
+    return results_of(operator, returned, (tuple(placed), named))
 
 
 def _compare(exact: list[Tensor], results: list[Tensor], saturated: bool) -> Opinion:

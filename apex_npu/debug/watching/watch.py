@@ -27,6 +27,8 @@ from apex_npu.debug.overflow.forwards import Forward, NotReplayedError
 from apex_npu.debug.watching.calls import KEPT, KEPT_BAD, Call, Input, Leaf, Phase, Result, Vanished
 from apex_npu.debug.watching.lineage import Lineage
 from apex_npu.debug.watching.operators import (
+    Arguments,
+    Execution,
     Operator,
     call_operator,
     is_measurable,
@@ -38,13 +40,11 @@ from apex_npu.debug.watching.operators import (
 )
 from apex_npu.debug.watching.places import Caller, ModuleStack, Names, Place, calling_line
 from apex_npu.debug.watching.ranges import OverflowFlag, Ranges
-from apex_npu.debug.watching.second_opinion import Opinion, ask, largest_of, results_of, stays_bad
+from apex_npu.debug.watching.second_opinion import Opinion, ask, largest_of, stays_bad
 from apex_npu.shards import local_part
 
 # Of a tensor that is no argument of a module, and that no operator has written.
 GIVEN = "a tensor given from outside"
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Each element of their results is computed of one of each input: they are 0 for inputs that are not by rounding alone.
 _ELEMENTWISE = {"mul", "mul_", "pow", "pow_", "square", "square_", "div", "div_", "exp", "exp_", "sigmoid", "prod"}
@@ -259,9 +259,11 @@ class Watch(TorchDispatchMode):
             self.flag.take()
             before = self._keep_written(operator, args, kwargs)
             returned = call_operator(func, args, kwargs)
+            given = args, kwargs
+            ran = Execution(func, operator, place, given, before or given, returned, before is not None)
             try:
                 with torch.no_grad():
-                    self._look(func, operator, place, (args, kwargs), before, returned)
+                    self._look(ran)
             except (RuntimeError, NotImplementedError, TypeError, MemoryError) as error:
                 self.not_measured[f"{operator.name}: {str(error).splitlines()[0] if str(error) else error!r}"] += 1
         return returned
@@ -292,11 +294,12 @@ class Watch(TorchDispatchMode):
 
         try:
             with torch.no_grad():
-                read_too = {name for name, overwritten in operator.written.items() if not overwritten}
-                placed = [
-                    mapped(kept, v) if n in read_too else v for n, v in zip(operator.arguments, args, strict=False)
-                ]
-                return tuple(placed), {n: mapped(kept, v) if n in read_too else v for n, v in kwargs.items()}
+                # What is overwritten is not read.
+                copies = {
+                    name: value if operator.written.get(name, True) else mapped(kept, value)
+                    for name, value in operator.operands(args, kwargs)
+                }
+                return tuple(copies[name] for name in operator.arguments[: len(args)]), {n: copies[n] for n in kwargs}
         except RuntimeError:  # OutOfMemoryError is one
             return None
 
@@ -359,10 +362,13 @@ class Watch(TorchDispatchMode):
                 return call
         return known[0] if known else None
 
-    def _own_results(self, operator: Operator, results: list[Tensor], given: Arguments) -> list[Tensor]:
-        """``results`` without views of what was read."""
-        operands = [(name, tensor) for name, value in operator.operands(*given) for tensor in tensors_in(value)]
-        written = {id(tensor) for name, tensor in operands if name in operator.written}
+    def _own_results(self, ran: Execution) -> list[Tensor]:
+        """The results without views of what was read."""
+        results = ran.results()
+        if ran.operator.makes_tensor:
+            return results
+        operands = [(name, tensor) for name, value in ran.operands() for tensor in tensors_in(value)]
+        written = {id(tensor) for name, tensor in operands if name in ran.operator.written}
         followed = (self._followed(tensor) for _, tensor in operands)
         read = {local.untyped_storage()._cdata for local in followed if local is not None}
 
@@ -370,23 +376,14 @@ class Watch(TorchDispatchMode):
             local = None if id(tensor) in written else self._followed(tensor)
             return local is not None and local.untyped_storage()._cdata in read
 
-        return results if operator.makes_tensor else [tensor for tensor in results if not is_view(tensor)]
+        return [tensor for tensor in results if not is_view(tensor)]
 
-    def _look(
-        self,
-        func: Any,
-        operator: Operator,
-        place: Place | Caller | None,
-        given: Arguments,
-        before: Arguments | None,
-        returned: Any,
-    ) -> None:
-        args, kwargs = given
-        results = results_of(operator, returned, args, kwargs)
-        call = self._new_call(operator, place)
+    def _look(self, ran: Execution) -> None:
+        operator = ran.operator
+        call = self._new_call(operator, ran.place)
         saturated = self.flag.read()
         measured: list[Tensor] = []
-        for tensor in self._own_results(operator, results, given):
+        for tensor in self._own_results(ran):
             local = self._followed(tensor)
             if local is None:
                 if (tensor.dtype.is_floating_point or tensor.dtype.is_complex) and tensor.numel():
@@ -408,17 +405,17 @@ class Watch(TorchDispatchMode):
         first = next((tensor for tensor, bad, _ in found if bad), found[0][0])
         call.dtype, call.shape = first.dtype, tuple(first.shape)
         if self.saturates:
-            self._follow_saturation(call, operator, given)
+            self._follow_saturation(call, ran)
         call.is_bad = any(bad for _, bad, _ in found) or bool(call.leaves)
         if call.is_bad:
-            self._explain(call, func, operator, given, before, results, saturated, first)
+            self._explain(call, ran, saturated, first)
             self._keep_bad(call)
         elif zeros and call.dtype.is_floating_point:
-            call.vanished = self._vanished_in(operator, given, call) or self._vanished_before(operator, given)
+            call.vanished = self._vanished_in(ran, call) or self._vanished_before(ran)
             if all_zero and call.vanished is None and operator.plain in _ELEMENTWISE:
-                call.vanished = self._vanished_result(call, func, operator, given, before)
+                call.vanished = self._vanished_result(call, ran)
         elif operator.is_collective:
-            self._find_inputs(call, func, operator, given, before or given)
+            self._find_inputs(call, ran)
             call.from_other_process = not call.causes and not call.leaves
         for tensor, is_bad, largest in found:
             # What has saturated goes on as a finite number.
@@ -436,101 +433,84 @@ class Watch(TorchDispatchMode):
 
     # ---- why -------------------------------------------------------------------------------------------------------
 
-    def _explain(
-        self,
-        call: Call,
-        func: Any,
-        operator: Operator,
-        given: Arguments,
-        before: Arguments | None,
-        results: list[Tensor],
-        saturated: bool,
-        first: Tensor,
-    ) -> None:
-        if operator.makes_tensor:
+    def _explain(self, call: Call, ran: Execution, saturated: bool, first: Tensor) -> None:
+        if ran.operator.makes_tensor:
             kind: Literal["constant", "data"] = "constant" if first.numel() == 1 else "data"
             call.leaves.append(Leaf(kind, "a tensor made here", first.dtype, tuple(first.shape)))
             return
-        if before is None:
+        if not ran.was_copied:
             call.opinion = Opinion(reason="out of memory while its operands were copied")
             return
-        self._find_inputs(call, func, operator, given, before)
+        self._find_inputs(call, ran)
         if call.causes or call.leaves:
             call.inputs = []
-        elif any(nonfinite_number_in(value) for _, value in operator.operands(*given)):
+        elif any(nonfinite_number_in(value) for _, value in ran.operands()):
             call.from_constant = True
         else:
-            call.opinion = ask(func, operator, *before, results, saturated=saturated)
+            call.opinion = ask(ran, saturated=saturated)
             if not (call.opinion.is_finite or call.opinion.reason):
-                call.vanished = self._vanished_before(operator, given)
+                call.vanished = self._vanished_before(ran)
 
     @staticmethod
-    def _vanished_in(operator: Operator, given: Arguments, call: Call) -> Vanished | None:
+    def _vanished_in(ran: Execution, call: Call) -> Vanished | None:
         """A number that the dtype of the result rounds to 0, such as an eps."""
         assert call.dtype is not None
-        for name, value in operator.operands(*given):
+        for name, value in ran.operands():
             number = vanishing_number_in(value, call.dtype)
             if number is not None:
-                what = f"{number:g} ({name} of {operator.plain})"
-                return Vanished(what, call.dtype, operator.name, call.place)
+                what = f"{number:g} ({name} of {ran.operator.plain})"
+                return Vanished(what, call.dtype, call.operator, call.place)
         return None
 
-    def _written_before(self, operator: Operator, given: Arguments) -> Iterator[list[Result]]:
+    def _written_before(self, ran: Execution) -> Iterator[list[Result]]:
         """For each tensor that an operator reads what has written it."""
-        for name, value in operator.operands(*given):
-            for tensor in () if operator.written.get(name) else tensors_in(value):
-                local = self._followed(tensor)
-                yield [] if local is None else [result for _, result in self._lineage.writers(local)]
+        for _, tensor in ran.tensors_read():
+            local = self._followed(tensor)
+            yield [] if local is None else [result for _, result in self._lineage.writers(local)]
 
-    def _vanished_before(self, operator: Operator, given: Arguments) -> Vanished | None:
+    def _vanished_before(self, ran: Execution) -> Vanished | None:
         """What an input is 0 for."""
-        every = (result.call.vanished for results in self._written_before(operator, given) for result in results)
+        every = (result.call.vanished for results in self._written_before(ran) for result in results)
         return next((vanished for vanished in every if vanished is not None), None)
 
-    def _vanished_result(
-        self, call: Call, func: Any, operator: Operator, given: Arguments, before: Arguments | None
-    ) -> Vanished | None:
+    def _vanished_result(self, call: Call, ran: Execution) -> Vanished | None:
         """The result itself, where no input is 0 throughout, and float64 has another number."""
-        inputs = list(self._written_before(operator, given))
-        if before is None or not inputs or not all(results and results[-1].largest for results in inputs):
+        inputs = list(self._written_before(ran))
+        if not ran.was_copied or not inputs or not all(results and results[-1].largest for results in inputs):
             return None
-        largest = largest_of(func, operator, *before)
+        largest = largest_of(ran)
         if not largest:
             return None
         assert call.dtype is not None
-        return Vanished(
-            f"the result of {operator.plain}, at most {largest:.2g},", call.dtype, operator.name, call.place
-        )
+        what = f"the result of {ran.operator.plain}, at most {largest:.2g},"
+        return Vanished(what, call.dtype, call.operator, call.place)
 
-    def _follow_saturation(self, call: Call, operator: Operator, given: Arguments) -> None:
+    def _follow_saturation(self, call: Call, ran: Execution) -> None:
         """What has saturated before ``call``, and has gone on to it as a finite number."""
-        for name, value in operator.operands(*given):
-            for tensor in () if operator.written.get(name) else tensors_in(value):
-                local = self._followed(tensor)
-                if local is None:
-                    continue
-                writers = self.bad_writers(local)
-                call.causes += [writer for writer in writers if writer not in call.causes]
-                if local.untyped_storage()._cdata in self._bad_given and not self._lineage.writers(local):
-                    leaf = self.leaf(local)
-                    if leaf not in call.leaves and self.ranges.is_at_limit(local):
-                        call.leaves.append(leaf)
+        for _, tensor in ran.tensors_read():
+            local = self._followed(tensor)
+            if local is None:
+                continue
+            writers = self.bad_writers(local)
+            call.causes += [writer for writer in writers if writer not in call.causes]
+            if local.untyped_storage()._cdata in self._bad_given and not self._lineage.writers(local):
+                leaf = self.leaf(local)
+                if leaf not in call.leaves and self.ranges.is_at_limit(local):
+                    call.leaves.append(leaf)
 
-    def _find_inputs(self, call: Call, func: Any, operator: Operator, given: Arguments, before: Arguments) -> None:
+    def _find_inputs(self, call: Call, ran: Execution) -> None:
         """What ``call`` has read that was not finite: calls, and tensors that no call has written."""
         seen: set[int] = set()
         bad: list[Input] = []
-        for (name, now), (_, earlier) in zip(operator.operands(*given), operator.operands(*before), strict=True):
-            if operator.written.get(name):  # it was not read
-                continue
-            for tensor, values in zip(tensors_in(now), tensors_in(earlier), strict=True):
-                local, read = self._followed(tensor), self._followed(values)
-                if local is not None and read is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    found = self._find_input(call, name, local, read)
-                    if found is not None:
-                        bad.append(found._replace(value=values))
-        for one in self._to_blame(bad, func, operator, before):
+        earlier = ran._replace(given=ran.before).tensors_read()
+        for (name, tensor), (_, values) in zip(ran.tensors_read(), earlier, strict=True):
+            local, read = self._followed(tensor), self._followed(values)
+            if local is not None and read is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                found = self._find_input(call, name, local, read)
+                if found is not None:
+                    bad.append(found._replace(value=values))
+        for one in self._to_blame(bad, ran):
             call.causes += [writer for writer in one.writers if writer not in call.causes]
             call.leaves += [leaf for leaf in one.leaves if leaf not in call.leaves]
 
@@ -547,7 +527,7 @@ class Watch(TorchDispatchMode):
         call.inputs.append((f"{name} ({own})" if own else name, low, high))
         return None
 
-    def _to_blame(self, bad: list[Input], func: Any, operator: Operator, before: Arguments) -> list[Input]:
+    def _to_blame(self, bad: list[Input], ran: Execution) -> list[Input]:
         """Those that make the result bad: -inf in a mask does not where a gradient beside it has overflowed."""
         groups: dict[Any, list[Input]] = {}
         for one in bad:
@@ -558,7 +538,7 @@ class Watch(TorchDispatchMode):
         guilty: list[Input] = []
         for key, members in groups.items():
             others = {id(one.value) for other, found in groups.items() if other != key for one in found}
-            stays = stays_bad(func, operator, *before, others)
+            stays = stays_bad(ran, others)
             if stays is None:
                 return bad
             guilty += members if stays else []
