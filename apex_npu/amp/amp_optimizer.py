@@ -253,7 +253,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         session = current()
         if state is None or not state.policy.master_weights or state.masters.retired:
             return
-        if state.masters.make(self) and session is not None:
+        if state.make_masters(self) and session is not None:
             session.register(self, state)
 
     def join_hook(self, **kwargs: Any) -> Any:

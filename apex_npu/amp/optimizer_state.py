@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from apex_npu.amp.accessors import OptimizerAccessors
+from apex_npu.amp.float32_copies import release_kept
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.grad_layout import adopt_from, combine_grads, make_grad_groups, trainable
 from apex_npu.amp.master_params import MasterPair, MasterParams
@@ -216,7 +217,7 @@ class AmpOptimizerState:
         masters = self.masters
         for group in optimizer.param_groups:
             if low_precision_of(group["params"]):
-                masters.make(optimizer)
+                self.make_masters(optimizer)
         # Of what is not new one pair is looked at: Module.to moves all.
         moved = bool(masters.masters) and masters.masters[0].device != masters.model_params[0].device
         return bool(
@@ -226,6 +227,12 @@ class AmpOptimizerState:
             or masters.master_writes.counted(masters.masters)
             or masters.copies.glance(masters.masters, masters.model_params)
         )
+
+    def make_masters(self, optimizer: Optimizer) -> bool:
+        """``MasterParams.make``, with the float32 values that are kept of what has been unfrozen."""
+        session = current()
+        models = [] if session is None else [model.model for model in session.models]
+        return self.masters.make(optimizer, release_kept(model for model in models if model is not None))
 
     def grad_groups(self, optimizer: Optimizer) -> list[GradGroup]:
         """How the gradients of ``optimizer`` get to its parameters."""
