@@ -240,6 +240,28 @@ class Truth(Script):
             self.model.half()
         leaves_open = self.config.fuse_unscale
         self.amp = PlainAmp([self.optimizer], self.config.scale, 1, False, lambda p: False, leaves_open)
+        # What has been written, since amp last looked, is compared with: elements that are written back stay exact.
+        self.held, self.counted = {name: b.clone() for name, b in self.model.named_buffers()}, set()
+        self.held[FROZEN] = self.params[FROZEN].detach().clone()
+
+    def written(self, key, exact, now, low):
+        """``exact``, or what it has been since amp last looked, where ``now`` is that, rounded; elsewhere ``now``."""
+        held = self.held.setdefault(key, exact.detach().clone())
+        return torch.where(held.to(low) == now, held, now.to(held.dtype))
+
+    def forget(self, keys):
+        for i in set(TRAINED).intersection(keys):
+            self.held.pop(i, None)
+
+    def block(self, factor, reached):
+        super().block(factor, reached)
+        self.forget(self.counted)
+
+    def load(self, which):
+        super().load(which)
+        self.forget(which)
+        if FROZEN in which:
+            self.held[FROZEN] = self.params[FROZEN].detach().clone()
 
     def scale_loss(self, loss):
         self.amp.begin([0])
@@ -248,6 +270,9 @@ class Truth(Script):
 
     def step_optimizer(self):
         self.amp.step(0)
+        if self.amp.applied[0]:
+            self.forget(TRAINED)
+            self.counted = set()
         return self.amp.applied[0]
 
     def zero_grad(self, set_to_none):
@@ -268,13 +293,23 @@ class Truth(Script):
             if after:
                 write(after, idiom, change)
             for i, was, now in zip(some, found, after, strict=True):
-                p = self.params[i]
-                p.data.copy_(torch.where(was == now, p, now.to(p.dtype)))
+                self.params[i].data.copy_(self.written(i, self.params[i], now, was.dtype))
+        self.counted.update(which if idiom not in UNCOUNTED else ())
         self.late |= {"masters", *(["uncounted"] if idiom in UNCOUNTED else [])}
 
     def write_masters(self, idiom, which, change):
         write([self.params[i] for i in which], idiom, change)
+        self.forget(which)
         self.late.add("model")
+
+    def write_buffer(self, name, idiom, change):
+        buffer = getattr(self.model, name)
+        now = buffer.to(LOW[self.config.level]) if self.config.level in WITH_MASTERS else buffer.clone()
+        write([now], idiom, change)
+        buffer.copy_(self.written(name, buffer, now, now.dtype))
+
+    def assign_buffer(self, name, change):
+        self.write_buffer(name, "no_grad", change)
 
 
 class Amp(Script):

@@ -235,7 +235,7 @@ def pruning(t):
     """RigL's: every other step small weights are set to zero, and grow again."""
     for i, _ in enumerate(t.steps()):
         for p in t.model.parameters() if i % 2 == 0 else ():
-            p.data.mul_(p.detach().abs() > 0.2)
+            p.data.mul_(p.detach().abs() > 0.25)
 
 
 @loop
