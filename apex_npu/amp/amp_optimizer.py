@@ -517,6 +517,8 @@ def adopt(optimizer: Optimizer, session: Session, fp32_values: Mapping[int, Tens
         optimizer.check_combined_tensors = policy.check_combined_tensors  # type: ignore[attr-defined]
     if policy.master_weights:
         state.masters.make(optimizer, fp32_values)
+    if policy.store_param_remainders:
+        optimizer.keep_remainders(fp32_values)  # type: ignore[attr-defined]
     session.register(optimizer, state)
 
 
@@ -526,5 +528,7 @@ def release(optimizer: Optimizer, cls: Any) -> None:
     for pair in [] if state is None else state.pairs:
         if pair.master_param in optimizer.state:
             optimizer.state[pair.model_param] = optimizer.state.pop(pair.master_param)
+    if state is not None and state.policy.store_param_remainders:
+        optimizer.forget_remainders()  # type: ignore[attr-defined]
     optimizer.__class__ = cls
     vars(optimizer).pop("_amp_state", None)

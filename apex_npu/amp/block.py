@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from apex_npu.amp.session import Session
 from apex_npu.amp.step_decision import StepDecision
 from apex_npu.backends._torch_private import disable_dynamo
 
+_DEVICE_TYPE = attrgetter("device.type")
 Work = list[tuple[AmpOptimizerState, list[GradGroup]]]
 Delay = Literal["delay_unscale", "delay_overflow_check", "no_sync"]
 # The stage in which a block leaves its optimizers.
@@ -177,7 +179,7 @@ class Block:
 
     def _watches(self) -> bool:
         """Under a static scale: look for overflow all the same, to warn, where the pass that divides does it, too."""
-        return not self._scaler.said and all(g.device.type == "cpu" for g in self.groups)
+        return not self._scaler.said and set(map(_DEVICE_TYPE, self.groups)) <= {"cpu"}
 
     def _end_with(self, stage: Stage, grad_scale: float = 1.0) -> None:
         for state in self.states:

@@ -32,6 +32,7 @@ from apex_npu.amp.preconditions import (
     check_nothing_averages,
     check_own_groups,
     check_plain,
+    check_remainders,
     check_sharded,
 )
 from apex_npu.amp.scaler import DynamicScaleOptions, make_scaler
@@ -85,6 +86,7 @@ def initialize(
     user_cast_preferred: bool | None = None,
     check_combined_tensors: bool | Literal["error"] | None = None,
     fuse_unscale: bool | None = None,
+    store_param_remainders: bool | None = None,
     process_group: Any = None,
     ddp_reduce_dtype: torch.dtype | None = None,
     overflow_group: Any = None,
@@ -138,6 +140,10 @@ def initialize(
             as it updates (the fused optimizers, and torch's with ``fused=True``; others in one of its own). After
             scale_loss ``.grad`` is then still scaled: clip with ``optimizer.clip_optimizer_grad_norm_fused``, which
             costs no pass either.
+        store_param_remainders: O5 with elementwise fused optimizers: in place of fp32 masters keep the 16 bits that
+            each bfloat16 parameter lacks of one: 2 bytes instead of 4, and no fp32 gradients. Exact; parameters are
+            rounded to nearest with halves away from zero. ``optimizer.state_dict()`` has the fp32 values, as
+            ``master_param``. All processes must start from the same fp32 values.
         process_group: For ``combine_ddp``: the processes that train together; None: all.
         ddp_reduce_dtype: For ``combine_ddp``: torch.float32 or torch.bfloat16, what float16 and bfloat16 gradients are
             added up in; None: as they are.
@@ -182,6 +188,7 @@ def initialize(
         user_cast_preferred=user_cast_preferred,
         check_combined_tensors=check_combined_tensors,
         fuse_unscale=fuse_unscale,
+        store_param_remainders=store_param_remainders,
         ddp_reduce_dtype=ddp_reduce_dtype,
     )
     options = DynamicScaleOptions(
@@ -218,6 +225,8 @@ def initialize(
             if policy.combine_grad:
                 check_plain(optimizer_list)
             check_sharded(policy, overflow_group, model_list, optimizer_list)
+            if policy.store_param_remainders:
+                check_remainders(optimizer_list)
             if policy.fuse_unscale:
                 check_fusible(optimizers if isinstance(optimizers, list) else [optimizers])
             check_devices(session.device_types)

@@ -12,6 +12,7 @@ made from. Clearing the model's, by whatever means, therefore clears the master'
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from operator import is_
 
 import torch
@@ -481,7 +482,7 @@ class FlatMasterGradGroup(MasterGradGroup):
 
 
 def _any_grads(tensors: Sequence[Tensor]) -> bool:
-    return any(grad is not None for grad in grads_of(list(tensors)))
+    return not all(map(is_, grads_of(list(tensors)), repeat(None)))
 
 
 def _dense(grad: Tensor | None, param: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ class Policy(CastPolicy):
     check_combined_tensors: bool | Literal["error"] | None = None
     # Gradients stay multiplied with the loss scale until step, which divides them in the same pass.
     fuse_unscale: bool = False
+    # In place of masters their optimizer keeps the 16 bits that bfloat16 parameters lack of a float32.
+    store_param_remainders: bool = False
 
     @property
     def title(self) -> str:
@@ -93,6 +95,8 @@ def resolve(opt_level: str, **overrides: Any) -> Policy:
     checked = {name: _CHECKS[name](name, value) for name, value in overrides.items() if value is not None}
     level = OPT_LEVELS[opt_level]
     _check_against_level(level, checked)
+    if checked.get("store_param_remainders"):
+        checked["master_weights"] = False
     return replace(level, **checked)
 
 
@@ -120,12 +124,34 @@ def _check_against_level(level: Policy, given: dict[str, Any]) -> None:
             "user_cast_preferred=True should only be set by selecting opt_level='O1' (or its bfloat16 form, 'O4'), "
             f"got {level.opt_level}"
         )
+    if given.get("store_param_remainders"):
+        _check_remainders(level, given)
     if given.get("combine_ddp") and not given.get("combine_grad"):
         raise RuntimeError("combine_ddp=True needs combine_grad=True: it reduces the combined gradients")
     if "ddp_reduce_dtype" in given and not given.get("combine_ddp"):
         raise RuntimeError(
             f"ddp_reduce_dtype={given['ddp_reduce_dtype']} says how combine_ddp=True reduces gradients; leave it out "
             "without that"
+        )
+
+
+def _check_remainders(level: Policy, given: dict[str, Any]) -> None:
+    dtype = given.get("cast_model_type", level.cast_model_type)
+    if level.patch_torch_functions or dtype != torch.bfloat16:
+        kept = "has no masters" if level.patch_torch_functions or dtype != torch.float16 else "casts to float16"
+        raise RuntimeError(
+            "store_param_remainders=True keeps, of a master, the 16 bits that a bfloat16 parameter lacks; opt_level "
+            f"{level.opt_level} {kept}. Use opt_level='O5', or leave it out"
+        )
+    if "master_weights" in given:
+        raise RuntimeError(
+            "store_param_remainders=True takes the place of fp32 masters, so leave master_weights unspecified, got "
+            f"{given['master_weights']}"
+        )
+    if given.get("combine_ddp"):
+        raise RuntimeError(
+            "combine_ddp=True starts all processes from the first one's masters, which store_param_remainders=True "
+            "does not support; use DistributedDataParallel, or leave one of them out"
         )
 
 
@@ -191,6 +217,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "user_cast_preferred": _flag,
     "check_combined_tensors": _flag_or_error,
     "fuse_unscale": _flag,
+    "store_param_remainders": _flag,
 }
 
 # The arguments of ``initialize`` that override what a level says.

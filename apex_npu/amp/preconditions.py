@@ -157,6 +157,21 @@ def check_own_groups(policy: Policy, optimizers: list[Optimizer]) -> None:
                 )
 
 
+def check_remainders(optimizers: list[Optimizer]) -> None:
+    """Refuse optimizers that cannot keep the remainders of parameters.
+
+    Raises:
+        RuntimeError: One is none of this package's, or its rule is not elementwise, or its formats are set already.
+    """
+    for optimizer in optimizers:
+        if not isinstance(optimizer, HasFusedGroups) or not getattr(optimizer, "encodable_states", ()):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} cannot keep the remainders of parameters: store_param_remainders=True is "
+                "for the elementwise optimizers of apex_npu.optimizers (Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta)"
+            )
+        optimizer.check_remainders()  # type: ignore[attr-defined]
+
+
 def _optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
     found: list[Optimizer] = []
     for value in vars(optimizer).values():

@@ -3,6 +3,7 @@
 """Flat buffers that hold many tensors: layout (integers), memory, gradients, and what steps together."""
 
 from apex_npu.fusion.combined import by_kind, check_combinable, combined
+from apex_npu.fusion.encoded_state import MASTER_PARAM, EncodedView, encode_states
 from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, fills_storage, plan
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups
@@ -34,6 +35,8 @@ from apex_npu.fusion.storage import (
 )
 
 __all__ = [
+    "MASTER_PARAM",
+    "EncodedView",
     "FlatBuffer",
     "FlatGrads",
     "FusedGroup",
@@ -51,6 +54,7 @@ __all__ = [
     "clip_grad_norm_",
     "combined",
     "drop_grads",
+    "encode_states",
     "extent_numel",
     "fills_storage",
     "fuse",

@@ -53,6 +53,7 @@ class FlatGrads:
         params: Each has a slot, whether or not it ever gets a gradient.
         offsets: For each parameter, the elements before its slot's first.
         reads_lists: Whether gradients that are ELSEWHERE can be a list that a rule takes, see ``gather_unless_listed``.
+        reads_in_place: Kernels read gradients that are ELSEWHERE in place, all in one call.
         is_shown: A script has the buffer: gradients are always copied there, and padding may have been written.
     """
 
@@ -61,6 +62,7 @@ class FlatGrads:
         self.params = list(params)
         self.offsets = list(offsets)
         self.reads_lists = bool(self.params) and cats_lists(self.params[0].device)
+        self.reads_in_place = extension is not None and bool(self.params) and self.params[0].device.type == "cpu"
         self.is_shown = False
         self._in_one_pass = bool(self.params) and gathers_in_one_pass(self.params[0])
         self._total_numel = total_numel
@@ -397,11 +399,6 @@ class FlatGrads:
         for k in np.flatnonzero(behind < self.flat.nbytes).tolist():
             grads[k] = grads[k].clone()
         return grads
-
-    @property
-    def reads_in_place(self) -> bool:
-        """True where kernels read gradients in place, all in one call."""
-        return extension is not None and self.device.type == "cpu"
 
     def operand(self, slots: range, numel: int, *, stepped: bool = False) -> Tensor:
         """The gradients of consecutive ``slots``, where none has to be gathered, for ``ops`` to read.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +30,13 @@ class GroupBuffers:
         kept: Parameters whose former memory may still be referenced from outside torch (a numpy array).
         model_params: Gives the low-precision copy of the parameters that rules write as well, or None where it is gone.
         has_buffer: ``param_flat`` has been made for them; else it is where a parameter was before.
+        encoding: A ``GroupEncoding``, where states are kept in fewer bytes than float32.
+        make_run: What makes its runs, instead of ``Run``; likewise.
     """
 
     has_buffer = True
+    encoding: Any = None
+    make_run: Any = None
 
     def __init__(self, params: Sequence[Tensor], param_flat: Tensor, offsets: Sequence[int]) -> None:
         """Wrap ``param_flat``, which holds ``params``: those of one param group, until ``places`` are set."""
@@ -66,6 +70,11 @@ class GroupBuffers:
         self.kept = [p for p in self.kept if not release_previous(p)]
 
     # State
+
+    @property
+    def own_states(self) -> tuple[str, ...]:
+        """States beside those of the rule."""
+        return () if self.encoding is None else self.encoding.own_states
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -103,6 +112,9 @@ class GroupBuffers:
 
     def _state(self, name: str, initial: float = 0.0, *, scalar: bool = False) -> _State:
         state = self._states.get(name)
+        if state is None and self.encoding is not None and name in self.encoding.formats:
+            values, _ = self.encoding.buffers(name, self.param_flat.device, self.param_flat.numel())
+            state = self._states[name] = _State(values, self.encoding.views(self, name), 0.0)
         if state is None:
             numel = len(self.params) if scalar else self.param_flat.numel()
             buffer = FlatBuffer(numel, self.state_dtype, self.param_flat.device)

@@ -322,8 +322,9 @@ class Runs:
         for i, state in enumerate(states):
             if state == ELSEWHERE and not group.grads.reads_in_place and not group.grads.reads_lists:
                 keys[i] = i  # alone
+        make = group.make_run or Run
         return [
-            Run(group, self.counts, slots, elsewhere=ELSEWHERE in states[slots.start : slots.stop])
+            make(group, self.counts, slots, elsewhere=ELSEWHERE in states[slots.start : slots.stop])
             for slots in _equal_neighbours(keys)
         ]
 

@@ -6,6 +6,7 @@ import apex_npu.ops.kernels  # noqa: F401 -- registers the kernels of devices
 from apex_npu.ops.cuda import masks_writes
 from apex_npu.ops.dispatch import Call, call_of_all
 from apex_npu.ops.elementwise import adadelta_, adagrad_, adam_, rmsprop_, sgd_
+from apex_npu.ops.encoded_calls import EncodedState, RunEncoding
 from apex_npu.ops.gather import (
     as_real,
     cat_into,
@@ -29,7 +30,9 @@ __all__ = [
     "FLOATS",
     "LOW_PRECISION",
     "Call",
+    "EncodedState",
     "Matrices",
+    "RunEncoding",
     "Segments",
     "adadelta_",
     "adagrad_",

@@ -11,7 +11,8 @@ registers, or else the body. In signatures
 
 A *rule* updates parameters. It has three overloads: the default one takes numbers; ``on_device`` takes in addition
 ``<name>_tensor`` for each number that may be a tensor, and ``found_inf``; ``runs`` takes lists of operands and of
-numbers, for several ranges of parameters. A call picks one of the first two, ``call_of_all`` the third.
+numbers, for several ranges of parameters. A call picks one of the first two, ``call_of_all`` the third. An elementwise
+rule has a fourth, ``encoded``, for states in fewer bytes; ``encoded_calls.py`` calls it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import is_, itemgetter
 from string import ascii_lowercase
+from types import NoneType
 from typing import Annotated, Any, Generic, ParamSpec, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
@@ -102,7 +104,10 @@ class Rule(Op[_P, None]):
         schema = f"{self.name}.on_device{_schema(body)}".replace(") -> ()", f", {', '.join(tensors)}) -> ()")
         self.on_device = _register(schema, self.device_scalars(self.reference), _return_none)
         self._listed = {name: kinds[0] for name, kinds in hints.items() if kinds[0] in (float, int)}
-        self.runs = _register(f"{self.name}.runs{_schema(body, lists=True)}", self._each, _return_none)
+        self.runs = _register(f"{self.name}.runs{_schema(body, lists=True)}", self.each, _return_none)
+        if self._is_elementwise:
+            _library.define(f"{self.name}.encoded{_schema(body)}".replace(") -> ()", f", {_ENCODING}) -> ()"))
+        rules[f"apex_npu::{self.name}"] = self
 
     def __call__(self, *operands: _P.args, **options: _P.kwargs) -> None:
         """Run the kernel for the operands' device."""
@@ -124,7 +129,7 @@ class Rule(Op[_P, None]):
     def call_of_all(self, operands: Sequence[tuple[Any, ...]], options: Sequence[dict[str, Any]]) -> Call | None:
         """One call in the place of several; None where they differ in more than tensors and numbers."""
         columns = list(zip(*operands, strict=True))
-        if any(sum(map(is_, column, repeat(None))) not in (0, len(column)) for column in columns):
+        if any(len(kinds) > 1 and NoneType in kinds for kinds in (set(map(type, column)) for column in columns)):
             return None
         joined: dict[str, Any] = {}
         for name, first in options[0].items():
@@ -139,9 +144,11 @@ class Rule(Op[_P, None]):
                 return None
         if joined.pop("found_inf", None) is not None:
             return None
+        for name in self._listed.keys() - joined.keys():  # no list has a default
+            joined[name] = [self.defaults[name]] * len(options)
         return self.runs, tuple([] if column[0] is None else column for column in columns), joined
 
-    def _each(self, *operands: Any, **options: Any) -> None:
+    def each(self, *operands: Any, **options: Any) -> None:
         """The kernel of ``runs`` on all devices."""
         for i in range(len(operands[0])):
             numbers = {name: value[i] if name in self._listed else value for name, value in options.items()}
@@ -186,6 +193,15 @@ class Rule(Op[_P, None]):
             self.__wrapped__(*pieces, **options)
             for now, then in zip(written, before, strict=True):
                 torch.where(skipped, then, now, out=now)
+
+
+# The rules by the names that torch has for them.
+rules: dict[str, Rule[...]] = {}
+
+# What the overload `encoded` takes in addition: the remainders of bfloat16 parameters; the scales of each 8-bit state;
+# int64 rows (first element, elements, position, first scale), one for each parameter; the step, for random bits; and
+# whether bfloat16 parameters are rounded stochastically.
+_ENCODING = "Tensor(y!)? remainder, Tensor(z!)[] scales, Tensor table, int count, bool stochastic_param"
 
 
 def call_of_all(calls: Sequence[Call]) -> Call | None:

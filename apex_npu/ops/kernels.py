@@ -14,8 +14,8 @@ for _op, _kernel in cuda.KERNELS.items():
 
 if cpu.available:
     _cpu_kernels = cpu.register()  # they last as long as this
-    for _joined in elementwise.RULES:
-        _joined.joins_on = ("cpu",)
+    for _rule in (*elementwise.RULES, *segmented.RULES):
+        _rule.joins_on = ("cpu",)
 else:
     elementwise.sgd_.implement(aten_fused.sgd_, "CPU")
     elementwise.adam_.implement(aten_fused.adam_, "CPU")

@@ -13,6 +13,7 @@ from apex_npu.fusion import Run
 from apex_npu.ops import Call, adadelta_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_non_negative, check_unit_interval
+from apex_npu.optimizers.state_formats import StateDtype
 
 
 class NpuFusedAdadelta(FusedOptimizer):
@@ -38,6 +39,8 @@ class NpuFusedAdadelta(FusedOptimizer):
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
         capturable: Likewise.
+        state_dtype: See ``FusedOptimizer``.
+        stochastic_rounding: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -52,6 +55,7 @@ class NpuFusedAdadelta(FusedOptimizer):
     """
 
     elementwise = True
+    encodable_states: ClassVar[tuple[str, ...]] = ("square_avg", "acc_delta")
     supports_capture = True
     torch_options: ClassVar[tuple[str, ...]] = ("foreach", "capturable", "differentiable")
 
@@ -66,9 +70,18 @@ class NpuFusedAdadelta(FusedOptimizer):
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
         capturable: bool = False,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         defaults = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable)
+        super().__init__(
+            params,
+            defaults,
+            fuse_grad_scaler=fuse_grad_scaler,
+            capturable=capturable,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+        )
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -13,6 +13,7 @@ from apex_npu.fusion import Run
 from apex_npu.ops import Call, adagrad_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_bool, check_non_negative
+from apex_npu.optimizers.state_formats import StateDtype
 
 # Options of torch.optim.Adagrad's groups; NVIDIA's has no arguments for them.
 _OF_TORCH = {"lr_decay": 0.0, "initial_accumulator_value": 0.0}
@@ -40,6 +41,8 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: Decouple the decay.
         capturable: See ``FusedOptimizer``.
         fuse_grad_scaler: Likewise; None: where it is capturable.
+        state_dtype: See ``FusedOptimizer``.
+        stochastic_rounding: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -54,6 +57,7 @@ class FusedAdagrad(FusedOptimizer):
     """
 
     elementwise = True
+    encodable_states: ClassVar[tuple[str, ...]] = ("sum",)
     supports_capture = True
 
     def __init__(
@@ -67,6 +71,8 @@ class FusedAdagrad(FusedOptimizer):
         *,
         capturable: bool = False,
         fuse_grad_scaler: bool | None = None,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -76,7 +82,13 @@ class FusedAdagrad(FusedOptimizer):
             **_OF_TORCH,
         }
         super().__init__(
-            params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable, set_grad_none=set_grad_none
+            params,
+            defaults,
+            fuse_grad_scaler=fuse_grad_scaler,
+            capturable=capturable,
+            set_grad_none=set_grad_none,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:

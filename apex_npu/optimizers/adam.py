@@ -15,6 +15,7 @@ from apex_npu.fusion import Run
 from apex_npu.ops import Call, adam_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool
+from apex_npu.optimizers.state_formats import StateDtype
 
 
 class NpuFusedAdam(FusedOptimizer):
@@ -43,6 +44,8 @@ class NpuFusedAdam(FusedOptimizer):
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
         capturable: Likewise.
+        state_dtype: See ``FusedOptimizer``.
+        stochastic_rounding: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -58,6 +61,7 @@ class NpuFusedAdam(FusedOptimizer):
 
     decoupled: ClassVar[bool] = False
     elementwise = True
+    encodable_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     supports_capture = True
     optional_states: ClassVar[tuple[str, ...]] = ("max_exp_avg_sq",)
     torch_options: ClassVar[tuple[str, ...]] = ("foreach", "capturable", "differentiable", "fused")
@@ -76,6 +80,8 @@ class NpuFusedAdam(FusedOptimizer):
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
         capturable: bool = False,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -89,6 +95,8 @@ class NpuFusedAdam(FusedOptimizer):
             },
             fuse_grad_scaler=fuse_grad_scaler,
             capturable=capturable,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
         )
 
     def validate(self, group: ParamGroup) -> None:

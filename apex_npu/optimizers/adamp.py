@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run, row_count
-from apex_npu.ops import adamp_
+from apex_npu.ops import Call, adamp_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_non_negative
 
@@ -97,12 +97,12 @@ class NpuFusedAdamP(FusedOptimizer):
         """First and second moment."""
         return ("exp_avg", "exp_avg_sq")
 
-    def update(self, run: Run, group: ParamGroup) -> None:
-        """Apply the rule."""
+    def call(self, run: Run, group: ParamGroup) -> Call:
+        """The rule."""
         beta1, beta2 = group["betas"]
         delta = group["delta"]
         segments = run.segments(rows=True)
-        adamp_(
+        return adamp_.bind(
             run.param,
             run.scaled_grad if segments.ids is None else run.flat_grad,
             run.state("exp_avg"),

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.optimizers.adam import NpuFusedAdam
+from apex_npu.optimizers.state_formats import StateDtype
 
 
 class NpuFusedAdamW(NpuFusedAdam):
@@ -31,6 +32,8 @@ class NpuFusedAdamW(NpuFusedAdam):
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
         capturable: Likewise.
+        state_dtype: See ``FusedOptimizer``.
+        stochastic_rounding: Likewise.
 
     Example::
 
@@ -54,6 +57,8 @@ class NpuFusedAdamW(NpuFusedAdam):
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
         capturable: bool = False,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -65,4 +70,6 @@ class NpuFusedAdamW(NpuFusedAdam):
             maximize=maximize,
             fuse_grad_scaler=fuse_grad_scaler,
             capturable=capturable,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
         )

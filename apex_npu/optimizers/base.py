@@ -7,9 +7,11 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import repeat, starmap
+from operator import itemgetter
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,6 +21,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.fusion import (
+    MASTER_PARAM,
+    EncodedView,
     FlatGrads,
     FusedGroup,
     Run,
@@ -36,13 +40,15 @@ from apex_npu.optimizers.failed_steps import end_failed_step
 from apex_npu.optimizers.fused_params import FusedParams, check_elements
 from apex_npu.optimizers.group_steps import check_group_step, follow_group_step
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
-from apex_npu.optimizers.shown_state import ShownState, StateSlot
+from apex_npu.optimizers.shown_state import ShownState, StateSlot, decoded
 from apex_npu.optimizers.state_dicts import check_state_dict, copy_loaded
+from apex_npu.optimizers.state_formats import StateDtype, StateFormats, with_remainders, without_remainders
 from apex_npu.shards import is_sharded
 
 logger = logging.getLogger("apex_npu")
 
 ParamGroup = dict[str, Any]
+_PARAMS = itemgetter("params")
 
 
 class FusedOptimizer(CombinedAccessors, Optimizer):
@@ -59,6 +65,12 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     Every fused optimizer takes ``fuse_grad_scaler``: True lets ``torch.amp.GradScaler.step`` pass its scale and
     its overflow flag, so that unscaling is part of the step. Then ``.grad`` stays scaled, before and after the step,
     and tools that clip in between must be told (``scaler.unscale_``), as with torch's own fused optimizers.
+
+    Those that take ``state_dtype`` can keep their states in fewer bytes than float32's: ``torch.bfloat16``, ``"int8"``
+    (with one float32 scale for 128 elements), or a dict of these by the names of states. All rounding is stochastic,
+    with random numbers that depend on the step, the parameter and the element alone. ``optimizer.state`` shows objects
+    with ``dequantize()`` then, and ``state_dict()`` float32 tensors, which can be loaded with every ``state_dtype``.
+    ``stochastic_rounding`` rounds bfloat16 parameters so, too, which then need no masters.
 
     Those that take ``capturable`` can be captured in a CUDA graph with it, as torch's can: steps are counted on the
     device (``state["step"]`` is there), a learning rate that is a tensor there is read there, and no step waits for
@@ -98,6 +110,10 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     torch_options: ClassVar[tuple[str, ...]] = ()
     # True where ``update`` reads ``p.grad`` rather than ``run.grad``: gradients are unscaled in place before.
     reads_param_grads: ClassVar[bool] = False
+    # The states that can be kept in other formats than float32: of rules whose ``update`` only passes them to an op.
+    encodable_states: ClassVar[tuple[str, ...]] = ()
+    # None: all are float32, or of their parameters' dtype.
+    _formats: StateFormats | None = None
     # A GradScaler is left to unscale by itself where a parameter is sharded.
     _may_leave_scaling: bool = False
     # True: print when parameters had to be fused again, and why; "error": raise instead.
@@ -116,6 +132,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         fuse_grad_scaler: bool | None = False,  # None: where it is capturable, and no parameter is sharded
         capturable: bool = False,
         set_grad_none: bool = True,
+        state_dtype: StateDtype = None,
+        store_param_remainders: bool = False,
+        stochastic_rounding: bool = False,
     ) -> None:
         check_bool("fuse_grad_scaler", fuse_grad_scaler is None or fuse_grad_scaler)
         check_bool("capturable", capturable)
@@ -127,6 +146,15 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         fuses = capturable if fuse_grad_scaler is None else fuse_grad_scaler
         self._step_supports_amp_scaling = fuses and not self.reads_param_grads
         self._may_leave_scaling = fuse_grad_scaler is None
+        with naming(type(self).__name__):
+            formats = StateFormats.of(
+                () if self.reads_param_grads else self.encodable_states,
+                state_dtype=state_dtype,
+                store_param_remainders=store_param_remainders,
+                stochastic_rounding=stochastic_rounding,
+            )
+        if formats is not None:
+            self._formats = formats
         self._forget_fusion()
         # Without a default learning rate every group must have its own; each is checked when it is added.
         if defaults.get("lr", 0.0) is not None:
@@ -383,6 +411,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                     shards=self.elementwise,
                     scaled=self._step_supports_amp_scaling,
                 )
+                if self._formats is not None:
+                    self._formats.check(self.param_groups[-1]["params"])
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
@@ -417,6 +447,17 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         for name in self.torch_options:
             group.setdefault(name, values[name])
 
+    def state_dict(self) -> dict[str, Any]:
+        """As of torch.optim, whose names and float32 tensors it has, whatever state is kept in."""
+        if self._formats is None:
+            return super().state_dict()
+        shown = self.state
+        try:
+            self.state = defaultdict(dict, decoded(shown))  # hooks of users see tensors, too
+            return super().state_dict()
+        finally:
+            self.state = shown
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` of this optimizer, or of torch.optim's with the same rule, has returned.
 
@@ -445,7 +486,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch's optimizers pickle, and the flags that are not in ``defaults``."""
-        flags = {name: getattr(self, name) for name in ("_step_supports_amp_scaling", "capturable", "set_grad_none")}
+        names = ("_step_supports_amp_scaling", "capturable", "set_grad_none", "_formats")
+        flags = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **flags}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -453,6 +495,37 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         super().__setstate__(state)
         if "_fused" not in self.__dict__:
             self._forget_fusion()
+
+    # Remainders of parameters, for amp
+
+    def check_remainders(self) -> None:
+        """Require that ``keep_remainders`` can be called.
+
+        Raises:
+            RuntimeError: Parameters are rounded stochastically.
+        """
+        if self._formats is not None and self._formats.stochastic_rounding:
+            raise RuntimeError(
+                f"{type(self).__name__} has stochastic_rounding=True, which rounds parameters that "
+                "store_param_remainders=True keeps exact: leave one of them out"
+            )
+
+    def keep_remainders(self, values: Mapping[int, Tensor]) -> None:
+        """From now on keep of float32 masters what bfloat16 parameters lack; see ``StateFormats``.
+
+        Args:
+            values: ``id(param)`` → the float32 value that a bfloat16 parameter has been cast from, and now rounds.
+        """
+        self._formats = with_remainders(self._formats)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.dtype == torch.bfloat16 and id(p) in values:
+                self.state[p][MASTER_PARAM] = EncodedView.remainder_of(p, values[id(p)])
+
+    def forget_remainders(self) -> None:
+        """Take ``keep_remainders`` back."""
+        self._formats = without_remainders(self._formats)
+        for entry in self.state.values():
+            entry.pop(MASTER_PARAM, None)
 
     # Fusion
 
@@ -483,12 +556,11 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def _is_fused(self, *, for_step: bool) -> bool:
         """True while parameters, their memory and the names of their states are those that were fused."""
-        record = self._fused
-        if len(record.listed) != len(self.param_groups):
+        record, groups = self._fused, self.param_groups
+        if len(record.listed) != len(groups) or not all(map(are_same, map(_PARAMS, groups), record.listed)):
             return False
-        for group, listed, names in zip(self.param_groups, record.listed, record.state_names, strict=True):
-            if not are_same(group["params"], listed) or (for_step and self.state_names(group) != names):
-                return False
+        if for_step and list(map(self.state_names, groups)) != record.state_names:
+            return False
         if (record.full_params or record.unfused) and record.is_rarely_outdated(self.param_groups):
             return False
         for fused in record.groups:
@@ -520,6 +592,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self._end_fusing(with_state=changed or for_step)
 
     def _end_fusing(self, *, with_state: bool = True) -> None:
+        if self._formats is not None:
+            self._formats.apply(self._fused.groups, self.param_groups)
         groups, copies = self._fused.groups, {id(part) for part in self._fused.copies()}
         self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in copies]
         self._all_in_slots = all(fused.in_slots for fused in groups)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
-from apex_npu.ops import adam_, segment_add_, segment_dot
+from apex_npu.ops import Call, adam_, segment_add_, segment_dot
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import as_number, check_half_open_interval, check_non_negative
 from apex_npu.optimizers.schedules import SCHEDULES, warmup_constant, warmup_cosine, warmup_linear, warmup_poly
@@ -119,10 +119,10 @@ class NpuFusedBertAdam(FusedOptimizer):
             for p in group["params"]
         ]
 
-    def update(self, run: Run, group: ParamGroup) -> None:
-        """Apply the rule."""
+    def call(self, run: Run, group: ParamGroup) -> Call:
+        """The rule."""
         clips = group["max_grad_norm"] > 0
-        adam_(
+        return adam_.bind(
             run.param,
             _clipped(run, group["max_grad_norm"]) if clips else run.scaled_grad,
             run.state("exp_avg"),

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from apex_npu.backends import number_on
 from apex_npu.fusion import Run
-from apex_npu.ops import lamb_, norm, wide_dtype
+from apex_npu.ops import Call, lamb_, norm, wide_dtype
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, naming
 
@@ -101,12 +101,12 @@ class NpuFusedLamb(FusedOptimizer):
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
         """Take the norm of all gradients, if a group needs it."""
         wanted = any(group["use_global_grad_norm"] for _, group in runs)
-        self._grad_divisor = global_grad_norm(runs).clamp_min(1.0) if wanted else None
+        self._grad_scales = times(runs, global_grad_norm(runs).clamp_min(1.0)) if wanted else {}
 
-    def update(self, run: Run, group: ParamGroup) -> None:
-        """Apply the rule."""
+    def call(self, run: Run, group: ParamGroup) -> Call:
+        """The rule."""
         beta1, beta2 = group["betas"]
-        lamb_(
+        return lamb_.bind(
             run.param,
             run.scaled_grad,
             run.state("exp_avg"),
@@ -123,7 +123,7 @@ class NpuFusedLamb(FusedOptimizer):
             adapt=not group["adam"],
             max_weight_norm=MAX_WEIGHT_NORM,
             maximize=group["maximize"],
-            grad_scale=times(run.grad_scale, self._grad_divisor if group["use_global_grad_norm"] else None, run.param),
+            grad_scale=self._grad_scales[run.param.device] if group["use_global_grad_norm"] else run.grad_scale,
             found_inf=run.found_inf,
         )
 
@@ -136,17 +136,19 @@ def check_lamb(group: ParamGroup) -> None:
 
 def global_grad_norm(runs: list[tuple[Run, ParamGroup]]) -> Tensor:
     """The 2-norm of the gradients of all runs together: 0-dim, float32 or wider, without a host sync on one device."""
-    norms = [norm(run.scaled_grad) / (1.0 if run.grad_scale is None else run.grad_scale.squeeze()) for run, _ in runs]
+    norms = []
+    for run, _ in runs:
+        found = norm(run.scaled_grad)
+        norms.append(found if run.grad_scale is None else found / run.grad_scale.squeeze())
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return total
 
 
-def times(grad_scale: Tensor | None, divisor: Tensor | None, like: Tensor) -> Tensor | None:
-    """What gradients have to be divided by, where ``divisor`` comes on top of their scale: on ``like``.device."""
-    if divisor is None:
-        return grad_scale
-    divisor = number_on(divisor, like.device).reshape(1)
-    return divisor if grad_scale is None else grad_scale * divisor
+def times(runs: list[tuple[Run, ParamGroup]], divisor: Tensor) -> dict[torch.device, Tensor]:
+    """What gradients have to be divided by on each device, where ``divisor`` comes on top of their scale."""
+    scales = {run.param.device: run.grad_scale for run, _ in runs}
+    there = {device: number_on(divisor, device).reshape(1) for device in scales}
+    return {device: there[device] if scale is None else scale * there[device] for device, scale in scales.items()}
 
 
 class Lamb(Optimizer):

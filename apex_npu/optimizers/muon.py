@@ -87,6 +87,7 @@ class NpuFusedMuon(NpuFusedAdamW):
     """
 
     elementwise = False
+    encodable_states = ()
     supports_capture = True
 
     def __init__(

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run
-from apex_npu.ops import LOW_PRECISION, adam_, chunks, lamb_
+from apex_npu.ops import LOW_PRECISION, Call, adam_, chunks, lamb_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad, check_non_negative
 from apex_npu.optimizers.lamb import global_grad_norm, times
 from apex_npu.optimizers.sgd import NpuFusedSGD
+from apex_npu.optimizers.state_formats import StateDtype
 
 
 class FusedAdam(FusedOptimizer):
@@ -45,6 +46,13 @@ class FusedAdam(FusedOptimizer):
         capturable: See ``FusedOptimizer``.
         master_weights: Keep float32 masters of float16 and bfloat16 parameters, unless amp does.
         fuse_grad_scaler: See ``FusedOptimizer``.
+        exp_avg_dtype: Transformer Engine's name for ``state_dtype={"exp_avg": ...}``.
+        exp_avg_sq_dtype: Likewise, of ``exp_avg_sq``.
+        master_weight_dtype: Must be torch.float32.
+        store_param_remainders: Keep the masters of bfloat16 parameters as the 16 bits that these lack of a float32;
+            parameters are rounded to nearest, with halves away from zero. ``master_weights`` is not needed for it.
+        state_dtype: See ``FusedOptimizer``.
+        stochastic_rounding: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -60,6 +68,7 @@ class FusedAdam(FusedOptimizer):
     """
 
     elementwise = True
+    encodable_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     supports_capture = True
     optional_states: ClassVar[tuple[str, ...]] = ("master_param",)  # NVIDIA's state dicts lack them
 
@@ -78,8 +87,24 @@ class FusedAdam(FusedOptimizer):
         master_weights: bool = False,
         *,
         fuse_grad_scaler: bool | None = None,
+        exp_avg_dtype: torch.dtype | str | None = None,
+        exp_avg_sq_dtype: torch.dtype | str | None = None,
+        master_weight_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         check_no_amsgrad("FusedAdam", amsgrad)
+        if master_weight_dtype != torch.float32:
+            raise ValueError(
+                f"FusedAdam: master_weight_dtype must be torch.float32, got {master_weight_dtype}; "
+                "store_param_remainders=True keeps such masters of bfloat16 parameters in 2 bytes"
+            )
+        by_name = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        if any(kept is not None for kept in by_name.values()):
+            if state_dtype is not None:
+                raise ValueError("FusedAdam: pass state_dtype, or exp_avg_dtype and exp_avg_sq_dtype, not both")
+            state_dtype = {name: kept for name, kept in by_name.items() if kept is not None}
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -90,7 +115,14 @@ class FusedAdam(FusedOptimizer):
             "master_weights": master_weights,
         }
         super().__init__(
-            params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable, set_grad_none=set_grad_none
+            params,
+            defaults,
+            fuse_grad_scaler=fuse_grad_scaler,
+            capturable=capturable,
+            set_grad_none=set_grad_none,
+            state_dtype=state_dtype,
+            store_param_remainders=store_param_remainders,
+            stochastic_rounding=stochastic_rounding,
         )
 
     def validate(self, group: ParamGroup) -> None:
@@ -109,6 +141,8 @@ class FusedAdam(FusedOptimizer):
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
         """First and second moment, and masters where there is anything to master."""
+        if self._formats is not None and self._formats.has_remainders:
+            return ("exp_avg", "exp_avg_sq")
         if not (group["master_weights"] and any(map(_is_mastered, group["params"]))):
             return ("exp_avg", "exp_avg_sq")
         return ("exp_avg", "exp_avg_sq", "master_param")
@@ -126,12 +160,12 @@ class FusedAdam(FusedOptimizer):
         for run, group in runs:
             group["step"] = run.step
 
-    def update(self, run: Run, group: ParamGroup) -> None:
-        """Apply the rule."""
+    def call(self, run: Run, group: ParamGroup) -> Call:
+        """The rule."""
         beta1, beta2 = group["betas"]
         mastered = "master_param" in self.state_names(group)
         low = mastered and run.param.dtype in LOW_PRECISION
-        adam_(
+        op, operands, options = adam_.bind(
             _current_masters(run) if low else run.param,
             run.scaled_grad,
             run.state("exp_avg"),
@@ -150,13 +184,20 @@ class FusedAdam(FusedOptimizer):
             grad_scale=run.grad_scale,
             found_inf=run.found_inf,
         )
-        if mastered and not low:
-            run.state("master_param").copy_(run.param)  # of a group that has both: these are their own
+        if not mastered or low:
+            return op, operands, options
+        return _update_own_masters, (run, *operands), options  # of a group that has both
 
 
 def _is_mastered(param: Tensor | int) -> bool:
     # The groups of a state dict have numbers; what they may have is in optional_states.
     return isinstance(param, Tensor) and param.requires_grad and param.dtype in LOW_PRECISION
+
+
+def _update_own_masters(run: Run, *operands: Any, **options: Any) -> None:
+    """``adam_`` for parameters that need no masters: these are their own."""
+    adam_(*operands, **options)
+    run.state("master_param").copy_(run.param)
 
 
 def _current_masters(run: Run) -> Tensor:
@@ -190,6 +231,8 @@ class FusedSGD(NpuFusedSGD):
         set_grad_none: What ``zero_grad()`` does without an argument; False as in NVIDIA's.
         capturable: See ``FusedOptimizer``.
         fuse_grad_scaler: Likewise.
+        state_dtype: Likewise.
+        stochastic_rounding: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -217,6 +260,8 @@ class FusedSGD(NpuFusedSGD):
         *,
         capturable: bool = False,
         fuse_grad_scaler: bool | None = None,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         check_bool("materialize_master_grads", materialize_master_grads)
         defaults = {
@@ -236,6 +281,8 @@ class FusedSGD(NpuFusedSGD):
             fuse_grad_scaler=fuse_grad_scaler,
             capturable=capturable,
             set_grad_none=set_grad_none,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
         )
 
     def validate(self, group: ParamGroup) -> None:
@@ -342,13 +389,14 @@ class FusedLAMB(FusedOptimizer):
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
         """Take the norm of all gradients."""
         max_norm = self.defaults["max_grad_norm"]
-        self._grad_divisor = (global_grad_norm(runs) / max_norm).clamp_min_(1.0) if runs and max_norm > 0 else None
+        divides = bool(runs) and max_norm > 0
+        self._grad_scales = times(runs, (global_grad_norm(runs) / max_norm).clamp_min_(1.0)) if divides else {}
 
-    def update(self, run: Run, group: ParamGroup) -> None:
-        """Apply the rule."""
+    def call(self, run: Run, group: ParamGroup) -> Call:
+        """The rule."""
         beta1, beta2 = group["betas"]
         decay, decoupled = group["weight_decay"], group["adam_w_mode"]
-        lamb_(
+        return lamb_.bind(
             run.param,
             run.scaled_grad,
             run.state("exp_avg"),
@@ -367,6 +415,6 @@ class FusedLAMB(FusedOptimizer):
             decay=decay if decoupled else 0.0,
             adapt=bool(decay or group["use_nvlamb"]),
             max_weight_norm=math.inf,
-            grad_scale=times(run.grad_scale, self._grad_divisor, run.param),
+            grad_scale=self._grad_scales.get(run.param.device, run.grad_scale),
             found_inf=run.found_inf,
         )

@@ -13,6 +13,7 @@ from apex_npu.fusion import Run
 from apex_npu.ops import Call, rmsprop_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_bool, check_non_negative
+from apex_npu.optimizers.state_formats import StateDtype
 
 
 class NpuFusedRMSprop(FusedOptimizer):
@@ -41,6 +42,8 @@ class NpuFusedRMSprop(FusedOptimizer):
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
         capturable: Likewise.
+        state_dtype: See ``FusedOptimizer``.
+        stochastic_rounding: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -55,6 +58,7 @@ class NpuFusedRMSprop(FusedOptimizer):
     """
 
     elementwise = True
+    encodable_states: ClassVar[tuple[str, ...]] = ("square_avg", "momentum_buffer", "grad_avg")
     supports_capture = True
     optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer", "grad_avg")
     torch_options: ClassVar[tuple[str, ...]] = ("foreach", "capturable", "differentiable")
@@ -72,6 +76,8 @@ class NpuFusedRMSprop(FusedOptimizer):
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
         capturable: bool = False,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -82,7 +88,14 @@ class NpuFusedRMSprop(FusedOptimizer):
             "centered": centered,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable)
+        super().__init__(
+            params,
+            defaults,
+            fuse_grad_scaler=fuse_grad_scaler,
+            capturable=capturable,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+        )
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""

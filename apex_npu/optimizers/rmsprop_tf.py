@@ -14,6 +14,7 @@ from apex_npu.ops import Call, rmsprop_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_bool, check_non_negative
 from apex_npu.optimizers.rmsprop import check_rmsprop, rmsprop_states
+from apex_npu.optimizers.state_formats import StateDtype
 
 
 class NpuFusedRMSpropTF(FusedOptimizer):
@@ -46,6 +47,8 @@ class NpuFusedRMSpropTF(FusedOptimizer):
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
         capturable: Likewise.
+        state_dtype: See ``FusedOptimizer``.
+        stochastic_rounding: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -60,6 +63,7 @@ class NpuFusedRMSpropTF(FusedOptimizer):
     """
 
     elementwise = True
+    encodable_states: ClassVar[tuple[str, ...]] = ("square_avg", "momentum_buffer", "grad_avg")
     supports_capture = True
     optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer", "grad_avg")
 
@@ -79,6 +83,8 @@ class NpuFusedRMSpropTF(FusedOptimizer):
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
         capturable: bool = False,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -92,7 +98,14 @@ class NpuFusedRMSpropTF(FusedOptimizer):
             "init_square_avg": init_square_avg,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable)
+        super().__init__(
+            params,
+            defaults,
+            fuse_grad_scaler=fuse_grad_scaler,
+            capturable=capturable,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+        )
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""

@@ -13,6 +13,7 @@ from apex_npu.fusion import FusedGroup, Run
 from apex_npu.ops import Call, sgd_, sgd_list_, takes_sgd_lists
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import as_number, check_bool, check_non_negative
+from apex_npu.optimizers.state_formats import StateDtype
 
 
 class NpuFusedSGD(FusedOptimizer):
@@ -38,6 +39,8 @@ class NpuFusedSGD(FusedOptimizer):
         maximize: Ascend the gradient instead.
         fuse_grad_scaler: See ``FusedOptimizer``.
         capturable: Likewise.
+        state_dtype: See ``FusedOptimizer``.
+        stochastic_rounding: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -53,6 +56,7 @@ class NpuFusedSGD(FusedOptimizer):
 
     has_step_state = False
     elementwise = True
+    encodable_states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     supports_capture = True
     optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     torch_options: ClassVar[tuple[str, ...]] = ("foreach", "differentiable", "fused")
@@ -69,6 +73,8 @@ class NpuFusedSGD(FusedOptimizer):
         maximize: bool = False,
         fuse_grad_scaler: bool = False,
         capturable: bool = False,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -82,6 +88,8 @@ class NpuFusedSGD(FusedOptimizer):
             },
             fuse_grad_scaler=fuse_grad_scaler,
             capturable=capturable,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
         )
 
     def validate(self, group: ParamGroup) -> None:
@@ -101,6 +109,8 @@ class NpuFusedSGD(FusedOptimizer):
     def takes_lists(self, group: ParamGroup, fused: FusedGroup) -> bool:
         """With momentum, on an NPU."""
         if not takes_sgd_lists(fused.param_flat.device, fused.param_flat.dtype) or self.capturable:
+            return False
+        if fused.encoding is not None:
             return False
         return bool(group["momentum"] > 0 and not group.get("wd_after_momentum", False))
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-from apex_npu.fusion import FusedGroup
+from apex_npu.fusion import MASTER_PARAM, EncodedView, FusedGroup
 from apex_npu.shards import local_part_as, sharded_like
 
 # How many steps a state has seen, of a rule whose state dict has no `step`. A device may have skipped all of them, and
@@ -71,22 +71,24 @@ class ShownState:
         slots = list(slots)
         self.entries, self.views = [], ([], [], [])  # if memory runs out below, the next step copies again
         for slot in slots:
-            names = rule.state_names(slot.group)
+            names = _names(rule, slot)
             if not names and not rule.shows_step(slot.group):
                 continue  # a state that is switched on again is as old as it was
             entry = rule.state.get(slot.param, {})
             count = _count_of(rule, slot.group, entry)
             slot.fused.set_step(slot.position, count)
             if not count:
+                # What a parameter lacks of its master is there before its first step.
+                for name in slot.fused.own_states:
+                    if entry.get(name) is not None:
+                        entry[name] = _copied(_view(rule, slot, name), entry[name], slot.param)
                 continue
             for name in names:
                 value = entry.get(name)
                 if value is None:
                     _reset(rule, slot, name)
                     continue
-                view, value = _view(rule, slot, name), local_part_as(value, slot.param)
-                if value is not view:
-                    view.copy_(value)
+                _copied(_view(rule, slot, name), value, slot.param)
             _show(rule, slot)
         self.remember(rule, slots)
 
@@ -107,7 +109,7 @@ class ShownState:
         for slot in slots:
             entry = rule.state.get(slot.param)
             if entry and _COUNT not in entry and slot.fused.runs.counts.is_new(slot.position):
-                for name in ("step", *rule.state_names(slot.group)):
+                for name in ("step", *_names(rule, slot)):
                     entry.pop(name, None)
                 if not entry:
                     del rule.state[slot.param]
@@ -120,11 +122,35 @@ class ShownState:
             (entry, name, value)
             for slot in slots
             if (entry := rule.state.get(slot.param))
-            for name in ("step", _COUNT, *rule.state_names(slot.group))
+            for name in ("step", _COUNT, *_names(rule, slot))
             if (value := entry.get(name)) is not None
         ]
         views = ([entry for entry, _, _ in rows], [name for _, name, _ in rows], [view for _, _, view in rows])
         self.entries, self.views, self.shows_new = entries, views, False
+
+
+def decoded(state: dict[Any, Any]) -> dict[Any, Any]:
+    """``state`` of an optimizer with tensors in the places of encoded states."""
+    return {
+        param: {
+            name: sharded_like(value.dequantize(), param) if isinstance(value, EncodedView) else value
+            for name, value in entry.items()
+        }
+        for param, entry in state.items()
+        if entry.keys() != {MASTER_PARAM}  # before its first step
+    }
+
+
+def _copied(view: Tensor, value: Any, param: Tensor) -> Tensor:
+    """``view``, with ``value`` in it."""
+    value = local_part_as(value, param)
+    if value is not view:
+        view.copy_(value)
+    return view
+
+
+def _names(rule: Rule, slot: StateSlot) -> tuple[str, ...]:
+    return (*rule.state_names(slot.group), *slot.fused.own_states)
 
 
 def _view(rule: Rule, slot: StateSlot, name: str) -> Tensor:
@@ -148,13 +174,16 @@ def _count_of(rule: Rule, group: dict[str, Any], entry: dict[str, Any]) -> float
 
 def _show(rule: Rule, slot: StateSlot) -> None:
     """Let the parameter's entry of ``state`` show the buffers' views, beside whatever else a user put there."""
-    views = {name: sharded_like(_view(rule, slot, name), slot.param) for name in rule.state_names(slot.group)}
+    views: dict[str, Any] = {}
+    for name in _names(rule, slot):
+        view: Any = _view(rule, slot, name)
+        views[name] = view if isinstance(view, EncodedView) else sharded_like(view, slot.param)
     shows_step = rule.shows_step(slot.group)
     if not views and not shows_step:
         return
     entry, count = rule.state[slot.param], slot.fused.runs.counts.view(slot.position)
     if shows_step:
         entry["step"] = count
-    elif _COUNT in entry or count.device.type != "cpu":
+    elif _COUNT in entry or count.device.type != "cpu" or slot.fused.encoding is not None:  # random bits depend on it
         entry[_COUNT] = count
     entry.update(views)

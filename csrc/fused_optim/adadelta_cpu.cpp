@@ -11,12 +11,11 @@ namespace {
 
 template <typename T>
 struct Adadelta {
-  T *square_avg, *acc_delta;
   Gradient<T> gradient;
   T lr, rho, rho_rest, eps;
 
-  APEX_NPU_INLINE void operator()(T* p, const T* g, int64_t begin, int64_t n) const {
-    T *s = square_avg + begin, *a = acc_delta + begin;
+  APEX_NPU_INLINE void operator()(T* p, const T* g, States<T> states, int64_t n) const {
+    T *s = states[0], *a = states[1];
     const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
       const T grad = gradient(g[i], p[i]);
       s[i] = rho * s[i] + rho_rest * grad * grad;
@@ -31,16 +30,15 @@ struct Adadelta {
 
 }  // namespace
 
-void adadelta_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& square_avg,
-                  const at::Tensor& acc_delta, const std::optional<at::Tensor>& model_param, double lr, double rho,
-                  double eps, double weight_decay, bool maximize, const std::optional<at::Tensor>& grad_scale) {
+void adadelta_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad,
+                  const at::Tensor& square_avg, const at::Tensor& acc_delta,
+                  const std::optional<at::Tensor>& model_param, double lr, double rho, double eps, double weight_decay,
+                  bool maximize, const std::optional<at::Tensor>& grad_scale) {
   const State s("square_avg", square_avg), a("acc_delta", acc_delta);
-  const Operands operands("adadelta_", param, grad, model_param, grad_scale, maximize, {s, a});
+  const Operands operands("adadelta_", param, grad, model_param, grad_scale, maximize, {s, a}, encoding);
   operands.in_its_type([&](auto zero) {
     using T = decltype(zero);
     Adadelta<T> rule;
-    rule.square_avg = s.data<T>();
-    rule.acc_delta = a.data<T>();
     rule.gradient = operands.gradient<T>(weight_decay);
     rule.lr = static_cast<T>(lr);
     rule.rho = static_cast<T>(rho);

@@ -6,11 +6,14 @@
 
 #include <optional>
 
+#include "fused_optim/state_codec.h"
+
 namespace apex_npu {
 
-// apex_npu::adadelta_, see apex_npu/ops/elementwise.py.
-void adadelta_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& square_avg,
-                  const at::Tensor& acc_delta, const std::optional<at::Tensor>& model_param, double lr, double rho,
-                  double eps, double weight_decay, bool maximize, const std::optional<at::Tensor>& grad_scale);
+// apex_npu::adadelta_ and its overload `encoded`, see apex_npu/ops/elementwise.py.
+void adadelta_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad,
+                  const at::Tensor& square_avg, const at::Tensor& acc_delta,
+                  const std::optional<at::Tensor>& model_param, double lr, double rho, double eps, double weight_decay,
+                  bool maximize, const std::optional<at::Tensor>& grad_scale);
 
 }  // namespace apex_npu

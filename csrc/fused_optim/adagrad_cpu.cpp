@@ -11,12 +11,11 @@ namespace {
 
 template <typename T>
 struct Adagrad {
-  T* square_sum;
   Gradient<T> gradient;
   T keep, lr, eps;
 
-  APEX_NPU_INLINE void operator()(T* p, const T* g, int64_t begin, int64_t n) const {
-    T* s = square_sum + begin;
+  APEX_NPU_INLINE void operator()(T* p, const T* g, States<T> states, int64_t n) const {
+    T* s = states[0];
     const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
       const T grad = gradient(g[i], p[i]);
       s[i] += grad * grad;
@@ -28,15 +27,14 @@ struct Adagrad {
 
 }  // namespace
 
-void adagrad_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& square_sum,
-                 const std::optional<at::Tensor>& model_param, double lr, double eps, double weight_decay,
-                 bool decoupled, bool maximize, const std::optional<at::Tensor>& grad_scale) {
+void adagrad_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad,
+                 const at::Tensor& square_sum, const std::optional<at::Tensor>& model_param, double lr, double eps,
+                 double weight_decay, bool decoupled, bool maximize, const std::optional<at::Tensor>& grad_scale) {
   const State s("square_sum", square_sum);
-  const Operands operands("adagrad_", param, grad, model_param, grad_scale, maximize, {s});
+  const Operands operands("adagrad_", param, grad, model_param, grad_scale, maximize, {s}, encoding);
   operands.in_its_type([&](auto zero) {
     using T = decltype(zero);
     Adagrad<T> rule;
-    rule.square_sum = s.data<T>();
     rule.gradient = operands.gradient<T>(decoupled ? 0 : weight_decay);
     rule.keep = static_cast<T>(decoupled ? 1 - lr * weight_decay : 1);
     rule.lr = static_cast<T>(lr);

@@ -11,21 +11,19 @@ namespace {
 
 template <typename T>
 struct Adam {
-  T *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
   Gradient<T> gradient;
   T keep, beta1, beta1_rest, beta2, beta2_rest, eps, step_size, root_factor;
   bool forgetful;
 
-  APEX_NPU_INLINE void operator()(T* p, const T* g, int64_t begin, int64_t n) const {
-    T *m = exp_avg + begin, *v = exp_avg_sq + begin;
-    if (max_exp_avg_sq == nullptr) {
+  APEX_NPU_INLINE void operator()(T* p, const T* g, States<T> states, int64_t n) const {
+    T *m = states[0], *v = states[1], *v_max = states[2];
+    if (v_max == nullptr) {
       const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
         const T square = update_moments(gradient(g[i], p[i]), m[i], v[i]);  // before m[i] is read below
         move(p[i], m[i], square);
       };
       for_each<T>(n, body, p, g, m, v);
     } else {
-      T* v_max = max_exp_avg_sq + begin;
       const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
         const T square = update_moments(gradient(g[i], p[i]), m[i], v[i]);
         v_max[i] = v_max[i] >= square || v_max[i] != v_max[i] ? v_max[i] : square;  // nan stays
@@ -49,20 +47,18 @@ struct Adam {
 
 }  // namespace
 
-void adam_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-              const std::optional<at::Tensor>& max_exp_avg_sq, const std::optional<at::Tensor>& model_param, double lr,
-              double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize, int64_t step,
-              bool bias_correction, const std::optional<at::Tensor>& grad_scale) {
+void adam_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
+              const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq,
+              const std::optional<at::Tensor>& model_param, double lr, double beta1, double beta2, double eps,
+              double weight_decay, bool decoupled, bool maximize, int64_t step, bool bias_correction,
+              const std::optional<at::Tensor>& grad_scale) {
   const State m("exp_avg", exp_avg), v("exp_avg_sq", exp_avg_sq), v_max("max_exp_avg_sq", max_exp_avg_sq);
-  const Operands operands("adam_", param, grad, model_param, grad_scale, maximize, {m, v, v_max});
+  const Operands operands("adam_", param, grad, model_param, grad_scale, maximize, {m, v, v_max}, encoding);
   const double correction1 = bias_correction ? 1 - std::pow(beta1, step) : 1;
   const double correction2 = bias_correction ? 1 - std::pow(beta2, step) : 1;
   operands.in_its_type([&](auto zero) {
     using T = decltype(zero);
     Adam<T> rule;
-    rule.exp_avg = m.data<T>();
-    rule.exp_avg_sq = v.data<T>();
-    rule.max_exp_avg_sq = v_max.data<T>();
     rule.gradient = operands.gradient<T>(decoupled ? 0 : weight_decay);
     rule.keep = static_cast<T>(decoupled ? 1 - lr * weight_decay : 1);
     rule.beta1 = static_cast<T>(beta1);

@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -24,12 +25,18 @@ namespace {
 // A kernel, and before it the question whether it is one for these arguments; else the reference is called.
 class OrReference final : public c10::OperatorKernel {
  public:
-  explicit OrReference(c10::KernelFunction kernel) : kernel_(std::move(kernel)) {}
+  OrReference(c10::KernelFunction kernel, const c10::FunctionSchema& schema)
+      : kernel_(std::move(kernel)),
+        count_(schema.arguments().size()),
+        ids_(schema.argumentIndexWithName("ids")),
+        param_(schema.argumentIndexWithName("param")),
+        grad_(schema.argumentIndexWithName("grad")),
+        model_param_(schema.argumentIndexWithName("model_param")) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
-    if (is_for_reference(op.schema(), *stack)) {
+    if (is_for_reference(*stack)) {
       // It would be refused there, too, but in words about storage.
-      for (const c10::IValue& argument : torch::jit::last(*stack, op.schema().arguments().size())) {
+      for (const c10::IValue& argument : torch::jit::last(*stack, count_)) {
         TORCH_CHECK_TYPE(
             !argument.isTensor() || grad_list_of(argument.toTensor()) == nullptr, op.schema().name(),
             ": with ids, and beside parameters in float64 those in another dtype, gradients must be flat and "
@@ -42,19 +49,20 @@ class OrReference final : public c10::OperatorKernel {
   }
 
  private:
-  static bool is_for_reference(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
-    const auto arguments = torch::jit::last(stack, schema.arguments().size());
-    const auto dtype_of = [&](const char* name) -> std::optional<at::ScalarType> {
-      const auto index = schema.argumentIndexWithName(name);
+  bool is_for_reference(const torch::jit::Stack& stack) const {
+    const auto arguments = torch::jit::last(stack, count_);
+    const auto dtype_of = [&](std::optional<int> index) -> std::optional<at::ScalarType> {
       if (!index.has_value() || !arguments[*index].isTensor()) return std::nullopt;
       return arguments[*index].toTensor().scalar_type();
     };
     // Elements that are no ranges of memory, and float64 beside anything else.
-    if (dtype_of("ids").has_value()) return true;
-    return dtype_of("param") == at::kDouble && (dtype_of("grad") != at::kDouble || dtype_of("model_param").has_value());
+    if (dtype_of(ids_).has_value()) return true;
+    return dtype_of(param_) == at::kDouble && (dtype_of(grad_) != at::kDouble || dtype_of(model_param_).has_value());
   }
 
   c10::KernelFunction kernel_;
+  size_t count_;  // of arguments, and where these are among them
+  std::optional<int> ids_, param_, grad_, model_param_;
 };
 
 // The overload of an update rule that takes several runs: the default one, called for each. Lists hold what differs
@@ -64,7 +72,7 @@ class EachRun final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) const {
     const auto one = c10::Dispatcher::singleton().findSchemaOrThrow(op.schema().name().c_str(), "");
     const std::vector<c10::IValue> arguments = torch::jit::pop(*stack, op.schema().arguments().size());
-    const size_t count = arguments.front().toTensorList().size();
+    const size_t count = arguments.front().toListRef().size();
     torch::jit::Stack each;
     for (size_t i = 0; i < count; ++i) {
       each.clear();
@@ -75,36 +83,55 @@ class EachRun final : public c10::OperatorKernel {
 
  private:
   static c10::IValue of_run(const c10::IValue& argument, size_t i) {
-    if (argument.isTensorList()) {
-      const auto tensors = argument.toTensorList();
-      return tensors.empty() ? c10::IValue() : c10::IValue(tensors.get(i));
-    }
-    if (argument.isDoubleList()) return argument.toDoubleList().get(i);
-    if (argument.isIntList()) return argument.toIntList().get(i);
-    return argument;
+    if (!argument.isList()) return argument;
+    const auto values = argument.toListRef();
+    return values.empty() ? c10::IValue() : values[i];
+  }
+};
+
+// The kernels of an elementwise rule, from a function that takes an encoding before what is declared.
+template <auto kFunction>
+struct Elementwise;
+
+template <typename... Args, void (*kFunction)(const Encoding&, Args...)>
+struct Elementwise<kFunction> {
+  static void plain(Args... args) { kFunction(Encoding::none(), args...); }
+
+  static void encoded(Args... args, const std::optional<at::Tensor>& remainder, at::TensorList scales,
+                      const at::Tensor& table, int64_t count, bool stochastic_param) {
+    kFunction(Encoding(remainder, scales, table, count, stochastic_param), args...);
   }
 };
 
 template <typename Function>
 void implement(torch::Library& library, const char* name, Function* function) {
-  auto kernel = std::make_unique<OrReference>(c10::KernelFunction::makeFromUnboxedRuntimeFunction(function));
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow((std::string("apex_npu::") + name).c_str(), "");
+  auto kernel =
+      std::make_unique<OrReference>(c10::KernelFunction::makeFromUnboxedRuntimeFunction(function), op.schema());
   library.impl(name, torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+}
+
+template <auto kFunction>
+void implement_elementwise(torch::Library& library, const std::string& name) {
+  implement(library, name.c_str(), &Elementwise<kFunction>::plain);
+  implement(library, (name + ".encoded").c_str(), &Elementwise<kFunction>::encoded);
 }
 
 }  // namespace
 
 KernelsCpu::KernelsCpu() : library_(torch::Library::IMPL, "apex_npu", c10::DispatchKey::CPU, __FILE__, __LINE__) {
-  implement(library_, "sgd_", sgd_cpu);
-  implement(library_, "adam_", adam_cpu);
-  implement(library_, "rmsprop_", rmsprop_cpu);
-  implement(library_, "adadelta_", adadelta_cpu);
-  implement(library_, "adagrad_", adagrad_cpu);
+  implement_elementwise<&sgd_cpu>(library_, "sgd_");
+  implement_elementwise<&adam_cpu>(library_, "adam_");
+  implement_elementwise<&rmsprop_cpu>(library_, "rmsprop_");
+  implement_elementwise<&adadelta_cpu>(library_, "adadelta_");
+  implement_elementwise<&adagrad_cpu>(library_, "adagrad_");
   implement(library_, "lamb_", lamb_cpu);
   implement(library_, "adamp_", adamp_cpu);
   implement(library_, "segment_dot", segment_dot_cpu);
   implement(library_, "segment_add_", segment_add_cpu);
   implement(library_, "norm", norm_cpu);
-  for (const char* name : {"sgd_.runs", "adam_.runs", "rmsprop_.runs", "adadelta_.runs", "adagrad_.runs"}) {
+  for (const char* name :
+       {"sgd_.runs", "adam_.runs", "rmsprop_.runs", "adadelta_.runs", "adagrad_.runs", "lamb_.runs", "adamp_.runs"}) {
     library_.impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<EachRun>()));
   }
 }

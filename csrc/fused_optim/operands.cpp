@@ -25,6 +25,10 @@ void check_place(const char* op, const Named& buffer, const at::Tensor& param) {
                     t.numel(), " elements and param ", param.numel());
 }
 
+bool is_encoded_dtype(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 || dtype == at::kChar || dtype == at::kByte;
+}
+
 bool overlap(const at::Tensor& a, const at::Tensor& b) {
   const auto* a_begin = static_cast<const char*>(a.const_data_ptr());
   const auto* b_begin = static_cast<const char*>(b.const_data_ptr());
@@ -56,15 +60,15 @@ void check_apart(const char* op, const std::vector<Named>& buffers) {
 
 Operands::Operands(const char* op, const at::Tensor& param, const at::Tensor& grad,
                    const std::optional<at::Tensor>& model_param, const std::optional<at::Tensor>& grad_scale,
-                   bool maximize, std::initializer_list<State> states)
-    : grad_list_(grad_list_of(grad)), maximize_(maximize) {
+                   bool maximize, std::initializer_list<State> states, const Encoding& encoding)
+    : encoding_(encoding), grad_list_(grad_list_of(grad)), maximize_(maximize) {
   std::vector<Named> buffers = {{"param", &param, true}};
   for (const State& state : states) {
     if (state.tensor != nullptr) buffers.push_back({state.name, state.tensor, true});
   }
   const size_t state_end = buffers.size();
   if (model_param.has_value()) buffers.push_back({"model_param", &*model_param, true});
-
+  if (encoding.remainder().has_value()) buffers.push_back({"remainder", &*encoding.remainder(), true});
   if (grad_list_ == nullptr) buffers.push_back({"grad", &grad, false});
 
   for (const Named& buffer : buffers) check_place(op, buffer, param);
@@ -78,7 +82,8 @@ Operands::Operands(const char* op, const at::Tensor& param, const at::Tensor& gr
                    " beside ", param_dtype_, " parameters; float64 goes with float64 only");
   const at::ScalarType state_dtype = is_double() ? at::kDouble : at::kFloat;
   for (size_t i = 1; i < state_end; ++i) {
-    TORCH_CHECK_TYPE(buffers[i].tensor->scalar_type() == state_dtype, op, ": ", buffers[i].name, " must be ",
+    const bool encoded = encoding.given() && !is_double() && is_encoded_dtype(buffers[i].tensor->scalar_type());
+    TORCH_CHECK_TYPE(encoded || buffers[i].tensor->scalar_type() == state_dtype, op, ": ", buffers[i].name, " must be ",
                      state_dtype, " beside ", param_dtype_, " parameters, got ", buffers[i].tensor->scalar_type());
   }
   if (model_param.has_value()) {
@@ -101,10 +106,46 @@ Operands::Operands(const char* op, const at::Tensor& param, const at::Tensor& gr
 
   numel_ = param.numel();
   param_ = param.mutable_data_ptr();
+  int k = 0;
+  for (const State& state : states) {
+    if (state.tensor != nullptr) states_[k] = {state.tensor->mutable_data_ptr(), state.tensor->scalar_type()};
+    ++k;
+  }
+  if (encoding.given()) check_encoding(op, param, states);
   if (grad_list_ == nullptr) grad_ = grad.const_data_ptr();
   model_param_ = model_param.has_value() ? model_param->mutable_data_ptr() : nullptr;
   if (model_param_ != nullptr && param_dtype_ == at::kFloat) copies_ = rounded_copy_of(*model_param);
   if (copies_ != nullptr) first_copy_ = copies_->offset_of(model_param_, numel_);
+}
+
+void Operands::check_encoding(const char* op, const at::Tensor& param, std::initializer_list<State> states) {
+  TORCH_CHECK_TYPE(!is_double(), op, ": states of float64 parameters cannot be encoded");
+  TORCH_CHECK_VALUE(encoding_.end() <= numel_, op, ": table has elements up to ", encoding_.end(), ", param has ",
+                    numel_);
+  size_t next = 0;
+  int k = 0;
+  for (const State& state : states) {
+    StateBuffer& buffer = states_[k++];
+    if (buffer.dtype != at::kChar && buffer.dtype != at::kByte) continue;
+    TORCH_CHECK_VALUE(next < encoding_.scales().size(), op, ": ", state.name, " is ", buffer.dtype,
+                      " and has no scales");
+    const at::Tensor& scales = encoding_.scales()[next++];
+    TORCH_CHECK_VALUE(scales.device().is_cpu() && scales.scalar_type() == at::kFloat && scales.is_contiguous() &&
+                          scales.numel() >= encoding_.scale_count(),
+                      op, ": the scales of ", state.name, " must be float32 on the cpu, ", encoding_.scale_count(),
+                      " at least, got ", scales.numel(), " of ", scales.toString());
+    buffer.scales = scales.mutable_data_ptr<float>();
+  }
+  const bool has_remainder = encoding_.remainder().has_value();
+  TORCH_CHECK_TYPE(!(has_remainder || encoding_.stochastic_param()) || param_dtype_ == at::kBFloat16, op,
+                   ": remainders and stochastic rounding are for bfloat16 parameters, got ", param.scalar_type());
+  TORCH_CHECK_VALUE(!(has_remainder && encoding_.stochastic_param()), op,
+                    ": parameters with remainders are exact, and not rounded stochastically");
+  if (has_remainder) {
+    TORCH_CHECK_TYPE(encoding_.remainder()->scalar_type() == at::kShort, op, ": remainder must be int16, got ",
+                     encoding_.remainder()->scalar_type());
+    remainder_ = encoding_.remainder()->mutable_data_ptr<int16_t>();
+  }
 }
 
 template <>
@@ -130,6 +171,10 @@ float* Operands::param(int64_t begin, int64_t n, float* copy) const {
     }
     return data;
   }
+  if (remainder_ != nullptr) {
+    decode_remainder(static_cast<const BFloat16*>(param_) + begin, remainder_ + begin, copy, n);
+    return copy;
+  }
   widen(static_cast<const uint16_t*>(param_) + begin, param_dtype_, copy, n);
   return copy;
 }
@@ -144,11 +189,26 @@ const float* Operands::grad(int64_t begin, int64_t n, float* copy) const {
 
 template <>
 void Operands::write_back(int64_t begin, int64_t n, const float* param) const {
-  if (param_dtype_ != at::kFloat) narrow(param, static_cast<uint16_t*>(param_) + begin, param_dtype_, n);
+  if (remainder_ != nullptr) {
+    encode_remainder(param, static_cast<BFloat16*>(param_) + begin, remainder_ + begin, n);
+  } else if (param_dtype_ != at::kFloat) {
+    narrow(param, static_cast<uint16_t*>(param_) + begin, param_dtype_, n);
+  }
+  write_back_model(begin, n, param);
+}
+
+void Operands::write_back_stochastically(int64_t begin, int64_t n, const float* param, const uint32_t* random) const {
+  narrow_stochastically(param, static_cast<BFloat16*>(param_) + begin, random, n);
+  write_back_model(begin, n, param);
+}
+
+void Operands::write_back_model(int64_t begin, int64_t n, const float* param) const {
+  if (model_param_ == nullptr) return;
+  uint16_t* const copy = static_cast<uint16_t*>(model_param_) + begin;
   if (copies_ != nullptr) {
-    copies_->write(param, static_cast<uint16_t*>(model_param_) + begin, first_copy_ + begin, n);
-  } else if (model_param_ != nullptr) {
-    narrow(param, static_cast<uint16_t*>(model_param_) + begin, model_dtype_, n);
+    copies_->write(param, copy, first_copy_ + begin, n);
+  } else {
+    narrow(param, copy, model_dtype_, n);
   }
 }
 

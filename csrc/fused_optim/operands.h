@@ -11,6 +11,7 @@
 
 #include "fused_optim/grad_list.h"
 #include "fused_optim/rounded_copy.h"
+#include "fused_optim/state_codec.h"
 #include "fused_optim/vectors.h"
 
 namespace apex_npu {
@@ -49,14 +50,15 @@ struct Gradient {
 // Flat buffers of one length on the cpu: parameters (float16, bfloat16, float32 or float64), gradients (float64 beside
 // float64, else any of the other three), states (float64 beside float64, else float32), and, beside parameters that are
 // not float64, model_param (float16 or bfloat16), which gets a rounded copy of the new parameters; and grad_scale, one
-// number that gradients are divided by. Gradients may be a list of tensors, too. Where model_param is in a watched
+// number that gradients are divided by. Gradients may be a list of tensors, too. With an encoding states may also be
+// bfloat16, or of 8 bits with scales, and bfloat16 parameters may have remainders. Where model_param is in a watched
 // buffer (rounded_copy.h), parameters first take what scripts have written there.
 class Operands {
  public:
   // Raises ValueError or TypeError, with the name of what does not fit.
   Operands(const char* op, const at::Tensor& param, const at::Tensor& grad,
            const std::optional<at::Tensor>& model_param, const std::optional<at::Tensor>& grad_scale, bool maximize,
-           std::initializer_list<State> states);
+           std::initializer_list<State> states, const Encoding& encoding = Encoding::none());
 
   int64_t numel() const { return numel_; }
 
@@ -75,6 +77,23 @@ class Operands {
     return {(maximize_ ? T(-1) : T(1)) / static_cast<T>(grad_scale_), static_cast<T>(l2), l2 != 0};
   }
 
+  const Encoding& encoding() const { return encoding_; }
+
+  // The k-th of the states that were given, or one without memory.
+  const StateBuffer& state(int k) const { return states_[k]; }
+  bool is_encoded(int k) const { return states_[k].data != nullptr && !states_[k].is_plain(); }
+
+  // All of them, which are not encoded, from element `begin` on.
+  template <typename T>
+  States<T> states(int64_t begin) const {
+    States<T> found;
+    for (int k = 0; k < kMaxStates; ++k) {
+      auto* data = static_cast<T*>(states_[k].data);
+      found.state[k] = data == nullptr ? nullptr : data + begin;
+    }
+    return found;
+  }
+
   // Elements [begin, begin + n) as T: in place where they are T, else in `copy`.
   template <typename T>
   T* param(int64_t begin, int64_t n, T* copy) const;
@@ -85,9 +104,18 @@ class Operands {
   template <typename T>
   void write_back(int64_t begin, int64_t n, const T* param) const;
 
+  // Likewise, to bfloat16 parameters, with 32 random bits for each.
+  void write_back_stochastically(int64_t begin, int64_t n, const float* param, const uint32_t* random) const;
+
  private:
+  void write_back_model(int64_t begin, int64_t n, const float* param) const;
   bool is_double() const { return param_dtype_ == at::kDouble; }
 
+  void check_encoding(const char* op, const at::Tensor& param, std::initializer_list<State> states);
+
+  const Encoding& encoding_;
+  StateBuffer states_[kMaxStates];
+  int16_t* remainder_ = nullptr;
   int64_t numel_;
   void* param_;
   const void* grad_ = nullptr;

@@ -11,16 +11,13 @@ namespace {
 
 template <typename T>
 struct RmsProp {
-  T *square_avg, *grad_avg, *momentum_buffer;
   Gradient<T> gradient;
   // Of eps and lr, one of each pair does nothing (0 or 1): that is what the options choose.
   T keep, alpha, alpha_rest, eps_inside, eps_outside, momentum, lr_inside, lr_outside;
 
-  APEX_NPU_INLINE void operator()(T* p, const T* g, int64_t begin, int64_t n) const {
-    const bool centered = grad_avg != nullptr, has_momentum = momentum_buffer != nullptr;
-    T* s = square_avg + begin;
-    T* a = centered ? grad_avg + begin : nullptr;
-    T* b = has_momentum ? momentum_buffer + begin : nullptr;
+  APEX_NPU_INLINE void operator()(T* p, const T* g, States<T> states, int64_t n) const {
+    T *s = states[0], *a = states[1], *b = states[2];
+    const bool centered = a != nullptr, has_momentum = b != nullptr;
     if (!centered && !has_momentum) {
       const auto body = [=, *this](int64_t i) APEX_NPU_INLINE_LAMBDA {
         const T grad = gradient(g[i], p[i]);
@@ -68,19 +65,16 @@ struct RmsProp {
 
 }  // namespace
 
-void rmsprop_cpu(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& square_avg,
-                 const std::optional<at::Tensor>& grad_avg, const std::optional<at::Tensor>& momentum_buffer,
-                 const std::optional<at::Tensor>& model_param, double lr, double alpha, double eps, double weight_decay,
-                 double momentum, bool eps_inside_sqrt, bool decoupled, bool lr_in_momentum, bool maximize,
-                 const std::optional<at::Tensor>& grad_scale) {
+void rmsprop_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tensor& grad,
+                 const at::Tensor& square_avg, const std::optional<at::Tensor>& grad_avg,
+                 const std::optional<at::Tensor>& momentum_buffer, const std::optional<at::Tensor>& model_param,
+                 double lr, double alpha, double eps, double weight_decay, double momentum, bool eps_inside_sqrt,
+                 bool decoupled, bool lr_in_momentum, bool maximize, const std::optional<at::Tensor>& grad_scale) {
   const State s("square_avg", square_avg), a("grad_avg", grad_avg), b("momentum_buffer", momentum_buffer);
-  const Operands operands("rmsprop_", param, grad, model_param, grad_scale, maximize, {s, a, b});
+  const Operands operands("rmsprop_", param, grad, model_param, grad_scale, maximize, {s, a, b}, encoding);
   operands.in_its_type([&](auto zero) {
     using T = decltype(zero);
     RmsProp<T> rule;
-    rule.square_avg = s.data<T>();
-    rule.grad_avg = a.data<T>();
-    rule.momentum_buffer = b.data<T>();
     rule.gradient = operands.gradient<T>(decoupled ? 0 : weight_decay);
     rule.keep = static_cast<T>(decoupled ? 1 - weight_decay : 1);
     rule.alpha = static_cast<T>(alpha);

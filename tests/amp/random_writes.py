@@ -4,8 +4,8 @@
 
 In the program of plain torch, ``Truth``, a parameter and its master are one float32 tensor. A write to the model finds
 it rounded, and where that changes, the tensor has what was written; a write to the master is one to the tensor. amp's
-program has to have this in the model, rounded, from the next forward on, in the masters from the next block or step on,
-and in ``state_dict()`` always. Else an error or a warning has named the write, and nothing is known of what follows.
+program has to have this in the model, rounded, from the next forward on, in the masters from the next step on, and in
+``state_dict()`` always. Else an error or a warning has named the write, and nothing is known of what follows.
 
     PYTHONPATH=tests python -m amp.random_writes --programs 1000 [--level O2] [--writes model] [--first-seed 0]
 
@@ -22,7 +22,7 @@ import warnings
 from dataclasses import dataclass
 
 import torch
-from amp.plain_amp import INITIAL_SCALE, MAX_SCALE, WINDOW, PlainAmp, Refused
+from amp.plain_amp import INITIAL_SCALE, MAX_SCALE, WINDOW, PlainAmp
 from amp.random_programs import (
     BATCH_NORM,
     LOW,
@@ -46,6 +46,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from apex_npu import amp, optimizers
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+TRANSPOSED = 3  # which parameters_to_vector does not take
 FROZEN = 0  # has no gradient, and is in no group
 TRAINED = tuple(i for i in range(PARAMS) if i != FROZEN)
 # What a warning or an error has to say of a write that does not count.
@@ -93,9 +94,6 @@ IDIOMS = {
     "numpy": lambda ps, change: [change(unseen(p)) for p in ps],
 }
 
-# Those that autograd's version counters do not count, at the same address.
-UNCOUNTED = ("data", "numpy")
-
 
 def unseen(p):
     """The same memory, of which torch does not know that it is."""
@@ -135,12 +133,16 @@ def write(tensors, idiom, change):
     IDIOMS[idiom](list(tensors), CHANGES[change])
 
 
+def of_one_dtype(which):
+    parts = [i for i in which if i in BATCH_NORM], [i for i in which if i not in BATCH_NORM]
+    return list(filter(None, parts))
+
+
 class Script:
     """What a program does, with amp or in plain torch; everything that is the same for both.
 
     Attributes:
-        late: What may still be without the last writes: "model" until a forward, "masters" until a block or a step, and
-            "uncounted" ones to the model until a step.
+        late: What may still be without the last writes: "model" until a forward, "masters" until a step.
     """
 
     device = DEVICE
@@ -188,7 +190,7 @@ class Script:
 
     def block(self, factor, reached):
         self.scale_loss(self.loss(factor, reached))
-        self.late &= {"uncounted"}
+        self.late.discard("model")
 
     def backward(self, factor, reached):
         """Outside of a block."""
@@ -228,7 +230,11 @@ class Script:
 
 
 class Truth(Script):
-    """In plain torch."""
+    """In plain torch.
+
+    Attributes:
+        written: What has been written to the model since the last step, as the model has it.
+    """
 
     device = PLAIN_DEVICE
 
@@ -236,32 +242,11 @@ class Truth(Script):
         return torch.optim.SGD if self.config.rule == "sgd" else torch.optim.Adam
 
     def start(self):
+        self.written = {}
         if self.config.level == "O3":
             self.model.half()
         leaves_open = self.config.fuse_unscale
         self.amp = PlainAmp([self.optimizer], self.config.scale, 1, False, lambda p: False, leaves_open)
-        # What has been written, since amp last looked, is compared with: elements that are written back stay exact.
-        self.held, self.counted = {name: b.clone() for name, b in self.model.named_buffers()}, set()
-        self.held[FROZEN] = self.params[FROZEN].detach().clone()
-
-    def written(self, key, exact, now, low):
-        """``exact``, or what it has been since amp last looked, where ``now`` is that, rounded; elsewhere ``now``."""
-        held = self.held.setdefault(key, exact.detach().clone())
-        return torch.where(held.to(low) == now, held, now.to(held.dtype))
-
-    def forget(self, keys):
-        for i in set(TRAINED).intersection(keys):
-            self.held.pop(i, None)
-
-    def block(self, factor, reached):
-        super().block(factor, reached)
-        self.forget(self.counted)
-
-    def load(self, which):
-        super().load(which)
-        self.forget(which)
-        if FROZEN in which:
-            self.held[FROZEN] = self.params[FROZEN].detach().clone()
 
     def scale_loss(self, loss):
         self.amp.begin([0])
@@ -269,10 +254,8 @@ class Truth(Script):
         self.amp.end([0], 0, None)
 
     def step_optimizer(self):
+        self.merge()
         self.amp.step(0)
-        if self.amp.applied[0]:
-            self.forget(TRAINED)
-            self.counted = set()
         return self.amp.applied[0]
 
     def zero_grad(self, set_to_none):
@@ -286,30 +269,44 @@ class Truth(Script):
 
     @torch.no_grad()
     def write_model(self, idiom, which, change):
-        low = LOW.get(self.config.level)
-        for some in ([i for i in which if i in BATCH_NORM], [i for i in which if i not in BATCH_NORM]):
-            found = [self.params[i].to(self.params[i].dtype if low is None or i in BATCH_NORM else low) for i in some]
-            after = [nn.Parameter(value.clone()) for value in found]
-            if after:
-                write(after, idiom, change)
-            for i, was, now in zip(some, found, after, strict=True):
-                self.params[i].data.copy_(self.written(i, self.params[i], now, was.dtype))
-        self.counted.update(which if idiom not in UNCOUNTED else ())
-        self.late |= {"masters", *(["uncounted"] if idiom in UNCOUNTED else [])}
+        for some in of_one_dtype(which):
+            after = [nn.Parameter(self.in_model(i).clone()) for i in some]
+            write(after, idiom, change)
+            self.written.update(zip(some, (p.detach() for p in after), strict=True))
+        for i in [i for i in self.written if not self.has_master(i)]:
+            self.merge(i)
+        self.late.add("masters")
+
+    def in_model(self, i):
+        """What the model has for parameter ``i``."""
+        low = None if i in BATCH_NORM else LOW.get(self.config.level)
+        q = self.params[i].detach()
+        return self.written.get(i, q if low is None else q.to(low))
+
+    def value(self, i):
+        """Both, as one."""
+        now, q = self.in_model(i), self.params[i].detach()
+        return torch.where(now == q.to(now.dtype), q, now.to(q.dtype))
+
+    @torch.no_grad()
+    def merge(self, *which):
+        for i in which or list(self.written):
+            self.params[i].copy_(self.value(i))
+            del self.written[i]
 
     def write_masters(self, idiom, which, change):
+        self.merge()
         write([self.params[i] for i in which], idiom, change)
-        self.forget(which)
         self.late.add("model")
 
-    def write_buffer(self, name, idiom, change):
-        buffer = getattr(self.model, name)
-        now = buffer.to(LOW[self.config.level]) if self.config.level in WITH_MASTERS else buffer.clone()
-        write([now], idiom, change)
-        buffer.copy_(self.written(name, buffer, now, now.dtype))
+    def load(self, which):
+        for i in which:
+            self.written.pop(i, None)
+        super().load(which)
 
-    def assign_buffer(self, name, change):
-        self.write_buffer(name, "no_grad", change)
+    def save(self):
+        super().save()
+        self.shown.update({self.names()[i]: self.value(i) for i in self.written})
 
 
 class Amp(Script):
@@ -353,9 +350,8 @@ class Amp(Script):
             self.norm = torch.nn.utils.clip_grad_norm_(amp.master_params(self.optimizer), max_norm, norm_type)
 
     def write_model(self, idiom, which, change):
-        for some in ([i for i in which if i in BATCH_NORM], [i for i in which if i not in BATCH_NORM]):
-            if some:
-                write([self.params[i] for i in some], idiom, change)
+        for some in of_one_dtype(which):
+            write([self.params[i] for i in some], idiom, change)
 
     def write_masters(self, idiom, which, change):
         write([self.stepped(i) for i in which], idiom, change)
@@ -382,7 +378,9 @@ def run(config, operations):
                 try:
                     said = run_both(ours, truth, name, arguments)
                 except Difference as error:
-                    raise Difference(f"operation {n}, {(name, *arguments)}: {error}") from error.__cause__
+                    said = is_named_later(ours, operations[n + 1 :], name == "step")
+                    if said is None:
+                        raise Difference(f"operation {n}, {(name, *arguments)}: {error}") from error.__cause__
                 if said is not None:
                     return said
     finally:
@@ -390,21 +388,41 @@ def run(config, operations):
     return None
 
 
+def is_named_later(ours, operations, is_step):
+    """What the next step that is not skipped says of a difference that has been found before it or in it, if anything.
+
+    On an accelerator it is the step after it, since the host does not wait for what has been found.
+    """
+    steps = (0 if is_step else 1) + (0 if DEVICE.type == "cpu" else 1)
+    for name, *arguments in [*operations, *2 * [("block", 1.0, tuple(range(PARAMS))), ("step", True)]]:
+        if steps:
+            error, caught = run_operation(ours, name, truth_free(ours, name, arguments))
+            texts = [*caught, str(error)]
+            said = [text for text in texts if NAMES_IT.search(text)]
+            if said:
+                return said[0]
+            steps -= name == "step" and amp.last_step(ours.optimizer).applied
+    return None
+
+
+def truth_free(ours, name, arguments):
+    """Those of an operation without what is to be known of plain torch."""
+    return (*arguments[:2], 1.0) if name == "clip" else arguments
+
+
 def run_both(ours, truth, name, arguments):
     if name == "clip":
         by, norm_type, halves = arguments
         norm_type = torch.inf if ours.config.level == "O3" else norm_type
         arguments = by, norm_type, truth.max_norm(norm_type, halves)
-    theirs, _ = run_operation(truth, name, arguments)
-    mine, caught = run_operation(ours, name, arguments)
-    said = [text for text in caught if NAMES_IT.search(text)]
+    getattr(truth, name)(*arguments)
+    error, caught = run_operation(ours, name, arguments)
+    said = [text for text in [*caught, str(error)] if NAMES_IT.search(text)]
     if said:
         return said[0]
-    if (mine is None) != (theirs is None):
-        if mine is not None and NAMES_IT.search(str(mine)):
-            return str(mine)
-        raise Difference(f"raised {mine!r}, and not {theirs!r}") from mine
-    if name == "clip" and mine is None:
+    if error is not None:
+        raise Difference(f"raised {error!r}") from error
+    if name == "clip":
         norms = ours.norm.cpu().float(), truth.norm.cpu().float()
         require(torch.allclose(*norms, equal_nan=True), f"norm: {ours.norm}, not {truth.norm}")
     if name == "save":
@@ -420,7 +438,7 @@ def run_operation(script, name, arguments):
         warnings.simplefilter("always")
         try:
             getattr(script, name)(*arguments)
-        except (RuntimeError, ValueError, KeyError, TypeError, Refused) as error:
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
             return error, []
     return None, [str(warning.message) for warning in caught]
 
@@ -431,13 +449,11 @@ def require_same(found, wanted, what):
 
 
 def compare(ours, truth):
-    low = LOW.get(ours.config.level)
-    for i, (p, q) in enumerate(zip(ours.params, truth.params, strict=True)):
-        rounded = q if low is None or i in BATCH_NORM else q.to(low)
+    for i, p in enumerate(ours.params):
         if "model" not in truth.late:
-            require_same(p, rounded, f"weights: parameter {i}")
-        if not truth.late & {"masters", "uncounted"} and i != FROZEN:
-            require_same(ours.stepped(i), q, f"masters: parameter {i}")
+            require_same(p, truth.in_model(i), f"weights: parameter {i}")
+        if "masters" not in truth.late and i != FROZEN:
+            require_same(ours.stepped(i), truth.params[i], f"masters: parameter {i}")
 
 
 def compare_shown(ours, truth):
@@ -485,7 +501,8 @@ def draw_write(draw, config, writes, has_grads):
             return ("assign_buffer", name, change)
         return ("write_buffer", name, idiom if idiom != "vector" else "no_grad", change)
     of = range(PARAMS) if kind == "model" else TRAINED
-    which = tuple(of) if idiom in ("vector", "foreach") else tuple(draw.sample(of, draw.choice([1, 1, 2])))
+    whole = tuple(i for i in of if i != TRANSPOSED or idiom != "vector")
+    which = whole if idiom in ("vector", "foreach") else tuple(draw.sample(of, draw.choice([1, 1, 2])))
     if kind == "model" and draw.random() < 0.1:
         return ("load", which)
     if kind == "gradients":
@@ -529,7 +546,7 @@ def draw_operations(draw, config, writes):
             by = "fused" if config.fuse_unscale else draw.choice(["fused", "torch"])
             operations.append(("clip", by, draw.choice([1.0, 2.0, torch.inf]), draw.random() < 0.5))
             maybe_write(0.2)
-        operations.append(("step", draw.random() < 0.7))
+        operations.append(("step", "gradients" not in writes or draw.random() < 0.7))
         maybe_write(0.4)
         if draw.random() < 0.25:
             operations.append(("save",))

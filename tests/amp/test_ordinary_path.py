@@ -78,6 +78,7 @@ FUSED, ADAM = optimizers.NpuFusedAdam, torch.optim.Adam
         ("O2", FUSED, {"combine_grad": True}, (37, 10), (35, 10)),
         ("O5", FUSED, {}, (38, 10), (35, 10)),
         ("O0", FUSED, {}, (16, 6), (32, 9)),
+        ("O0", FUSED, {"loss_scale": 128.0}, (43, 10), (33, 10)),
         ("O1", ADAM, {}, (43, 11), (12, 7)),
         ("O2", ADAM, {}, (51, 10), (15, 5)),
     ],

@@ -7,14 +7,16 @@ publish it. What it trains is equal to plain torch within the level's precision,
 write that is lost: nothing is apart in silence.
 """
 
+import copy
 import functools
+import pickle
 import re
 import warnings
 
 import pytest
 import torch
 from devices import DEVICE
-from small_programs import WITH_MASTERS, kinds, known_fault
+from small_programs import WITH_MASTERS, backward, initialize, kinds, known_fault
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -484,6 +486,15 @@ def not_reached(t):
 
 
 @loop
+def without_a_backward(t):
+    """Momentum and decay go on with gradients of zeros."""
+    for _ in range(STEPS):
+        t.backward()
+        t.step(set_to_none=False)
+        t.optimizer.step()
+
+
+@loop
 def before_the_block(t):
     """A penalty of the weights has its backward by itself, before that of the loss."""
     for _ in range(STEPS):
@@ -504,6 +515,7 @@ LOST = {
     "pcgrad_of_the_model": "gradients that are assigned to the model after the block are not stepped",
     "centralisation_by_assignment": "gradients that are assigned to the model after the block are not stepped",
     "not_reached": "a parameter whose gradient zero_grad has filled with zeros is not stepped",
+    "without_a_backward": "a parameter whose gradient zero_grad has filled with zeros is not stepped",
     "before_the_block": "gradients of a backward before the block are dropped",
 }
 
@@ -545,10 +557,163 @@ def test_loops(name, level, kind):
     if name in NAMED and level in WITH_MASTERS:
         assert any(re.search(NAMED[name], text) for text in said), said
         return
-    assert seen is not None, said
-    assert not said
+    if seen is None:
+        pytest.fail(f"raised {said}")  # which no known fault does
+    assert not [text for text in said if name != "without_a_backward" or "outside amp.scale_loss" not in text]
     start = plain(name, kind)[0]
     for n, (found, wanted) in enumerate(zip(seen, plain(name, kind), strict=True)):
         for what, a, b, c in zip(("weights", "outputs"), found, wanted, start, strict=True):
             apart, moved = (a - b).norm().item(), (b - c).norm().item()
             assert apart <= TOLERANCE[level] * moved + 1e-6, f"{what} {n} are {apart:.3g} apart, of {moved:.3g}"
+
+
+# Between the write and the step
+
+
+@torch.no_grad()
+def write_model(model, optimizer):
+    model[0].weight.fill_(0.25)
+
+
+def write_model_data(model, optimizer):
+    model[0].weight.data.fill_(0.25)
+
+
+def write_model_address(model, optimizer):
+    model[0].weight.data = torch.full_like(model[0].weight, 0.25)
+
+
+@torch.no_grad()
+def write_master(model, optimizer):
+    optimizer.param_groups[0]["params"][0].fill_(0.25)
+
+
+def write_master_address(model, optimizer):
+    master = optimizer.param_groups[0]["params"][0]
+    master.data = torch.full_like(master, 0.25)
+
+
+OF_MODEL, OF_MASTER = (write_model, write_model_data, write_model_address), (write_master, write_master_address)
+
+
+def copied(model, optimizer):
+    return copy.deepcopy((model, optimizer))
+
+
+def pickled(model, optimizer):
+    return pickle.loads(pickle.dumps((model, optimizer)))
+
+
+def resumed(model, optimizer):
+    states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    amp.shutdown()
+    twin, stepped = start(type(optimizer).__bases__[1])
+    twin.load_state_dict(states[0])
+    stepped.load_state_dict(states[1])
+    return twin, stepped
+
+
+def given_another_optimizer(model, optimizer):
+    return initialize(model, torch.optim.SGD(model.parameters(), lr=2.0**-10))
+
+
+def moved(model, optimizer):
+    for p in model.parameters():
+        p.data = p.data.clone()
+
+
+def masters_moved(model, optimizer):
+    for p in amp.master_params(optimizer):
+        p.data = p.data.clone()
+
+
+def evaluated(model, optimizer):
+    with torch.inference_mode():
+        model.eval()(X)
+    model.train()
+
+
+def combined(model, optimizer):
+    if isinstance(optimizer, optimizers.NpuFusedSGD):
+        optimizer.get_optimizer_combined_params()
+        optimizer.get_model_combined_params()
+
+
+def given_a_group(model, optimizer):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, device=DEVICE))]})
+
+
+def loaded(model, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def overflowed(model, optimizer):
+    backward(model(X).float().sum() * torch.inf, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def accumulated(model, optimizer):
+    backward(model(X).float().mean(), optimizer)
+
+
+def delayed(model, optimizer):
+    backward(model(X).float().mean(), optimizer, delay_unscale=True)
+
+
+def failed(model, optimizer):
+    """A hook after the step raises."""
+    handle = optimizer.register_step_post_hook(lambda *_: 1 / 0)
+    backward(model(X).float().mean(), optimizer)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    handle.remove()
+    optimizer.zero_grad()
+
+
+def frozen(model, optimizer):
+    model[0].weight.requires_grad_(False)
+
+
+EVENTS = [
+    *(copied, pickled, resumed, given_another_optimizer, moved, masters_moved, evaluated, combined, given_a_group),
+    *(loaded, overflowed, accumulated, delayed, failed, frozen),
+]
+
+
+def start(cls):
+    torch.manual_seed(1)
+    model = mlp().to(DEVICE)
+    model, optimizer = initialize(model, cls(model.parameters(), lr=2.0**-10), loss_scale="dynamic")
+    backward(model(X).float().mean(), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+SEEN = (resumed, given_another_optimizer)  # which look at what the model has
+
+
+def written_before(write, event):
+    lost = (write in OF_MODEL) != (event in SEEN)
+    if DEVICE.type != "cpu" and (write, event) == (write_model_address, combined):
+        return pytest.param(write, event, marks=pytest.mark.skip(reason="with torch.optim alone it is undone"))
+    return pytest.param(write, event, marks=[known_fault(UNDONE if write in OF_MODEL else LATE)] if lost else [])
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, optimizers.NpuFusedSGD])
+@pytest.mark.parametrize(
+    ("write", "event"), [written_before(write, event) for write in (*OF_MODEL, *OF_MASTER) for event in EVENTS]
+)
+def test_what_comes_between_the_write_and_the_step(write, event, cls):
+    model, optimizer = start(cls)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        write(model, optimizer)
+        model, optimizer = event(model, optimizer) or (model, optimizer)
+        backward(model(X).float().mean(), optimizer)
+        optimizer.step()
+    if any("written" in str(warning.message) for warning in caught):
+        return  # an address may be that of a tensor that is gone
+    for weight in (model[0].weight.float(), model.state_dict()["0.weight"], optimizer.param_groups[0]["params"][0]):
+        assert ((weight - 0.25).abs() < 0.01).all()

@@ -1,0 +1,245 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""State of an arena in fewer bytes than float32, and the runs that step it; ``ops/state_codec.py`` has the formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex_npu.fusion.flat_buffer import FlatBuffer
+from apex_npu.fusion.group_buffers import GroupBuffers
+from apex_npu.fusion.run import Run, StepCounts
+from apex_npu.ops import EncodedState, RunEncoding
+from apex_npu.ops.state_codec import (
+    Piece,
+    Segment,
+    decode,
+    decode_remainder,
+    encode,
+    encode_remainder,
+    half_of,
+    pieces,
+    scale_count,
+)
+
+# The state that shows the float32 masters of bfloat16 parameters with remainders.
+MASTER_PARAM = "master_param"
+
+
+class GroupEncoding:
+    """How the states of one arena are kept.
+
+    Attributes:
+        formats: The dtypes of the states that are not float32; int16 stands for remainders.
+        stochastic_param: bfloat16 parameters are rounded stochastically.
+        segments: The slots.
+    """
+
+    def __init__(
+        self, group: GroupBuffers, formats: Mapping[str, torch.dtype], positions: Sequence[int], *, stochastic: bool
+    ) -> None:
+        """Of ``group``, whose parameters have these ``positions`` in the optimizer."""
+        is_bfloat16 = group.param_flat.dtype == torch.bfloat16
+        self.formats = {name: dtype for name, dtype in formats.items() if name != MASTER_PARAM or is_bfloat16}
+        self.stochastic_param = stochastic and is_bfloat16
+        self.segments: list[Segment] = []
+        first_scale = 0
+        for param, offset, position in zip(group.params, group.grads.offsets, positions, strict=True):
+            self.segments.append(Segment(offset, param.numel(), position, first_scale))
+            first_scale += scale_count(param.numel())
+        self._scale_total = first_scale
+        self._buffers: dict[str, tuple[Tensor, Tensor | None]] = {}
+
+    @property
+    def own_states(self) -> tuple[str, ...]:
+        """What is shown beside the states of the rule."""
+        return (MASTER_PARAM,) if MASTER_PARAM in self.formats else ()
+
+    def buffers(self, name: str, device: torch.device, numel: int) -> tuple[Tensor, Tensor | None]:
+        """The values of state ``name``, and the scales of 8-bit ones; allocated with zeros at first use."""
+        if name not in self._buffers:
+            dtype = self.formats[name]
+            values = FlatBuffer(numel, dtype, device).flat
+            has_scales = dtype.itemsize == 1
+            scales = FlatBuffer(self._scale_total, torch.float32, device).flat if has_scales else None
+            self._buffers[name] = values, scales
+        return self._buffers[name]
+
+    def views(self, group: GroupBuffers, name: str) -> list[EncodedView]:
+        """One for each parameter."""
+        values, scales = self.buffers(name, group.param_flat.device, group.param_flat.numel())
+        flat = group.param_flat if self.formats[name] == torch.int16 else None
+        return [
+            EncodedView(values, scales, flat, segment, param)
+            for segment, param in zip(self.segments, group.params, strict=True)
+        ]
+
+
+class EncodedView:
+    """The state of one parameter that is kept in fewer bytes, as ``optimizer.state`` shows it.
+
+    It is no tensor; ``dequantize()`` gives one. Copies of it, and what is pickled, are float32 tensors.
+    """
+
+    def __init__(
+        self, values: Tensor, scales: Tensor | None, param_flat: Tensor | None, segment: Segment, like: Tensor
+    ) -> None:
+        """Of ``segment``.
+
+        Args:
+            values: Of all parameters.
+            scales: Likewise, of 8-bit states.
+            param_flat: Likewise the parameters themselves, for remainders.
+            segment: Which elements.
+            like: The parameter, for size and stride.
+        """
+        span = slice(segment.begin, segment.begin + segment.numel)
+        self._values, self._scales = values[span], scales
+        self._param = None if param_flat is None else param_flat[span]
+        self._segment = segment._replace(begin=0)
+        self._size, self._stride = like.size(), like.stride()
+
+    @classmethod
+    @torch.no_grad()
+    def remainder_of(cls, param: Tensor, master: Tensor) -> EncodedView:
+        """A remainder, in memory of its own, of the float32 ``master`` of ``param``, which takes its rounded value."""
+        flat = param.detach().as_strided((param.numel(),), (1,), param.storage_offset())
+        values = torch.zeros(param.numel(), dtype=torch.int16, device=param.device)
+        made = cls(values, None, flat, Segment(0, param.numel(), 0, 0), param)
+        made.copy_(master)
+        return made
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the parameter."""
+        return self._size
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of what is kept: bfloat16, int8 or uint8; int16 for remainders."""
+        return self._values.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept, scales included."""
+        scales = 0 if self._scales is None else scale_count(self._segment.numel) * self._scales.element_size()
+        return self._values.nbytes + scales
+
+    def dim(self) -> int:
+        """Of the parameter."""
+        return len(self._size)
+
+    def __repr__(self) -> str:
+        return f"EncodedView(shape={tuple(self._size)}, stored as {self._values.dtype})"
+
+    @torch.no_grad()
+    def dequantize(self) -> Tensor:
+        """The values: a new float32 tensor, with the strides of the parameter."""
+        flat = torch.empty(self._segment.numel, dtype=torch.float32, device=self._values.device)
+        if self._param is not None:
+            flat.copy_(decode_remainder(self._param, self._values))
+        else:
+            for piece in self._pieces():
+                flat[piece.span] = decode(self._values[piece.span], self._scales, piece)
+        return flat.as_strided(self._size, self._stride)
+
+    @torch.no_grad()
+    def copy_(self, source: Any) -> None:
+        """Take the values of ``source``, which are rounded by the random bits of a step 0.
+
+        Those of masters are taken by their parameter, too; not from another view, since the parameter is the truth.
+        """
+        if isinstance(source, EncodedView):
+            if self._param is not None:
+                self._values.copy_(source._values)
+                return
+            source = source.dequantize()
+        shaped = torch.empty(self._segment.numel, dtype=torch.float32, device=self._values.device)
+        shaped.as_strided(self._size, self._stride).copy_(source)
+        if self._param is not None:
+            rounded, remainder = encode_remainder(shaped)
+            self._param.copy_(rounded)
+            self._values.copy_(remainder)
+            return
+        for piece in self._pieces():
+            half = half_of(piece.random(0, 0), 0)
+            encode(shaped[piece.span], self._values[piece.span], self._scales, piece, half)
+
+    def fill_(self, value: float) -> None:
+        """Have all elements be ``value``; of masters those of their parameter, whatever it is."""
+        if self._param is not None:
+            self._values.zero_()
+        else:
+            self.copy_(torch.full(self._size, value, dtype=torch.float32, device=self._values.device))
+
+    def _pieces(self) -> list[Piece]:
+        return pieces([self._segment], self._segment.numel, self._values.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.dequantize()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _as_it_is, (self.dequantize(),)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class EncodedRun(Run):
+    """A run of an arena whose states are encoded: rules pass what it gives to their op, and can read none of it."""
+
+    def __init__(self, group: GroupBuffers, counts: StepCounts, slots: range, *, elsewhere: bool = False) -> None:
+        """See ``Run``."""
+        encoding = group.encoding
+        begin, _ = group.span(slots)
+        segments = [s._replace(begin=s.begin - begin) for s in encoding.segments[slots.start : slots.stop]]
+        self._encoding = RunEncoding(segments)
+        self._encoding.stochastic_param = encoding.stochastic_param
+        super().__init__(group, counts, slots, elsewhere=elsewhere)
+        self._plain_state = self.state
+        self.state = self._state
+        self._encoded: dict[str, EncodedState] = {}
+
+    @property
+    def step(self) -> int | Tensor:
+        """See ``Run``."""
+        return self._encoding.count
+
+    @step.setter
+    def step(self, value: int | Tensor) -> None:
+        self._encoding.count = value
+
+    def _state(self, name: str) -> Any:
+        if name not in self._group.encoding.formats:
+            return self._plain_state(name)
+        if name not in self._encoded:
+            values, scales = self._buffers(name)
+            self._encoded[name] = EncodedState(values[self._span], scales, self._encoding)
+        return self._encoded[name]
+
+    def model_param(self) -> Any:
+        """The encoding, which has it: see ``RunEncoding``."""
+        self._encoding.model_param = super().model_param()
+        if self._encoding.remainder is None and MASTER_PARAM in self._group.encoding.formats:
+            self._encoding.remainder = self._buffers(MASTER_PARAM)[0][self._span]
+        return self._encoding
+
+    def _buffers(self, name: str) -> tuple[Tensor, Tensor | None]:
+        group = self._group
+        found: tuple[Tensor, Tensor | None] = group.encoding.buffers(
+            name, group.param_flat.device, group.param_flat.numel()
+        )
+        return found
+
+
+def encode_states(
+    group: GroupBuffers, formats: Mapping[str, torch.dtype], positions: Sequence[int], *, stochastic: bool
+) -> None:
+    """From now on, before any state is there, keep the states of ``group`` in ``formats``; see ``GroupEncoding``."""
+    group.encoding = GroupEncoding(group, formats, positions, stochastic=stochastic)
+    group.make_run = EncodedRun

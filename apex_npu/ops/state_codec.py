@@ -1,0 +1,275 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Formats that keep optimizer state in fewer bytes than float32, in plain torch.
+
+This is the definition, and the kernel of every device without one of its own; ``csrc/fused_optim/state_codec.h`` gives
+the same bits on the CPU. Elements are counted within their parameter, in the order of memory.
+
+bfloat16
+    Rounded stochastically: ``(bits + r) >> 16`` with 16 random bits ``r``. To nearest, a second moment would stop to
+    change: with β₂ = 0.999 an update is less than half of its last bit.
+int8, uint8
+    Codes in blocks of 128 elements of one parameter, with a float32 scale each, the largest magnitude in the block. A
+    signed code c stands for c / 127 · scale; an unsigned one, of states that are never negative, for (c / 255)² · scale
+    and is 0 only where the value is, since a step divides by its root. Both are rounded stochastically in the code.
+    A block with an inf or a nan is nan as a whole; one without a magnitude of 2⁻⁹⁰ is zeros.
+remainder
+    The 16 bits that a bfloat16 parameter lacks of a float32 master: ``master = (parameter << 16) + remainder``, the
+    remainder being signed. This is exact where the parameter is rounded to nearest with halves away from zero.
+
+Random bits are Philox4x32-10's under a fixed key. The counter is made of ``element // 64``, the pair that a state
+belongs to, the step, and the position of the parameter in the optimizer. One word serves 16 elements, the k-th of which
+adds k · 0x9e3779b9; the first state of a pair takes the lower 16 bits, the second the upper. So they depend on neither
+threads, device nor layout, and a resumed run continues with the same.
+
+For all that these encoders can return, ``encode(decode(x)) == x``, whatever the random bits are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SCALE_NUMEL = 128
+# Of the random bits that parameters themselves are rounded by.
+PARAM_PAIR = 255
+ENCODED = frozenset({torch.bfloat16, torch.int8, torch.uint8})
+
+_KEY = (0x243F6A88, 0x85A308D3)
+_WEYL = 0x9E3779B9
+_WORD = 0xFFFFFFFF
+_LEAST_SCALE = 2.0**-90
+# Larger ones have a denormal reciprocal.
+_LARGE_SCALE = 2.0**125
+_CHUNK_NUMEL = 1 << 16
+# Each element takes some 60 bytes of memory for intermediate values.
+_CHUNK_NUMEL_ACCELERATOR = 1 << 22
+
+
+class Segment(NamedTuple):
+    """One parameter in flat buffers.
+
+    Attributes:
+        begin: The elements before its first one.
+        numel: Its elements.
+        position: Its number among all parameters of the optimizer.
+        first_scale: The index of its first scale among those of all.
+    """
+
+    begin: int
+    numel: int
+    position: int
+    first_scale: int
+
+
+def scale_count(numel: int) -> int:
+    """How many blocks ``numel`` elements of a parameter make."""
+    return -(-numel // SCALE_NUMEL)
+
+
+class Piece:
+    """A range of flat buffers, and for each element which parameter's it is.
+
+    Attributes:
+        span: The range. It begins and ends where blocks of 128 elements do, or between parameters.
+        scale_span: The scales of all elements.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Segment, int, int]], begin: int, end: int, device: torch.device) -> None:
+        """Of ``parts``: segments, each with the first of its elements that is in [begin, end), and how many are."""
+        self.span = slice(begin, end)
+        self.scale_span = slice(
+            min(segment.first_scale + first // SCALE_NUMEL for segment, first, _ in parts),
+            max(segment.first_scale + scale_count(first + count) for segment, first, count in parts),
+        )
+        self._device = device
+        self._counters = [-(-(first + count) // 64) - first // 64 for _, first, count in parts]
+        columns = [
+            [segment.begin + first - begin for segment, first, _ in parts],
+            [count for _, _, count in parts],
+            [first for _, first, _ in parts],
+            [segment.position for segment, _, _ in parts],
+            [segment.first_scale for segment, _, _ in parts],
+            self._counters,
+        ]
+        self._table = torch.tensor(columns, dtype=torch.int64).to(device)
+
+    @cached_property
+    def _elements(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For each element the index of its part, its number in its parameter, and whether it is one, or padding."""
+        begins, counts, firsts, *_ = self._table
+        flat = torch.arange(self.span.stop - self.span.start, device=self._device)
+        part = torch.bucketize(flat, begins, right=True).sub_(1).clamp_(min=0)
+        inside = flat - begins[part]
+        return part, firsts[part] + inside, (inside >= 0) & (inside < counts[part])
+
+    @cached_property
+    def is_element(self) -> Tensor:
+        """False for padding."""
+        return self._elements[2]
+
+    @cached_property
+    def scale_index(self) -> Tensor:
+        """For each element the index of its scale; for padding that of any."""
+        part, number, valid = self._elements
+        return self._table[4][part] + torch.where(valid, number, self._table[2][part]) // SCALE_NUMEL
+
+    def random(self, pair: int, count: int | Tensor) -> Tensor:
+        """32 random bits for each element, int64."""
+        _, _, firsts, positions, _, counters = self._table
+        total = sum(self._counters)
+        part = torch.repeat_interleave(
+            torch.arange(len(self._counters), device=self._device), counters, output_size=total
+        )
+        before = counters.cumsum(0) - counters
+        number = torch.arange(total, device=self._device) - before[part] + firsts[part] // 64
+        steps = (torch.zeros_like(number) + count).to(torch.int64)
+        words = philox([number, (number >> 32 << 8) | pair, steps, positions[part]], _KEY)
+        part, element, _ = self._elements
+        counter = (before[part] + element // 64 - firsts[part] // 64).clamp_(0, max(total - 1, 0))
+        word = words.reshape(-1)[counter * 4 + element // 16 % 4]
+        return (word + element % 16 * _WEYL) & _WORD
+
+
+def pieces(segments: Sequence[Segment], numel: int, device: torch.device) -> list[Piece]:
+    """Cut flat buffers of ``numel`` elements, which hold ``segments``, into pieces."""
+    limit = _CHUNK_NUMEL if device.type == "cpu" else _CHUNK_NUMEL_ACCELERATOR
+    found: list[Piece] = []
+    parts: list[tuple[Segment, int, int]] = []
+    begin = 0
+    for segment in segments:
+        first = 0
+        while first < segment.numel:
+            room = (limit - (segment.begin + first - begin)) // SCALE_NUMEL * SCALE_NUMEL
+            count = segment.numel - first
+            if count > room:
+                count = max(room, 0)
+            if count:
+                parts.append((segment, first, count))
+                first += count
+            if first < segment.numel:
+                end = segment.begin + first
+                if parts:
+                    found.append(Piece(parts, begin, end, device))
+                parts, begin = [], end
+    if parts:
+        found.append(Piece(parts, begin, numel, device))
+    return found
+
+
+def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> Tensor:
+    """Philox4x32-10: four words, each int64, for each counter of four words.
+
+    Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405.
+    """
+    c0, c1, c2, c3 = (word & _WORD for word in counter)
+    for _ in range(10):
+        a_low, a_high = _multiply(c0, 0xD2511F53)
+        b_low, b_high = _multiply(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = b_high ^ c1 ^ key[0], b_low, a_high ^ c3 ^ key[1], a_low
+        key = (key[0] + 0x9E3779B9) & _WORD, (key[1] + 0xBB67AE85) & _WORD
+    return torch.stack([c0, c1, c2, c3], dim=1)
+
+
+def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """The lower and the upper word of a product of two words: in int64 it wraps around, which keeps its bits."""
+    low, high = (x & 0xFFFF) * factor, (x >> 16) * factor
+    middle = (low >> 16) + (high & 0xFFFF)
+    return ((middle & 0xFFFF) << 16) | (low & 0xFFFF), (high >> 16) + (middle >> 16)
+
+
+def half_of(random: Tensor, index: int) -> Tensor:
+    """The 16 bits of ``random`` that the state ``index`` of a rule takes."""
+    return (random >> 16) & 0xFFFF if index % 2 else random & 0xFFFF
+
+
+def decode(stored: Tensor, scales: Tensor | None, piece: Piece) -> Tensor:
+    """The float32 values of ``stored``, a piece of a state; padding is 0.
+
+    Args:
+        stored: bfloat16, int8 or uint8.
+        scales: Of all parameters; None for bfloat16.
+        piece: Where its elements are.
+    """
+    if scales is None:
+        return stored.to(torch.float32)
+    code = stored.to(torch.float32)
+    code = code * (1 / 127) if stored.dtype == torch.int8 else code * code * (1 / 65025)
+    return torch.where(piece.is_element, code * scales[piece.scale_index], 0.0)
+
+
+def encode(values: Tensor, stored: Tensor, scales: Tensor | None, piece: Piece, half: Tensor) -> None:
+    """Write float32 ``values`` to ``stored``, and their scales; ``half``: 16 random bits for each. See ``decode``."""
+    if scales is None:
+        stored.copy_(round_stochastically(values, half))
+        return
+    values = torch.where(piece.is_element, values, 0.0)
+    index, span = piece.scale_index, piece.scale_span
+    magnitude = values.view(torch.int32) & 0x7FFFFFFF
+    largest = torch.zeros(span.stop - span.start, dtype=torch.int32, device=values.device)
+    largest.scatter_reduce_(0, index - span.start, magnitude, "amax")
+    scale = largest.view(torch.float32)
+    scale = torch.where(scale < _LEAST_SCALE, 0.0, scale)
+    scale = torch.where(largest >= 0x7F800000, float("nan"), scale)
+    scales[span] = scale
+    down = torch.where(scale > _LARGE_SCALE, 2.0**-4, 1.0)
+    inverse = torch.where(scale > 0, 1.0 / (scale * down), 0.0)
+    index = index - span.start
+    ratio = values * down[index] * inverse[index]
+    kept = scale[index] > 0  # neither 0 nor nan
+    uniform = ((half >> 4).to(torch.float32) + 0.5) * 2.0**-12
+    if stored.dtype == torch.int8:
+        code = (torch.where(kept, ratio * 127.0, 0.0) + 128.0 + uniform).to(torch.int32) - 128
+    else:
+        root = _root(torch.where(kept, ratio, 0.0).clamp_(min=0.0)) * 255.0
+        code = (root + uniform).to(torch.int32)
+        code = torch.maximum(code, (values > 0).to(torch.int32))
+    stored.copy_(torch.where(kept, code, 0))
+
+
+def _root(values: Tensor) -> Tensor:
+    if values.device.type != "cpu":
+        return values.sqrt()
+    return values.to(torch.float64).sqrt_().to(torch.float32)  # torch's in float32 may be wrong in the last bit
+
+
+def round_stochastically(values: Tensor, half: Tensor) -> Tensor:
+    """float32 ``values`` as bfloat16, by 16 random bits for each; nan stays nan."""
+    bits = values.view(torch.int32)
+    rounded = (bits.to(torch.int64) & _WORD) + half
+    words = torch.where(values.isnan(), (bits.to(torch.int64) & _WORD) | 0x00400000, rounded) >> 16
+    return _as_bfloat16(words)
+
+
+def decode_remainder(param: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 masters of bfloat16 parameters.
+
+    What a script has written to a parameter is the truth: a remainder that stayed as it was moves its master by half of
+    the last bit at most, and one that would make nan, inf or 0 something else is ignored.
+    """
+    upper = param.view(torch.int16).to(torch.int64) & 0xFFFF
+    magnitude, lower = upper & 0x7FFF, remainder.to(torch.int64)
+    stale = (magnitude > 0x7F80) | ((magnitude == 0) & (lower < 0)) | ((magnitude == 0x7F80) & (lower > 0))
+    return _as_float32((upper << 16) + torch.where(stale, 0, lower))
+
+
+def encode_remainder(values: Tensor) -> tuple[Tensor, Tensor]:
+    """bfloat16 parameters, rounded to nearest with halves away from zero, and int16 remainders; a nan is quiet."""
+    bits = values.contiguous().view(torch.int32).to(torch.int64) & _WORD
+    kept = torch.where(values.isnan(), (bits | 0x00400000) & 0xFFFF0000, bits)
+    lower = kept & 0xFFFF
+    return _as_bfloat16((kept + 0x8000) >> 16), (lower - (lower >> 15 << 16)).to(torch.int16)
+
+
+def _as_bfloat16(words: Tensor) -> Tensor:
+    words = words & 0xFFFF
+    return (words - (words >> 15 << 16)).to(torch.int16).view(torch.bfloat16)
+
+
+def _as_float32(words: Tensor) -> Tensor:
+    words = words & _WORD
+    return (words - (words >> 31 << 32)).to(torch.int32).view(torch.float32)

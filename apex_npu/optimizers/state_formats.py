@@ -1,0 +1,159 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``state_dtype`` and its relatives: in which formats an optimizer keeps its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from apex_npu.fusion import MASTER_PARAM, FusedGroup, encode_states
+from apex_npu.ops import LOW_PRECISION
+from apex_npu.optimizers.checks import check_bool
+from apex_npu.shards import is_sharded
+
+# A format for all states, or for some by their name.
+StateDtype: TypeAlias = torch.dtype | str | Mapping[str, torch.dtype | str] | None
+
+_FORMATS: dict[torch.dtype | str, str] = {
+    torch.float32: "float32",
+    "float32": "float32",
+    torch.bfloat16: "bfloat16",
+    "bfloat16": "bfloat16",
+    "int8": "int8",
+}
+# What can be stored without a sign.
+_NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
+_CHOICES = "torch.float32, torch.bfloat16 or 'int8'"
+
+
+class StateFormats:
+    """The formats of an optimizer's states, and of its parameters.
+
+    Attributes:
+        dtypes: For each state that is not float32 what it is kept in; int16 stands for the remainders of parameters.
+        stochastic_rounding: bfloat16 parameters without masters are rounded stochastically.
+    """
+
+    def __init__(self, dtypes: Mapping[str, torch.dtype], *, stochastic_rounding: bool = False) -> None:
+        """See the attributes."""
+        self.dtypes = dict(dtypes)
+        self.stochastic_rounding = stochastic_rounding
+
+    @classmethod
+    def of(
+        cls,
+        states: Sequence[str],
+        *,
+        state_dtype: StateDtype = None,
+        store_param_remainders: bool = False,
+        stochastic_rounding: bool = False,
+    ) -> StateFormats | None:
+        """What these arguments ask for; None where that is float32 as ever.
+
+        Args:
+            states: Those that the rule can keep in other formats.
+            state_dtype: See ``FusedOptimizer``.
+            store_param_remainders: Likewise.
+            stochastic_rounding: Likewise.
+
+        Raises:
+            ValueError: There is no such format or state, or the arguments contradict each other.
+            TypeError: An argument has the wrong type.
+        """
+        check_bool("store_param_remainders", store_param_remainders)
+        check_bool("stochastic_rounding", stochastic_rounding)
+        if state_dtype is None and not store_param_remainders and not stochastic_rounding:
+            return None
+        if not states:
+            raise ValueError(
+                "this rule keeps its states, and rounds its parameters, in the ordinary way alone: leave state_dtype, "
+                "store_param_remainders and stochastic_rounding out"
+            )
+        if store_param_remainders and stochastic_rounding:
+            raise ValueError(
+                "store_param_remainders=True keeps parameters exact, stochastic_rounding=True rounds them: pass one"
+            )
+        dtypes = {name: _dtype(kept, name in _NEVER_NEGATIVE) for name, kept in _by_name(states, state_dtype).items()}
+        found = {name: dtype for name, dtype in dtypes.items() if dtype != torch.float32}
+        if store_param_remainders:
+            found[MASTER_PARAM] = torch.int16
+        return cls(found, stochastic_rounding=stochastic_rounding) if found or stochastic_rounding else None
+
+    @property
+    def has_remainders(self) -> bool:
+        """bfloat16 parameters have masters, of which the bits that they lack themselves are kept."""
+        return MASTER_PARAM in self.dtypes
+
+    def check(self, params: Iterable[Tensor]) -> None:
+        """Require parameters whose states can be kept so.
+
+        Raises:
+            TypeError: One is float64 or complex; or float16 where there are remainders.
+            ValueError: One is sharded where there are remainders.
+        """
+        for p in params:
+            if p.dtype != torch.float32 and p.dtype not in LOW_PRECISION:
+                raise TypeError(
+                    f"a parameter of shape {tuple(p.shape)} is {p.dtype}, whose states are kept in {p.dtype}: "
+                    "state_dtype, store_param_remainders and stochastic_rounding are for float32, bfloat16 and float16 "
+                    "parameters; give it to an optimizer without them"
+                )
+            if self.has_remainders and p.dtype == torch.float16:
+                raise TypeError(
+                    f"a parameter of shape {tuple(p.shape)} is float16: store_param_remainders is for bfloat16 "
+                    "parameters, which are the upper half of a float32; use bfloat16 (opt_level O5), or float32 masters"
+                )
+            if self.has_remainders and is_sharded(p):
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} is sharded over processes (DTensor), which "
+                    "store_param_remainders does not support; leave it out, state_dtype can stay"
+                )
+
+    def apply(self, groups: Iterable[FusedGroup], param_groups: list[dict[str, Any]]) -> None:
+        """Have new ``groups`` keep their states so."""
+        before = [0]
+        for group in param_groups:
+            before.append(before[-1] + len(group["params"]))
+        for fused in groups:
+            if fused.encoding is None:
+                positions = [before[index] + place for index, place in fused.places]
+                encode_states(fused, self.dtypes, positions, stochastic=self.stochastic_rounding)
+
+
+def with_remainders(formats: StateFormats | None) -> StateFormats:
+    """``formats``, and those of remainders."""
+    dtypes = {} if formats is None else formats.dtypes
+    return StateFormats({**dtypes, MASTER_PARAM: torch.int16})
+
+
+def without_remainders(formats: StateFormats | None) -> StateFormats | None:
+    """``formats`` but for those of remainders."""
+    dtypes = {} if formats is None else {k: dtype for k, dtype in formats.dtypes.items() if k != MASTER_PARAM}
+    return StateFormats(dtypes) if dtypes else None
+
+
+def _by_name(states: Sequence[str], state_dtype: StateDtype) -> dict[str, torch.dtype | str]:
+    if state_dtype is None:
+        return {}
+    if not isinstance(state_dtype, Mapping):
+        return dict.fromkeys(states, state_dtype)
+    unknown = [name for name in state_dtype if name not in states]
+    if unknown:
+        known = ", ".join(states)
+        raise ValueError(f"state_dtype names {unknown[0]!r}, which is no state of this rule; it has {known}")
+    return dict(state_dtype)
+
+
+def _dtype(kept: torch.dtype | str, nonnegative: bool) -> torch.dtype:
+    if not isinstance(kept, (torch.dtype, str)):
+        raise TypeError(f"state_dtype must be {_CHOICES}, or a dict of these by the names of states, got {kept!r}")
+    name = _FORMATS.get(kept)
+    if name is None:
+        raise ValueError(f"state_dtype must be {_CHOICES}, got {kept!r}")
+    if name == "int8":
+        return torch.uint8 if nonnegative else torch.int8
+    return torch.bfloat16 if name == "bfloat16" else torch.float32

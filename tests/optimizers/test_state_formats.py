@@ -1,0 +1,527 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""States in fewer bytes than float32: formats by enumeration, rules beside float32 state, and what follows state."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+
+import pytest
+import torch
+from devices import DEVICE, SIMULATOR, VENDOR
+from torch import nn
+
+from apex_npu import amp, optimizers
+from apex_npu._extension import extension
+from apex_npu.fusion import EncodedView
+from apex_npu.ops import EncodedState, RunEncoding, sgd_
+from apex_npu.ops.encoded_calls import _run_on_pieces
+from apex_npu.ops.state_codec import (
+    Segment,
+    decode,
+    decode_remainder,
+    encode,
+    encode_remainder,
+    philox,
+    pieces,
+    round_stochastically,
+    scale_count,
+)
+
+RULES = [
+    pytest.param(optimizers.NpuFusedAdam, {"amsgrad": True}, id="Adam"),
+    pytest.param(optimizers.NpuFusedAdamW, {"weight_decay": 0.1}, id="AdamW"),
+    pytest.param(optimizers.NpuFusedSGD, {"momentum": 0.9}, id="SGD"),
+    pytest.param(optimizers.NpuFusedRMSprop, {"momentum": 0.9, "centered": True}, id="RMSprop"),
+    pytest.param(optimizers.NpuFusedRMSpropTF, {"momentum": 0.9}, id="RMSpropTF"),
+    pytest.param(optimizers.NpuFusedAdadelta, {}, id="Adadelta"),
+    pytest.param(optimizers.FusedAdagrad, {}, id="Adagrad"),
+    pytest.param(optimizers.FusedAdam, {}, id="FusedAdam"),
+    pytest.param(optimizers.FusedSGD, {"momentum": 0.9}, id="FusedSGD"),
+]
+FORMATS = [torch.bfloat16, "int8"]
+# Of a value relative to itself, or to the largest of its block.
+ROUNDING = {torch.bfloat16: 2.0**-7, torch.int8: 1 / 127, torch.uint8: 2.1 / 255}
+
+
+def make_params(dtype=torch.float32, device=DEVICE):
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(shape, generator=generator) for shape in [(37, 9), (5,), (64, 33)]]
+    made[2] = made[2].t()
+    return [nn.Parameter(t.to(dtype).to(device)) for t in made]
+
+
+def set_grads(params, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype).to(p.device)
+
+
+def train(rule, options, steps=3, dtype=torch.float32, **formats):
+    params = make_params(dtype)
+    optimizer = rule(params, lr=1e-2, **options, **formats)
+    for step in range(steps):
+        set_grads(params, step)
+        optimizer.step()
+    return optimizer, params
+
+
+def values_of(optimizer):
+    state = optimizer.state_dict()["state"]
+    return [
+        {name: value for name, value in state[index].items() if isinstance(value, torch.Tensor) and value.dim()}
+        for index in range(len(state))
+    ]
+
+
+# Formats
+
+
+def test_philox_gives_the_published_words():
+    zeros = [torch.zeros(1, dtype=torch.int64)] * 4
+    assert philox(zeros, (0, 0)).tolist() == [[0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]]
+    digits = [torch.tensor([word]) for word in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
+    assert philox(digits, (0xA4093822, 0x299F31D0)).tolist() == [[0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]]
+
+
+def test_bfloat16_is_kept_whatever_the_random_bits_are():
+    patterns = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    for half in (0, 1, 0x7FFF, 0x8000, 0xFFFF):
+        again = round_stochastically(patterns.float(), torch.full((2**16,), half))
+        is_nan = patterns.isnan()
+        assert again[is_nan].isnan().all()
+        assert torch.equal(again[~is_nan].view(torch.int16), patterns[~is_nan].view(torch.int16))
+
+
+def test_as_many_random_bits_round_away_from_zero_as_the_distance_says():
+    halves = torch.arange(2**16)
+    for bits in (0x3F800001, 0x3F808000, 0x3F80FFFF, 0x00010001, 0x7F7F4000):
+        value = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+        for sign in (1, -1):
+            rounded = round_stochastically((sign * value).expand(2**16).contiguous(), halves).view(torch.int16)
+            assert (rounded != rounded[0]).sum() == bits & 0xFFFF
+
+
+def test_remainders_are_exact():
+    upper = torch.arange(-(2**15), 2**15).to(torch.int16)
+    for lower in (0, 1, 0x7FFF, -0x8000, -0x7FFF, -1):
+        master = torch.stack([torch.full_like(upper, lower), upper], 1).view(torch.float32).flatten()
+        rounded, remainder = encode_remainder(master)
+        again = decode_remainder(rounded, remainder)
+        is_nan = master.isnan()
+        assert torch.equal(again[~is_nan].view(torch.int32), master[~is_nan].view(torch.int32))
+        assert again[is_nan].isnan().all()
+        assert rounded[is_nan].isnan().all()
+        # To nearest: as torch, but for ties.
+        if lower != -0x8000:
+            assert torch.equal(rounded[~is_nan], master[~is_nan].bfloat16())
+
+
+def test_a_stale_remainder_makes_nothing_else_of_what_a_script_has_written():
+    for value in (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1.0):
+        written = torch.full((2**16,), value, dtype=torch.bfloat16)
+        master = decode_remainder(written, torch.arange(-(2**15), 2**15).to(torch.int16))
+        if value in (0.0, 1.0):
+            ulp = 2.0**-133 if value == 0 else 2.0**-7
+            assert (master - value).abs().max() <= ulp / 2
+        elif value != value:
+            assert master.isnan().all()
+        else:
+            assert torch.equal(master[2**15 :], written[2**15 :].float())  # whose remainder is not negative
+
+
+@pytest.mark.slow
+def test_remainders_of_all_float32_numbers_are_exact():
+    upper = torch.arange(-(2**15), 2**15).to(torch.int16)
+    for first in range(-(2**15), 2**15, 2**8):
+        lower = torch.arange(first, first + 2**8).to(torch.int16)
+        pairs = torch.stack(torch.broadcast_tensors(lower[None, :], upper[:, None]), -1)
+        master = pairs.contiguous().view(torch.float32).flatten()
+        rounded, remainder = encode_remainder(master)
+        again, is_nan = decode_remainder(rounded, remainder), master.isnan()
+        assert torch.equal(again[~is_nan].view(torch.int32), master[~is_nan].view(torch.int32))
+        assert again[is_nan].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_codes_are_kept_whatever_the_random_bits_are(dtype):
+    least = -127 if dtype == torch.int8 else 0
+    codes = torch.arange(least, least + 255 + (dtype == torch.uint8)).to(dtype)
+    codes = torch.nn.functional.pad(codes, (0, 1), value=127) if dtype == torch.int8 else codes
+    for exponent in (-90, -89, -40, -1, 0, 1, 125, 126, 127):
+        for mantissa in (1.0, 1.3333334, 1.9999999):
+            scales = torch.full((2,), mantissa).mul_(2.0**exponent)
+            stored = codes.clone()
+            stored[0], stored[128] = codes[-1], codes[-1]  # each block has its largest magnitude
+            (piece,) = pieces([Segment(0, 256, 0, 0)], 256, torch.device("cpu"))
+            values = decode(stored, scales, piece)
+            for half in (0, 0xFFFF):
+                again, scales_again = torch.zeros_like(stored), torch.zeros(2)
+                encode(values, again, scales_again, piece, torch.full((256,), half))
+                assert torch.equal(again, stored)
+                assert torch.equal(scales_again, scales)
+
+
+def test_blocks_of_8_bits():
+    (piece,) = pieces([Segment(0, 512, 0, 0)], 512, torch.device("cpu"))
+    values = torch.zeros(512)
+    values[0], values[1], values[2] = 1.0, 1e-30, -0.5
+    values[128], values[129] = float("nan"), 1.0
+    values[256] = 2.0**-91
+    for dtype in (torch.int8, torch.uint8):
+        stored, scales = torch.zeros(512, dtype=dtype), torch.zeros(4)
+        encode(values, stored, scales, piece, torch.zeros(512, dtype=torch.int64))
+        decoded = decode(stored, scales, piece)
+        assert decoded[0] == 1
+        assert decoded[128:256].isnan().all()
+        assert not decoded[:128].isnan().any()
+        assert torch.equal(decoded[256:], torch.zeros(256))
+        if dtype == torch.uint8:
+            assert decoded[1] > 0  # a step divides by its root
+        else:
+            assert decoded[2] == pytest.approx(-0.5, abs=1 / 127)
+
+
+@pytest.mark.skipif(extension is None, reason="compares the extension's kernels with the reference")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.uint8])
+def test_the_extension_gives_the_bits_of_the_reference(dtype):
+    segments = [Segment(0, 1000, 0, 0), Segment(1040, 3, 1, 8), Segment(1088, 70001, 5, 9)]
+    numel = 1088 + 70001 + 40
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(numel, generator=generator) * torch.exp(3 * torch.randn(numel, generator=generator))
+    grad[10], grad[2000], grad[3000:3300] = float("inf"), float("nan"), 0.0
+    grad = grad.abs() if dtype == torch.uint8 else grad
+    numbers = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False, "step": 1}
+    found = []
+    for uses_extension in (True, False):
+        encoding = RunEncoding(segments)
+        encoding.count = 7
+        scales = None if dtype == torch.bfloat16 else torch.zeros(9 + scale_count(70001))
+        state = EncodedState(torch.zeros(numel, dtype=dtype), scales, encoding)
+        if uses_extension:
+            sgd_(torch.zeros(numel), grad, state, encoding, lr=0.0, **numbers)  # the first momentum is the gradient
+        else:
+            _run_on_pieces(sgd_, encoding, (torch.zeros(numel), grad, state, None), {"lr": 0.0, **numbers})
+        bits = state.values.view(torch.int16) if dtype == torch.bfloat16 else state.values
+        found.append([bits[s.begin : s.begin + s.numel] for s in segments] + ([] if scales is None else [scales]))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+# Rules
+
+
+@pytest.mark.parametrize("state_dtype", FORMATS)
+@pytest.mark.parametrize(("rule", "options"), RULES)
+def test_a_step_is_that_of_float32_state_but_for_the_rounding(rule, options, state_dtype):
+    optimizer, params = train(rule, options, state_dtype=state_dtype)
+    exact_params = [nn.Parameter(p.detach().clone()) for p in params]
+    exact = rule(exact_params, lr=1e-2, **options)
+    exact.load_state_dict(optimizer.state_dict())
+    set_grads(params, 9)
+    set_grads(exact_params, 9)
+    optimizer.step()
+    exact.step()
+    for p, q in zip(params, exact_params, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+    for i, (kept, expected) in enumerate(zip(values_of(optimizer), values_of(exact), strict=True)):
+        assert kept.keys() == expected.keys()
+        for name, value in kept.items():
+            stored = optimizer.state[params[i]][name].stored_dtype
+            bound = expected[name].abs() if stored == torch.bfloat16 else expected[name].abs().max()
+            assert ((value - expected[name]).abs() <= ROUNDING[stored] * bound + 1e-12).all()
+
+
+@pytest.mark.parametrize("state_dtype", FORMATS)
+@pytest.mark.parametrize(("rule", "options"), RULES)
+def test_a_run_resumes_bit_for_bit_through_float32_tensors(rule, options, state_dtype):
+    optimizer, params = train(rule, options, state_dtype=state_dtype)
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+    saved.seek(0)
+    resumed_params = [nn.Parameter(p.detach().clone()) for p in params]
+    resumed = rule(resumed_params, lr=1e-2, **options, state_dtype=state_dtype)
+    resumed.load_state_dict(torch.load(saved))
+    copied = copy.deepcopy(optimizer)
+    copied_params = copied.param_groups[0]["params"]
+    for step in (7, 8):
+        for held, stepped in ((params, optimizer), (resumed_params, resumed), (copied_params, copied)):
+            set_grads(held, step)
+            stepped.step()
+    for p, q, r in zip(params, resumed_params, copied_params, strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(p, r)
+
+
+def test_state_dicts_go_from_format_to_format():
+    optimizer, params = train(optimizers.NpuFusedAdamW, {}, state_dtype="int8")
+    for state_dtype in (None, torch.bfloat16, {"exp_avg": torch.bfloat16, "exp_avg_sq": "int8"}):
+        other = optimizers.NpuFusedAdamW(params, lr=1e-2, state_dtype=state_dtype)
+        other.load_state_dict(optimizer.state_dict())
+        set_grads(params, 3)
+        other.step()
+        assert all(entry["step"] == 4 for entry in other.state_dict()["state"].values())
+    in_torch = torch.optim.AdamW(params, lr=1e-2)
+    in_torch.load_state_dict(optimizer.state_dict())
+    assert in_torch.state[params[0]]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("state_dtype", FORMATS)
+def test_a_second_moment_decays_and_grows_as_it_should(state_dtype):
+    param = nn.Parameter(torch.zeros(4096, device=DEVICE))
+    # acc_delta is 0 where eps is, so that square_avg alone moves; its steps are cheap to take.
+    optimizer = optimizers.NpuFusedRMSprop([param], lr=0.0, alpha=0.999, state_dtype=state_dtype)
+    steps = 5000 if DEVICE.type == "cpu" and extension is not None else 50
+    for grad in (1.0, 0.0):
+        param.grad = torch.full_like(param, grad)
+        before = 0.0 if grad else float(optimizer.state[param]["square_avg"].dequantize().mean())
+        for _ in range(steps):
+            optimizer.step()
+        expected = before * 0.999**steps + grad * (1 - 0.999**steps)
+        assert float(optimizer.state[param]["square_avg"].dequantize().mean()) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("state_dtype", FORMATS)
+def test_a_spike_in_a_block_moves_no_other_parameter_far(state_dtype):
+    param = nn.Parameter(torch.zeros(4096, device=DEVICE))
+    optimizer = optimizers.NpuFusedAdam([param], lr=1e-3, state_dtype=state_dtype)
+    largest = 0.0
+    for step in range(60):
+        param.grad = torch.randn(4096, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+        if step == 20:
+            param.grad[::128] = 1000.0
+        before = param.detach().clone()
+        optimizer.step()
+        largest = max(largest, float((param.detach() - before).abs().max()))
+    assert largest <= 8e-3
+
+
+@pytest.mark.parametrize("state_dtype", FORMATS)
+def test_a_nan_is_in_its_own_block_alone(state_dtype):
+    param = nn.Parameter(torch.zeros(512, device=DEVICE))
+    optimizer = optimizers.NpuFusedAdam([param], state_dtype=state_dtype)
+    param.grad = torch.ones_like(param)
+    param.grad[130] = float("nan")
+    optimizer.step()
+    nans = optimizer.state[param]["exp_avg"].dequantize().isnan().nonzero().flatten().tolist()
+    assert nans == ([130] if state_dtype == torch.bfloat16 else list(range(128, 256)))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="threads are those of the CPU")
+@pytest.mark.parametrize("state_dtype", FORMATS)
+def test_the_bits_do_not_depend_on_threads_or_on_what_else_is_fused(state_dtype):
+    found = []
+    threads = torch.get_num_threads()
+    for count, alone in ((1, False), (2, False), (1, True)):
+        torch.set_num_threads(count)
+        try:
+            big = nn.Parameter(torch.zeros(200_003))
+            others = [] if alone else [nn.Parameter(torch.zeros(33))]
+            optimizer = optimizers.NpuFusedAdam([big, *others], state_dtype=state_dtype)
+            for step in range(2):
+                set_grads([big, *others], step)
+                big.grad = torch.linspace(-1, 1, 200_003) * (step + 1)
+                optimizer.step()
+        finally:
+            torch.set_num_threads(threads)
+        found.append((big.detach(), optimizer.state[big]["exp_avg"].dequantize()))
+    for param, state in found[1:]:
+        assert torch.equal(param, found[0][0])
+        assert torch.equal(state, found[0][1])
+
+
+# Parameters
+
+
+def test_remainders_are_masters_in_two_bytes():
+    mastered, _ = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, master_weights=True)
+    optimizer, same = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
+    for expected, kept in zip(values_of(mastered), values_of(optimizer), strict=True):
+        assert torch.equal(kept["master_param"], expected["master_param"])
+    for p, kept in zip(same, values_of(optimizer), strict=True):
+        assert torch.equal(p.detach().cpu(), encode_remainder(kept["master_param"].cpu())[0])
+    resumed_params = [nn.Parameter(torch.zeros_like(p)) for p in same]  # which the masters are loaded into, too
+    resumed = optimizers.FusedAdam(resumed_params, lr=1e-2, store_param_remainders=True)
+    resumed.load_state_dict(optimizer.state_dict())
+    for held, stepped in ((same, optimizer), (resumed_params, resumed)):
+        set_grads(held, 5)
+        stepped.step()
+    for p, q in zip(same, resumed_params, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_what_a_script_writes_to_parameters_with_remainders_is_the_truth():
+    optimizer, params = train(optimizers.FusedAdam, {}, dtype=torch.bfloat16, store_param_remainders=True)
+    with torch.no_grad():
+        params[0].fill_(3.0)
+    params[1].data = torch.ones_like(params[1])  # in other memory
+    optimizer.zero_grad()
+    set_grads(params, 4, scale=0.0)
+    optimizer.param_groups[0].update(lr=0.0)
+    optimizer.step()
+    assert torch.equal(params[0], torch.full_like(params[0], 3.0))
+    assert torch.equal(params[1], torch.ones_like(params[1]))
+
+
+def test_stochastic_rounding_moves_parameters_by_less_than_their_last_bit():
+    moved = {}
+    for stochastic in (True, False):
+        param = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16, device=DEVICE))
+        optimizer = optimizers.NpuFusedSGD([param], lr=2.0**-12, stochastic_rounding=stochastic)
+        for _ in range(64):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        moved[stochastic] = float(1 - param.detach().float().mean())
+    assert moved[False] == 0
+    assert moved[True] == pytest.approx(64 * 2.0**-12, rel=0.05)
+
+
+# amp
+
+
+def train_under_amp(steps=4, state_dtype=None, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3)).to(DEVICE)
+    optimizer = optimizers.NpuFusedAdamW(model.parameters(), lr=1e-2, state_dtype=state_dtype)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(step)
+        with amp.scale_loss(model(torch.randn(16, 20, generator=generator).to(DEVICE)).sum(), optimizer) as scaled:
+            scaled.backward()
+        for p, q in zip(amp.master_params(optimizer), model.parameters(), strict=True):
+            p.grad = torch.randn(q.shape, generator=generator).bfloat16().to(p.dtype).to(DEVICE)
+        optimizer.step()
+    return model, optimizer
+
+
+def test_o5_with_remainders_has_the_masters_of_o5():
+    _, mastered = train_under_amp()
+    model, optimizer = train_under_amp(store_param_remainders=True)
+    state = optimizer.state_dict()["state"]
+    kept = [state[index].get("master_param") for index in range(len(state))]
+    for p, master, stepped in zip(amp.master_params(mastered), kept, model.parameters(), strict=True):
+        if master is None:
+            assert torch.equal(p, stepped)  # of the batch norm
+        else:
+            assert torch.equal(p, master)
+
+
+@pytest.mark.parametrize("state_dtype", [None, *FORMATS])
+def test_a_skipped_step_changes_no_state(state_dtype):
+    model, optimizer = train_under_amp(loss_scale="dynamic", store_param_remainders=True, state_dtype=state_dtype)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.zero_grad()
+    with amp.scale_loss(model(torch.full((4, 20), float("inf"), device=DEVICE)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not amp.last_step(optimizer).applied
+    after = optimizer.state_dict()["state"]
+    for index, entry in before.items():
+        for name, value in entry.items():
+            assert torch.equal(value, after[index][name])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"opt_level": "O2"}, RuntimeError, "opt_level O2 casts to float16. Use opt_level='O5'"),
+        ({"opt_level": "O1"}, RuntimeError, "opt_level O1 has no masters"),
+        ({"opt_level": "O0"}, RuntimeError, "opt_level O0 has no masters"),
+        ({"opt_level": "O5", "master_weights": True}, RuntimeError, "leave master_weights unspecified, got True"),
+        ({"opt_level": "O5", "combine_grad": True, "combine_ddp": True}, RuntimeError, "combine_ddp=True starts all"),
+    ],
+)
+def test_remainders_are_refused_where_there_are_none(options, error, message):
+    model = nn.Linear(2, 2).to(DEVICE)
+    with pytest.raises(error, match=message):
+        amp.initialize(model, optimizers.NpuFusedAdam(model.parameters()), store_param_remainders=True, **options)
+    assert model.weight.dtype == torch.float32
+
+
+def test_remainders_are_refused_with_optimizers_that_cannot_keep_them():
+    for make in (
+        torch.optim.Adam,
+        optimizers.NpuFusedLamb,
+        lambda p: optimizers.NpuFusedAdam(p, stochastic_rounding=True),
+    ):
+        model = nn.Linear(2, 2).to(DEVICE)
+        with pytest.raises(RuntimeError, match="remainders"):
+            amp.initialize(model, make(model.parameters()), opt_level="O5", store_param_remainders=True)
+        assert model.weight.dtype == torch.float32
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"state_dtype": torch.float16},
+            ValueError,
+            r"state_dtype must be torch.float32, torch.bfloat16 or 'int8', got",
+        ),
+        ({"state_dtype": "int4"}, ValueError, "got 'int4'"),
+        ({"state_dtype": 8}, TypeError, "state_dtype must be .*, got 8"),
+        (
+            {"state_dtype": {"momentum": "int8"}},
+            ValueError,
+            "'momentum', which is no state of this rule; it has exp_avg",
+        ),
+        ({"stochastic_rounding": 1}, TypeError, "stochastic_rounding must be True or False, got 1"),
+    ],
+)
+def test_formats_that_do_not_exist_are_refused_by_name(options, error, message):
+    with pytest.raises(error, match=f"NpuFusedAdam: .*{message}"):
+        optimizers.NpuFusedAdam(make_params(), **options)
+
+
+def test_parameters_without_such_states_are_refused():
+    with pytest.raises(TypeError, match=r"is torch.float64, whose states are kept in torch.float64"):
+        optimizers.NpuFusedAdam([nn.Parameter(torch.zeros(2, dtype=torch.float64))], state_dtype="int8")
+    with pytest.raises(TypeError, match="is float16: store_param_remainders is for bfloat16"):
+        optimizers.FusedAdam([nn.Parameter(torch.zeros(2, dtype=torch.float16))], store_param_remainders=True)
+    with pytest.raises(ValueError, match="pass state_dtype, or exp_avg_dtype and exp_avg_sq_dtype"):
+        optimizers.FusedAdam(make_params(), exp_avg_dtype=torch.bfloat16, state_dtype="int8")
+    with pytest.raises(ValueError, match=r"master_weight_dtype must be torch\.float32, got torch\.float16"):
+        optimizers.FusedAdam(make_params(), master_weight_dtype=torch.float16)
+
+
+def test_code_that_is_no_rule_cannot_read_encoded_states():
+    class Peeking(optimizers.NpuFusedAdam):
+        def update(self, run, group):
+            torch.add(run.state("exp_avg"), 1)
+
+    params = make_params()
+    optimizer = Peeking(params, state_dtype="int8")
+    set_grads(params, 0)
+    with pytest.raises(TypeError, match="cannot read a state that is kept in fewer bytes"):
+        optimizer.step()
+
+
+# Bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, 8), ({"state_dtype": torch.bfloat16}, 4), ({"state_dtype": "int8"}, 2 + 2 * 4 / 128)],
+)
+def test_states_take_their_bytes(options, expected):
+    param = nn.Parameter(torch.zeros(1 << 20, dtype=torch.bfloat16, device=DEVICE))
+    if SIMULATOR is not None and not VENDOR:
+        gc.collect()
+        before = torch.npu.memory_allocated()
+    optimizer = optimizers.FusedAdam([param], store_param_remainders=True, **options)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    shown = optimizer.state[param]
+    assert isinstance(shown["master_param"], EncodedView)
+    if SIMULATOR is not None and not VENDOR:
+        # A gradient, and a remainder, beside the states.
+        found = (torch.npu.memory_allocated() - before) / param.numel() - 2 - 2
+        assert found == pytest.approx(expected, rel=0.02, abs=0.1)
+    kept = sum(view.nbytes for view in shown.values() if view.dim())
+    assert kept / param.numel() - 2 == pytest.approx(expected, rel=0.01)
