@@ -56,7 +56,9 @@ def keep_values(
     answers = _ask(cast)
     said, lost = [], []
     nbytes = 0
-    for (module, copies, name, full_name, tensor, value), (overflows, vanishes, differs) in zip(cast, answers, strict=True):
+    for (module, copies, name, full_name, tensor, value), (overflows, vanishes, differs) in zip(
+        cast, answers, strict=True
+    ):
         dtype = str(tensor.dtype).removeprefix("torch.")
         if name in module._buffers and (overflows or vanishes):
             tensor.data = value

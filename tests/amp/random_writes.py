@@ -94,6 +94,9 @@ IDIOMS = {
     "numpy": lambda ps, change: [change(unseen(p)) for p in ps],
 }
 
+# Those that autograd's version counters do not count, at the same address.
+UNCOUNTED = ("data", "numpy")
+
 
 def unseen(p):
     """The same memory, of which torch does not know that it is."""
@@ -233,7 +236,10 @@ class Truth(Script):
     """In plain torch.
 
     Attributes:
-        written: What has been written to the model since the last step, as the model has it.
+        written: What has been written to the model since the last step, or since the last block where that is counted,
+            as the model has it.
+        uncounted: Which of these by idioms alone that are not counted.
+        kept: What buffers and the frozen parameter were before they were cast.
     """
 
     device = PLAIN_DEVICE
@@ -242,7 +248,8 @@ class Truth(Script):
         return torch.optim.SGD if self.config.rule == "sgd" else torch.optim.Adam
 
     def start(self):
-        self.written = {}
+        self.written, self.uncounted = {}, set()
+        self.kept = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         if self.config.level == "O3":
             self.model.half()
         leaves_open = self.config.fuse_unscale
@@ -253,8 +260,12 @@ class Truth(Script):
         self.amp.backward([0], loss, fails=False)
         self.amp.end([0], 0, None)
 
+    def block(self, factor, reached):
+        super().block(factor, reached)
+        self.merge(*self.trained() - self.uncounted)
+
     def step_optimizer(self):
-        self.merge()
+        self.merge(*self.trained())
         self.amp.step(0)
         return self.amp.applied[0]
 
@@ -272,10 +283,15 @@ class Truth(Script):
         for some in of_one_dtype(which):
             after = [nn.Parameter(self.in_model(i).clone()) for i in some]
             write(after, idiom, change)
+            new = [i for i in some if i not in self.written]
             self.written.update(zip(some, (p.detach() for p in after), strict=True))
-        for i in [i for i in self.written if not self.has_master(i)]:
-            self.merge(i)
+            self.uncounted = self.uncounted.union(new) if idiom in UNCOUNTED else self.uncounted.difference(some)
+        self.merge(*(i for i in self.written if not self.has_master(i)))
         self.late.add("masters")
+
+    def trained(self):
+        """Those that have been written and are trained; the frozen one has what was kept for as long as it rounds to it."""
+        return self.written.keys() - {FROZEN}
 
     def in_model(self, i):
         """What the model has for parameter ``i``."""
@@ -290,14 +306,25 @@ class Truth(Script):
 
     @torch.no_grad()
     def merge(self, *which):
-        for i in which or list(self.written):
+        for i in which:
             self.params[i].copy_(self.value(i))
             del self.written[i]
 
     def write_masters(self, idiom, which, change):
-        self.merge()
+        self.merge(*self.trained())
         write([self.params[i] for i in which], idiom, change)
         self.late.add("model")
+
+    def write_buffer(self, name, idiom, change):
+        """Where it is again what it was, rounded, the buffer is exact."""
+        buffer, kept = getattr(self.model, name), self.kept[name]
+        now = buffer.to(LOW[self.config.level]) if self.config.level in WITH_MASTERS else buffer.clone()
+        write([now], idiom, change)
+        exact = kept.to(now.dtype) == now if self.config.level in WITH_MASTERS else False
+        buffer.copy_(torch.where(torch.as_tensor(exact), kept, now.to(buffer.dtype)))
+
+    def assign_buffer(self, name, change):
+        self.write_buffer(name, "no_grad", change)
 
     def load(self, which):
         for i in which:
