@@ -1,13 +1,15 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``observe`` and ``leave``: several observers in the one place that a session of amp has for them."""
+"""``observe`` and ``leave``: several observers in the one place that a session has for them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
+from apex_npu.amp.optimizer_state import adopted_inside, inner_optimizer
 from apex_npu.amp.session import Observer, Session
 from apex_npu.amp.step_decision import StepReport
 
@@ -58,3 +60,9 @@ def leave(session: Session, observer: Observer) -> None:
 
 def _set(session: Session, members: list[Observer]) -> None:
     session.observer = Observers(members) if len(members) > 1 else members[0] if members else None
+
+
+def stepped(optimizers: Any) -> list[Optimizer]:
+    """The optimizers of a block without what is around them."""
+    listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    return list(map(inner_optimizer, map(adopted_inside, listed)))

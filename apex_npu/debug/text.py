@@ -1,12 +1,13 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How what diagnostics print is set: counts, lists of names, dtypes, and lines that fit a terminal."""
+"""How what diagnostics print is set: counts, names, errors, lines that fit a terminal, and pictures."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +29,30 @@ def listed(names: Sequence[str], between: str = ", ") -> str:
 def name_of(dtype: torch.dtype | None) -> str:
     """Without ``torch.``; empty for None."""
     return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def where_of(module: str | None) -> str:
+    """The name of a module in words."""
+    return "outside of modules" if module is None else module or "the model itself"
+
+
+def first_line(error: BaseException) -> str:
+    """Of the message of ``error``; where it has none, the error itself."""
+    return str(error).splitlines()[0] if str(error) else repr(error)
+
+
+def new_figure(width: float, height: float) -> tuple[Any, Any]:
+    """A figure of matplotlib's, of so many inches, and its axes.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plot needs matplotlib: pip install apex_npu[debug]") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

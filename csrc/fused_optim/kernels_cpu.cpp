@@ -104,17 +104,18 @@ struct Elementwise<kFunction> {
 };
 
 template <typename Function>
-void implement(torch::Library& library, const char* name, Function* function) {
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow((std::string("apex_npu::") + name).c_str(), "");
+void implement(torch::Library& library, const std::string& name, Function* function, const std::string& overload = "") {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("apex_npu::" + name).c_str(), overload.c_str());
   auto kernel =
       std::make_unique<OrReference>(c10::KernelFunction::makeFromUnboxedRuntimeFunction(function), op.schema());
-  library.impl(name, torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+  const std::string full_name = overload.empty() ? name : name + "." + overload;
+  library.impl(full_name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
 }
 
 template <auto kFunction>
 void implement_elementwise(torch::Library& library, const std::string& name) {
-  implement(library, name.c_str(), &Elementwise<kFunction>::plain);
-  implement(library, (name + ".encoded").c_str(), &Elementwise<kFunction>::encoded);
+  implement(library, name, &Elementwise<kFunction>::plain);
+  implement(library, name, &Elementwise<kFunction>::encoded, "encoded");
 }
 
 }  // namespace

@@ -8,7 +8,8 @@ runs more of them than the tests do, with ``--first-seed`` others.
 """
 
 import pytest
-from amp.random_writes import LEVELS, WRITES, describe
+from amp.random_programs import PARAMS
+from amp.random_writes import LEVELS, WRITES, Config, describe, run
 from small_programs import WITH_MASTERS, known_fault
 
 QUICK, MORE = 20, 200  # of each kind of write: 100 and 1,000 of a level
@@ -44,3 +45,44 @@ def test_programs(level, writes):
 @programs
 def test_more_programs(level, writes):
     check(range(QUICK, QUICK + MORE), level, writes)
+
+
+# Programs that have differed.
+
+ALL = tuple(range(PARAMS))
+BLOCK, STEP = ("block", 32.0, ALL), ("step", True)
+FOUND = {
+    "the model, uncounted, before the first step": [BLOCK, ("write_model", "data", (1,), "halve"), STEP],
+    "masters, uncounted, before the first step": [("write_masters", "data", (1,), "halve"), BLOCK, STEP],
+    "the model in place, then at another address": [
+        *(BLOCK, STEP, ("write_model", "no_grad", (1,), "halve"), ("write_model", "other address", (1,), "fill")),
+        *(BLOCK, STEP),
+    ],
+    "the model at another address, then in place": [
+        *(BLOCK, STEP, ("write_model", "vector", (1, 2), "negate"), BLOCK, ("write_model", "data", (1, 2), "fill")),
+        STEP,
+    ],
+    "the model, uncounted, and another at another address": [
+        *(BLOCK, STEP, ("write_model", "numpy", (3,), "halve"), ("write_model", "other address", (4, 5), "limit")),
+        *(BLOCK, STEP),
+    ],
+    "masters, uncounted, and another that is counted": [
+        *(BLOCK, STEP, ("write_masters", "data", (1,), "halve"), BLOCK, ("write_masters", "no_grad", (3,), "fill")),
+        STEP,
+    ],
+    "masters in one memory, then one in place": [
+        *(BLOCK, STEP, ("write_masters", "vector", (1, 2, 4, 5), "halve"), BLOCK, STEP),
+        *(("write_masters", "no_grad", (3, 5), "negate"), BLOCK, STEP),
+    ],
+    "masters, and a step without gradients": [
+        *(BLOCK, STEP, ("write_masters", "no_grad", (3,), "fill"), STEP, BLOCK, STEP),
+    ],
+}
+
+
+@pytest.mark.parametrize("how", ["torch", "combine_grad", "fused", "fuse_unscale"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("name", FOUND)
+def test_found(name, level, how):
+    fuses = how == "fuse_unscale"
+    run(Config(level, "sgd", "fused" if fuses else how, fuses, 16.0, 0.5, 2.0**-4, False, False), FOUND[name])

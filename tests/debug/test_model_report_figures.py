@@ -79,20 +79,6 @@ def test_dot_products(dot):
     assert sum(tally_of(Call(dot, 7), v).flops.values()) == 2 * 7
 
 
-def test_a_bilinear_layer():
-    b, i, j, o = 3, 5, 7, 4
-    x, y = (torch.randn(b, n, device=DEVICE, requires_grad=True) for n in (i, j))
-    model = nn.Bilinear(i, j, o, device=DEVICE)
-    found = tally_of(model, x, y)
-    forward = sum(n for f, n in found.flops.items() if f.phase == "forward")
-    with FlopCounterMode(display=False) as counter:
-        torch.einsum("boj,bj->bo", torch.einsum("bi,oij->boj", x, model.weight), y)
-    assert forward == counter.get_total_flops()
-    product = 2 * b * o * i * j
-    of_x, of_y, of_weight = product + 2 * b * i * j, product + 2 * b * o * j, product + 2 * b * i * o
-    assert sum(found.flops.values()) - forward == of_x + of_y + of_weight
-
-
 def gates(x, h, layer, i):
     """Input and hidden products of an LSTM's layer, unfused."""
     w, u, b, c = (getattr(layer, f"{name}_l{i}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))

@@ -58,7 +58,7 @@ def set_grads_aside(groups: list[GradGroup]) -> Aside:
     """Stash the gradients that are there, so that a scaled backward does not add to them.
 
     Returns:
-        The stashed gradients, for ``bring_grads``. (Masters keep theirs: backward does not write there.)
+        The stashed gradients, for ``unscale_and_add``. (Masters keep theirs: backward does not write there.)
     """
     clear_saturation(groups)
     aside: Aside = {}
@@ -75,7 +75,7 @@ def set_grads_aside(groups: list[GradGroup]) -> Aside:
 
 
 @torch.no_grad()
-def bring_grads(groups: list[GradGroup], aside: Aside, scaler: LossScaler) -> None:
+def unscale_and_add(groups: list[GradGroup], aside: Aside, scaler: LossScaler) -> None:
     """Unscale the gradients of the backward, copy them to the masters, and add the stashed gradients.
 
     Args:
@@ -289,6 +289,6 @@ class LegacyOptimizerNames(Optimizer):
     def _post_amp_backward(self, loss_scaler: LossScaler) -> None:
         """After it: unscale the new gradients, copy them to the masters, and add the earlier ones."""
         state: AmpOptimizerState = self._amp_state
-        bring_grads(state.grad_groups(self), _legacy(state).aside or {}, loss_scaler)
+        unscale_and_add(state.grad_groups(self), _legacy(state).aside or {}, loss_scaler)
         _legacy(state).aside = None
         state.stage, state.grad_scale = Stage.READY, 1.0

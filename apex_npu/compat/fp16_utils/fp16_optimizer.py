@@ -16,7 +16,7 @@ from apex_npu.amp.master_params import copy_masters_to_model
 from apex_npu.amp.optimizer_state import AmpOptimizerState, inner_optimizer
 from apex_npu.amp.policy import OPT_LEVELS
 from apex_npu.compat.amp.scaler import LossScaler
-from apex_npu.compat.amp.stash import Aside, bring_grads, set_grads_aside
+from apex_npu.compat.amp.stash import Aside, set_grads_aside, unscale_and_add
 from apex_npu.ops import LOW_PRECISION
 
 __all__ = ["FP16_Optimizer"]
@@ -165,7 +165,7 @@ class FP16_Optimizer:
     def update_master_grads(self) -> None:
         """Unscale the gradients, copy them to the masters, check for inf and nan, and update the scale."""
         self.loss_scaler.clear_overflow_state()
-        bring_grads(self._state.grad_groups(self.optimizer), self._aside or {}, self.loss_scaler)
+        unscale_and_add(self._state.grad_groups(self.optimizer), self._aside or {}, self.loss_scaler)
         self._aside = None
         self.overflow = self._spoiled = self.loss_scaler.update_scale() or self._spoiled
 

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from apex_npu.backends import for_device
 from apex_npu.backends._torch_private import autocast_disabler
-from apex_npu.debug.text import fitted, name_of
+from apex_npu.debug.text import first_line, fitted, name_of, where_of
 from apex_npu.debug.watching.calls import Call
 from apex_npu.debug.watching.lineage import span_of
 from apex_npu.debug.watching.opening import WatchingContext
@@ -81,9 +81,8 @@ class OperatorError:
         return self.host_error is not None and self.error > _TIMES * max(1.0, self.host_error)
 
     def __str__(self) -> str:
-        module = "outside of modules" if self.module is None else self.module or "the model itself"
         place = f"  {self.place}  {self.source}" if self.place else ""
-        return f"{self.phase}  {module}  {self.operator}  {self.dtype} {list(self.shape)}{place}"
+        return f"{self.phase}  {where_of(self.module)}  {self.operator}  {self.dtype} {list(self.shape)}{place}"
 
 
 class CheckedOperators:
@@ -164,8 +163,8 @@ class Check(Watch):
         try:
             self._compare(call, ran, followed)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, MemoryError) as error:
-            text = (str(error) or type(error).__name__).splitlines()[0]
-            self.found.left_out[f"{call.operator}: {textwrap.shorten(text, 100, placeholder=' …')}"] += 1
+            text = textwrap.shorten(first_line(error), 100, placeholder=" …")
+            self.found.left_out[f"{call.operator}: {text}"] += 1
         spent = time.perf_counter() - begin
         self._left -= spent
         if flops > 1e6:

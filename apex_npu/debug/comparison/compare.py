@@ -12,8 +12,8 @@ from dataclasses import fields
 from apex_npu.debug.comparison.line_up import Difference, Distance, difference, line_up
 from apex_npu.debug.comparison.preconditions import check_comparable, what_differs
 from apex_npu.debug.comparison.recorded import Recorded, Row, load
-from apex_npu.debug.comparison.report import ComparedRow, Comparison, where_of
-from apex_npu.debug.text import listed
+from apex_npu.debug.comparison.report import ComparedRow, Comparison
+from apex_npu.debug.text import listed, where_of
 
 # Errors of the floor below this are taken for it, and a row parts beyond so many times its floor.
 _SMALLEST, _TIMES = 2.0**-12, 4.0

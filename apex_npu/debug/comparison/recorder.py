@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_state import AmpOptimizerState, adopted_inside, inner_optimizer, state_of
+from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
 from apex_npu.amp.session import current
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends._torch_private import autograd_node, has_python_dispatch
 from apex_npu.debug.comparison.recorded import Held, Kind, Recorded, Samples, digest_of, on_host, row_of
-from apex_npu.debug.text import name_of
+from apex_npu.debug.observers import stepped
+from apex_npu.debug.text import first_line, name_of
 from apex_npu.debug.watching.calls import Call
 from apex_npu.debug.watching.lineage import Lineage
 from apex_npu.debug.watching.operators import Arguments, Execution, Operator, is_measurable, tensors_in
@@ -104,8 +105,7 @@ class Recorder(Watch):
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
         """See ``Observer``."""
-        listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        states = [(o, state_of(o)) for o in map(inner_optimizer, map(adopted_inside, listed))]
+        states = [(o, state_of(o)) for o in stepped(optimizers)]
         self._states = [(o, state) for o, state in states if state is not None]
         session = current()
         is_local = session is None or session.no_sync_depth > 0
@@ -325,4 +325,4 @@ class Recorder(Watch):
                 self.recorded.rows.append(row_of(held, self._samples, scale, known))
                 self._calls[key] += 1
             except (RuntimeError, NotImplementedError, MemoryError) as error:  # as for float8, which has no norm
-                self.not_measured[f"{operator}: {str(error).splitlines()[0] if str(error) else error!r}"] += 1
+                self.not_measured[f"{operator}: {first_line(error)}"] += 1

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from statistics import median
-from typing import Any
 
 from apex_npu.debug.comparison.line_up import Errors
 from apex_npu.debug.comparison.recorded import TensorRow
-from apex_npu.debug.text import aligned, listed
+from apex_npu.debug.text import aligned, listed, new_figure, where_of
 
 _NAMED = 5
 HEAD = ("phase", "module", "operator", "shape", "dtype", "error", "floor", "ratio", "largest", "cosine")
@@ -68,11 +67,6 @@ class ComparedRow(TensorRow, Errors):
         return f"{self.phase}  {self.where}  {self.what}  {self.dtypes} {list(self.shape)}{place}"
 
 
-def where_of(module: str | None) -> str:
-    """The name of a module in words."""
-    return "outside of modules" if module is None else module or "the model itself"
-
-
 @dataclass
 class Comparison:
     """What ``compare`` has found; ``print`` it.
@@ -122,12 +116,7 @@ class Comparison:
         Raises:
             ImportError: matplotlib is missing.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("plot needs matplotlib: pip install apex_npu[debug]") from error
-        figure = Figure(figsize=(10, 4.5), layout="constrained")
-        axes: Any = figure.subplots()
+        figure, axes = new_figure(10, 4.5)
         rows = self.rows
         smallest = 2.0**-24
         for phase in dict.fromkeys(row.phase for row in rows):

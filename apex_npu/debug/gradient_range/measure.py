@@ -23,7 +23,7 @@ from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.gradient_range.census import ZERO, exponent_census
 from apex_npu.debug.gradient_range.report import GradientRange, ParameterRange, exponent_of
 from apex_npu.debug.gradients import adopted_state
-from apex_npu.debug.observers import leave, observe
+from apex_npu.debug.observers import leave, observe, stepped
 from apex_npu.debug.text import listed
 from apex_npu.debug.watching.opening import session_models
 from apex_npu.debug.watching.operators import is_measurable
@@ -44,8 +44,7 @@ class _Probe:
         self._measures_end = False
 
     def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
-        listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        ours = any(inner_optimizer(adopted_inside(one)) is self._optimizer for one in listed)
+        ours = any(one is self._optimizer for one in stepped(optimizers))
         self._measures_end = False
         if ours and loss.requires_grad and not self._found.parameters:
             with _as_before(loss.device):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from apex_npu.debug.gradient_range.census import BIAS, FIRST, NONFINITE, ZERO, Counts
-from apex_npu.debug.text import aligned, fitted, listed, name_of
+from apex_npu.debug.text import aligned, fitted, listed, name_of, new_figure
 
 # How many of the elements that are not zero may lose bits.
 _ACCEPTED = 0.01
@@ -182,13 +182,8 @@ class GradientRange:
         Raises:
             ImportError: matplotlib is missing.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("plot needs matplotlib: pip install apex_npu[debug]") from error
         total, shift = self.total, exponent_of(self.scale)
-        figure = Figure(figsize=(8, 4), layout="constrained")
-        axes = figure.subplots()
+        figure, axes = new_figure(8, 4)
         exponents: Any = np.arange(FIRST, NONFINITE) - BIAS
         here, lost = (100.0 * c[FIRST:NONFINITE] / max(total.elements, 1) for c in (total.counts, total.lost_counts))
         used = np.flatnonzero(here + lost)

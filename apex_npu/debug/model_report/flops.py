@@ -61,21 +61,6 @@ def _matmul_backward(grad: Tensor, left: Tensor, right: Tensor, mask: Sequence[b
     return _matmul(left, right) * sum(mask)
 
 
-def _trilinear(i1: Tensor, i2: Tensor, i3: Tensor, *lists: Any) -> int:
-    """Two contractions: of ``i1`` with ``i2`` over what ``i3`` does not have, and of the result with ``i3``."""
-    expanded, summed = lists[:3], set(lists[3])
-    rank = i1.dim() + len(expanded[0])
-    sizes: dict[int, int] = {}
-    has = []
-    for tensor, missing in zip((i1, i2, i3), expanded, strict=True):
-        own = [d for d in range(rank) if d not in missing]
-        sizes.update((d, n) for d, n in zip(own, tensor.shape, strict=True) if sizes.get(d, 1) == 1)
-        has.append(set(own))
-    first = has[0] | has[1]
-    second = (first - (summed - has[2])) | has[2]
-    return 2 * sum(math.prod(sizes[d] for d in dims) for dims in (first, second))
-
-
 def _rnn(input: Tensor, *args: Any) -> int:
     """2 · steps · batch · (elements of all matrices): each is multiplied by the input or the hidden state of each."""
     weights = args[0] if isinstance(args[0], (list, tuple)) else args[:4]
@@ -96,7 +81,6 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "matmul_backward": _matmul_backward,
     "dot": _vectors,
     "vdot": _vectors,
-    "_trilinear": _trilinear,
     "mkldnn_rnn_layer": _rnn,
     "mkldnn_rnn_layer_backward": _rnn_backward,
     "_cudnn_rnn": _rnn,

@@ -22,8 +22,8 @@ from apex_npu.amp.session import Session, current, is_first_rank, settings
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import dispatch_modes
-from apex_npu.debug.observers import leave, observe, observers_of
-from apex_npu.debug.overflow.finder import Finder, gradients_of, params_of, stepped
+from apex_npu.debug.observers import leave, observe, observers_of, stepped
+from apex_npu.debug.overflow.finder import Finder, gradients_of, params_of
 from apex_npu.debug.overflow.ranks import Ranks
 from apex_npu.debug.overflow.replay import Block, Replayer
 from apex_npu.debug.overflow.report import OverflowReport

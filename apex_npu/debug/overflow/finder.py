@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from apex_npu.amp.optimizer_state import adopted_inside, inner_optimizer, state_of
+from apex_npu.amp.optimizer_state import state_of
 from apex_npu.amp.session import Session, current
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import for_device
+from apex_npu.debug.observers import stepped
 from apex_npu.debug.overflow.causes import OF_ANOTHER_PROCESS, Finding, Scale, find_causes
 from apex_npu.debug.overflow.report import OverflowReport, Overflows, note_of_dropped
 from apex_npu.debug.text import name_of
@@ -48,12 +48,6 @@ def params_of(optimizers: Any) -> tuple[list[Tensor], list[Tensor]]:
             params += group.params
             sources += group.sources
     return params, sources
-
-
-def stepped(optimizers: Any) -> list[Optimizer]:
-    """The optimizers of a block without what is around them."""
-    listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    return list(map(inner_optimizer, map(adopted_inside, listed)))
 
 
 def gradients_of(sources: Sequence[Tensor]) -> Gradients:

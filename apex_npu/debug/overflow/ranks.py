@@ -20,7 +20,7 @@ _PATIENCE_SECONDS = 10.0
 _INTERVAL_SECONDS = 0.05
 
 
-class Told(NamedTuple):
+class Explanation(NamedTuple):
     """What is said of a skipped step; empty where nothing is.
 
     Attributes:
@@ -41,7 +41,7 @@ class Ranks:
     def __init__(self) -> None:
         self._asks = True
 
-    def explain(self, skip: StepReport, reports: Sequence[OverflowReport]) -> Told:
+    def explain(self, skip: StepReport, reports: Sequence[OverflowReport]) -> Explanation:
         """What is to be said of the skipped step: the own tables, or those of the processes with a cause."""
         own = "\n\n".join(str(report) for report in reports if report.overflowed or report.notes)
         causes = [cause for report in reports for cause in report.causes]
@@ -50,19 +50,19 @@ class Ranks:
         )
         store = self._store()
         if store is None:
-            return Told(own, is_cause)
+            return Explanation(own, is_cause)
         # Skips are agreed on: every process has counted as many, and those that watch have explained as many.
         key = f"{store.add(str(dist.get_rank()), 1)}/{skip.loss_id}/{skip.skipped_steps}"
         if any(cause.kind != "ranks" for cause in causes):
             store.set(f"{key}/{dist.get_rank()}", f"{int(is_cause)}{own}"[:_LENGTH])
-            return Told(own, is_cause)
+            return Explanation(own, is_cause)
         told = self._ask(store, key) if self._asks else {}
         self._asks = bool(told)
         if not told:
-            return Told(own, False)
+            return Explanation(own, False)
         others = [f"rank {rank}\n{textwrap.indent(text[1:], '  ')}" for rank, text in told.items()]
         first = own or "the gradients of this process are finite, the step was skipped for those of another"
-        return Told("\n\n".join([first, *others]), any(text[0] == "1" for text in told.values()))
+        return Explanation("\n\n".join([first, *others]), any(text[0] == "1" for text in told.values()))
 
     @staticmethod
     def _store() -> Any:

@@ -17,11 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from apex_npu.amp.session import current
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends._torch_private import without_modes
+from apex_npu.debug.observers import stepped
 from apex_npu.debug.overflow.causes import Finding
-from apex_npu.debug.overflow.finder import Finder, Gradients, params_of, stepped
+from apex_npu.debug.overflow.finder import Finder, Gradients, params_of
 from apex_npu.debug.overflow.forwards import Forward, Forwards, NotReplayedError
 from apex_npu.debug.overflow.report import OverflowReport, Overflows
-from apex_npu.debug.text import name_of
+from apex_npu.debug.text import first_line, name_of
 from apex_npu.debug.watching.watch import GIVEN, Watch
 from apex_npu.fusion import grads_of
 from apex_npu.shards import local_part
@@ -271,7 +272,7 @@ class Replayer:
 
 
 def _reason(error: Exception) -> str:
-    first = str(error).splitlines()[0] if str(error) else repr(error)
+    first = first_line(error)
     return first if isinstance(error, NotReplayedError) else f"{type(error).__name__}: {first}"
 
 

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from apex_npu.debug.overflow.causes import Finding
-from apex_npu.debug.text import count, fitted, listed
+from apex_npu.debug.text import count, fitted, listed, where_of
 from apex_npu.debug.watching.calls import KEPT_BAD
 
 _WIDTH = 12
@@ -116,10 +116,9 @@ def _lines_of(cause: Finding) -> list[str]:
         operator = f"{cause.forward_operator}, in its backward {cause.operator}"
     elif cause.node is not None:
         operator = f"{cause.operator} in {cause.node}"
-    module = "outside of modules" if cause.module is None else cause.module or "the model itself"
     what = f"{cause.dtype} {list(cause.shape)}" if cause.dtype else ""
     tensor = f" {cause.tensor}" if cause.tensor else ""
-    first = f"{cause.kind:{_WIDTH}}{cause.phase}  {module}  {operator}  {what}{tensor}"
+    first = f"{cause.kind:{_WIDTH}}{cause.phase}  {where_of(cause.module)}  {operator}  {what}{tensor}"
     lines = [first.rstrip()]
     if cause.place:
         lines.append(f"{'line':{_WIDTH}}{cause.place}  {cause.source}".rstrip())

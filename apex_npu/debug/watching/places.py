@@ -137,7 +137,7 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-def _joined(names: dict[int, list[str]]) -> dict[int, str]:
+def _all_names(names: dict[int, list[str]]) -> dict[int, str]:
     return {key: "=".join(dict.fromkeys(found)) for key, found in names.items()}
 
 
@@ -165,7 +165,7 @@ class Names:
             for name, tensor in named:
                 self.tensors.append(tensor)
                 tensors.setdefault(id(tensor), []).append(_plain(name))
-        self._modules, self._tensors = _joined(modules), _joined(tensors)
+        self._modules, self._tensors = _all_names(modules), _all_names(tensors)
 
     def of_module(self, module: nn.Module) -> str | None:
         """Its name; None where it belongs to none of the models."""

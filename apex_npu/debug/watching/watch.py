@@ -24,6 +24,7 @@ from apex_npu.backends._torch_private import (
     sequence_number,
 )
 from apex_npu.debug.overflow.forwards import Forward, NotReplayedError
+from apex_npu.debug.text import first_line
 from apex_npu.debug.watching.calls import KEPT, KEPT_BAD, Call, Input, Leaf, Phase, Result, Vanished
 from apex_npu.debug.watching.lineage import Lineage
 from apex_npu.debug.watching.operators import (
@@ -265,7 +266,7 @@ class Watch(TorchDispatchMode):
                 with torch.no_grad():
                     self._look(ran)
             except (RuntimeError, NotImplementedError, TypeError, MemoryError) as error:
-                self.not_measured[f"{operator.name}: {str(error).splitlines()[0] if str(error) else error!r}"] += 1
+                self.not_measured[f"{operator.name}: {first_line(error)}"] += 1
         return returned
 
     def is_over(self) -> bool:

@@ -8,7 +8,7 @@ import ast
 
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
-from apex_npu.migrate.engine.syntax import alone, body_of, function_of, is_argument, method_of, text
+from apex_npu.migrate.engine.syntax import body_of, function_of, has_own_lines, is_argument, method_of, text
 from apex_npu.migrate.rules.catalogue import RULES
 from apex_npu.migrate.rules.targets import replaced
 
@@ -136,7 +136,7 @@ def put_checkpoints(put: Insertion) -> None:
             given = call.args[0] if call.args else None
             statement = put.program.parent(call)
             file = text(given.value) if isinstance(given, ast.Subscript) else ""
-            if isinstance(statement, ast.Expr) and alone(put.program, statement) and file:
+            if isinstance(statement, ast.Expr) and has_own_lines(put.program, statement) and file:
                 body = (id(body_of(put.program, statement)), file)
                 if body not in done:
                     load = f'    {put.amp}.load_state_dict({file}["amp"])'
@@ -160,7 +160,11 @@ def _save(put: Insertion, call: ast.Call, parent: ast.AST | None) -> None:
         space = " " if indent.strip() else put.source.newline(put.source.place(key)[0]) + indent
         edit = Edit(end, end, f',{space}"amp": {put.amp}.state_dict()')
         put.program.report("A304", "changed", (end, end), [edit], links=["amp"])
-    elif isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Subscript) and alone(put.program, parent):
+    elif (
+        isinstance(parent, ast.Assign)
+        and isinstance(parent.targets[0], ast.Subscript)
+        and has_own_lines(put.program, parent)
+    ):
         file = text(parent.targets[0].value)
         if file:
             put.put_after("A304", parent, [f'{file}["amp"] = {put.amp}.state_dict()'])

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
-from apex_npu.migrate.engine.syntax import alone, around, body_of, given_to, text
+from apex_npu.migrate.engine.syntax import around, body_of, given_to, has_own_lines, text
 from apex_npu.migrate.rules.targets import replaced
 
 from .training import UnclearError
@@ -133,7 +133,7 @@ class TorchAmp:
             self._remove_item(block, item)
         imports = [node for node in program.names.nodes if isinstance(node, ast.ImportFrom)]
         for imported in imports:
-            if self._is_import(imported) and alone(program, imported):
+            if self._is_import(imported) and has_own_lines(program, imported):
                 self._remove("T401", imported, removed)
 
     def _is_import(self, node: ast.ImportFrom) -> bool:
@@ -143,7 +143,7 @@ class TorchAmp:
 
     def _remove(self, rule: str, statement: ast.stmt, removed: dict[int, list[ast.stmt]]) -> None:
         program, source = self.program, self.program.source
-        if not alone(program, statement):
+        if not has_own_lines(program, statement):
             raise UnclearError(statement, "A353", "the statement shares its line: give it one of its own")
         body = body_of(program, statement)
         gone = removed.setdefault(id(body), [])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from apex_npu.migrate.engine.names import Scope
 from apex_npu.migrate.engine.program import Program
-from apex_npu.migrate.engine.syntax import alone, around, function_of, given_to, is_argument, method_of, text
+from apex_npu.migrate.engine.syntax import around, function_of, given_to, has_own_lines, is_argument, method_of, text
 
 _OPTIMIZER = re.compile(
     r"torch\.optim\.((?!lr_scheduler|swa_utils)\w+\.)?[A-Z]\w*|apex(_npu)?\.optimizers\.(?!WarmupLR|FusedEMA)(\w+\.)?[A-Z]\w*"
@@ -116,7 +116,7 @@ class Training:
         return Made(call, statement, text(statement.targets[0]), models, parts)
 
     def _check_alone(self, statement: ast.stmt) -> None:
-        if not alone(self.program, statement):
+        if not has_own_lines(self.program, statement):
             raise UnclearError(statement, "A351", "the statement shares its line: give it one of its own")
 
     def _parts(self, call: ast.Call) -> Iterator[str]:
@@ -203,7 +203,7 @@ class Training:
             assert isinstance(call.func, ast.Attribute)
             if self.program.names.dotted(call.func) is not None or not isinstance(statement, ast.Expr):
                 raise UnclearError(call, "A353", "amp takes loss.backward() as a statement")
-            if not alone(self.program, statement):
+            if not has_own_lines(self.program, statement):
                 raise UnclearError(call, "A353", "the statement shares its line: give it one of its own")
             yield Backward(call, statement)
 

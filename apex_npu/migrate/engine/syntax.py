@@ -45,7 +45,7 @@ def body_of(program: Program, statement: ast.stmt) -> list[ast.stmt]:
     return next(body for body in fields if isinstance(body, list) and any(one is statement for one in body))
 
 
-def alone(program: Program, statement: ast.stmt) -> bool:
+def has_own_lines(program: Program, statement: ast.stmt) -> bool:
     """Whether nothing but a comment stands on the lines of ``statement``."""
     source = program.source
     start, end = source.span(statement)

@@ -78,7 +78,7 @@ def _convert(program: Program) -> None:
     _average(put, torch)
     _guard_saves(program)
     _leave(program, torch)
-    _check_joined(program)
+    _check_before_group(program)
 
 
 def _convert_part(program: Program) -> None:
@@ -93,7 +93,7 @@ def _convert_part(program: Program) -> None:
     _guard_saves(program)
 
 
-def _check_joined(program: Program) -> None:
+def _check_before_group(program: Program) -> None:
     """Refuse what is done, before the processes join, with what depends on them."""
     block = program.parent(_start(program))
     if not isinstance(block, ast.If):
@@ -196,7 +196,7 @@ def _enter(program: Program, torch: str) -> None:
     anchor, source = _start(program), program.source
     if source.text[source.line_start(anchor.lineno) : source.span(anchor)[0]].strip():
         raise UnclearError(anchor, "P601", "the first statement shares its line: give it one of its own")
-    edit = program.lines(anchor, target_of(program).joined(torch), before=True)
+    edit = program.lines(anchor, target_of(program).group_lines(torch), before=True)
     program.report("P601", "changed", (edit.start, edit.end), [edit], links=_links(program))
 
 

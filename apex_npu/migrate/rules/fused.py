@@ -13,7 +13,7 @@ from pathlib import PurePath
 
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
-from apex_npu.migrate.engine.syntax import alone, around, body_of
+from apex_npu.migrate.engine.syntax import around, body_of, has_own_lines
 
 from .catalogue import RULES
 from .tables import FUSED, FUSED_KEYWORDS
@@ -133,7 +133,7 @@ def _is_edited(program: Program, node: ast.stmt) -> bool:
 def _remove(program: Program, node: ast.Import | ast.ImportFrom, unused: list[ast.alias]) -> None:
     source, body = program.source, body_of(program, node)
     if len(unused) == len(node.names):
-        if not alone(program, node) or len(body) < 2:
+        if not has_own_lines(program, node) or len(body) < 2:
             return
         start, end = source.line_start(node.lineno), source.line_end(node.end_lineno or 0)
         end = min(end + len(source.newline(node.end_lineno or 0)), len(source.text))

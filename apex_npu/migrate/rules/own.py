@@ -19,7 +19,7 @@ from typing import Any
 
 from apex_npu.migrate.engine.program import Program
 from apex_npu.migrate.engine.source import Edit
-from apex_npu.migrate.engine.syntax import alone
+from apex_npu.migrate.engine.syntax import has_own_lines
 
 from .catalogue import RULES
 from .targets import replaced
@@ -343,7 +343,9 @@ def _replace(program: Program, node: ast.Attribute, rule: Rename, links: list[st
     root = module.partition(".")[0]
     bound = program.names.module.bindings.get(root, [])
     imports = [one for one in program.tree.body if isinstance(one, (ast.Import, ast.ImportFrom))]
-    anchor = next((one for one in imports if getattr(one, "module", "") != "__future__" and alone(program, one)), None)
+    anchor = next(
+        (one for one in imports if getattr(one, "module", "") != "__future__" and has_own_lines(program, one)), None
+    )
     taken = any(one not in (root, module) for one in bound) or (not bound and program.names.is_taken(root))
     if not module or taken or (not bound and anchor is None):
         program.report(

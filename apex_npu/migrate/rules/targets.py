@@ -83,7 +83,7 @@ class Npu:
         """The device of a profiler."""
         return '"npu"'
 
-    def joined(self, torch: str) -> list[str]:
+    def group_lines(self, torch: str) -> list[str]:
         """The lines by which a process that ``torchrun`` has started takes its card, and joins the others."""
         card = 'int(os.environ["LOCAL_RANK"])'
         lines = [f"{torch}.npu.set_device({card})", f'{torch}.distributed.init_process_group("hccl")']
@@ -186,7 +186,7 @@ class Portable(Npu):
         """See ``Npu``."""
         return _ACCELERATOR
 
-    def joined(self, torch: str) -> list[str]:
+    def group_lines(self, torch: str) -> list[str]:
         """See ``Npu``."""
         backend = f"{torch}.distributed.get_default_backend_for_device({_ACCELERATOR})"
         return [
