@@ -104,6 +104,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                        const py::sequence& tensors) { return copies.write(borrow(params), borrow(tensors)); })
       .def("note", [](RoundedCopies& copies, const py::sequence& params,
                       const py::sequence& tensors) { copies.note(borrow(params), borrow(tensors)); })
+      .def("written_copies", [](const RoundedCopies& copies,
+                                const py::sequence& tensors) { return copies.written_copies(borrow(tensors)); })
       .def("written_params",
            [](const RoundedCopies& copies, const py::sequence& params, const py::sequence& tensors) {
              return copies.written_params(borrow(params), borrow(tensors));

@@ -353,7 +353,7 @@ def _show_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local
 
 @torch.no_grad()
 def fp32_value(value: Tensor, master: Tensor | None) -> Tensor:
-    """``value``, of a low-precision tensor, in float32: its master's elements where those round to it, on its device."""
+    """``value``, in low precision, in float32, on its device: its master's elements where those round to it."""
     if master is None:
         return value.float()
     exact = master.detach().to(value.device)

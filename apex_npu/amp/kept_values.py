@@ -76,8 +76,8 @@ def keep_values(
         said.append(f"Buffers that stay float32, since their values would be inf or 0 otherwise: {', '.join(lost)}")
     if nbytes > _ANNOUNCED:
         said.append(
-            f"Weights without masters, and buffers, keep {nbytes / 2**30:.1f} GiB of float32 values in host memory, for "
-            "state_dict() and for unfreezing; keep_frozen_float32=False does without"
+            f"Weights without masters, and buffers, keep {nbytes / 2**30:.1f} GiB of float32 values in host memory, "
+            "for state_dict() and for unfreezing; keep_frozen_float32=False does without"
         )
     return said
 

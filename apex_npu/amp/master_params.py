@@ -96,8 +96,8 @@ class MasterParams:
     def __getstate__(self) -> dict[str, Any]:
         """Without buffers and what belongs to memory: a copy makes its own."""
         self.write_model(self.model_params)
-        names = ("first_new", "retired", "model_params", "masters", "_model_when_shown")
-        return {name: getattr(self, name) for name in names}
+        names = ("retired", "model_params", "masters", "_model_when_shown")
+        return {**{name: getattr(self, name) for name in names}, "first_new": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore ``state``."""
@@ -198,23 +198,31 @@ class MasterParams:
         self._model_when_shown = {k: self.model_params[k].detach().clone() for k in self._model_when_shown}
 
     def take_writes(self, optimizer: Optimizer) -> str | None:
-        """Before a step: give masters what has been written to the model since the last one; what is to be warned of."""
+        """Before a step: give masters what has been written to the model since the last; what is to be warned of."""
         self._written = self.master_writes.counted(self.masters)
         doubt = None
         if self.first_new < len(self.masters) or self.model_writes.written(self.model_params):
             doubt = self.follow(optimizer)
-        loose = (self.masters, self.model_params) if self._flat_model is None else self._flat_model.loose
-        _, of_masters, _ = self.copies.take(*loose)
-        return UNCOUNTED if of_masters and not self._written else doubt
+        masters_moved = len(self.master_writes.written(self.masters)) > len(self._written)
+        if self._flat_model is None or self._moved or masters_moved:
+            # Before buffers that the step would look at are replaced, or where parameters have left them.
+            _, of_masters, _ = self.copies.take(self.masters, self.model_params)
+            if self._flat_model is not None and self._moved:
+                self.flat_model(self._flat_model.groups)
+                self._moved = False
+        else:
+            _, of_masters, _ = self.copies.take(*self._flat_model.loose)
+        return UNCOUNTED if of_masters and not self._written and not masters_moved else doubt
 
     @torch.no_grad()
     def _follow_written(self, written: Sequence[int]) -> str | None:
         """Let masters have what differs, in the model parameters that have been ``written``, from what they hold."""
         conflicts: list[Tensor] = []
         followed = [k for k in written if self._may_agree(k)]
+        also = set(self.master_writes.written(self.masters))
         for k in followed:
             differs = follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
-            if k in self._written:
+            if k in also:
                 conflicts.append(differs.any())
         self.model_writes.note(self.model_params, followed)
         self._note_copies(followed)
@@ -233,7 +241,7 @@ class MasterParams:
         captured.
 
         Args:
-            shown: Model parameters whose masters are about to be shown: of these what is not counted is looked for, too.
+            shown: Model parameters whose masters are about to be shown: what is not counted is looked for in these.
         """
         written = self.master_writes.written(self.masters)
         if shown:
@@ -250,7 +258,7 @@ class MasterParams:
     @torch.no_grad()
     def _unlike_model(self, written: Sequence[int]) -> tuple[list[int], list[int]]:
         """Those of the masters that have been ``written`` whose model parameter has not, and those that differ."""
-        of_model = set(self.model_writes.written(self.model_params))
+        of_model = {*self.model_writes.written(self.model_params), *self.copies.written_copies(self.model_params)}
         asked, differ = [], []
         for k in written:
             master, param = self.masters[k], self.model_params[k]
@@ -334,8 +342,11 @@ class MasterParams:
         if not self.has_flat_model(groups):
             # First: the memory of others is released as parameters move out.
             kept = [] if self._flat_model is None else self._flat_model.dissolve(groups)
+            written = self.model_writes.written(self.model_params)
             self._flat_model = None
             self._flat_model = FlatModel.of(groups, self.pairs, kept)
+            moved = set(self.model_writes.written(self.model_params)).difference(written)
+            self.model_writes.note(self.model_params, sorted(moved))
         assert self._flat_model is not None
         return self._flat_model
 
@@ -345,6 +356,7 @@ class MasterParams:
         Raises:
             RuntimeError: One shares its memory with others, or is laid out otherwise than its master.
         """
+        self.copies.take(self.masters, self.model_params)  # while it is known what has been written
         model = self.flat_model(groups)
         if model.missing():  # what kept it from moving, a graph for one, may be gone
             model.dissolve(())
@@ -474,9 +486,9 @@ class FlatModel:
         """
         uncounted = False
         for group, buffer in self.buffers:
-            if group.model_params() is not buffer or buffer.written < len(group.params):
-                if skipped is not None or not round_to_copies(group.param_flat, buffer.flat):
-                    write_unless(skipped, buffer.flat, group.param_flat)
+            written = group.model_params() is buffer and buffer.written == len(group.params)
+            if not written and (skipped is not None or not round_to_copies(group.param_flat, buffer.flat)):
+                write_unless(skipped, buffer.flat, group.param_flat)
             increment_versions(buffer.params)
             if buffer.kept:
                 buffer.release_kept()

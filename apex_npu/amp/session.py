@@ -581,7 +581,7 @@ def master_of(model_param: Tensor) -> Tensor | None:
 
 
 def write_models(shown: Sequence[Tensor] = ()) -> None:
-    """Have what scripts have written to fp32 masters reach the models: before a forward, or before some are ``shown``."""
+    """Have what scripts have written to masters reach the models: before a forward, or before some are ``shown``."""
     for optimizer in [] if _current is None else list(_current.adopted):
         optimizer._amp_state.masters.write_model(shown)
 

@@ -111,16 +111,16 @@ class RoundedCopies:
 
         Returns:
             The indices of the pairs whose copy has been written, those whose parameter has, and those that are left
-            out, such as all that are on another device.
+            out: of these it is not known what the copy was rounded to, as on other devices.
         """
         written: tuple[list[int], list[int], list[int]] = ([], [], [])
         for i, (param, copy) in enumerate(zip(params, copies, strict=True)):
-            if not _is_pair(param, copy):
+            known = self._checksums.get(copy.data_ptr()) if _is_pair(param, copy) else None
+            if known is None:
                 written[2].append(i)
                 continue
-            known = self._checksums.get(copy.data_ptr())
             differs = _differs(param, copy)
-            if known is not None and differs.any():
+            if differs.any():
                 of_copy = not torch.equal(known, _checksum(copy))
                 written[0 if of_copy else 1].append(i)
                 if of_copy:
@@ -141,6 +141,15 @@ class RoundedCopies:
         """What ``copies`` hold, those in watched buffers included, is what their parameters have been rounded to."""
         pairs = [copy for param, copy in zip(params, copies, strict=True) if _is_pair(param, copy)]
         self._checksums.update({copy.data_ptr(): _checksum(copy) for copy in pairs})
+
+    def written_copies(self, copies: list[Tensor]) -> list[int]:
+        """The indices of those copies that have been written; nothing is changed."""
+        known = [None if wraps_tensors(copy) else self._checksums.get(copy.data_ptr()) for copy in copies]
+        return [
+            i
+            for i, (checksum, copy) in enumerate(zip(known, copies, strict=True))
+            if checksum is not None and not torch.equal(checksum, _checksum(copy))
+        ]
 
     @torch.no_grad()
     def written_params(self, params: list[Tensor], copies: list[Tensor]) -> list[int]:

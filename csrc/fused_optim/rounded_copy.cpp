@@ -90,28 +90,36 @@ void RoundedCopy::write(const float* param, uint16_t* copy, int64_t begin, int64
 }
 
 template <typename Work>
-void RoundedCopy::for_each_block(const Work& work) const {
-  const int64_t blocks = (numel_ + kBlockNumel - 1) / kBlockNumel;
+void RoundedCopy::for_each_block(int64_t numel, const Work& work) {
+  const int64_t blocks = (numel + kBlockNumel - 1) / kBlockNumel;
   parallel_for(0, blocks, kGrainNumel / kBlockNumel, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) work(i * kBlockNumel, std::min(kBlockNumel, numel_ - i * kBlockNumel));
+    for (int64_t i = first; i < last; ++i) work(i * kBlockNumel, std::min(kBlockNumel, numel - i * kBlockNumel));
   });
 }
 
 void RoundedCopy::take_and_write(float* param, uint16_t* copy) {
-  for_each_block([&](int64_t begin, int64_t n) {
+  for_each_block(numel_, [&](int64_t begin, int64_t n) {
     take(param + begin, copy + begin, begin, n);
     write(param + begin, copy + begin, begin, n);
   });
 }
 
-void RoundedCopy::take_all(float* param, const uint16_t* copy) {
-  for_each_block([&](int64_t begin, int64_t n) { take(param + begin, copy + begin, begin, n); });
+void RoundedCopy::take_all(float* param, const uint16_t* copy, int64_t begin, int64_t n) {
+  for_each_block(n, [&](int64_t i, int64_t count) { take(param + i, copy + i, begin + i, count); });
 }
 
 std::pair<int64_t, int64_t> RoundedCopy::counts() { return {copies_written_.exchange(0), params_written_.exchange(0)}; }
 
 void RoundedCopy::write_all(const float* param, uint16_t* copy) {
-  for_each_block([&](int64_t begin, int64_t n) { write(param + begin, copy + begin, begin, n); });
+  for_each_block(numel_, [&](int64_t begin, int64_t n) { write(param + begin, copy + begin, begin, n); });
+}
+
+bool RoundedCopy::copy_is_written(const uint16_t* copy, int64_t begin, int64_t n) const {
+  for (int64_t i = 0; i < n; i += kLineNumel) {
+    const int64_t line = (begin + i) / kLineNumel;
+    if (checksums_[line] != 0 && checksums_[line] != checksum_of(copy + i, line)) return true;
+  }
+  return false;
 }
 
 bool RoundedCopy::param_is_written(const float* param, const uint16_t* copy, int64_t begin, int64_t n) const {
@@ -186,12 +194,14 @@ RoundedCopies::Written RoundedCopies::take(const Borrowed& params, const Borrowe
   Written written;
   for (size_t i = 0; i < copies.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
-    RoundedCopy* copy = find(*params.at(i), *copies[i]);
+    const at::Tensor &param = *params.at(i), &tensor = *copies[i];
+    RoundedCopy* copy = is_pair(param, tensor) ? known(tensor) : nullptr;
     if (copy == nullptr) {
       written.others.push_back(index);
       continue;
     }
-    copy->take_all(params[i]->mutable_data_ptr<float>(), static_cast<const uint16_t*>(copies[i]->const_data_ptr()));
+    const auto* words = static_cast<const uint16_t*>(tensor.const_data_ptr());
+    copy->take_all(param.mutable_data_ptr<float>(), words, copy->offset_of(words, tensor.numel()), tensor.numel());
     const auto [of_copy, of_param] = copy->counts();
     if (of_copy != 0) written.copies.push_back(index);
     if (of_param != 0) written.params.push_back(index);
@@ -239,6 +249,21 @@ std::vector<int64_t> RoundedCopies::written_params(const Borrowed& params, const
       if (!param_is_written(*params.at(i), *copies[i], begin)) continue;
       written.push_back(static_cast<int64_t>(i));
       break;
+    }
+  }
+  return written;
+}
+
+std::vector<int64_t> RoundedCopies::written_copies(const Borrowed& copies) const {
+  std::vector<int64_t> written;
+  for (size_t i = 0; i < copies.size(); ++i) {
+    const at::Tensor& tensor = *copies[i];
+    if (!tensor.device().is_cpu() || tensor.unsafeGetTensorImpl()->is_python_dispatch()) continue;
+    const RoundedCopy* copy = known(tensor);
+    if (copy == nullptr) continue;
+    const auto* words = static_cast<const uint16_t*>(tensor.const_data_ptr());
+    if (copy->copy_is_written(words, copy->offset_of(words, tensor.numel()), tensor.numel())) {
+      written.push_back(static_cast<int64_t>(i));
     }
   }
   return written;

@@ -38,12 +38,15 @@ class RoundedCopy {
 
   // take(), then write(), for elements [0, numel).
   void take_and_write(float* param, uint16_t* copy);
-  // Either alone.
-  void take_all(float* param, const uint16_t* copy);
+  // Either alone; take() of elements [begin, begin + n).
+  void take_all(float* param, const uint16_t* copy, int64_t begin, int64_t n);
   void write_all(const float* param, uint16_t* copy);
 
   // Whether of elements [begin, begin + n), n <= kLineNumel, a parameter has been written, and the copy has not.
   bool param_is_written(const float* param, const uint16_t* copy, int64_t begin, int64_t n) const;
+
+  // Whether of elements [begin, begin + n) of the copy any has been written.
+  bool copy_is_written(const uint16_t* copy, int64_t begin, int64_t n) const;
 
   // Elements [begin, begin + n) of the copy are as write() would have left them.
   void note(const uint16_t* copy, int64_t begin, int64_t n);
@@ -59,7 +62,7 @@ class RoundedCopy {
 
  private:
   template <typename Work>
-  void for_each_block(const Work& work) const;
+  static void for_each_block(int64_t numel, const Work& work);
   void take_different(float* param, const uint16_t* copy, const uint16_t* rounded, int64_t begin, int64_t n);
   uint32_t checksum_of(const uint16_t* words, int64_t line) const;
 
@@ -87,7 +90,8 @@ std::pair<int64_t, int64_t> written_copies(const at::Tensor& flat);
 // to the caller.
 class RoundedCopies {
  public:
-  // The indices of pairs whose copy has been written, those whose parameter has, and those that are left out.
+  // The indices of pairs whose copy has been written, those whose parameter has, and those that are left out: of these
+  // it is not known what the copy was rounded to.
   struct Written {
     std::vector<int64_t> copies, params, others;
   };
@@ -105,7 +109,10 @@ class RoundedCopies {
   // The indices of the pairs of which a parameter has been written, and the copy has not; nothing is changed.
   std::vector<int64_t> written_params(const Borrowed& params, const Borrowed& copies) const;
 
-  // Whether there is one: a look at a few elements of a few of the pairs.
+  // The indices of the pairs of which the copy has been written; nothing is changed.
+  std::vector<int64_t> written_copies(const Borrowed& copies) const;
+
+  // Whether a parameter has been written: a look at a few elements of a few of the pairs.
   bool glance(const Borrowed& params, const Borrowed& copies) const;
 
  private:

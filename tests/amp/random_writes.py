@@ -290,7 +290,7 @@ class Truth(Script):
         self.late.add("masters")
 
     def trained(self):
-        """Those that have been written and are trained; the frozen one has what was kept for as long as it rounds to it."""
+        """Those that have been written and are trained: the frozen one has what was kept where it rounds to that."""
         return self.written.keys() - {FROZEN}
 
     def in_model(self, i):

@@ -132,7 +132,7 @@ class Partly(nn.Module):
         self.frozen = nn.Parameter(torch.full((3,), float(weight)), requires_grad=False)
         self.trained = nn.Parameter(torch.ones(3))
         self.register_buffer("third", torch.full((2,), float(third)))
-        self.register_buffer("half", torch.full((2,), 0.5))
+        self.register_buffer("exact", torch.full((2,), 0.5))
         self.register_buffer("mask", torch.full((2,), float(mask)))
 
     def forward(self, x):
@@ -153,7 +153,7 @@ def states(model):
 def test_what_has_no_master_keeps_its_float32_values(level):
     model, _ = partly(level)
     exact = Partly().state_dict()
-    assert model.frozen.dtype == model.third.dtype == model.half.dtype != torch.float32
+    assert model.frozen.dtype == model.third.dtype == model.exact.dtype != torch.float32
     for shown in (states(model), states(copy.deepcopy(model)), states(amp.float32_copy(model))):
         assert all(torch.equal(shown[name], value) for name, value in exact.items())
     # Elements that are written have the value that is written; what is loaded is kept, too.
