@@ -168,7 +168,9 @@ def release_kept(models: Iterable[nn.Module]) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     for module in {id(module): module for model in models for module in model.modules()}.values():
         copies = copies_of(module)
-        for name in [] if copies is None else list(copies.kept):
+        if copies is None:
+            continue
+        for name in list(copies.kept):
             param = module._parameters.get(name)
             if param is not None and param.requires_grad and param.dtype in LOW_PRECISION:
                 found[id(param)] = fp32_value(param.detach(), copies.kept.pop(name))
@@ -378,10 +380,13 @@ def _fill_masters(
         if master is not None and isinstance(entry, Tensor) and entry.shape == master.shape:
             master.copy_(entry)
     copies = copies_of(module)
-    for name, tensor in own_tensors(module) if copies is not None and copies.keeps else []:
+    if copies is None or not copies.keeps:
+        return
+    for name, held in own_tensors(module):
         entry = state_dict.get(prefix + name)
-        exact = isinstance(entry, Tensor) and entry.dtype == torch.float32 and entry.shape == tensor.shape
-        if exact and tensor.dtype in LOW_PRECISION and master_of(tensor) is None:
+        if held.dtype not in LOW_PRECISION or master_of(held) is not None or not isinstance(entry, Tensor):
+            continue
+        if entry.dtype == torch.float32 and entry.shape == held.shape:
             copies.kept[name] = entry.detach().to("cpu", copy=True)
 
 

@@ -86,7 +86,9 @@ def _cast(models: Sequence[nn.Module], before: Mapping[int, Tensor]) -> Iterator
     for model in models:
         for prefix, module in model.named_modules():
             copies = copies_of(module)
-            for name, tensor in [] if copies is None else own_tensors(module):
+            if copies is None:
+                continue
+            for name, tensor in own_tensors(module):
                 value = before.get(id(tensor))
                 if value is None or tensor.dtype not in LOW_PRECISION or value.dtype == tensor.dtype:
                     continue

@@ -132,7 +132,7 @@ class MasterParams:
     ) -> None:
         known = {id(p): master for p, master in zip(self.model_params, self.masters, strict=True)}
         model_params = [p for p in map(params.__getitem__, indices) if p.requires_grad and id(p) not in known]
-        masters = [_make_master(p, fp32_values.get(id(p))) for p in model_params]
+        masters: list[Tensor] = [_make_master(p, fp32_values.get(id(p))) for p in model_params]
         known.update(zip(map(id, model_params), masters, strict=True))
         # Pairs first, and both columns at once: what an interrupt then leaves to do the next call does.
         self.model_params, self.masters = [*self.model_params, *model_params], [*self.masters, *masters]
@@ -312,9 +312,13 @@ class MasterParams:
         if groups:
             flat_model = self._flat_model
             # What has been moved counts as written.
-            known = flat_model is not None and not self._moved and not self.model_writes.written(self.model_params)
-            known = known and are_same(groups, flat_model.groups) and are_same(self.masters, flat_model.masters)
-            if not known:
+            moved = self._moved or self.model_writes.written(self.model_params)
+            if (
+                flat_model is None
+                or moved
+                or not are_same(groups, flat_model.groups)
+                or not are_same(self.masters, flat_model.masters)
+            ):
                 flat_model, self._moved = self.flat_model(groups), False
             uncounted = flat_model.copy_masters(self.copies, skipped)
         else:

@@ -21,7 +21,7 @@ if extension is None:
         zero_grads,
     )
 else:
-    from apex_npu.fusion.many_tensors_cpp import (
+    from apex_npu.fusion.many_tensors_cpp import (  # type: ignore[assignment]
         RoundedCopies,
         WriteTable,
         are_same,
