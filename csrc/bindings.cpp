@@ -10,6 +10,7 @@
 #include "combine_tensors/change_data_ptr.h"
 #include "combine_tensors/python_objects.h"
 #include "combine_tensors/slot_table.h"
+#include "combine_tensors/write_table.h"
 #include "data_parallel/grad_arrivals.h"
 #include "data_parallel/shards.h"
 #include "debug/exponents.h"
@@ -17,6 +18,7 @@
 #include "fused_optim/grad_list.h"
 #include "fused_optim/grad_slots.h"
 #include "fused_optim/kernels_cpu.h"
+#include "fused_optim/rounded_copy.h"
 #include "fused_optim/zero_grads.h"
 
 namespace py = pybind11;
@@ -82,6 +84,40 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "broken",
           [](const apex_npu::SlotTable& table, const py::sequence& tensors) { return table.broken(borrow(tensors)); },
           py::arg("tensors"));
+  using apex_npu::WriteTable;
+  py::class_<WriteTable>(m, "WriteTable")
+      .def(py::init<>())
+      .def("add", [](WriteTable& table, const py::sequence& tensors) { table.add(borrow(tensors)); })
+      .def("note", [](WriteTable& table, const py::sequence& tensors) { table.note(borrow(tensors)); })
+      .def("note", [](WriteTable& table, const py::sequence& tensors,
+                      const std::vector<int64_t>& indices) { table.note(borrow(tensors), indices); })
+      .def("written", [](WriteTable& table, const py::sequence& tensors) { return table.written(borrow(tensors)); })
+      .def("counted", [](WriteTable& table, const py::sequence& tensors) { return table.counted(borrow(tensors)); });
+  using apex_npu::RoundedCopies;
+  py::class_<RoundedCopies>(m, "RoundedCopies")
+      .def(py::init<>())
+      .def("take",
+           [](RoundedCopies& copies, const py::sequence& params, const py::sequence& tensors) {
+             RoundedCopies::Written written = copies.take(borrow(params), borrow(tensors));
+             return std::make_tuple(std::move(written.copies), std::move(written.params), std::move(written.others));
+           })
+      .def("write", [](RoundedCopies& copies, const py::sequence& params,
+                       const py::sequence& tensors) { return copies.write(borrow(params), borrow(tensors)); })
+      .def("note", [](RoundedCopies& copies, const py::sequence& params,
+                      const py::sequence& tensors) { copies.note(borrow(params), borrow(tensors)); })
+      .def("written_copies", [](const RoundedCopies& copies,
+                                const py::sequence& tensors) { return copies.written_copies(borrow(tensors)); })
+      .def("written_params",
+           [](const RoundedCopies& copies, const py::sequence& params, const py::sequence& tensors) {
+             return copies.written_params(borrow(params), borrow(tensors));
+           })
+      .def("glance", [](const RoundedCopies& copies, const py::sequence& params, const py::sequence& tensors) {
+        return copies.glance(borrow(params), borrow(tensors));
+      });
+  m.def("watch_copies", &apex_npu::watch_copies, py::arg("flat"), py::arg("offsets"), py::arg("numels"));
+  m.def("round_to_copies", &apex_npu::round_to_copies, py::arg("params"), py::arg("flat"));
+  m.def("written_copies", &apex_npu::written_copies, py::arg("flat"));
+
   py::class_<apex_npu::GradSlots>(m, "GradSlots")
       .def(py::init<const std::vector<at::Tensor>&, std::vector<int64_t>>(), py::arg("shapes"), py::arg("offsets"))
       .def("remember_views", &apex_npu::GradSlots::remember_views, py::arg("views"))

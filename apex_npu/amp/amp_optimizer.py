@@ -23,6 +23,7 @@ from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.capture import check_step
 from apex_npu.amp.data_parallel import GradSync
 from apex_npu.amp.deferred_inf_check import DeferredInfCheck
+from apex_npu.amp.float32_copies import release_kept
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.optimizer_state import (
     OUTSIDE_BLOCKS,
@@ -69,6 +70,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         result = None
         if args or kwargs:
             result, args, kwargs = _evaluate_closure(self, state, args, kwargs)
+        begun = False
         try:
             pending, check = state.pending, None
             if pending is not None:
@@ -79,14 +81,18 @@ class AmpOptimizerMixin(OptimizerAccessors):
             doubt = _check_ready(self, state)
             if doubt is not None:
                 warn_once(self, doubt)
+            begun = True
             if pending is None:
                 result = super().step(*args, **kwargs)
             else:
                 result = pending.take(self, state, check, partial(super().step, *args, **kwargs))
+            begun = False
             _end_step(self, state, check)
         except BaseException as error:
             if not isinstance(error, Exception):
                 _end_interrupted_step(self, state)
+            elif begun:
+                state.masters.end_failed_step(fused_groups(self))
             raise
         return result
 
@@ -259,7 +265,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         session = current()
         if state is None or not state.policy.master_weights or state.masters.retired:
             return
-        if state.masters.make(self) and session is not None:
+        if state.masters.make(self, release_kept()) and session is not None:
             session.register(self, state)
 
     def join_hook(self, **kwargs: Any) -> Any:
@@ -395,8 +401,8 @@ def _check_ready(optimizer: Optimizer, state: AmpOptimizerState) -> str | None:
             "the gradients are those of this process alone: the last scale_loss was inside of "
             "DistributedDataParallel.no_sync(); before step(), close one outside of it, or call zero_grad()"
         )
-    if state.masters.first_new < len(state.masters.masters):
-        state.masters.follow(optimizer)
+    if state.masters.masters:
+        doubt = state.masters.take_writes(optimizer) or doubt
     if state.sync is not None:
         state.sync.check_averaged()
     for group in state.grads.groups:
@@ -450,7 +456,9 @@ def _no_gradients(optimizer: Optimizer) -> str | None:
 def _end_step(optimizer: Optimizer, state: AmpOptimizerState, check: DeferredInfCheck | None = None) -> None:
     """Copy masters to the model, and record how the step has ended: by ``check``, where the device decides that."""
     try:
-        state.masters.copy_to_model(fused_groups(optimizer), None if check is None else check.flag)
+        doubt = state.masters.copy_to_model(fused_groups(optimizer), None if check is None else check.flag)
+        if doubt is not None:
+            warn_once(optimizer, doubt)
     except BaseException:
         # Another step() finds no gradients, and does nothing but copy again.
         for group in optimizer.param_groups:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.amp.master_params import follow_
-from apex_npu.amp.session import current, master_of
+from apex_npu.amp.session import current, end_loading, master_of, write_models
 from apex_npu.autocast.containers import cast_floating
 from apex_npu.autocast.forward_cast import is_wrapped, remove_wrapper, unwrapped_forward
 from apex_npu.autocast.submodule_cast import unwatch
@@ -78,10 +78,19 @@ class CopyLink:
 
 @dataclass(eq=False)
 class ModuleCopies:
-    """Stands in for ``module.__reduce_ex__``."""
+    """Stands in for ``module.__reduce_ex__``.
+
+    Attributes:
+        module: Of a model that has been cast.
+        link: As of ``show_float32``.
+        kept: By their names in ``module``, the float32 values of what has no master, in host memory.
+        keeps: Values that are loaded are kept, too.
+    """
 
     module: nn.Module
     link: CopyLink
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    keeps: bool = True
 
     def __call__(self, protocol: Any) -> Any:
         """What the class's own returns, and the values in float32."""
@@ -117,7 +126,7 @@ def _end_copy(module: nn.Module, state_and_values: tuple[Any, dict[str, Tensor]]
     if copies.module is module:
         copies.link.end_copy(module, values)
     else:  # a shallow copy, which has the parameters and the hooks of the original
-        vars(module)["__reduce_ex__"] = ModuleCopies(module, copies.link)
+        vars(module)["__reduce_ex__"] = ModuleCopies(module, copies.link, copies.kept, copies.keeps)
 
 
 def _masters() -> Masters:
@@ -126,9 +135,13 @@ def _masters() -> Masters:
 
 
 def _exact_values(module: nn.Module, masters: Masters) -> dict[str, Tensor]:
-    """In float32 those of its own low-precision parameters that have masters."""
-    low = [(name, t.detach(), masters.get(t)) for name, t in own_tensors(module) if t.dtype in LOW_PRECISION]
-    return {name: fp32_value(t, master) for name, t, master in low if master is not None}
+    """In float32 those of its own low-precision tensors that have masters, or of which values are kept."""
+    write_models(_low_precision_in(module))
+    copies = copies_of(module)
+    kept = {} if copies is None else copies.kept
+    low = [(name, t) for name, t in own_tensors(module) if t.dtype in LOW_PRECISION]
+    exact = [(name, t.detach(), masters.get(t, kept.get(name))) for name, t in low]
+    return {name: fp32_value(t, value) for name, t, value in exact if value is not None}
 
 
 def _widen_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,9 +152,31 @@ def _widen_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     )
 
 
+def copies_of(module: nn.Module) -> ModuleCopies | None:
+    """What makes copies of ``module``, where amp has cast its model to low precision; else None."""
+    copies = vars(module).get("__reduce_ex__")
+    return copies if isinstance(copies, ModuleCopies) else None
+
+
 def is_cast(module: nn.Module) -> bool:
     """True for a module of a model that amp has cast to low precision."""
-    return isinstance(vars(module).get("__reduce_ex__"), ModuleCopies)
+    return copies_of(module) is not None
+
+
+def release_kept() -> dict[int, Tensor]:
+    """``id(param)`` → its float32 value, for parameters that require grad by now: masters are about to have it."""
+    session = current()
+    models = [] if session is None else [model.model for model in session.models if model.model is not None]
+    found: dict[int, Tensor] = {}
+    for module in {id(module): module for model in models for module in model.modules()}.values():
+        copies = copies_of(module)
+        if copies is None:
+            continue
+        for name in list(copies.kept):
+            param = module._parameters.get(name)
+            if param is not None and param.requires_grad and param.dtype in LOW_PRECISION:
+                found[id(param)] = fp32_value(param.detach(), copies.kept.pop(name))
+    return found
 
 
 def show_float32(model: nn.Module, link: CopyLink) -> None:
@@ -269,7 +304,7 @@ def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
         raise TypeError(f"float32_copy takes a model, torch.nn.Module, got {type(model).__name__}")
     masters = _masters()
     low = [p for p in model.parameters() if p.dtype in LOW_PRECISION]
-    if low and not allow_rounded and not any(p in masters for p in low):
+    if low and not allow_rounded and not any(p in masters for p in low) and not _keeps(model):
         raise RuntimeError(
             f"the weights of this {type(model).__name__} exist in {str(low[0].dtype).removeprefix('torch.')} alone, "
             "without fp32 masters, as at O3: a float32 copy has their rounded values. Pass allow_rounded=True to take "
@@ -290,28 +325,45 @@ def float32_copy(model: nn.Module, *, allow_rounded: bool = False) -> nn.Module:
     return clean
 
 
+def _keeps(model: nn.Module) -> bool:
+    return any(copies is not None and copies.kept for copies in map(copies_of, model.modules()))
+
+
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters and buffers of ``module`` itself, with their names."""
     own = [*module._parameters.items(), *module._buffers.items()]
     return [(name, t) for name, t in own if t is not None]
 
 
+def _low_precision_in(module: nn.Module) -> list[Tensor]:
+    """The float16 and bfloat16 parameters and buffers of ``module`` itself."""
+    return [tensor for _, tensor in own_tensors(module) if tensor.dtype in LOW_PRECISION]
+
+
 def _show_fp32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """state_dict hook: low-precision entries of this module appear in fp32, exact where there is a master."""
+    """state_dict hook: low-precision entries of this module appear in fp32, exact where that is known."""
+    low = _low_precision_in(module)
+    if low:
+        write_models(low)
+    copies = copies_of(module)
     for name, tensor in own_tensors(module):
         entry = state_dict.get(prefix + name)
         if isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION and tensor.dtype == entry.dtype:
-            state_dict[prefix + name] = fp32_value(entry, master_of(tensor))
+            exact = master_of(tensor)
+            if exact is None and copies is not None and name in copies.kept:
+                exact = copies.kept[name].clone()  # a script may write what it is shown
+            state_dict[prefix + name] = fp32_value(entry, exact)
 
 
+@torch.no_grad()
 def fp32_value(value: Tensor, master: Tensor | None) -> Tensor:
-    """``value``, of a low-precision tensor, in float32: its master's value where that rounds to it, on its device."""
-    if master is not None:
-        exact = master.detach().to(value.device)
-        # Weights that were written since the last step (a swapped-in moving average) are what is shown.
-        if torch.equal(exact.to(value.dtype), value):
-            return exact
-    return value.float()
+    """``value``, in low precision, in float32, on its device: its master's elements where those round to it."""
+    if master is None:
+        return value.float()
+    exact = master.detach().to(value.device)
+    # Weights that were written since the last step (a swapped-in moving average) are what is shown.
+    rounds = exact.to(value.dtype) == value
+    return exact if bool(rounds.all()) else torch.where(rounds, exact, value.float())
 
 
 @torch.no_grad()
@@ -329,6 +381,15 @@ def _fill_masters(
             )
         if master is not None and isinstance(entry, Tensor) and entry.shape == master.shape:
             master.copy_(entry)
+    copies = copies_of(module)
+    if copies is None or not copies.keeps:
+        return
+    for name, held in own_tensors(module):
+        entry = state_dict.get(prefix + name)
+        if held.dtype not in LOW_PRECISION or master_of(held) is not None or not isinstance(entry, Tensor):
+            continue
+        if entry.dtype == torch.float32 and entry.shape == held.shape:
+            copies.kept[name] = entry.detach().to("cpu", copy=True)
 
 
 def _follow_loaded(module: nn.Module, _: Any) -> None:
@@ -337,6 +398,7 @@ def _follow_loaded(module: nn.Module, _: Any) -> None:
         master = None if tensor is None else master_of(tensor)
         if tensor is not None and master is not None and master.shape == tensor.shape:
             follow_(master, tensor)
+    end_loading([tensor for tensor in module._parameters.values() if tensor is not None])
 
 
 def give_fp32_state_dict(module: nn.Module) -> None:

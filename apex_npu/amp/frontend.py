@@ -19,6 +19,7 @@ from apex_npu.amp.amp_optimizer import adopt, adopt_inside, release, release_ins
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.float32_copies import CopyLink, restore_float32, show_float32, undo_show_float32
 from apex_npu.amp.fused_unscale import check_fusible
+from apex_npu.amp.kept_values import keep_values
 from apex_npu.amp.master_params import copy_masters_to_model
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer, state_of
 from apex_npu.amp.policy import OVERRIDES, Policy, resolve
@@ -89,6 +90,7 @@ def initialize(
     process_group: Any = None,
     ddp_reduce_dtype: torch.dtype | None = None,
     overflow_group: Any = None,
+    keep_frozen_float32: bool = True,
 ) -> Any:
     """Set up mixed precision for models and optimizers, in place, and return them.
 
@@ -150,13 +152,17 @@ def initialize(
         overflow_group: Processes that skip a step together where one of them has found inf or nan: those that share a
             model without sharing gradients. None: each decides alone (with combine_ddp all gradients are the same),
             or, where parameters are sharded (DTensor), with the processes of their device mesh.
+        keep_frozen_float32: With masters: keep in host memory the float32 values of weights that have none, such as
+            frozen ones, and of buffers, for ``state_dict()``, ``shutdown`` and unfreezing. False: they have what the
+            cast has left.
 
     Returns:
         ``models``, or ``(models, optimizers)`` where optimizers were given: each a list where a list was given.
 
     Raises:
         RuntimeError: An unknown level, an override that contradicts it, a model that is already in half precision or
-            wrapped for parallel training, an optimizer that has been initialized before. With combine_ddp: there are no
+            wrapped for parallel training, an optimizer that has been initialized before, a weight that would become
+            inf in float16. With combine_ddp: there are no
             process groups yet, or processes have other models or optimizers, or have failed.
         TypeError: An argument has the wrong type.
         ValueError: A number is out of range.
@@ -199,6 +205,8 @@ def initialize(
     )
     if skip_alarm is not None and (isinstance(skip_alarm, bool) or not isinstance(skip_alarm, int) or skip_alarm < 1):
         raise ValueError(f"skip_alarm must be None or an integer >= 1, got {skip_alarm!r}")
+    if not isinstance(keep_frozen_float32, bool):
+        raise TypeError(f"keep_frozen_float32 must be True or False, got {keep_frozen_float32!r}")
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"num_losses must be an integer >= 1, got {num_losses!r}")
     model_list, optimizer_list = _listed(models, optimizers)
@@ -241,7 +249,7 @@ def initialize(
         if units:
             session.shard(left_to_amp, units)
         session.verbosity = verbosity  # skipped steps are announced on every rank
-        _set_up(session, model_list, optimizer_list, ddps)
+        _set_up(session, model_list, optimizer_list, ddps, keeps=keep_frozen_float32)
     else:
         session.disable()
         install(session)
@@ -311,7 +319,12 @@ def _slow_convolutions(policy: Policy, models: list[nn.Module]) -> str | None:
 
 
 def _set_up(
-    session: Session, models: list[nn.Module], optimizers: list[Optimizer], ddps: list[DistributedDataParallel]
+    session: Session,
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    ddps: list[DistributedDataParallel],
+    *,
+    keeps: bool,
 ) -> None:
     """Convert, adopt, patch, install: all of it, or nothing."""
     policy = session.policy
@@ -340,10 +353,15 @@ def _set_up(
                     show_float32(model, link)
                 session.models.append(ConvertedModel(cast, link, restore_float32))
             undo.callback(_release, as_they_were)
+            before = {key: value for key, (_, value) in values.items()}
             for optimizer in optimizers:
-                adopt(optimizer, session, {key: value for key, (_, value) in values.items()})
+                adopt(optimizer, session, before)
             for optimizer in optimizers:
                 adopt_inside(optimizer)
+            states = [optimizer._amp_state for optimizer in optimizers]  # type: ignore[attr-defined]
+            with_master = {id(param) for state in states for param in state.masters.model_params}
+            for text in keep_values(models, before, with_master, keep=keeps and bool(policy.master_weights)):
+                session.say(text)
         if parallel is not None:
             _start_alike(parallel, models, optimizers)
         _rebuild_reducers(ddps)

@@ -8,7 +8,7 @@ had before it was cast, so nothing is lost by casting, saving or loading.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -17,16 +17,38 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex_npu.backends import for_device
+from apex_npu.backends import for_device, is_capturing
 from apex_npu.fusion import (
     FusedGroup,
     ModelParamBuffer,
+    RoundedCopies,
+    WriteTable,
     are_same,
     give_own_storages,
     increment_versions,
     is_dense,
     low_precision_of,
     not_combinable,
+    round_to_copies,
+    written_copies,
+)
+
+# What a step says, once for each optimizer.
+BOTH_WRITTEN = (
+    "parameters of the model and their fp32 masters have been written differently since the last step: the values of "
+    "the model are trained, and those of the masters are lost. Write to one of them, model.parameters() or "
+    "optimizer.param_groups, and call the model in between where both are needed"
+)
+UNCOUNTED = (
+    "fp32 masters, as optimizer.param_groups has them, have been written in a way that autograd's version counter does "
+    "not count (.data, numpy, a combined buffer, a collective): this step trains their values, but the forward before "
+    "it has computed with those of before. Write under torch.no_grad() instead of through .data"
+)
+UNSEEN = (
+    "fp32 masters, as optimizer.param_groups has them, have been written since the last step, and the model has "
+    "not been called since, or is compiled: its parameters, and so this loss, have the values of before. Compiled and "
+    "captured forwards do not look for such writes: write to the model's own parameters instead, or call "
+    "model.state_dict() after writing"
 )
 
 
@@ -41,11 +63,18 @@ class MasterPair:
 class MasterParams:
     """The masters of one optimizer.
 
+    What a script writes between two steps counts, whichever of a pair it writes to. What writes is known from version
+    counters and addresses, which are recorded when a step has rounded masters into the model; on a CPU also from the
+    values that are found there, for writes that are not counted.
+
     Attributes:
         model_params: Low-precision parameters of the model.
         masters: For each the fp32 parameter that the optimizer steps in its stead.
         first_new: Those before have been compared with what the model held at their first block.
         retired: There are none any more, as their model has been passed to another ``initialize``.
+        model_writes: Of ``model_params``, as of the last step.
+        master_writes: Of ``masters``, likewise.
+        copies: What ``model_params`` were rounded to, where a CPU can tell.
     """
 
     def __init__(self, pairs: Sequence[MasterPair] = (), *, retired: bool = False) -> None:
@@ -55,11 +84,25 @@ class MasterParams:
         self.masters = [pair.master_param for pair in pairs]
         self.first_new = len(pairs)
         self._model_when_shown: dict[int, Tensor] = {}
+        self._forget_memory()
+
+    def _forget_memory(self) -> None:
         self._flat_model: FlatModel | None = None
+        self.model_writes, self.master_writes = WriteTable(), WriteTable()
+        self.copies = RoundedCopies()
+        self._written: list[int] = []
+        self._moved = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without buffers: a copy makes its own."""
-        return {**self.__dict__, "_flat_model": None}
+        """Without buffers and what belongs to memory: a copy makes its own."""
+        self.write_model(self.model_params)
+        names = ("retired", "model_params", "masters", "_model_when_shown")
+        return {**{name: getattr(self, name) for name in names}, "first_new": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore ``state``."""
+        self.__dict__.update(state)
+        self._forget_memory()
 
     @property
     def pairs(self) -> list[MasterPair]:
@@ -89,10 +132,13 @@ class MasterParams:
     ) -> None:
         known = {id(p): master for p, master in zip(self.model_params, self.masters, strict=True)}
         model_params = [p for p in map(params.__getitem__, indices) if p.requires_grad and id(p) not in known]
-        masters = [_make_master(p, fp32_values.get(id(p))) for p in model_params]
+        masters: list[Tensor] = [_make_master(p, fp32_values.get(id(p))) for p in model_params]
         known.update(zip(map(id, model_params), masters, strict=True))
         # Pairs first, and both columns at once: what an interrupt then leaves to do the next call does.
         self.model_params, self.masters = [*self.model_params, *model_params], [*self.masters, *masters]
+        self.model_writes.add(self.model_params)
+        self.master_writes.add(self.masters)
+        self.copies.note(masters, model_params)
         for i in indices:
             param = params[i]
             master = known.get(id(param))
@@ -103,10 +149,10 @@ class MasterParams:
                 del optimizer.state[param]
             params[i] = master
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Follow the model to its device, and those that are new to its values."""
+    def follow(self, optimizer: Optimizer) -> str | None:
+        """Follow the model to its device, and to what has been written to it; what is to be warned of."""
         self.follow_devices(optimizer)
-        self.follow_model()
+        return self.follow_model()
 
     def follow_devices(self, optimizer: Optimizer) -> None:
         """Move masters, their gradients and their state in ``optimizer`` to where ``Module.to`` has moved the model."""
@@ -120,16 +166,23 @@ class MasterParams:
                     _move_state(optimizer.state.get(master, {}), device, keeps_steps=keeps_steps)
 
     @torch.no_grad()
-    def follow_model(self) -> None:
-        """Copy to the masters what has been written to the model since they were made, until their first block ends it.
+    def follow_model(self) -> str | None:
+        """Copy to the masters what has been written to the model; what is to be warned of.
 
-        Elements of the model that are their master's, rounded, leave the master as it is.
+        Elements of the model that are their master's, rounded, leave the master as it is. Until the first block of a
+        master, the model has been written where it can only be seen that the two differ.
         """
-        for k in range(self.first_new, len(self.masters)):
+        written = self.model_writes.written(self.model_params)
+        doubt = self._follow_written(written) if written else None
+        new = range(self.first_new, len(self.masters))
+        _, _, others = self.copies.take(self.masters[new.start :], self.model_params[new.start :])
+        by_value = {new[i] for i in others}.difference(self.master_writes.counted(self.masters))
+        for k in by_value:
             follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
+        return doubt
 
     def end_following(self) -> None:
-        """Their first block begins: later writes to the model are not followed."""
+        """Their first block begins: of later writes to the model, those are followed that are counted."""
         self.first_new, self._model_when_shown = len(self.masters), {}
 
     @torch.no_grad()
@@ -144,22 +197,145 @@ class MasterParams:
         """The model and the masters have the values of another process: what has been written since is to be found."""
         self._model_when_shown = {k: self.model_params[k].detach().clone() for k in self._model_when_shown}
 
-    def copy_to_model(self, groups: Sequence[FusedGroup], skipped: Tensor | None = None) -> None:
+    def take_writes(self, optimizer: Optimizer) -> str | None:
+        """Before a step: give masters what has been written to the model since the last; what is to be warned of."""
+        self._written = self.master_writes.counted(self.masters)
+        doubt = None
+        if self.first_new < len(self.masters) or self.model_writes.written(self.model_params):
+            doubt = self.follow(optimizer)
+        masters_moved = len(self.master_writes.written(self.masters)) > len(self._written)
+        if self._flat_model is None or self._moved or masters_moved:
+            # Before buffers that the step would look at are replaced, or where parameters have left them.
+            _, of_masters, _ = self.copies.take(self.masters, self.model_params)
+            if self._flat_model is not None and self._moved:
+                self.flat_model(self._flat_model.groups)
+                self._moved = False
+        else:
+            _, of_masters, _ = self.copies.take(*self._flat_model.loose)
+        return UNCOUNTED if of_masters and not self._written and not masters_moved else doubt
+
+    @torch.no_grad()
+    def _follow_written(self, written: Sequence[int]) -> str | None:
+        """Let masters have what differs, in the model parameters that have been ``written``, from what they hold."""
+        conflicts: list[Tensor] = []
+        followed = [k for k in written if self._may_agree(k)]
+        also = set(self.master_writes.written(self.masters))
+        for k in followed:
+            differs = follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
+            if k in also:
+                conflicts.append(differs.any())
+        self.model_writes.note(self.model_params, followed)
+        self._note_copies(followed)
+        self._moved = True  # maybe
+        return BOTH_WRITTEN if any(map(bool, conflicts)) else None
+
+    def _may_agree(self, k: int) -> bool:
+        """A script has not given one of a pair another shape, or another device so far."""
+        master, param = self.masters[k], self.model_params[k]
+        return master.shape == param.shape and master.device == param.device
+
+    def write_model(self, shown: Collection[Tensor] = ()) -> None:
+        """Round masters that have been written since the last step into their model parameters.
+
+        Those stay that have been written themselves; the next step takes them. Nothing is done while a CUDA graph is
+        captured.
+
+        Args:
+            shown: Model parameters whose masters are about to be shown: what is not counted is looked for in these.
+        """
+        written = self.master_writes.written(self.masters)
+        if shown:
+            ids = set(map(id, shown))
+            asked = [k for k, param in enumerate(self.model_params) if id(param) in ids]
+            pairs = [self.masters[k] for k in asked], [self.model_params[k] for k in asked]
+            written = sorted({*written, *(asked[i] for i in self.copies.written_params(*pairs))})
+        if not written or is_capturing():
+            return
+        asked, unlike = self._unlike_model(written)
+        copy_masters_to_model([MasterPair(self.model_params[k], self.masters[k]) for k in unlike])
+        self._note(asked)
+
+    @torch.no_grad()
+    def _unlike_model(self, written: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Those of the masters that have been ``written`` whose model parameter has not, and those that differ."""
+        of_model = {*self.model_writes.written(self.model_params), *self.copies.written_copies(self.model_params)}
+        asked, differ = [], []
+        for k in written:
+            master, param = self.masters[k], self.model_params[k]
+            if k not in of_model and self._may_agree(k):
+                asked.append(k)
+                differ.append((_in_base_format(param) != _in_base_format(master).to(param.dtype)).any())
+        answers = torch.stack([answer.cpu() for answer in differ]).tolist() if differ else []
+        return asked, [k for k, answer in zip(asked, answers, strict=True) if answer]
+
+    def _note(self, indices: list[int]) -> None:
+        """Masters and model parameters agree, and none has been written since."""
+        self.master_writes.note(self.masters, indices)
+        self.model_writes.note(self.model_params, indices)
+        self._note_copies(indices)
+
+    def _note_copies(self, indices: Sequence[int]) -> None:
+        self.copies.note([self.masters[k] for k in indices], [self.model_params[k] for k in indices])
+
+    def end_loading(self, loaded: Sequence[Tensor]) -> None:
+        """Model parameters and their masters have been ``loaded``: that counts as written by none."""
+        ids = set(map(id, loaded))
+        written = {*self.model_writes.written(self.model_params), *self.master_writes.written(self.masters)}
+        self._note([k for k in written if id(self.model_params[k]) in ids])
+        self._moved = True  # maybe
+
+    def begin_block(self, optimizer: Optimizer) -> str | None:
+        """Likewise for a block; what is to be warned of, a loss without what has been written to masters included."""
+        self._written = self.master_writes.counted(self.masters)
+        unseen = bool(self._written) and not is_capturing() and bool(self._unlike_model(self._written)[1])
+        doubt = self.follow(optimizer)
+        self.end_following()
+        if doubt is None and unseen:
+            doubt = UNSEEN
+        elif doubt is None and not self._written and self.copies.glance(self.masters, self.model_params):
+            doubt = UNCOUNTED
+        return doubt
+
+    def copy_to_model(self, groups: Sequence[FusedGroup], skipped: Tensor | None = None) -> str | None:
         """Round every master into its model parameter.
 
         Args:
             groups: The fused groups of the optimizer, if it has any: one copy for each of their buffers.
             skipped: One number on the device; where it is not 0 nothing is written.
+
+        Returns:
+            What is to be warned of.
         """
         if not self.masters:
-            return
+            return None
+        uncounted = False
         if groups:
             flat_model = self._flat_model
-            if flat_model is None or not flat_model.fits(groups, self.masters):
-                flat_model = self.flat_model(groups)
-            flat_model.copy_masters(skipped)
+            # What has been moved counts as written.
+            moved = self._moved or self.model_writes.written(self.model_params)
+            if (
+                flat_model is None
+                or moved
+                or not are_same(groups, flat_model.groups)
+                or not are_same(self.masters, flat_model.masters)
+            ):
+                flat_model, self._moved = self.flat_model(groups), False
+            uncounted = flat_model.copy_masters(self.copies, skipped)
         else:
-            copy_masters_to_model(self.pairs, skipped)
+            copy_rounded(self.copies, self.masters, self.model_params, skipped)
+        if skipped is None or not self._written:
+            self.model_writes.note(self.model_params)
+            self.master_writes.note(self.masters)
+        else:  # where the step is skipped, the model has yet to get what has been written
+            others = sorted(set(range(len(self.masters))).difference(self._written))
+            self.model_writes.note(self.model_params)
+            self.master_writes.note(self.masters, others)
+        return UNCOUNTED if uncounted and not self._written else None
+
+    def end_failed_step(self, groups: Sequence[FusedGroup]) -> None:
+        """After an error in a step: where it has updated masters, the model gets them."""
+        if self.masters and self.master_writes.counted(self.masters) != self._written:
+            self.copy_to_model(groups)
 
     def has_flat_model(self, groups: Sequence[FusedGroup]) -> bool:
         """True where ``flat_model`` would move nothing."""
@@ -170,8 +346,11 @@ class MasterParams:
         if not self.has_flat_model(groups):
             # First: the memory of others is released as parameters move out.
             kept = [] if self._flat_model is None else self._flat_model.dissolve(groups)
+            written = self.model_writes.written(self.model_params)
             self._flat_model = None
             self._flat_model = FlatModel.of(groups, self.pairs, kept)
+            moved = set(self.model_writes.written(self.model_params)).difference(written)
+            self.model_writes.note(self.model_params, sorted(moved))
         assert self._flat_model is not None
         return self._flat_model
 
@@ -181,6 +360,7 @@ class MasterParams:
         Raises:
             RuntimeError: One shares its memory with others, or is laid out otherwise than its master.
         """
+        self.copies.take(self.masters, self.model_params)  # while it is known what has been written
         model = self.flat_model(groups)
         if model.missing():  # what kept it from moving, a graph for one, may be gone
             model.dissolve(())
@@ -192,16 +372,25 @@ class MasterParams:
         return [flats.get(id(group), group.param_flat) for group in groups]
 
 
+def _in_base_format(tensor: Tensor) -> Tensor:
+    """Not every operator takes an NPU's private formats."""
+    return for_device(tensor.device).in_base_format(tensor.detach())
+
+
 @torch.no_grad()
-def follow_(master: Tensor, model_param: Tensor, before: Tensor | None = None) -> None:
-    """Copy to ``master`` the elements of ``model_param`` that differ from its rounded ones, and from ``before``."""
-    # Not every operator takes an NPU's private formats.
-    now, held = (for_device(t.device).in_base_format(t.detach()) for t in (model_param, master))
-    unchanged = now == held.to(now.dtype)
+def follow_(master: Tensor, model_param: Tensor, before: Tensor | None = None) -> Tensor:
+    """Copy to ``master`` the elements of ``model_param`` that differ from its rounded ones, and from ``before``.
+
+    Returns:
+        Which these are.
+    """
+    now, held = _in_base_format(model_param), _in_base_format(master)
+    differs = now != held.to(now.dtype)
     if before is not None:
-        unchanged |= now == for_device(before.device).in_base_format(before)
-    # Through .data: forward may have run, and a master shares the version counter of its model parameter.
-    master.data.copy_(torch.where(unchanged, held, now.to(held.dtype)))
+        differs &= now != _in_base_format(before)
+    # Through .data: this write is none of the script's.
+    master.data.copy_(torch.where(differs, now.to(held.dtype), held))
+    return differs
 
 
 def _move(master: Tensor, device: torch.device) -> None:
@@ -222,7 +411,7 @@ def _make_master(param: Tensor, value: Tensor | None) -> nn.Parameter:
         value = param.detach().float()
     if not is_dense(value.size(), value.stride()):
         value = value.clone()
-    return nn.Parameter(value)
+    return nn.Parameter(value.data)  # with a version counter of its own
 
 
 # A group of masters, and the buffer of their model parameters.
@@ -238,12 +427,15 @@ class FlatModel:
         masters: And the masters.
         buffers: For each group whose masters have such a buffer, the group and the buffer.
         unfused: Pairs whose model parameter cannot move, because its memory is shared with something else.
+        loose: The masters and model parameters that are rounded one by one: these, and on a CPU without the extension
+            all.
     """
 
     groups: list[FusedGroup]
     masters: list[Tensor]
     buffers: list[GroupBuffer]
     unfused: list[MasterPair]
+    loose: tuple[list[Tensor], list[Tensor]]
 
     @classmethod
     def of(
@@ -262,18 +454,17 @@ class FlatModel:
                 buffers.append((group, buffer))
         moved = {id(p) for _, buffer in buffers for p in buffer.params}
         unfused = [pair for pair in pairs if id(pair.model_param) not in moved]
-        return cls(list(groups), [pair.master_param for pair in pairs], buffers, unfused)
+        loosely = {id(p) for _, buffer in buffers if not _is_copied_at_once(buffer) for p in buffer.params}
+        loosely.update(id(pair.model_param) for pair in unfused)
+        loose = [pair for pair in pairs if id(pair.model_param) in loosely]
+        columns = [pair.master_param for pair in loose], [pair.model_param for pair in loose]
+        return cls(list(groups), [pair.master_param for pair in pairs], buffers, unfused, columns)
 
     def fits(self, groups: Sequence[FusedGroup], masters: Sequence[Tensor]) -> bool:
         """False once groups or masters are others, or a model parameter has been moved."""
         if not are_same(groups, self.groups) or not are_same(masters, self.masters):
             return False
-        for _, buffer in self.buffers:
-            if buffer.kept:
-                buffer.release_kept()
-            if buffer.table.broken(buffer.params):
-                return False
-        return True
+        return not any(buffer.table.broken(buffer.params) for _, buffer in self.buffers)
 
     def dissolve(self, groups: Sequence[FusedGroup]) -> list[GroupBuffer]:
         """Give up the buffers that do not fit ``groups``, and return those that stay."""
@@ -288,14 +479,41 @@ class FlatModel:
         held = {id(p) for group in self.groups for p in group.params}
         return [pair.model_param for pair in self.unfused if id(pair.master_param) in held]
 
-    def copy_masters(self, skipped: Tensor | None = None) -> None:
-        """Round every master into its model parameter; see ``copy_masters_to_model``."""
+    def copy_masters(self, copies: RoundedCopies, skipped: Tensor | None = None) -> bool:
+        """Round every master into its model parameter; see ``MasterParams.copy_to_model``.
+
+        Returns:
+            True where masters have been found written, since the step before, without a count.
+        """
+        uncounted = False
         for group, buffer in self.buffers:
-            if group.model_params() is not buffer or buffer.written < len(group.params):
+            written = group.model_params() is buffer and buffer.written == len(group.params)
+            if not written and (skipped is not None or not round_to_copies(group.param_flat, buffer.flat)):
                 write_unless(skipped, buffer.flat, group.param_flat)
             increment_versions(buffer.params)
-        if self.unfused:
-            copy_masters_to_model(self.unfused, skipped)
+            if buffer.kept:
+                buffer.release_kept()
+            uncounted |= written_copies(buffer.flat)[1] > 0
+        if self.loose[0]:
+            copy_rounded(copies, *self.loose, skipped)
+        return uncounted
+
+
+def _is_copied_at_once(buffer: ModelParamBuffer) -> bool:
+    return buffer.watched or buffer.flat.device.type != "cpu"
+
+
+def copy_rounded(
+    copies: RoundedCopies, masters: list[Tensor], model_params: list[Tensor], skipped: Tensor | None = None
+) -> None:
+    """Round ``masters`` into ``model_params``, and have ``copies`` remember what is there; ``skipped`` as above."""
+    if skipped is None:
+        others = copies.write(masters, model_params)
+        increment_versions(model_params)
+        if not others:
+            return
+        masters, model_params = [masters[i] for i in others], [model_params[i] for i in others]
+    copy_masters_to_model(list(map(MasterPair, model_params, masters)), skipped)
 
 
 @torch.no_grad()

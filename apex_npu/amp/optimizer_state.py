@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu.amp.accessors import OptimizerAccessors
@@ -237,19 +239,30 @@ class AmpOptimizerState:
         buffered = all(group.flat is not None and group.params[0].dtype == torch.float32 for group in groups)
         return self.grad_scale == 1.0 and bool(groups) and buffered
 
-    def prepare_masters(self, optimizer: Optimizer) -> bool:
+    def prepare_masters(self, optimizer: Optimizer, release_kept: Callable[[], dict[int, Tensor]]) -> bool:
         """Make masters for what has been added or unfrozen.
 
+        Args:
+            optimizer: Has this state.
+            release_kept: Gives the float32 values that are kept of what has been unfrozen.
+
         Returns:
-            True where there are some that have not followed the model yet, to its values or its device.
+            True where some have to follow the model to its device, or where a master or a model parameter has been
+            written, as far as can be seen at a glance.
         """
+        masters = self.masters
         for group in optimizer.param_groups:
             if low_precision_of(group["params"]):
-                self.masters.make(optimizer)
-        masters, model_params = self.masters.masters, self.masters.model_params
+                self.masters.make(optimizer, release_kept())
         # Of what is not new one pair is looked at: Module.to moves all.
-        moved = bool(masters) and masters[0].device != model_params[0].device
-        return moved or self.masters.first_new < len(masters)
+        moved = bool(masters.masters) and masters.masters[0].device != masters.model_params[0].device
+        return bool(
+            moved
+            or masters.first_new < len(masters.masters)
+            or masters.model_writes.written(masters.model_params)
+            or masters.master_writes.counted(masters.masters)
+            or masters.copies.glance(masters.masters, masters.model_params)
+        )
 
     def grad_groups(self, optimizer: Optimizer) -> list[GradGroup]:
         """How the gradients of ``optimizer`` get to its parameters."""

@@ -24,9 +24,11 @@ from apex_npu.amp.block import (
     Work,
 )
 from apex_npu.amp.capture import Captured, check_block
+from apex_npu.amp.float32_copies import release_kept
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
 from apex_npu.amp.grad_sync import Agreement, UnknownAverages
 from apex_npu.amp.loss_graph import FirstLook
+from apex_npu.amp.master_params import MasterParams
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer
 from apex_npu.amp.session import Session, require, settings
 from apex_npu.amp.sharding import HeldBack
@@ -148,18 +150,23 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
         return UnscaledBlock(BlockArgs(session, listed, [(state, []) for state in states], scaler, loss_id))
     work: Work = []
     for optimizer, state in zip(listed, states, strict=True):
-        new = state.policy.master_weights and state.prepare_masters(optimizer)
-        if new or optimizer not in session.adopted:
+        written = state.policy.master_weights and state.prepare_masters(optimizer, release_kept)
+        if written or optimizer not in session.adopted:
             session.register(optimizer, state)
-        if new:
-            state.masters.follow(optimizer)
-            state.masters.end_following()
+        if written:
+            _follow_writes(session, optimizer, state.masters)
         work.append((state, state.grad_groups(optimizer)))
         ordinary = ordinary and not state.grads.special and state.report is not None
     if len(work) > 1:
         work = _without_repeats(work)
     args = BlockArgs(session, listed, work, scaler, loss_id)
     return _special_block(args, loss, optimizers, delay) if not ordinary or capturing or session.ddps else Block(args)
+
+
+def _follow_writes(session: Session, optimizer: Optimizer, masters: MasterParams) -> None:
+    doubt = masters.begin_block(optimizer)
+    if doubt is not None:
+        session.warn_once(optimizer, doubt)
 
 
 def _listed(optimizers: Any) -> list[Optimizer]:

@@ -175,7 +175,7 @@ class Session:
     models: list[ConvertedModel] = field(default_factory=list)
     casts: CastHandle | None = None
     skip_alarm: int | None = 50
-    ambient: Ambient = field(default_factory=Ambient)
+    ambient: Ambient = field(default_factory=lambda: Ambient(before_forward=write_models))
     thread: threading.Thread = field(default_factory=threading.current_thread)
     overflow_group: GroupReference | None = None
     held: HeldGradients | None = None
@@ -587,6 +587,18 @@ def master_of(model_param: Tensor) -> Tensor | None:
     session = _current
     master: Tensor | None = None if session is None else session.masters.get(model_param)
     return master
+
+
+def write_models(shown: Sequence[Tensor] = ()) -> None:
+    """Have what scripts have written to masters reach the models: before a forward, or before some are ``shown``."""
+    for optimizer in [] if _current is None else list(_current.adopted):
+        optimizer._amp_state.masters.write_model(shown)
+
+
+def end_loading(loaded: Sequence[Tensor]) -> None:
+    """Parameters of a model, and their masters, have been ``loaded``: see ``MasterParams``."""
+    for optimizer in [] if _current is None else list(_current.adopted):
+        optimizer._amp_state.masters.end_loading(loaded)
 
 
 def own_rank() -> int:

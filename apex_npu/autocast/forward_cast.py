@@ -39,11 +39,14 @@ class Ambient:
         active: False once another session's casts have taken their place.
         inside: The threads that are inside the forward of one of its models, or inside ``disable_casts``, or
             ``TRACED``, one entry per call. A list, as append and remove are atomic.
+        before_forward: Called before the forward of a model that has been cast, and of its submodules that are called
+            by themselves; not within what is compiled.
     """
 
     thread_id: int = dataclasses.field(default_factory=threading.get_ident)
     active: bool = True
     inside: list[int] = dataclasses.field(default_factory=list)
+    before_forward: Callable[[], object] = lambda: None
 
     def is_here(self) -> bool:
         """True where the autocast state of the moment is O1's, unless a region of autocast has been entered."""
@@ -289,12 +292,19 @@ class CastForward:
         if settings is None or self._calls_itself():
             return self._call_inner(args, kwargs)
         if settings.input_dtype is not None:
-            if self.looks_around and not torch.compiler.is_compiling():
-                self._look_around(settings)
+            if not torch.compiler.is_compiling():
+                self.before_forward()
+                if self.looks_around:
+                    self._look_around(settings)
             args = tuple([cast_floating(value, settings.input_dtype) for value in args])
             kwargs = {name: cast_floating(value, settings.input_dtype) for name, value in kwargs.items()}
         output = self._call_marked(settings, args, kwargs)
         return output if settings.output_dtype is None else cast_floating(output, settings.output_dtype)
+
+    def before_forward(self) -> None:
+        """See ``Ambient``."""
+        if self.settings is not None and self.settings.ambient is not None:
+            self.settings.ambient.before_forward()
 
     def _look_around(self, settings: ForwardSettings) -> None:
         self.looks_around = not (self.model.training and torch.is_grad_enabled())

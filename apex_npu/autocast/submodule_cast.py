@@ -29,6 +29,10 @@ class Wrapper(Protocol):
     # Threads that are inside it, one entry per call; TRACED where a call is being traced.
     running: list[int]
 
+    def before_forward(self) -> None:
+        """A submodule is about to be called by itself, and not by compiled code."""
+        ...
+
 
 class ModelRef:
     """The model that its submodules' hooks are of, which all share this object.
@@ -95,6 +99,8 @@ class CastInputs:
                 self.alone = threading.get_ident() not in wrapper.running
             if not self.alone:
                 return None
+            if not is_in_backward():
+                wrapper.before_forward()
         return (
             tuple([cast_floating(value, dtype) for value in args]),
             {name: cast_floating(value, dtype) for name, value in kwargs.items()},

@@ -12,6 +12,8 @@ from apex_npu.fusion.grad_clip import clip_coefficient, clip_grad_norm_, total_g
 from apex_npu.fusion.group_buffers import ModelParamBuffer
 from apex_npu.fusion.layout import extent_numel, is_dense, overlapping, overlaps_itself
 from apex_npu.fusion.many_tensors import (
+    RoundedCopies,
+    WriteTable,
     are_same,
     drop_grads,
     grads_of,
@@ -22,7 +24,15 @@ from apex_npu.fusion.many_tensors import (
     zero_grads,
 )
 from apex_npu.fusion.run import Run, row_count
-from apex_npu.fusion.storage import change_data_ptr, is_slot, storage_numel, storage_view, wraps_tensors
+from apex_npu.fusion.storage import (
+    change_data_ptr,
+    is_slot,
+    round_to_copies,
+    storage_numel,
+    storage_view,
+    wraps_tensors,
+    written_copies,
+)
 
 __all__ = [
     "MASTER_PARAM",
@@ -33,7 +43,9 @@ __all__ = [
     "HasFusedGroups",
     "ModelParamBuffer",
     "Plan",
+    "RoundedCopies",
     "Run",
+    "WriteTable",
     "are_same",
     "by_kind",
     "change_data_ptr",
@@ -59,6 +71,7 @@ __all__ = [
     "overlaps_itself",
     "plan",
     "remainders_of",
+    "round_to_copies",
     "row_count",
     "step_in_place",
     "storage_numel",
@@ -66,5 +79,6 @@ __all__ = [
     "total_grad_norm",
     "versions_of",
     "wraps_tensors",
+    "written_copies",
     "zero_grads",
 ]

@@ -9,6 +9,8 @@ from apex_npu._extension import extension
 
 if extension is None:
     from apex_npu.fusion.many_tensors_torch import (
+        RoundedCopies,
+        WriteTable,
         are_same,
         drop_grads,
         grads_of,
@@ -19,7 +21,9 @@ if extension is None:
         zero_grads,
     )
 else:
-    from apex_npu.fusion.many_tensors_cpp import (
+    from apex_npu.fusion.many_tensors_cpp import (  # type: ignore[assignment]
+        RoundedCopies,
+        WriteTable,
         are_same,
         drop_grads,
         grads_of,
@@ -31,6 +35,8 @@ else:
     )
 
 __all__ = [
+    "RoundedCopies",
+    "WriteTable",
     "are_same",
     "drop_grads",
     "grads_of",

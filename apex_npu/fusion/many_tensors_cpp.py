@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from apex_npu._C import (
+    RoundedCopies,
+    WriteTable,
     are_same,
     drop_grads,
     grads_of,
@@ -20,6 +22,8 @@ from apex_npu._C import (
 from apex_npu.fusion import many_tensors_torch
 
 __all__ = [
+    "RoundedCopies",
+    "WriteTable",
     "are_same",
     "drop_grads",
     "grads_of",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_npu.backends._torch_private import wraps_tensors
 from apex_npu.ops import LOW_PRECISION
 
 _GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
@@ -58,3 +59,123 @@ def are_same(a: Sequence[object], b: Sequence[object]) -> bool:
 def hold_values(dicts: list[dict[str, Any]], keys: list[str], values: list[Any]) -> bool:
     """True where ``dicts[i].get(keys[i])`` is ``values[i]``, the very object, for each i."""
     return all(map(is_, map(dict.get, dicts, keys), values))
+
+
+class WriteTable:
+    """Remembers the version and the address of tensors, and says which have been written or replaced since.
+
+    It holds numbers, not tensors. The calls of one table are given the same tensors, to which others may be appended.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, int | None]] = []
+
+    def add(self, tensors: list[Tensor]) -> None:
+        """Record those that have no entry yet; all other calls do so, too."""
+        self._entries += map(_entry_of, tensors[len(self._entries) :])
+
+    def note(self, tensors: list[Tensor], indices: Sequence[int] | None = None) -> None:
+        """Record all as they are now, or those at ``indices``."""
+        self.add(tensors)
+        for i in range(len(tensors)) if indices is None else indices:
+            self._entries[i] = _entry_of(tensors[i])
+
+    def written(self, tensors: list[Tensor]) -> list[int]:
+        """The indices of those that have another version, or another address, than the recorded one."""
+        self.add(tensors)
+        return [i for i, tensor in enumerate(tensors) if _entry_of(tensor) != self._entries[i]]
+
+    def counted(self, tensors: list[Tensor]) -> list[int]:
+        """The indices of those that have another version."""
+        self.add(tensors)
+        return [i for i, tensor in enumerate(tensors) if _entry_of(tensor)[0] != self._entries[i][0]]
+
+
+def _entry_of(tensor: Tensor) -> tuple[int, int | None]:
+    version = 0 if tensor.is_inference() else tensor._version
+    return version, None if wraps_tensors(tensor) else tensor.data_ptr()
+
+
+class RoundedCopies:
+    """float16 or bfloat16 copies of float32 parameters on a CPU, either of which a script may write uncounted.
+
+    Where a copy is not its parameter, rounded, a checksum of what was rounded last tells which of the two was written.
+    """
+
+    def __init__(self) -> None:
+        self._checksums: dict[int, Tensor] = {}  # by the address of the copy
+
+    @torch.no_grad()
+    def take(self, params: list[Tensor], copies: list[Tensor]) -> tuple[list[int], list[int], list[int]]:
+        """Have parameters take what has been written to their copies since these were rounded.
+
+        Returns:
+            The indices of the pairs whose copy has been written, those whose parameter has, and those that are left
+            out: of these it is not known what the copy was rounded to, as on other devices.
+        """
+        written: tuple[list[int], list[int], list[int]] = ([], [], [])
+        for i, (param, copy) in enumerate(zip(params, copies, strict=True)):
+            known = self._checksums.get(copy.data_ptr()) if _is_pair(param, copy) else None
+            if known is None:
+                written[2].append(i)
+                continue
+            differs = _differs(param, copy)
+            if differs.any():
+                of_copy = not torch.equal(known, _checksum(copy))
+                written[0 if of_copy else 1].append(i)
+                if of_copy:
+                    param.data.copy_(torch.where(differs, copy.to(param.dtype), param))
+        return written
+
+    @torch.no_grad()
+    def write(self, params: list[Tensor], copies: list[Tensor]) -> list[int]:
+        """Round each parameter into its copy, whose version stays; the indices of the pairs that are left out."""
+        pairs = [i for i, pair in enumerate(zip(params, copies, strict=True)) if _is_pair(*pair)]
+        if pairs:
+            torch._foreach_copy_([copies[i].data for i in pairs], [params[i] for i in pairs])
+        self._checksums = {copies[i].data_ptr(): _checksum(copies[i]) for i in pairs}
+        known = set(pairs)
+        return [i for i in range(len(params)) if i not in known]
+
+    def note(self, params: list[Tensor], copies: list[Tensor]) -> None:
+        """What ``copies`` hold, those in watched buffers included, is what their parameters have been rounded to."""
+        pairs = [copy for param, copy in zip(params, copies, strict=True) if _is_pair(param, copy)]
+        self._checksums.update({copy.data_ptr(): _checksum(copy) for copy in pairs})
+
+    def written_copies(self, copies: list[Tensor]) -> list[int]:
+        """The indices of those copies that have been written; nothing is changed."""
+        known = [None if wraps_tensors(copy) else self._checksums.get(copy.data_ptr()) for copy in copies]
+        return [
+            i
+            for i, (checksum, copy) in enumerate(zip(known, copies, strict=True))
+            if checksum is not None and not torch.equal(checksum, _checksum(copy))
+        ]
+
+    @torch.no_grad()
+    def written_params(self, params: list[Tensor], copies: list[Tensor]) -> list[int]:
+        """The indices of the pairs whose parameter has been written, and whose copy has not; nothing is changed."""
+        written = []
+        for i, (param, copy) in enumerate(zip(params, copies, strict=True)):
+            known = self._checksums.get(copy.data_ptr()) if _is_pair(param, copy) else None
+            if known is not None and _differs(param, copy).any() and torch.equal(known, _checksum(copy)):
+                written.append(i)
+        return written
+
+    def glance(self, params: list[Tensor], copies: list[Tensor]) -> bool:
+        """Whether there is one: a look at a few of the pairs."""
+        step = len(copies) // 16 + 1
+        return bool(self.written_params(params[::step], copies[::step]))
+
+
+def _differs(param: Tensor, copy: Tensor) -> Tensor:
+    return (param.to(copy.dtype) != copy) & ~(param.isnan() & copy.isnan())
+
+
+def _is_pair(param: Tensor, copy: Tensor) -> bool:
+    plain = not wraps_tensors(param) and param.device.type == copy.device.type == "cpu"
+    return plain and param.dtype == torch.float32 and copy.dtype in LOW_PRECISION and param.shape == copy.shape
+
+
+def _checksum(copy: Tensor) -> Tensor:
+    words = copy.detach().contiguous().view(torch.int16)
+    return words.sum(dtype=torch.int64)

@@ -23,8 +23,11 @@ if extension is None:
         move_out,
         move_storage,
         release_previous,
+        round_to_copies,
         slot_table,
         storage_view,
+        watch_copies,
+        written_copies,
     )
 else:
     from apex_npu.fusion.storage_cpp import (
@@ -38,8 +41,11 @@ else:
         move_out,
         move_storage,
         release_previous,
+        round_to_copies,
         slot_table,
         storage_view,
+        watch_copies,
+        written_copies,
     )
 
 __all__ = [
@@ -55,8 +61,11 @@ __all__ = [
     "move_out",
     "move_storage",
     "release_previous",
+    "round_to_copies",
     "slot_table",
     "storage_numel",
     "storage_view",
+    "watch_copies",
     "wraps_tensors",
+    "written_copies",
 ]

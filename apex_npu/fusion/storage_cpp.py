@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from apex_npu import _C
-from apex_npu._C import allocated_by_torch, check_change_data_ptr, is_slot, storage_view
+from apex_npu._C import (
+    allocated_by_torch,
+    check_change_data_ptr,
+    is_slot,
+    round_to_copies,
+    storage_view,
+    written_copies,
+)
 from apex_npu.backends.script_warnings import warn
 from apex_npu.fusion.storage_common import SlotTable, has_unnamed_aliases, storage_numel
 
@@ -25,8 +32,11 @@ __all__ = [
     "move_out",
     "move_storage",
     "release_previous",
+    "round_to_copies",
     "slot_table",
     "storage_view",
+    "watch_copies",
+    "written_copies",
 ]
 
 
@@ -56,6 +66,14 @@ def move_out(tensor: Tensor) -> None:
 def slot_table(tensors: Sequence[Tensor]) -> SlotTable:
     """See ``storage_torch``."""
     return _C.SlotTable(tensors)
+
+
+def watch_copies(flat: Tensor, offsets: Sequence[int], numels: Sequence[int]) -> bool:
+    """See ``storage_torch``."""
+    if flat.device.type != "cpu":
+        return False
+    _C.watch_copies(flat, offsets, numels)
+    return True
 
 
 def follows_aliases() -> bool:

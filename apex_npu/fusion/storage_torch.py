@@ -256,3 +256,30 @@ def release_previous(tensor: Tensor) -> bool:
         True where nothing is kept any more.
     """
     return True
+
+
+def watch_copies(flat: Tensor, offsets: Sequence[int], numels: Sequence[int]) -> bool:
+    """Have kernels watch ``flat``, a buffer of float16 or bfloat16 copies of parameters, for what scripts write there.
+
+    A kernel that updates parameters, and rounds them into ``flat``, then first gives them what has been written to
+    ``flat`` since it did so last.
+
+    Args:
+        flat: On any device.
+        offsets: Where copies begin; the rest of ``flat`` holds anything.
+        numels: Their elements.
+
+    Returns:
+        True where the kernels of its device can; else nothing is watched.
+    """
+    return False
+
+
+def round_to_copies(params: Tensor, flat: Tensor) -> bool:
+    """Do what a kernel does with all of a watched buffer, without an update; False where ``flat`` is not watched."""
+    return False
+
+
+def written_copies(flat: Tensor) -> tuple[int, int]:
+    """How many elements of a watched buffer, and of its parameters, have been found written since the last call."""
+    return 0, 0

@@ -19,7 +19,11 @@ namespace {
 
 // The memory of a buffer and all its slots: the allocator's DataPtr, owned jointly by the tensors that point into it.
 // Owning the memory rather than the source's StorageImpl keeps slots valid when the source is resized or re-pointed.
-using SharedMemory = std::shared_ptr<c10::DataPtr>;
+struct Memory {
+  c10::DataPtr data;
+  std::shared_ptr<void> note;
+};
+using SharedMemory = std::shared_ptr<Memory>;
 
 struct SlotContext {
   SharedMemory memory;
@@ -41,7 +45,7 @@ SlotContext* slot_context_of(const c10::DataPtr& data_ptr) {
 // The pointer that the allocator gave for the memory that data_ptr is in: the one that identifies the memory to it.
 const c10::DataPtr& allocation_of(const c10::DataPtr& data_ptr) {
   const SlotContext* context = slot_context_of(data_ptr);
-  return context == nullptr ? data_ptr : *context->memory;
+  return context == nullptr ? data_ptr : context->memory->data;
 }
 
 // Freed memory goes to the next allocation on the stream that it was allocated on, nearly always the default one;
@@ -60,9 +64,9 @@ SharedMemory share_memory_of(const at::Tensor& src) {
   c10::StorageImpl* storage = src.storage().unsafeGetStorageImpl();
   void* start = storage->mutable_data();  // materialises a copy-on-write storage
   if (const SlotContext* context = slot_context_of(storage->data_ptr())) return context->memory;
-  auto memory = std::make_shared<c10::DataPtr>();
-  *memory = storage->set_data_ptr(point_at(start, memory, src.device()));
-  record_fusing(*memory, true);
+  auto memory = std::make_shared<Memory>();
+  memory->data = storage->set_data_ptr(point_at(start, memory, src.device()));
+  record_fusing(memory->data, true);
   return memory;
 }
 
@@ -178,6 +182,11 @@ at::Tensor storage_view(const at::Tensor& src, int64_t offset_numel, at::IntArra
   view.storage().set_nbytes(static_cast<size_t>(need_numel) * src.dtype().itemsize());
   view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
   return view;
+}
+
+std::shared_ptr<void>* memory_note(const at::Tensor& t) {
+  if (!is_slot(t)) return nullptr;
+  return &slot_context_of(t.storage().data_ptr())->memory->note;
 }
 
 bool is_slot(const at::Tensor& t) {

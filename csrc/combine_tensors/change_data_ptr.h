@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace apex_npu {
@@ -35,5 +36,8 @@ at::Tensor storage_view(const at::Tensor& src, int64_t offset_numel, at::IntArra
 
 // True where t's memory was handed out by change_data_ptr or storage_view.
 bool is_slot(const at::Tensor& t);
+
+// What is kept with that memory for as long as it lives; null where it was not handed out so.
+std::shared_ptr<void>* memory_note(const at::Tensor& t);
 
 }  // namespace apex_npu

@@ -114,6 +114,8 @@ Operands::Operands(const char* op, const at::Tensor& param, const at::Tensor& gr
   if (encoding.given()) check_encoding(op, param, states);
   if (grad_list_ == nullptr) grad_ = grad.const_data_ptr();
   model_param_ = model_param.has_value() ? model_param->mutable_data_ptr() : nullptr;
+  if (model_param_ != nullptr && param_dtype_ == at::kFloat) copies_ = rounded_copy_of(*model_param);
+  if (copies_ != nullptr) first_copy_ = copies_->offset_of(model_param_, numel_);
 }
 
 void Operands::check_encoding(const char* op, const at::Tensor& param, std::initializer_list<State> states) {
@@ -162,7 +164,13 @@ void Operands::write_back(int64_t /*begin*/, int64_t /*n*/, const double* /*para
 
 template <>
 float* Operands::param(int64_t begin, int64_t n, float* copy) const {
-  if (param_dtype_ == at::kFloat) return static_cast<float*>(param_) + begin;
+  if (param_dtype_ == at::kFloat) {
+    float* const data = static_cast<float*>(param_) + begin;
+    if (copies_ != nullptr) {
+      copies_->take(data, static_cast<const uint16_t*>(model_param_) + begin, first_copy_ + begin, n);
+    }
+    return data;
+  }
   if (remainder_ != nullptr) {
     decode_remainder(static_cast<const BFloat16*>(param_) + begin, remainder_ + begin, copy, n);
     return copy;
@@ -186,12 +194,22 @@ void Operands::write_back(int64_t begin, int64_t n, const float* param) const {
   } else if (param_dtype_ != at::kFloat) {
     narrow(param, static_cast<uint16_t*>(param_) + begin, param_dtype_, n);
   }
-  if (model_param_ != nullptr) narrow(param, static_cast<uint16_t*>(model_param_) + begin, model_dtype_, n);
+  write_back_model(begin, n, param);
 }
 
 void Operands::write_back_stochastically(int64_t begin, int64_t n, const float* param, const uint32_t* random) const {
   narrow_stochastically(param, static_cast<BFloat16*>(param_) + begin, random, n);
-  if (model_param_ != nullptr) narrow(param, static_cast<uint16_t*>(model_param_) + begin, model_dtype_, n);
+  write_back_model(begin, n, param);
+}
+
+void Operands::write_back_model(int64_t begin, int64_t n, const float* param) const {
+  if (model_param_ == nullptr) return;
+  uint16_t* const copy = static_cast<uint16_t*>(model_param_) + begin;
+  if (copies_ != nullptr) {
+    copies_->write(param, copy, first_copy_ + begin, n);
+  } else {
+    narrow(param, copy, model_dtype_, n);
+  }
 }
 
 }  // namespace apex_npu

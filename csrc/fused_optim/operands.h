@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "fused_optim/grad_list.h"
+#include "fused_optim/rounded_copy.h"
 #include "fused_optim/state_codec.h"
 #include "fused_optim/vectors.h"
 
@@ -50,7 +51,8 @@ struct Gradient {
 // float64, else any of the other three), states (float64 beside float64, else float32), and, beside parameters that are
 // not float64, model_param (float16 or bfloat16), which gets a rounded copy of the new parameters; and grad_scale, one
 // number that gradients are divided by. Gradients may be a list of tensors, too. With an encoding states may also be
-// bfloat16, or of 8 bits with scales, and bfloat16 parameters may have remainders.
+// bfloat16, or of 8 bits with scales, and bfloat16 parameters may have remainders. Where model_param is in a watched
+// buffer (rounded_copy.h), parameters first take what scripts have written there.
 class Operands {
  public:
   // Raises ValueError or TypeError, with the name of what does not fit.
@@ -106,6 +108,7 @@ class Operands {
   void write_back_stochastically(int64_t begin, int64_t n, const float* param, const uint32_t* random) const;
 
  private:
+  void write_back_model(int64_t begin, int64_t n, const float* param) const;
   bool is_double() const { return param_dtype_ == at::kDouble; }
 
   void check_encoding(const char* op, const at::Tensor& param, std::initializer_list<State> states);
@@ -118,6 +121,8 @@ class Operands {
   const void* grad_ = nullptr;
   const GradList* grad_list_;  // instead
   void* model_param_;
+  RoundedCopy* copies_ = nullptr;  // of model_param, where scripts may write it
+  int64_t first_copy_ = 0;
   double grad_scale_ = 1;
   bool maximize_;
   at::ScalarType param_dtype_, grad_dtype_, model_dtype_;

@@ -119,3 +119,97 @@ def test_hooks_of_the_users_stay():
     clean.eval()(torch.randn(2, 1, 4, 4).to(DEVICE))
     assert seen == [torch.float32]
     copy.deepcopy(clean)
+
+
+# Weights without masters, and buffers
+
+
+class Partly(nn.Module):
+    """A frozen weight, a trained one and buffers, of which half precision holds only some."""
+
+    def __init__(self, weight=1 / 3, third=1 / 3, mask=-1e4):
+        super().__init__()
+        self.frozen = nn.Parameter(torch.full((3,), float(weight)), requires_grad=False)
+        self.trained = nn.Parameter(torch.ones(3))
+        self.register_buffer("third", torch.full((2,), float(third)))
+        self.register_buffer("exact", torch.full((2,), 0.5))
+        self.register_buffer("mask", torch.full((2,), float(mask)))
+
+    def forward(self, x):
+        return (x * (self.frozen + self.trained)).sum()
+
+
+def partly(level="O2", kind=optimizers.NpuFusedSGD, **options):
+    model = Partly().to(DEVICE)
+    optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    return amp.initialize(model, optimizer, opt_level=level, loss_scale=16.0, verbosity=0, **options)
+
+
+def states(model):
+    return {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_what_has_no_master_keeps_its_float32_values(level):
+    model, _ = partly(level)
+    exact = Partly().state_dict()
+    assert model.frozen.dtype == model.third.dtype == model.exact.dtype != torch.float32
+    for shown in (states(model), states(copy.deepcopy(model)), states(amp.float32_copy(model))):
+        assert all(torch.equal(shown[name], value) for name, value in exact.items())
+    # Elements that are written have the value that is written; what is loaded is kept, too.
+    with torch.no_grad():
+        model.frozen[0], model.third[1] = 5.0, 7.0
+    shown = states(model)
+    assert shown["frozen"].tolist() == [5.0, *exact["frozen"].tolist()[1:]]
+    assert shown["third"].tolist() == [exact["third"][0].item(), 7.0]
+    model.load_state_dict({name: value / 3 for name, value in exact.items()})
+    assert all(torch.equal(value, exact[name] / 3) for name, value in states(model).items())
+    amp.shutdown()
+    assert {p.dtype for p in model.state_dict().values()} == {torch.float32}
+    assert all(torch.equal(value, exact[name] / 3) for name, value in states(model).items())
+
+
+@pytest.mark.parametrize("kind", [optimizers.NpuFusedSGD, torch.optim.SGD])
+@pytest.mark.parametrize("added", [False, True])
+def test_what_is_unfrozen_is_trained_from_its_float32_value(added, kind):
+    model = Partly().to(DEVICE)
+    params = [model.trained] if added else list(model.parameters())
+    model, optimizer = amp.initialize(model, kind(params, lr=1.0), opt_level="O2", loss_scale=16.0, verbosity=0)
+    model.frozen.requires_grad_(True)
+    if added:
+        optimizer.add_param_group({"params": [model.frozen]})
+    x = torch.tensor([1.0, 2.0, -4.0], device=DEVICE)
+    with amp.scale_loss(model(x), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert torch.equal(states(model)["frozen"], torch.full((3,), 1 / 3) - x.cpu())
+
+
+def test_without_keep_frozen_float32_the_cast_is_what_is_shown():
+    model, _ = partly(keep_frozen_float32=False)
+    assert torch.equal(states(model)["third"], torch.full((2,), 1 / 3).half().float())
+    with pytest.raises(TypeError, match="keep_frozen_float32"):
+        amp.initialize(Partly(), opt_level="O2", keep_frozen_float32=1)
+
+
+@pytest.mark.parametrize("lost", [-1e9, 1e-12])
+def test_buffers_that_float16_would_lose_stay_float32(lost, capsys):
+    model = amp.initialize(Partly(mask=lost).to(DEVICE), opt_level="O2")
+    assert model.mask.dtype == torch.float32
+    assert model.third.dtype == torch.float16
+    assert "Buffers that stay float32, since their values would be inf or 0 otherwise: mask" in capsys.readouterr().out
+    assert amp.initialize(Partly(mask=lost).to(DEVICE), opt_level="O5", verbosity=0).mask.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["frozen", "trained"])
+def test_weights_that_become_inf_are_refused_by_name(name):
+    model = nn.Sequential(Partly().to(DEVICE))
+    with torch.no_grad():
+        getattr(model[0], name)[1] = 1e5
+    optimizer = torch.optim.SGD([model[0].trained], lr=1.0)
+    with pytest.raises(RuntimeError, match=rf"parameter 0\.{name} has finite values of up to 1e\+05, which are inf"):
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert type(optimizer) is torch.optim.SGD
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    assert getattr(model[0], name).isfinite().all()

@@ -1,0 +1,55 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+#include "combine_tensors/write_table.h"
+
+#include <c10/util/Exception.h>
+
+namespace apex_npu {
+
+WriteTable::Entry WriteTable::entry_of(const at::Tensor& t) {
+  c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
+  // Inference tensors have no counter; a tensor subclass may have no memory.
+  const int64_t version = impl.is_inference() ? 0 : static_cast<int64_t>(t._version());
+  if (!impl.has_storage() || impl.is_python_dispatch()) return {version, nullptr};
+  const auto* begin = static_cast<const char*>(impl.unsafe_storage().data());
+  return {version, begin + impl.storage_offset() * static_cast<int64_t>(impl.itemsize())};
+}
+
+void WriteTable::add(const Borrowed& tensors) {
+  TORCH_CHECK_VALUE(tensors.size() >= entries_.size(), "WriteTable: expected at least ", entries_.size(),
+                    " tensors, got ", tensors.size());
+  for (size_t i = entries_.size(); i < tensors.size(); ++i) entries_.push_back(entry_of(*tensors[i]));
+}
+
+void WriteTable::note(const Borrowed& tensors) {
+  add(tensors);
+  look_at_each(tensors, prefetch_storage, [&](size_t i) { entries_[i] = entry_of(*tensors[i]); });
+}
+
+void WriteTable::note(const Borrowed& tensors, const std::vector<int64_t>& indices) {
+  add(tensors);
+  for (const int64_t i : indices) entries_.at(i) = entry_of(*tensors.at(i));
+}
+
+std::vector<int64_t> WriteTable::written(const Borrowed& tensors) {
+  add(tensors);
+  std::vector<int64_t> indices;
+  look_at_each(tensors, prefetch_storage, [&](size_t i) {
+    const Entry now = entry_of(*tensors[i]);
+    if (now.version != entries_[i].version || now.address != entries_[i].address) {
+      indices.push_back(static_cast<int64_t>(i));
+    }
+  });
+  return indices;
+}
+
+std::vector<int64_t> WriteTable::counted(const Borrowed& tensors) {
+  add(tensors);
+  std::vector<int64_t> indices;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (entry_of(*tensors[i]).version != entries_[i].version) indices.push_back(static_cast<int64_t>(i));
+  }
+  return indices;
+}
+
+}  // namespace apex_npu

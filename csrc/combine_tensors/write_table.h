@@ -1,0 +1,40 @@
+// Copyright (c) 2026, the apex_npu authors.
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Remembers the version and the address of tensors, and says in one call which have been written or replaced since.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "combine_tensors/borrowed.h"
+
+namespace apex_npu {
+
+// Holds numbers, not tensors, like SlotTable.
+class WriteTable {
+ public:
+  // Records those of `tensors` that have no entry yet: as many as there are entries are known. All others call it.
+  void add(const Borrowed& tensors);
+
+  // Records all, or those at `indices`.
+  void note(const Borrowed& tensors);
+  void note(const Borrowed& tensors, const std::vector<int64_t>& indices);
+
+  // Indices of the tensors that have another version or another address than the recorded ones.
+  std::vector<int64_t> written(const Borrowed& tensors);
+
+  // Those that have another version.
+  std::vector<int64_t> counted(const Borrowed& tensors);
+
+ private:
+  struct Entry {
+    int64_t version;
+    const void* address;
+  };
+  static Entry entry_of(const at::Tensor& t);
+
+  std::vector<Entry> entries_;
+};
+
+}  // namespace apex_npu
