@@ -24,7 +24,11 @@ struct Checksums {
   static APEX_NPU_INLINE uint32_t of_line(const uint16_t* words, int64_t n) {
     uint32_t sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < n; ++i) sum += (words[i] + 1u) * (static_cast<uint32_t>(i) * 0x9e3779b1u + 0x85ebca6bu);
+    for (int64_t i = 0; i < n; ++i) {
+      // The shift keeps the changes of negated elements, multiples of 0x8000 each, from adding up to 0.
+      const uint32_t product = (words[i] + 1u) * (static_cast<uint32_t>(i) * 0x9e3779b1u + 0x85ebca6bu);
+      sum += product ^ (product >> 15);
+    }
     return sum | 1u;
   }
 };
