@@ -4,7 +4,7 @@
 
 import pytest
 
-from apex_npu.patching import Undo
+from apex_npu.backends.patching import Undo
 
 
 def test_a_call_that_raises_does_not_keep_the_others():

@@ -14,7 +14,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from apex_npu.autocast.casting import CastHandle
-from apex_npu.patching import Undo, patch_attribute
+from apex_npu.backends.patching import Undo, patch_attribute
 
 
 class OptimizerAccessors(Optimizer):

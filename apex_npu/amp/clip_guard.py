@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.utils
 from torch import Tensor
 
-from apex_npu.patching import Undo
+from apex_npu.backends.patching import Undo
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
 

@@ -24,9 +24,9 @@ from apex_npu.amp.session import current, end_loading, master_of, write_models
 from apex_npu.autocast.containers import cast_floating
 from apex_npu.autocast.forward_cast import is_wrapped, remove_wrapper, unwrapped_forward
 from apex_npu.autocast.submodule_cast import unwatch
+from apex_npu.backends.patching import Undo
 from apex_npu.distributed.torch_ddp import KnownDDPs, dtypes_of, find_ddps, follow_dtypes
 from apex_npu.ops import LOW_PRECISION
-from apex_npu.patching import Undo
 
 _HOOKS = (
     "_state_dict_hooks",

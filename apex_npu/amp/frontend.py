@@ -49,11 +49,11 @@ from apex_npu.amp.step_decision import APPLIED, StepReport
 from apex_npu.amp.user_casts import registered_patches
 from apex_npu.autocast.forward_cast import convert_model, put_wrapper_back, wrapper_of
 from apex_npu.backends._torch_private import onednn_computes
+from apex_npu.backends.patching import Undo
 from apex_npu.distributed import GroupReference, ReduceOptions
 from apex_npu.distributed.consistency import Description, broadcast_values, describe, failing_together
 from apex_npu.distributed.torch_ddp import ddps_of, find_ddps, rebuild_reducer
 from apex_npu.ops import LOW_PRECISION
-from apex_npu.patching import Undo
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

@@ -34,8 +34,8 @@ from apex_npu.fusion import (
     zero_grads,
 )
 from apex_npu.fusion.grad_slots import IN_BUFFER, NONE, InPlace
+from apex_npu.fusion.shards import local_part
 from apex_npu.ops import cats_lists, gathers_in_one_pass, takes_grads, unscale_grads
-from apex_npu.shards import local_part
 
 _NONE = bytes([NONE])
 

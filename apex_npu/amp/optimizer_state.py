@@ -21,6 +21,7 @@ from apex_npu.amp.policy import Policy
 from apex_npu.amp.saturation import saturates
 from apex_npu.amp.session import current, warn_once
 from apex_npu.amp.step_decision import StepDecision, StepReport
+from apex_npu.backends.patching import Undo
 from apex_npu.fusion import (
     FlatGrads,
     FusedGroup,
@@ -32,8 +33,7 @@ from apex_npu.fusion import (
     low_precision_of,
     zero_grads,
 )
-from apex_npu.patching import Undo
-from apex_npu.shards import meshes_of
+from apex_npu.fusion.shards import meshes_of
 
 # What step() warns of.
 OUTSIDE_BLOCKS = (

@@ -18,8 +18,8 @@ from apex_npu.backends._torch_private import is_fake
 from apex_npu.distributed.consistency import check_group
 from apex_npu.distributed.torch_ddp import obstacle_to_rebuilding
 from apex_npu.fusion import HasFusedGroups, wraps_tensors
+from apex_npu.fusion.shards import is_sharded
 from apex_npu.ops import LOW_PRECISION
-from apex_npu.shards import is_sharded
 
 
 def check_incoming(models: list[nn.Module], optimizers: list[Optimizer]) -> None:

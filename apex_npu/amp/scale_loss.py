@@ -35,8 +35,8 @@ from apex_npu.amp.sharding import HeldBack
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo, torch_profiler
 from apex_npu.distributed.torch_ddp import ddps_of, may_keep_grads
+from apex_npu.fusion.shards import groups_over
 from apex_npu.ops import LOW_PRECISION
-from apex_npu.shards import groups_over
 
 
 @contextmanager

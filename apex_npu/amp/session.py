@@ -32,6 +32,7 @@ from apex_npu.amp.step_decision import StepReport
 from apex_npu.autocast.casting import CastHandle, ModelCast, enable_casts
 from apex_npu.autocast.float32_view import average_in_float32
 from apex_npu.autocast.forward_cast import Ambient
+from apex_npu.backends.patching import Patch, Undo, patch_attribute
 from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed.consistency import broadcast_values
 from apex_npu.distributed.fully_sharded import HeldGradients, Unit
@@ -39,7 +40,6 @@ from apex_npu.distributed.group_reference import GroupReference
 from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, dtypes_of, follow_dtypes, followed_by
 from apex_npu.fusion import are_same, remainders_of
 from apex_npu.ops import LOW_PRECISION
-from apex_npu.patching import Patch, Undo, patch_attribute
 
 SCALED_CLIPPED = (
     "torch.nn.utils.clip_grad_norm_ or clip_grad_value_ was given gradients that fuse_unscale=True keeps multiplied "

@@ -22,8 +22,8 @@ from apex_npu.amp.policy import Policy, resolve
 from apex_npu.amp.session import Session
 from apex_npu.autocast.forward_cast import is_affine_batch_norm
 from apex_npu.distributed.fully_sharded import HeldGradients, Unit, unit_around, units_of
+from apex_npu.fusion.shards import groups_over, is_sharded, meshes_of
 from apex_npu.ops import LOW_PRECISION
-from apex_npu.shards import groups_over, is_sharded, meshes_of
 
 
 def fsdp_policy(opt_level: str, reduce_dtype: torch.dtype | None = None) -> Any:

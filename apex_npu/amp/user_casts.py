@@ -41,8 +41,8 @@ from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current
 from apex_npu.autocast.cast_lists import AUTOCAST_FLOATS, MODEL_FLOATS
 from apex_npu.autocast.casting import CastHandle
+from apex_npu.backends.patching import Patch
 from apex_npu.ops import LOW_PRECISION
-from apex_npu.patching import Patch
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 Kind = Literal["half", "float", "promote"]

@@ -22,7 +22,7 @@ from apex_npu.backends._torch_private import (
     operators_with_kernel,
     privateuse1_device_type,
 )
-from apex_npu.patching import Undo
+from apex_npu.backends.patching import Undo
 
 _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU"}
 

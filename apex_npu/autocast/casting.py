@@ -34,7 +34,7 @@ from apex_npu.autocast.forward_cast import Ambient, ModelCast, convert_model
 from apex_npu.autocast.monkey_patches import install_attribute_overlay
 from apex_npu.autocast.submodule_cast import TRACED
 from apex_npu.backends._torch_private import checkpoint_frame, data_worker
-from apex_npu.patching import Patch, Undo, patch_attribute
+from apex_npu.backends.patching import Patch, Undo, patch_attribute
 
 __all__ = ["CastHandle", "ModelCast", "convert_model", "enable_casts"]
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from apex_npu.backends.patching import Undo, patch_attribute
 from apex_npu.ops import LOW_PRECISION
-from apex_npu.patching import Undo, patch_attribute
 
 
 def float32_tensors(model: nn.Module) -> dict[str, Tensor]:

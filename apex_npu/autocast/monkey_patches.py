@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from apex_npu.autocast import cast_lists
+from apex_npu.backends.patching import Undo, patch_attribute
 from apex_npu.ops import LOW_PRECISION
-from apex_npu.patching import Undo, patch_attribute
 
 Function = Callable[..., Any]
 

@@ -22,8 +22,8 @@ from apex_npu.debug.overflow.explain import watch_next_iteration
 from apex_npu.debug.text import listed
 from apex_npu.fusion import FlatGrads
 from apex_npu.fusion.grad_slots import IN_BUFFER
+from apex_npu.fusion.shards import local_part
 from apex_npu.ops import Segments, as_real, segment_dot
-from apex_npu.shards import local_part
 
 logger = logging.getLogger("apex_npu.amp")
 

@@ -27,6 +27,7 @@ from apex_npu._cli.options import (
 from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
 from apex_npu.amp.session import current, is_first_rank, settings
 from apex_npu.backends._torch_private import dispatch_modes
+from apex_npu.backends.patching import Undo, patch_attribute
 from apex_npu.debug.comparison.check_operators import check_operators
 from apex_npu.debug.comparison.record import record
 from apex_npu.debug.gradient_range.measure import gradient_range
@@ -35,7 +36,6 @@ from apex_npu.debug.overflow.explain import explain_as_environment_says
 from apex_npu.debug.profiling.profile import profile
 from apex_npu.debug.watching.opening import WatchingContext
 from apex_npu.debug.watching.watch import Watch
-from apex_npu.patching import Undo, patch_attribute
 
 
 class Part:

@@ -14,7 +14,7 @@ from torch import Tensor
 from apex_npu.fusion import FlatGrads
 from apex_npu.fusion.grad_clip import clip_coefficient, grad_operands, multiply_grads_, norm_of
 from apex_npu.fusion.grad_slots import InPlace
-from apex_npu.shards import Along, is_partial, is_sharded, local_grad, local_part, mesh_groups
+from apex_npu.fusion.shards import Along, is_partial, is_sharded, local_grad, local_part, mesh_groups
 
 
 class PartSums:

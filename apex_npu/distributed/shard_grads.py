@@ -21,7 +21,7 @@ from apex_npu.backends._torch_private import dtensor_slots, memory_of_shards
 from apex_npu.backends.script_warnings import warn
 from apex_npu.fusion import FlatGrads, increment_versions
 from apex_npu.fusion.grad_slots import InPlace
-from apex_npu.shards import is_sharded, local_grad, local_part, sharded_like
+from apex_npu.fusion.shards import is_sharded, local_grad, local_part, sharded_like
 
 
 class Shards(Protocol):

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex_npu.fusion import Run, row_count
+from apex_npu.fusion.shards import Along
 from apex_npu.ops import Call, adamp_, segment_add_, segment_dot
 from apex_npu.ops.reference import bias_correction_of
 from apex_npu.ops.reference_segments import update_moments_
 from apex_npu.optimizers.base import ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_non_negative
 from apex_npu.optimizers.whole_norms import Addend, NormOptimizer, Parts
-from apex_npu.shards import Along
 
 
 class NpuFusedAdamP(NormOptimizer):

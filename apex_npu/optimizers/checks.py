@@ -14,8 +14,8 @@ from torch import Tensor
 
 from apex_npu.backends import for_device
 from apex_npu.fusion import wraps_tensors
+from apex_npu.fusion.shards import is_partial, is_sharded
 from apex_npu.ops import FLOATS
-from apex_npu.shards import is_partial, is_sharded
 
 
 @contextmanager

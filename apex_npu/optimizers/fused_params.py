@@ -31,8 +31,8 @@ from apex_npu.fusion import (
     overlaps_itself,
     step_in_place,
 )
+from apex_npu.fusion.shards import is_sharded, local_part
 from apex_npu.optimizers.checks import can_be_stepped, check_params
-from apex_npu.shards import is_sharded, local_part
 
 
 class FusedParams:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from torch import Tensor
 
 from apex_npu.fusion import MASTER_PARAM, EncodedView, FusedGroup
-from apex_npu.shards import local_part_as, sharded_like
+from apex_npu.fusion.shards import local_part_as, sharded_like
 
 # How many steps a state has seen, of a rule whose state dict has no `step`. A device may have skipped all of them, and
 # then the next one is still the first.

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_npu.fusion.shards import is_sharded
 from apex_npu.optimizers.checks import as_number, naming
-from apex_npu.shards import is_sharded
 
 # Options of torch's optimizers that change the rule, and that some of the same name lack here.
 _RULE_OPTIONS = ("amsgrad", "maximize")

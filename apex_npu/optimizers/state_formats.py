@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from apex_npu.fusion import MASTER_PARAM, FusedGroup, encode_states
+from apex_npu.fusion.shards import is_sharded
 from apex_npu.ops import LOW_PRECISION
 from apex_npu.optimizers.checks import check_bool
-from apex_npu.shards import is_sharded
 
 # A format for all states, or for some by their name.
 StateDtype: TypeAlias = torch.dtype | str | Mapping[str, torch.dtype | str] | None

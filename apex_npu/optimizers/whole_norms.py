@@ -17,9 +17,9 @@ from torch import Tensor
 
 from apex_npu.distributed import PartSums
 from apex_npu.fusion import Run, are_same, row_count
+from apex_npu.fusion.shards import Along
 from apex_npu.ops import Call, norm, segment_dot
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
-from apex_npu.shards import Along
 
 
 class Addend(NamedTuple):

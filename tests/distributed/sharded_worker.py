@@ -35,7 +35,7 @@ from apex_npu._extension import extension
 from apex_npu.contrib.combine_tensors import combine_npu
 from apex_npu.distributed import shard_grads
 from apex_npu.fusion import FlatGrads
-from apex_npu.shards import local_part
+from apex_npu.fusion.shards import local_part
 
 # Ours, and torch's of the same rule.
 RULES = [

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from apex_npu.patching import Undo, patch_attribute
+from apex_npu.backends.patching import Undo, patch_attribute
 
 
 def follow_grad_scalers(

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from apex_npu.amp.session import Session, current, own_rank
+from apex_npu.backends.patching import Undo
 from apex_npu.debug.comparison.grad_scalers import follow_grad_scalers
 from apex_npu.debug.comparison.recorded import Recorded, digest_of
 from apex_npu.debug.comparison.recorder import Recorder
 from apex_npu.debug.observers import leave, observe
 from apex_npu.debug.watching.opening import WatchingContext
 from apex_npu.debug.watching.places import Names
-from apex_npu.patching import Undo
 
 
 class record(WatchingContext):

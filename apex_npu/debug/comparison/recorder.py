@@ -26,7 +26,7 @@ from apex_npu.debug.watching.lineage import Lineage
 from apex_npu.debug.watching.operators import Arguments, Execution, Operator, is_measurable, tensors_in
 from apex_npu.debug.watching.places import Caller, Names, Place
 from apex_npu.debug.watching.watch import Watch
-from apex_npu.shards import local_part
+from apex_npu.fusion.shards import local_part
 
 # Casts, copies and fills: levels differ in them, and what they write is seen where it is read.
 _LEFT_OUT = {

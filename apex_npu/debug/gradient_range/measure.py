@@ -28,8 +28,8 @@ from apex_npu.debug.text import listed
 from apex_npu.debug.watching.opening import session_models
 from apex_npu.debug.watching.operators import is_measurable
 from apex_npu.debug.watching.watch import Watch
+from apex_npu.fusion.shards import local_part
 from apex_npu.ops import LOW_PRECISION
-from apex_npu.shards import local_part
 
 
 class _Probe:

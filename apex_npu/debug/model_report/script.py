@@ -16,8 +16,8 @@ from torch import nn
 from apex_npu.amp.policy import Policy, resolve
 from apex_npu.amp.session import current, is_first_rank
 from apex_npu.autocast.cast_policy import CastPolicy
+from apex_npu.backends.patching import Undo, patch_attribute
 from apex_npu.debug.model_report.report import LEVELS, report, unwrapped
-from apex_npu.patching import Undo, patch_attribute
 
 
 class FirstForward:

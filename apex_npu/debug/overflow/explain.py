@@ -30,7 +30,7 @@ from apex_npu.debug.overflow.report import OverflowReport
 from apex_npu.debug.text import count
 from apex_npu.debug.watching.opening import session_models
 from apex_npu.debug.watching.operators import is_measurable
-from apex_npu.shards import local_part
+from apex_npu.fusion.shards import local_part
 
 logger = logging.getLogger("apex_npu.debug")
 

@@ -26,8 +26,8 @@ from apex_npu.debug.watching.operators import is_measurable, vanishing_number_in
 from apex_npu.debug.watching.places import Names
 from apex_npu.debug.watching.watch import Watch
 from apex_npu.distributed.torch_ddp import ddps_of
+from apex_npu.fusion.shards import local_part
 from apex_npu.ops import LOW_PRECISION
-from apex_npu.shards import local_part
 
 OF_STATIC_SCALE = (
     "look at the iterations before: under a static loss scale steps are applied whatever their gradients are. "

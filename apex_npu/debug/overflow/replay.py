@@ -25,7 +25,7 @@ from apex_npu.debug.overflow.report import OverflowReport, Overflows
 from apex_npu.debug.text import first_line, name_of
 from apex_npu.debug.watching.watch import GIVEN, Watch
 from apex_npu.fusion import grads_of
-from apex_npu.shards import local_part
+from apex_npu.fusion.shards import local_part
 
 # Gradients may be accumulated over as many blocks.
 _MOST_BLOCKS = 256

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 
 from apex_npu.amp.session import current, settings
 from apex_npu.backends._torch_private import torch_profiler
-from apex_npu.patching import Undo, patch_attribute
+from apex_npu.backends.patching import Undo, patch_attribute
 
 # Where a function is looked up, its name there, and its label. A function that several modules have imported is listed
 # for each.

@@ -42,7 +42,7 @@ from apex_npu.debug.watching.operators import (
 from apex_npu.debug.watching.places import Caller, ModuleStack, Names, Place, calling_line
 from apex_npu.debug.watching.ranges import OverflowFlag, Ranges
 from apex_npu.debug.watching.second_opinion import Opinion, ask, largest_of, stays_bad
-from apex_npu.shards import local_part
+from apex_npu.fusion.shards import local_part
 
 # Of a tensor that is no argument of a module, and that no operator has written.
 GIVEN = "a tensor given from outside"

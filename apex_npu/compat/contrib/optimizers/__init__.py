@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from apex_npu.fusion.shards import is_sharded
 from apex_npu.optimizers import FusedAdam, FusedLAMB
-from apex_npu.shards import is_sharded
 
 __all__ = ["DistributedFusedAdam", "DistributedFusedLAMB"]
 
