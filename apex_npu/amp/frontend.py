@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal
@@ -358,12 +358,12 @@ def _set_up(
                 adopt(optimizer, session, before)
             for optimizer in optimizers:
                 adopt_inside(optimizer)
-            states = [optimizer._amp_state for optimizer in optimizers]  # type: ignore[attr-defined]
-            with_master = {id(param) for state in states for param in state.masters.model_params}
-            for text in keep_values(models, before, with_master, keep=keeps and bool(policy.master_weights)):
-                session.say(text)
         if parallel is not None:
-            _start_alike(parallel, models, optimizers)
+            _start_alike(parallel, models, optimizers, before)
+        states = [optimizer._amp_state for optimizer in optimizers]  # type: ignore[attr-defined]
+        with_master = {id(param) for state in states for param in state.masters.model_params}
+        for text in keep_values(models, before, with_master, keep=keeps and bool(policy.master_weights)):
+            session.say(text)
         _rebuild_reducers(ddps)
         install(session)
     except BaseException:
@@ -378,16 +378,22 @@ def _rebuild_reducers(ddps: list[DistributedDataParallel]) -> None:
         rebuild_reducer(ddp)
 
 
-def _start_alike(parallel: DataParallel, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-    """Give the models the values of the group's first process: masters exactly, then what follows them.
+def _start_alike(
+    parallel: DataParallel, models: list[nn.Module], optimizers: list[Optimizer], before: Mapping[int, Tensor]
+) -> None:
+    """Give the models the values of the group's first process, those from ``before`` the cast, and what follows them.
 
     Parameters of no model keep their values: each process may have others, such as its part of a classifier.
     """
     pairs = [pair for optimizer in optimizers for pair in optimizer._amp_state.pairs]  # type: ignore[attr-defined]
     master_of = {id(pair.model_param): pair.master_param for pair in pairs}
     tensors = [t for m in models for t in [*m.parameters(), *m.buffers()]]
-    broadcast_values([master_of.get(id(t), t) for t in tensors], parallel.group)
+    exact = [master_of.get(id(t), before.get(id(t), t)) for t in tensors]
+    broadcast_values(exact, parallel.group)
     copy_masters_to_model(pairs)
+    for t, value in zip(tensors, exact, strict=True):
+        if id(t) not in master_of and t.dtype != value.dtype:
+            t.data.copy_(value)
 
 
 def _release(optimizers: list[tuple[Optimizer, Any, list[list[Tensor]]]]) -> None:

@@ -136,7 +136,7 @@ class FusedParams:
         ready = _ready(unfused, full_params)
 
         def is_copy(part: Tensor) -> bool:
-            return id(part) in full_params and id(part) not in shards
+            return id(part) in full_params and not is_sharded(full_params[id(part)])
 
         # What replaces a parameter may do so in every step (partial FC): the others keep a group without it.
         self._moving = {id(p) for p in ready}
