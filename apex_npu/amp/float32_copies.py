@@ -362,8 +362,8 @@ def fp32_value(value: Tensor, master: Tensor | None) -> Tensor:
         return value.float()
     exact = master.detach().to(value.device)
     # Weights that were written since the last step (a swapped-in moving average) are what is shown.
-    rounds = exact.to(value.dtype) == value
-    return exact if bool(rounds.all()) else torch.where(rounds, exact, value.float())
+    rounded = exact.to(value.dtype)
+    return exact if torch.equal(rounded, value) else torch.where(rounded == value, exact, value.float())
 
 
 @torch.no_grad()
