@@ -155,7 +155,12 @@ class MasterParams:
         return self.follow_model()
 
     def follow_devices(self, optimizer: Optimizer) -> None:
-        """Move masters, their gradients and their state in ``optimizer`` to where ``Module.to`` has moved the model."""
+        """Move masters, their gradients and their state in ``optimizer`` to where ``Module.to`` has moved the model.
+
+        Raises:
+            RuntimeError: Of the parameters on one device some have been moved, and others have not.
+        """
+        self._check_moved_together()
         known = {id(master): param for master, param in zip(self.masters, self.model_params, strict=True)}
         for group in optimizer.param_groups:
             keeps_steps = not (group.get("capturable") or group.get("fused"))
@@ -164,6 +169,17 @@ class MasterParams:
                 if device != master.device:
                     _move(master, device)
                     _move_state(optimizer.state.get(master, {}), device, keeps_steps=keeps_steps)
+
+    def _check_moved_together(self) -> None:
+        moves = [(m.device, p.device) for m, p in zip(self.masters, self.model_params, strict=True)]
+        stayed = {here for here, there in moves if here == there}
+        for k, (here, there) in enumerate(moves):
+            if here != there and here in stayed:
+                raise RuntimeError(
+                    f"parameter {k} of those with fp32 masters has been moved from {here} to {there}, and others on "
+                    f"{here} have not: masters follow what Module.to moves as a whole. Move the parts before "
+                    "amp.initialize, or back"
+                )
 
     @torch.no_grad()
     def follow_model(self) -> str | None:

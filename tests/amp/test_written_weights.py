@@ -748,6 +748,7 @@ def test_buffers_that_half_precision_does_not_hold(level):
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, optimizers.NpuFusedSGD])
 @pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.skipif(DEVICE.type != "cpu", reason=UNSEEN)
 def test_many_weights_that_are_negated(level, cls):
     """Whether all of them have been written is not to be told by a sum that negation may leave as it is."""
     torch.manual_seed(0)
