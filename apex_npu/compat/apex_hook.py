@@ -15,20 +15,11 @@ from apex_npu.compat.table import APEX
 
 __all__ = ["SERVED", "is_served", "serve"]
 
-# Upstream's own: packages that hold more than ours, and the module by which kernels are detected (amp_C).
-_UPSTREAMS = {
-    *(
-        "apex",
-        "apex.contrib",
-        "apex.contrib.optimizers",
-        "apex.multi_tensor_apply",
-        "apex.optimizers",
-        "change_data_ptr",
-    )
-}
-SERVED = {
-    old: ours for old, ours in APEX.items() if old not in _UPSTREAMS and not old.startswith("apex.multi_tensor_apply.")
-}
+# Upstream's own: packages that hold more than ours, the module by which kernels are detected (amp_C), and optimizers
+# that shard plain parameters, which ours do not.
+_UPSTREAMS = {"apex", "apex.contrib", "apex.multi_tensor_apply", "apex.optimizers", "change_data_ptr"}
+_UPSTREAMS_INSIDE = ("apex.multi_tensor_apply.", "apex.contrib.optimizers")
+SERVED = {old: ours for old, ours in APEX.items() if old not in _UPSTREAMS and not old.startswith(_UPSTREAMS_INSIDE)}
 _PACKAGES = [old for old in SERVED if old.count(".") == 1]
 
 
