@@ -41,7 +41,6 @@ TOGETHER = {
         "refusals",
         "failure_of_a_second_initialize",
         "another_seed",
-        "remainders_of_another_seed",
         "masters_that_were_written",
         "averaged_twice",
         "smaller_group",
@@ -53,6 +52,8 @@ TOGETHER = {
     # What goes wrong on one process ends the block on all.
     "failures": ("exceptions", "late_gradients"),
 }
+if DEVICE.type == "cpu":  # random bits are shifted, which the simulated libraries of CANN lack
+    TOGETHER["agreement"] += ("remainders_of_another_seed",)
 
 
 def test_two_processes():
