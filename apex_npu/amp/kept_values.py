@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from apex_npu.amp.float32_copies import ModuleCopies, copies_of, own_tensors
+from apex_npu.backends import for_device
 from apex_npu.ops import LOW_PRECISION
 
 # More than that is announced.
@@ -100,7 +101,8 @@ def _ask(cast: Sequence[_Cast]) -> list[list[bool]]:
     """For each whether a finite value has become inf, one that is not 0 has become 0, and any other than it was."""
     asked: dict[torch.device, list[Tensor]] = {}
     for *_, tensor, value in cast:
-        now = tensor.detach()
+        # Operators on weights in tiles are others, and some of these have none.
+        now, value = map(for_device(tensor.device).in_base_format, (tensor.detach(), value))
         questions = (now.isinf() & value.isfinite(), (now == 0) & (value != 0), now.to(value.dtype) != value)
         asked.setdefault(now.device, []).append(torch.stack([question.any() for question in questions]))
     answers = {device: iter(torch.stack(found).tolist()) for device, found in asked.items()}

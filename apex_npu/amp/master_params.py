@@ -325,20 +325,25 @@ class MasterParams:
         if not self.masters:
             return None
         uncounted = False
-        if groups:
-            flat_model = self._flat_model
-            # What has been moved counts as written.
-            moved = self._moved or self.model_writes.written(self.model_params)
-            if (
-                flat_model is None
-                or moved
-                or not are_same(groups, flat_model.groups)
-                or not are_same(self.masters, flat_model.masters)
-            ):
-                flat_model, self._moved = self.flat_model(groups), False
-            uncounted = flat_model.copy_masters(self.copies, skipped)
-        else:
-            copy_rounded(self.copies, self.masters, self.model_params, skipped)
+        try:
+            if groups:
+                flat_model = self._flat_model
+                # What has been moved counts as written.
+                moved = self._moved or self.model_writes.written(self.model_params)
+                if (
+                    flat_model is None
+                    or moved
+                    or not are_same(groups, flat_model.groups)
+                    or not are_same(self.masters, flat_model.masters)
+                ):
+                    flat_model, self._moved = self.flat_model(groups), False
+                uncounted = flat_model.copy_masters(self.copies, skipped)
+            else:
+                copy_rounded(self.copies, self.masters, self.model_params, skipped)
+        except BaseException:
+            # What has been written to the model is not a script's: another step copies the masters once more.
+            self.model_writes.note(self.model_params)
+            raise
         if skipped is None or not self._written:
             self.model_writes.note(self.model_params)
             self.master_writes.note(self.masters)

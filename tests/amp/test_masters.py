@@ -6,6 +6,7 @@ Apex makes masters at the first ``scale_loss``, from what the model holds then, 
 """
 
 import copy
+import sys
 import warnings
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 from devices import DEVICE
 from small_programs import WITH_MASTERS, Weights, X, assert_values, backward, kinds, levels, start, train_step, vector
 from torch import nn
+
+from apex_npu import amp
 
 
 def in_place(model):
@@ -316,3 +319,34 @@ def test_what_is_loaded_before_the_first_step_is_trained(level):
     model.load_state_dict({"w.0": torch.full((3,), 5.0)})
     train_step(model, optimizer)
     assert_values(model.parameters(), 5.0 - torch.tensor(X))
+
+
+def test_a_copy_to_the_model_that_fails_half_way_is_made_by_another_step(monkeypatch):
+    """What it has written is not taken for a script's: masters keep their update."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).to(DEVICE)
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), opt_level="O2", loss_scale=1.0, verbosity=0
+    )
+    for step in range(2):
+        with amp.scale_loss(model(torch.ones(2, 4, device=DEVICE)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        wanted = [p.detach() - 0.5 * p.grad for p in amp.master_params(optimizer)]
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def fail(copies, masters, model_params, skipped=None):
+        """As of a launch that fails: autograd counts the write, and the values are those of before."""
+        with torch.no_grad():
+            model_params[0].mul_(1.0)
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules["apex_npu.amp.master_params"], "copy_rounded", fail)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    optimizer.step()
+    for master, param, value in zip(amp.master_params(optimizer), model.parameters(), wanted, strict=True):
+        assert torch.equal(master, value)
+        assert torch.equal(param, value.half())

@@ -605,7 +605,7 @@ def nvidias_distributed_optimizers():
 
 
 def meshes_of_different_processes():
-    """Of 4: nobody can tell which of them decide together, unless the script says so."""
+    """Of 4 processes, which ones decide together is not known unless the script says so."""
     square = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("outer", "inner"))
     models = [sharded("O2", mesh=square[name]) for name in ("outer", "inner")]
     given = [optimizers.NpuFusedSGD(model.parameters(), lr=0.1) for model in models]

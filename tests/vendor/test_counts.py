@@ -116,7 +116,9 @@ def test_a_first_step_takes_as_many_launches_for_any_list():
     assert launches[0] == launches[1] < 20
 
 
-@pytest.mark.xfail(reason="values that the cast loses are looked for with launches for each tensor", strict=False)
+@pytest.mark.xfail(
+    reason="values that the cast loses are looked for with launches for each tensor, and a wait", strict=True
+)
 @needs("casting_lists")
 def test_initialize_casts_lists():
     trained = npu_counts.Trained(npu_counts.thin_resnet50())

@@ -34,7 +34,6 @@ def test_a_launch_that_fails_ends_a_step_that_can_be_repeated_or_says_that_it_ca
     assert level != "plain" or any("cannot be repeated" not in row["said"] for row in rows)
 
 
-@pytest.mark.xfail(reason="a failed step copies masters to the model itself, before another one", strict=False)
 def test_masters_that_have_not_come_to_the_model_are_copied_by_another_step():
     rows = let_all_fail("O2", "torch.optim.SGD")
     assert rows[-1]["repeated"]  # the last launches are those of the copy

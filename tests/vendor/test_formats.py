@@ -70,7 +70,6 @@ def train(make, level, tile_before=()):
     return losses, found
 
 
-@pytest.mark.xfail(reason="weights in tiles lose values when they are fused on the vendor's torch_npu", strict=False)
 @pytest.mark.parametrize("tile_before", [("initialize",), (0, 3)], ids=["before initialize", "between steps"])
 @pytest.mark.parametrize("level", [None, "O0", "O1", "O2"])
 @pytest.mark.parametrize("make", [make_sgd, make_lamb])
@@ -84,7 +83,6 @@ def test_tiled_weights_are_stepped_like_others(make, level, tile_before):
     torch.testing.assert_close(found, expected, **close)
 
 
-@pytest.mark.xfail(reason="weights in tiles lose values when they are fused on the vendor's torch_npu", strict=False)
 def test_torchs_own_optimizer_agrees():
     model = make_model()
     tile(model)
@@ -100,7 +98,6 @@ def test_torchs_own_optimizer_agrees():
         torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.xfail(reason="weights in tiles lose values when they are fused on the vendor's torch_npu", strict=False)
 def test_tied_weights_stay_tied_and_checkpoints_go_from_one_format_to_the_other(caplog):
     model = make_model()
     tile(model)
