@@ -65,9 +65,13 @@ class PartSums:
 def total_grad_norm(
     flats: Sequence[FlatGrads], unfused: Sequence[Tensor], norm_type: float = 2.0, found_inf: Tensor | None = None
 ) -> Tensor:
-    """The norm of all gradients: ``fusion.total_grad_norm``, with DTensors among ``unfused`` as whole tensors.
+    """The norm that ``clip_grad_norm_`` returns, without clipping.
 
-    With ``found_inf`` there may be none.
+    Args:
+        flats: As of ``clip_grad_norm_``.
+        unfused: Likewise; no DTensors with ``found_inf``.
+        norm_type: p of the p-norm.
+        found_inf: With the 2-norm: see ``ops.norm``.
     """
     if found_inf is not None:
         return norm_of(grad_operands(flats, unfused, float(norm_type), InPlace.READ), float(norm_type), found_inf)
@@ -83,9 +87,19 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """``fusion.clip_grad_norm_``, which has the arguments, with DTensors among ``unfused`` counted as whole tensors.
+    """Scale gradients in place so that their common norm is at most ``max_norm``, without a host sync.
 
-    All processes of their meshes have to call it, and get the same norm.
+    DTensors among ``unfused`` are counted as whole tensors: all processes of their meshes have to call it.
+
+    Args:
+        flats: Buffers of gradients.
+        unfused: Parameters whose gradients are in no buffer.
+        max_norm: As of ``torch.nn.utils.clip_grad_norm_``.
+        norm_type: p of the p-norm; inf, -inf and 0 mean what they mean there.
+        error_if_nonfinite: Raise where the norm is inf or nan (this syncs), instead of scaling with it as torch does.
+
+    Returns:
+        The norm before clipping, the same on all processes: 0-dim, float32 or wider; 0 without gradients.
 
     Raises:
         RuntimeError: The norm is not finite, and ``error_if_nonfinite``; or a DTensor has a plain gradient. Nothing has

@@ -8,7 +8,7 @@ from apex_npu.fusion.flat_buffer import FlatBuffer, Plan, fills_storage, plan
 from apex_npu.fusion.flat_grads import FlatGrads
 from apex_npu.fusion.fused_group import FusedGroup, HasFusedGroups
 from apex_npu.fusion.fusing import fuse, fuse_combined, give_own_storages, not_combinable, step_in_place
-from apex_npu.fusion.grad_clip import clip_coefficient, clip_grad_norm_, total_grad_norm
+from apex_npu.fusion.grad_clip import clip_coefficient
 from apex_npu.fusion.group_buffers import ModelParamBuffer
 from apex_npu.fusion.layout import extent_numel, is_dense, overlapping, overlaps_itself
 from apex_npu.fusion.many_tensors import (
@@ -51,7 +51,6 @@ __all__ = [
     "change_data_ptr",
     "check_combinable",
     "clip_coefficient",
-    "clip_grad_norm_",
     "combined",
     "drop_grads",
     "encode_states",
@@ -76,7 +75,6 @@ __all__ = [
     "step_in_place",
     "storage_numel",
     "storage_view",
-    "total_grad_norm",
     "versions_of",
     "wraps_tensors",
     "written_copies",

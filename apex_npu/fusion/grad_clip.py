@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Norm and clipping of gradients in flat buffers: what torch.nn.utils.clip_grad_norm_ does, in one pass over each."""
+"""Norm and clipping of gradients in flat buffers, in one pass over each; ``distributed.clip_grad_norm_`` calls them."""
 
 from __future__ import annotations
 
@@ -14,36 +14,6 @@ from apex_npu.fusion.grad_slots import IN_BUFFER, InPlace
 from apex_npu.ops import is_grad_list, multiply_, norm, wide_dtype
 
 
-@torch.no_grad()
-def clip_grad_norm_(
-    flats: Sequence[FlatGrads],
-    unfused: Sequence[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-) -> Tensor:
-    """Scale gradients in place so that their common norm is at most ``max_norm``, without a host sync.
-
-    Args:
-        flats: Buffers of gradients.
-        unfused: Parameters whose gradients are in no buffer.
-        max_norm: As of ``torch.nn.utils.clip_grad_norm_``.
-        norm_type: p of the p-norm; inf, -inf and 0 mean what they mean there.
-        error_if_nonfinite: Raise where the norm is inf or nan (this syncs), instead of scaling with it as torch does.
-
-    Returns:
-        The norm before clipping: 0-dim, float32 or wider; 0 without gradients.
-
-    Raises:
-        RuntimeError: The norm is not finite, and ``error_if_nonfinite``; nothing has been scaled.
-    """
-    max_norm, norm_type = float(max_norm), float(norm_type)
-    grads = grad_operands(flats, unfused, norm_type, InPlace.WRITE)
-    total = norm_of(grads, norm_type)
-    multiply_grads_(flats, grads, total, clip_coefficient(total, max_norm, norm_type, error_if_nonfinite))
-    return total
-
-
 def multiply_grads_(flats: Sequence[FlatGrads], grads: Sequence[Tensor], total: Tensor, coefficient: Tensor) -> None:
     """Multiply ``grads``, those of ``flats`` among them, whose norm is ``total``, by ``coefficient``."""
     if total.device.type == "cpu" and coefficient == 1.0:
@@ -54,22 +24,6 @@ def multiply_grads_(flats: Sequence[FlatGrads], grads: Sequence[Tensor], total: 
     if total.device.type != "cpu" or coefficient.isnan():
         for flat in flats:
             flat.clear_padding()
-
-
-@torch.no_grad()
-def total_grad_norm(
-    flats: Sequence[FlatGrads], unfused: Sequence[Tensor], norm_type: float = 2.0, found_inf: Tensor | None = None
-) -> Tensor:
-    """The norm that ``clip_grad_norm_`` returns, without clipping.
-
-    Args:
-        flats: Buffers of gradients.
-        unfused: Parameters whose gradients are in no buffer.
-        norm_type: p of the p-norm.
-        found_inf: With the 2-norm: see ``ops.norm``.
-    """
-    norm_type = float(norm_type)
-    return norm_of(grad_operands(flats, unfused, norm_type, InPlace.READ), norm_type, found_inf)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -102,7 +56,7 @@ def grad_operands(
 
 
 def norm_of(grads: Sequence[Tensor], norm_type: float, found_inf: Tensor | None = None) -> Tensor:
-    """The norm of ``grads`` together; see ``total_grad_norm``."""
+    """The norm of ``grads`` together, 0-dim; with ``found_inf`` see ``ops.norm``."""
     if not grads:
         return torch.tensor(0.0)
     norm_type = float(norm_type)

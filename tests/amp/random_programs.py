@@ -751,6 +751,11 @@ def describe(seed, processes=1):
     if processes == 1:  # elsewhere the others may be waiting
         operations = minimise(config, operations)
         error = failure(config, operations)
+    return text_of(seed, error, config, operations)
+
+
+def text_of(seed, error, config, operations):
+    """The failure of a program, and the call that repeats it."""
     lines = [f"seed {seed}: {type(error).__name__}: {error}", f"run({config},", "    ["]
     return "\n".join([*lines, *(f"        {operation}," for operation in operations), "    ])"])
 

@@ -38,6 +38,7 @@ from amp.random_programs import (
     require,
     same,
     show,
+    text_of,
 )
 from devices import DEVICE
 from torch import nn
@@ -604,9 +605,7 @@ def describe(seed, level, writes):
     if failure(config, operations) is None:
         return None
     operations = minimise(config, operations, failure)
-    error = failure(config, operations)
-    lines = [f"seed {seed}: {type(error).__name__}: {error}", f"run({config},", "    ["]
-    return "\n".join([*lines, *(f"        {operation}," for operation in operations), "    ])"])
+    return text_of(seed, failure(config, operations), config, operations)
 
 
 def main():
