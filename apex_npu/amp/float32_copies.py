@@ -163,20 +163,29 @@ def is_cast(module: nn.Module) -> bool:
     return copies_of(module) is not None
 
 
-def release_kept() -> dict[int, Tensor]:
+def kept_of_unfrozen() -> dict[int, Tensor]:
     """``id(param)`` → its float32 value, for parameters that require grad by now: masters are about to have it."""
+    return {id(param): fp32_value(param.detach(), copies.kept[name]) for copies, name, param in _unfrozen()}
+
+
+def release_kept() -> None:
+    """Release the values of what has registered masters, which state dicts take them from."""
+    for copies, name, param in _unfrozen():
+        if master_of(param) is not None:
+            del copies.kept[name]
+
+
+def _unfrozen() -> list[tuple[ModuleCopies, str, Tensor]]:
     session = current()
     models = [] if session is None else [model.model for model in session.models if model.model is not None]
-    found: dict[int, Tensor] = {}
-    for module in {id(module): module for model in models for module in model.modules()}.values():
-        copies = copies_of(module)
-        if copies is None:
-            continue
-        for name in list(copies.kept):
-            param = module._parameters.get(name)
-            if param is not None and param.requires_grad and param.dtype in LOW_PRECISION:
-                found[id(param)] = fp32_value(param.detach(), copies.kept.pop(name))
-    return found
+    modules = {id(module): module for model in models for module in model.modules()}.values()
+    kept = [(copies, name) for copies in map(copies_of, modules) if copies is not None for name in copies.kept]
+    params = [(copies, name, copies.module._parameters.get(name)) for copies, name in kept]
+    return [
+        (copies, name, param)
+        for copies, name, param in params
+        if param is not None and param.requires_grad and param.dtype in LOW_PRECISION
+    ]
 
 
 def show_float32(model: nn.Module, link: CopyLink) -> None:
