@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex_npu.amp.master_params import follow_
-from apex_npu.amp.session import current, end_loading, master_of, write_models
+from apex_npu.amp.optimizer_state import AmpOptimizerState
+from apex_npu.amp.session import Session, current, end_loading, master_of, write_models
 from apex_npu.autocast.containers import cast_floating
 from apex_npu.autocast.forward_cast import is_wrapped, remove_wrapper, unwrapped_forward
 from apex_npu.autocast.submodule_cast import unwatch
@@ -163,21 +165,23 @@ def is_cast(module: nn.Module) -> bool:
     return copies_of(module) is not None
 
 
-def kept_of_unfrozen() -> dict[int, Tensor]:
-    """``id(param)`` → its float32 value, for parameters that require grad by now: masters are about to have it."""
-    return {id(param): fp32_value(param.detach(), copies.kept[name]) for copies, name, param in _unfrozen()}
+def register_new_masters(session: Session, optimizer: Optimizer, state: AmpOptimizerState) -> None:
+    """Register the masters of ``optimizer``; new ones first take the values that are kept of their model parameters.
 
-
-def release_kept() -> None:
-    """Release the values of what has registered masters, which state dicts take them from."""
-    for copies, name, param in _unfrozen():
+    What an interrupt leaves to do, the next call does: a value is kept until its master is registered.
+    """
+    unfrozen = _unfrozen(session) if state.masters.first_new < len(state.masters.masters) else []
+    state.masters.take_values(
+        {id(p): fp32_value(p.detach(), copies.kept[name]) for copies, name, p in unfrozen if master_of(p) is None}
+    )
+    session.register(optimizer, state)
+    for copies, name, param in unfrozen:
         if master_of(param) is not None:
             del copies.kept[name]
 
 
-def _unfrozen() -> list[tuple[ModuleCopies, str, Tensor]]:
-    session = current()
-    models = [] if session is None else [model.model for model in session.models if model.model is not None]
+def _unfrozen(session: Session) -> list[tuple[ModuleCopies, str, Tensor]]:
+    models = [model.model for model in session.models if model.model is not None]
     modules = {id(module): module for model in models for module in model.modules()}.values()
     kept = [(copies, name) for copies in map(copies_of, modules) if copies is not None for name in copies.kept]
     params = [(copies, name, copies.module._parameters.get(name)) for copies, name in kept]

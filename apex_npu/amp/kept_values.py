@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from apex_npu.amp.float32_copies import ModuleCopies, copies_of, own_tensors
 from apex_npu.backends import for_device
-from apex_npu.ops import LOW_PRECISION
+from apex_npu.ops import LOW_PRECISION, unscale_grads
 
 # More than that is announced.
 _ANNOUNCED = 2**30
@@ -54,7 +54,7 @@ def keep_values(
         if copies is not None:
             copies.keeps = keep
     cast = list(_cast(models, before))
-    answers = _ask(cast)
+    answers = _answers(cast, with_master)
     said, lost = [], []
     nbytes = 0
     for (module, copies, name, full_name, tensor, value), (overflows, vanishes, differs) in zip(
@@ -94,6 +94,28 @@ def _cast(models: Sequence[nn.Module], before: Mapping[int, Tensor]) -> Iterator
                 if value is None or tensor.dtype not in LOW_PRECISION or value.dtype == tensor.dtype:
                     continue
                 yield _Cast(module, copies, name, f"{prefix}.{name}" if prefix else name, tensor, value)
+
+
+def _answers(cast: Sequence[_Cast], with_master: Collection[int]) -> list[list[bool]]:
+    """As ``_ask``; what has a master is only looked at where something has become inf, one check for all of it."""
+    alone = [entry for entry in cast if id(entry.tensor) not in with_master]
+    others = [entry for entry in cast if id(entry.tensor) in with_master]
+    asked = [*alone, *(others if _any_inf([entry.tensor for entry in others]) else [])]
+    answers = {id(entry.tensor): answer for entry, answer in zip(asked, _ask(asked), strict=True)}
+    return [answers.get(id(entry.tensor), [False, False, False]) for entry in cast]
+
+
+def _any_inf(tensors: Sequence[Tensor]) -> bool:
+    """Whether a value of ``tensors``, of masters all, is not finite."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.dtype == torch.float16:  # bfloat16 has the range of float32
+            by_device.setdefault(tensor.device, []).append(tensor.data)
+    found = []
+    for device, some in by_device.items():
+        found.append(torch.zeros(1, device=device))
+        unscale_grads(some, 1.0, found[-1])
+    return any(map(bool, found))
 
 
 @torch.no_grad()

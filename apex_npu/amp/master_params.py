@@ -197,6 +197,15 @@ class MasterParams:
             follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
         return doubt
 
+    @torch.no_grad()
+    def take_values(self, fp32_values: Mapping[int, Tensor]) -> None:
+        """Give masters that have had no block yet the ``fp32_values`` of their model parameters, by ``id(param)``."""
+        new = range(self.first_new, len(self.masters))
+        known = [k for k in new if id(self.model_params[k]) in fp32_values]
+        for k in known:
+            self.masters[k].data.copy_(fp32_values[id(self.model_params[k])])
+        self._note_copies(known)
+
     def end_following(self) -> None:
         """Their first block begins: of later writes to the model, those are followed that are counted."""
         self.first_new, self._model_when_shown = len(self.masters), {}

@@ -4,13 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu.amp.accessors import OptimizerAccessors
@@ -239,12 +237,11 @@ class AmpOptimizerState:
         buffered = all(group.flat is not None and group.params[0].dtype == torch.float32 for group in groups)
         return self.grad_scale == 1.0 and bool(groups) and buffered
 
-    def prepare_masters(self, optimizer: Optimizer, kept_of_unfrozen: Callable[[], dict[int, Tensor]]) -> bool:
+    def prepare_masters(self, optimizer: Optimizer) -> bool:
         """Make masters for what has been added or unfrozen.
 
         Args:
             optimizer: Has this state.
-            kept_of_unfrozen: Gives the float32 values that are kept of what has been unfrozen.
 
         Returns:
             True where some have to follow the model to its device, or where a master or a model parameter has been
@@ -253,7 +250,7 @@ class AmpOptimizerState:
         masters = self.masters
         for group in optimizer.param_groups:
             if low_precision_of(group["params"]):
-                self.masters.make(optimizer, kept_of_unfrozen())
+                self.masters.make(optimizer)
         # Of what is not new one pair is looked at: Module.to moves all.
         moved = bool(masters.masters) and masters.masters[0].device != masters.model_params[0].device
         return bool(

@@ -24,7 +24,7 @@ from apex_npu.amp.block import (
     Work,
 )
 from apex_npu.amp.capture import Captured, check_block
-from apex_npu.amp.float32_copies import kept_of_unfrozen, release_kept
+from apex_npu.amp.float32_copies import register_new_masters
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
 from apex_npu.amp.grad_sync import Agreement, UnknownAverages
 from apex_npu.amp.loss_graph import FirstLook
@@ -150,9 +150,9 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
         return UnscaledBlock(BlockArgs(session, listed, [(state, []) for state in states], scaler, loss_id))
     work: Work = []
     for optimizer, state in zip(listed, states, strict=True):
-        written = state.policy.master_weights and state.prepare_masters(optimizer, kept_of_unfrozen)
+        written = state.policy.master_weights and state.prepare_masters(optimizer)
         if written or optimizer not in session.adopted:
-            session.register(optimizer, state)
+            register_new_masters(session, optimizer, state)
         if written:
             _follow_writes(session, optimizer, state.masters)
         work.append((state, state.grad_groups(optimizer)))
@@ -164,8 +164,6 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
 
 
 def _follow_writes(session: Session, optimizer: Optimizer, masters: MasterParams) -> None:
-    if masters.first_new < len(masters.masters):
-        release_kept()
     doubt = masters.begin_block(optimizer)
     if doubt is not None:
         session.warn_once(optimizer, doubt)
