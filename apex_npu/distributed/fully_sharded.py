@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -53,6 +55,41 @@ def unit_around(units: Iterable[Unit], name: str) -> Unit | None:
         if not unit.name or name == unit.name or name.startswith(f"{unit.name}."):
             found = unit
     return found
+
+
+def ensure_averages(units: Sequence[Unit], meshes: Iterable[Any]) -> None:
+    """Require that ``units`` get averages of gradients over ``meshes``; all processes of these have to call it.
+
+    gloo's reductions in some releases of torch give sums where averages are asked for, without an error. The units ask
+    for sums there, and divide by themselves.
+
+    Raises:
+        RuntimeError: They cannot, in this release of torch.
+    """
+    # Each group once: a dimension may be one of several meshes.
+    groups = {id(group): group for mesh in meshes if mesh.device_type == "cpu" for group in mesh.get_all_groups()}
+    if all([_averages(group) for group in groups.values()]):
+        return
+    for unit in units:
+        module: Any = unit.module
+        if not hasattr(module, "set_force_sum_reduction_for_comms"):
+            raise RuntimeError(
+                f"gloo of torch {torch.__version__} gives fully_shard sums of gradients where it asks for averages, so "
+                f"that they would be {max(map(dist.get_world_size, groups.values()))} times too large; use torch 2.12 "
+                "or newer on a CPU"
+            )
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _averages(group: Any) -> bool:
+    """Whether the reductions of ``group`` that ``fully_shard`` uses can average, and do."""
+    part, whole = torch.zeros(1), torch.ones(1)
+    try:
+        dist.reduce_scatter_tensor(part, torch.ones(dist.get_world_size(group)), op=dist.ReduceOp.AVG, group=group)
+        dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=group)
+    except (RuntimeError, ValueError):  # said before anything is sent, by all alike
+        return False
+    return bool(part == 1.0) and bool(whole == 1.0)
 
 
 class HeldGradients:

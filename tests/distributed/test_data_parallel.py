@@ -87,6 +87,8 @@ FSDP = {
         "same_as_one_process",
         "same_as_plain_torch",
         "norms_of_parts",
+        "gradients_stay_where_they_are",
+        "torchs_clipping",
         "grad_scalers",
         "accumulation",
         "overflow_that_is_held_back",
@@ -95,9 +97,10 @@ FSDP = {
         "torchs_optimizers",
         "nvidias_distributed_optimizers",
         "checkpoints",
+        "offloaded",
         "bad_input",
     ),
-    4: ("norms_of_parts", "accumulation", "meshes_of_different_processes", "checkpoints_of_fewer"),
+    4: ("norms_of_parts", "two_ways_of_cutting", "accumulation", "meshes_of_different_processes", "checkpoints_of_fewer"),
 }
 
 
