@@ -141,7 +141,7 @@ def _whole(*, by_torch: bool = False, **options: object) -> Make:
     """Under amp; clipped by the optimizer, or ``by_torch``'s function, as amp finds it in scripts."""
 
     def make(units: Units, watch: Stopwatch) -> Callable[[], object]:
-        model, optimizer = amp.initialize(
+        _, optimizer = amp.initialize(
             units.model,
             optimizers.NpuFusedAdamW(units.params, lr=LR),
             opt_level="O2",

@@ -95,7 +95,7 @@ def mesh_groups(param: Any, *, along: Along = Along.ALL) -> list[tuple[Any, str]
 
 
 def cut_of(tensor: Any) -> tuple[int, ...] | None:
-    """Which processes have parts of ``tensor``: equal for DTensors whose parts add up alike; None for a plain tensor."""
+    """Over which processes ``tensor`` is cut: equal where parts add up alike; None for a plain tensor."""
     return tuple(id(group) for group, _ in mesh_groups(tensor)) if is_sharded(tensor) else None
 
 

@@ -8,8 +8,11 @@ Run in several processes; the arguments are names of functions here.
 import functools
 import gc
 import math
+import os
 import shutil
+import signal
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -276,7 +279,7 @@ def gradients_stay_where_they_are():
 def torchs_clipping():
     """torch.nn.utils.clip_grad_norm_ under amp returns a DTensor, as torch's own, and clips as that does."""
     for p_norm in (2.0, 1.0, math.inf):
-        model, optimizer, grads = wide()
+        model, _optimizer, grads = wide()
         expected = [grad.full_tensor() for grad in grads]
         norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in expected]).double(), p_norm)
         found = nn.utils.clip_grad_norm_(model.parameters(), float(norm) / 4, p_norm)
@@ -728,7 +731,9 @@ def two_ways_of_cutting():
             # Norms are replicas over the tensor-parallel processes, and not to be added up there.
             twin = Twin(model, kind, {"lr": 0.01})
             optimizer = kind(model.parameters(), lr=0.01)
-            model, optimizer = start(model, optimizer, level, **({"dynamic_init_scale": 2.0**8} if level == "O2" else {}))
+            model, optimizer = start(
+                model, optimizer, level, **({"dynamic_init_scale": 2.0**8} if level == "O2" else {})
+            )
             for step in range(6):
                 x = data(step, 0, rank)
                 if level == "O2" and step == 3 and dist.get_rank() == 3:
@@ -763,6 +768,53 @@ def offloaded():
             trained.append((one, losses))
             amp.shutdown()
         assert trained[0][1] == pytest.approx(trained[1][1], rel=1e-3)
+
+
+def killed_while_sharded():
+    """Rank 1, in the place that is named; rank 0 has an error, its parameters, and the checkpoint before."""
+    rank, place = dist.get_rank(), os.environ["PLACE"]
+
+    def die(*_):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model = mlp()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh_of_all(), mp_policy=amp.fsdp_policy("O2"))
+    # Its step begins with an all-reduce, of the norm of all gradients.
+    optimizer = optimizers.FusedLAMB(model.parameters(), lr=0.01)
+    model, optimizer = start(model, optimizer, "O2", dynamic_init_scale=2.0**8)
+    saved = []
+    for step in range(3):
+        folder = Path(os.environ["STORE"]).parent / str(step)
+        faulty = place if step == 2 else None
+        before = [p.to_local().clone() for p in model.parameters()]
+        try:
+            if faulty == "reduction":
+                model[2].register_full_backward_pre_hook(die)
+            backward(loss_on(data(step, 0, rank))(model), optimizer)
+            if faulty == "step":
+                die()
+            optimizer.step()
+            optimizer.zero_grad()
+            if faulty == "checkpoint" and rank == 1:
+                dcp.FileSystemWriter.write_data = die
+            dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+        except (RuntimeError, dcp.api.CheckpointException) as error:
+            assert step == 2
+            if place != "checkpoint":
+                assert all(torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
+            print(f"noticed: {error!r}", flush=True)
+            break
+        saved = [p.full_tensor() for p in model.parameters()]
+    with pytest.raises(dcp.api.CheckpointException):  # what is not whole is not taken for a checkpoint
+        dcp.load({"model": mlp().state_dict()}, checkpoint_id=folder, no_dist=True)
+    alone = mlp()
+    state = {"model": alone.state_dict()}
+    dcp.load(state, checkpoint_id=folder.with_name("1"), no_dist=True)
+    assert all(torch.equal(found, value) for found, value in zip(state["model"].values(), saved, strict=True))
+    print("loaded", flush=True)
+    os._exit(0)
 
 
 def meshes_of_different_processes():
