@@ -31,7 +31,7 @@ def shard(model: nn.Module, opt_level: str) -> None:
 
 
 def gather_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state dicts of both as those of a model that is not sharded; all processes take part, and rank 0 gets them."""
+    """The state dicts of both as if nothing were sharded. All processes take part, and the first one gets them."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights, states = get_state_dict(model, optimizer, options=options)
     if dist.get_rank() > 0:
