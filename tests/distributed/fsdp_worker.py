@@ -5,6 +5,7 @@
 Run in several processes; the arguments are names of functions here.
 """
 
+import copy
 import functools
 import gc
 import math
@@ -288,6 +289,29 @@ def torchs_clipping():
             assert p.grad is grad
             torch.testing.assert_close(grad.full_tensor(), value / 4, rtol=1e-4, atol=0.0)
         amp.shutdown()
+
+
+def formats_of_states():
+    """Moments in fewer bytes are near those in float32, and a state dict goes on bit for bit."""
+    trained = {}
+    for state_dtype in None, torch.bfloat16, "int8":
+        model = all_used("O5")
+        options = {} if state_dtype is None else {"state_dtype": state_dtype}
+        model, optimizer = start(model, optimizers.NpuFusedAdamW(model.parameters(), lr=0.01, **options), "O5")
+        losses_of(model, optimizer, range(8), dist.get_rank())
+        trained[state_dtype] = [p.full_tensor() for p in model.parameters()]
+        saved = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+        saved = copy.deepcopy(saved)
+        goes_on = losses_of(model, optimizer, range(8, 10), dist.get_rank())
+        set_model_state_dict(model, saved[0])
+        set_optimizer_state_dict(model, optimizer, saved[1])
+        again = losses_of(model, optimizer, range(8, 10), dist.get_rank())
+        # What is encoded again is rounded again.
+        assert again == (goes_on if state_dtype != "int8" else pytest.approx(goes_on, rel=1e-2))
+        amp.shutdown()
+    for found in trained[torch.bfloat16], trained["int8"]:
+        for p, q in zip(found, trained[None], strict=True):
+            torch.testing.assert_close(p, q, rtol=0.0, atol=0.02)  # of 8 steps of 0.01
 
 
 def sums_in_place_of_averages():

@@ -111,7 +111,7 @@ FSDP: dict[int, tuple[str, ...]] = {
 
 
 if DEVICE.type == "cpu":
-    FSDP[2] += ("sums_in_place_of_averages",)
+    FSDP[2] += ("sums_in_place_of_averages", "formats_of_states")
 
 
 @pytest.mark.slow
