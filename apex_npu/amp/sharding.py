@@ -232,7 +232,7 @@ class HeldBack(BlockPart):
 
     def before_unscale(self, block: Block) -> None:
         """See ``BlockPart``."""
-        params = {id(p) for group in block.groups for p in group.params}
-        if self._held.are_there(params):
+        held = set(map(id, self._held.params()))
+        if held and any(id(p) in held for group in block.groups for p in group.params):
             assert isinstance(block, DelayingBlock)
             block.set_delay("delay_unscale")

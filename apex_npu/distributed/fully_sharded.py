@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from apex_npu.backends._torch_private import param_groups
 
 
 class Unit(NamedTuple):
@@ -84,8 +86,10 @@ def ensure_averages(units: Sequence[Unit], meshes: Iterable[Any]) -> None:
 def _averages(group: Any) -> bool:
     """Whether the reductions of ``group`` that ``fully_shard`` uses can average, and do."""
     part, whole = torch.zeros(1), torch.ones(1)
+    # The name of torch 2.13, and that of those before.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     try:
-        dist.reduce_scatter_tensor(part, torch.ones(dist.get_world_size(group)), op=dist.ReduceOp.AVG, group=group)
+        reduce_scatter(part, torch.ones(dist.get_world_size(group)), op=dist.ReduceOp.AVG, group=group)
         dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=group)
     except (RuntimeError, ValueError):  # said before anything is sent, by all alike
         return False
@@ -93,7 +97,7 @@ def _averages(group: Any) -> bool:
 
 
 class HeldGradients:
-    """Whether units hold gradients back that are not reduced yet.
+    """The gradients that units hold back, since they are not reduced yet.
 
     That is what ``set_requires_gradient_sync(False)`` does, and HSDP's ``set_requires_all_reduce(False)``. They have
     the loss scale of their backward, and no ``.grad`` shows them.
@@ -101,33 +105,28 @@ class HeldGradients:
 
     def __init__(self, units: Iterable[Unit]) -> None:
         """Of ``units``, which this does not keep alive."""
-        self._modules = [weakref.ref(unit.module) for unit in units]
+        listed = list(units)
+        self._modules = [weakref.ref(unit.module) for unit in listed]
+        states = [unit.module._get_fsdp_state() for unit in listed]  # type: ignore[operator]
+        self._groups = [weakref.ref(group) for state in states for group in param_groups(state)]
 
     def add(self, other: HeldGradients) -> None:
         """Look at the units of ``other``, too."""
         self._modules += other._modules
+        self._groups += other._groups
 
     def knows(self, unit: Unit) -> bool:
         """True where this looks at ``unit``."""
         return any(reference() is unit.module for reference in self._modules)
 
-    def are_there(self, params: Collection[int]) -> bool:
-        """After a backward: True where a unit holds gradients of parameters whose identities are among ``params``."""
-        for reference in self._modules:
-            module: Any = reference()
-            for group in () if module is None else _param_groups(module._get_fsdp_state()):
-                if group.reduce_grads and group._partial_reduce_output is None:
-                    continue
-                if any(id(param) in params for param in map(_sharded_param, group.fsdp_params)):
-                    return True
-        return False
-
-
-def _param_groups(state: Any) -> list[Any]:
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    if groups is not None:
-        return groups
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch < 2.12
+    def params(self) -> list[Tensor]:
+        """After a backward: the parameters of the units that hold gradients back."""
+        found: list[Tensor] = []
+        for reference in self._groups:
+            group: Any = reference()
+            if group is not None and not (group.reduce_grads and group._partial_reduce_output is None):
+                found += map(_sharded_param, group.fsdp_params)
+        return found
 
 
 def _sharded_param(fsdp_param: Any) -> Tensor:

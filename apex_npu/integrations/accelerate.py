@@ -123,7 +123,7 @@ class ApexAccelerator(Accelerator):
         if new:
             self._initialize(_of_type(nn.Module, result), prepared)
             for wrapper in prepared:  # it holds the step of its optimizer, which is another now
-                wrapper.__init__(wrapper.optimizer, device_placement=False, scaler=self.scaler)  # type: ignore[misc]
+                wrapper.__init__(wrapper.optimizer, device_placement=False, scaler=self.scaler)
         return result
 
     def _initialize(self, models: list[nn.Module], optimizers: Sequence[Any]) -> None:

@@ -9,7 +9,7 @@ values before a step and gives them back after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -244,7 +244,7 @@ class FusedParams:
         held = {id(p) for p in copied}
         return [found[id(p)] if id(p) in held else local_part(p) for p in params]
 
-    def _still_fit(self, moved: list[list[int]], kind_of: dict[int, tuple[object, ...]]) -> list[FusedGroup]:
+    def _still_fit(self, moved: list[list[int]], kind_of: Mapping[int, object]) -> list[FusedGroup]:
         """The groups whose parameters are all listed, of one kind unless they are combined, and have not ``moved``.
 
         A parameter that another fusion has taken gets a group in place: taking it back would only start a tug-of-war.
