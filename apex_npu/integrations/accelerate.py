@@ -119,9 +119,9 @@ class ApexAccelerator(Accelerator):
         plugin = self.state.fsdp_plugin
         plugin.mixed_precision_policy = plugin.mixed_precision_policy or amp.fsdp_policy(level)
         result = super().prepare(*args, **kwargs)
-        prepared = _of_type(torch.optim.Optimizer, result if isinstance(result, tuple) else (result,))
+        prepared = _of_type(torch.optim.Optimizer, result if isinstance(result, (list, tuple)) else (result,))
         if new:
-            self._initialize(_of_type(nn.Module, result), prepared)
+            self._initialize(_of_type(nn.Module, result), [wrapper.optimizer for wrapper in prepared])
             for wrapper in prepared:  # it holds the step of its optimizer, which is another now
                 wrapper.__init__(wrapper.optimizer, device_placement=False, scaler=self.scaler)
         return result
@@ -138,7 +138,7 @@ class ApexAccelerator(Accelerator):
         prepared = [o.scaler for o in optimizers if isinstance(getattr(o, "scaler", None), amp.AmpScaler)]
         if prepared:
             self.scaler = prepared[0]
-        elif self._optimizers:
+        elif self._optimizers and self.scaler is not None:
             states = {o: state_of(o) for o in self.scaler.optimizers}
             others = [o for o, state in states.items() if state is None or not state.masters.retired]
             self.scaler.optimizers = [*others, *inner]

@@ -79,7 +79,7 @@ def check_sharded():
         module.level = level or "O0"
         plugins = [Elsewhere(), *([ApexAmpPrecision(level)] if level else [])]
         strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-        options = {"accumulate_grad_batches": 2, "max_steps": 3, "gradient_clip_val": 0.5 if level != "O1" else None}
+        options = {"accumulate_grad_batches": 2, "max_steps": 3, "gradient_clip_val": 0.5}
         fit(module, strategy=strategy, devices=2, num_nodes=1, max_epochs=1, plugins=plugins, **options)
         found[level] = torch.cat([p.full_tensor().flatten() for p in module.parameters()])
         amp.shutdown()
