@@ -41,7 +41,8 @@ class Shards {
   bool have_parts() const;
 
   // Holds what the gradients of the parameters have inside, until that is dropped or brought to the parts, and returns
-  // one GradState for each: NONE or ELSEWHERE. Nothing is held where one cannot stay there for `in_place`, or, to be written, two overlap.
+  // one GradState for each: NONE or ELSEWHERE. Nothing is held where one cannot stay there for `in_place`, or, to be
+  // written, two overlap.
   std::optional<std::string> hold_grads(const GradSlots& slots, InPlace in_place);
 
   // `count` of those that are held, from the one of index `first` on, as one operand; see GradSlots::grad_list.
