@@ -94,11 +94,11 @@ class record(WatchingContext):
             follow_grad_scalers(self._undo, recorder.scales, recorder.unscaled)
             recorder.attach()
         except BaseException:  # as an interrupt
-            self.discard()
+            self.leave()
             raise
         return recorded
 
-    def discard(self) -> bool:
+    def leave(self) -> bool:
         """End, and write no file; False: operators are missing, as a mode that was entered before was left before."""
         recorder, session = self.watch, self._session
         self.watch = self._session = None
@@ -113,7 +113,7 @@ class record(WatchingContext):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         recorder = self.watch
-        is_complete = self.discard()
+        is_complete = self.leave()
         if recorder is not None and kind is None:
             if not is_complete:
                 raise RuntimeError(

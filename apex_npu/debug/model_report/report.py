@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from apex_npu.debug.model_report.copies import (
 )
 from apex_npu.debug.model_report.memory import Sizes, measure, sizes_of, usual_sizes
 from apex_npu.debug.model_report.table import LevelReport, ModelReport
-from apex_npu.debug.model_report.tally import Tally, refuses_hooks
+from apex_npu.debug.model_report.tally import Tally
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 
@@ -97,14 +96,16 @@ def report(
         stack.enter_context(torch.enable_grad())
         sizes = {level: usual_sizes(model) if optimizer is None else sizes_of(optimizer, model) for level in policies}
         try:
-            results = _try_all(policies, device_types, model, given, loss, sizes)
+            sessions = [Session(policy, [], device_types=device_types) for policy in policies.values()]
+            results = [_try(session, model, given, loss, sizes) for session in sessions]
         except _Refused:
             raise
         except Exception as error:
             why = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
             raise RuntimeError(
                 f"the model cannot be reported on without values ({why}), as where sizes depend on values (x[mask], "
-                ".item()), or an operator has no rule for sizes: report on a part of it that can"
+                ".item()), an operator has no rule for sizes, or forward has derivatives of torch.func: report on a "
+                "part of it that can"
             ) from error
     found = ModelReport(
         type(model).__name__,
@@ -114,11 +115,6 @@ def report(
     )
     if loss is None:
         found.notes.append("no loss function was given, and none is counted")
-    if any(one.tally.saved is None for one, _, _ in results):
-        found.notes.append(
-            "what is saved for backward is unknown: derivatives of torch.func, as by grad in forward, allow no hooks "
-            "of saved tensors"
-        )
     uncounted = {name for one, _, _ in results for name in one.tally.uncounted}
     if uncounted:
         found.notes.append(f"FLOPs of {', '.join(sorted(uncounted))} are not counted: there is no formula for them")
@@ -167,44 +163,20 @@ def _device_types(model: nn.Module, tensors: list[Tensor]) -> list[str]:
     return types
 
 
-def _try_all(
-    policies: Mapping[str, Policy],
-    device_types: list[str],
-    model: nn.Module,
-    given: Any,
-    loss: Callable[[Any], Tensor] | None,
-    sizes: dict[str, Sizes],
-) -> list[tuple[LevelReport, bool, set[int]]]:
-    """``_try`` at each level; where forward allows no hooks of saved tensors, once more without counting these."""
-
-    def tried(*, counts_saved: bool) -> list[tuple[LevelReport, bool, set[int]]]:
-        sessions = [Session(policy, [], device_types=device_types) for policy in policies.values()]
-        tallies = [Tally() if counts_saved else Tally(saved=None) for _ in sessions]
-        return [_try(*pair, model, given, loss, sizes) for pair in zip(sessions, tallies, strict=True)]
-
-    try:
-        return tried(counts_saved=True)
-    except RuntimeError as error:
-        if not refuses_hooks(error):
-            raise
-        clear_frames(error.__traceback__)
-    return tried(counts_saved=False)
-
-
 def _try(
     session: Session,
-    tally: Tally,
     model: nn.Module,
     given: Any,
     loss: Callable[[Any], Tensor] | None,
     sizes: dict[str, Sizes],
 ) -> tuple[LevelReport, bool, set[int]]:
-    """One forward and backward of a copy of ``model``, whose casts are those of ``session``, counted by ``tally``.
+    """One forward and backward of a copy of ``model``, whose casts are those of ``session``.
 
     Returns:
         What it was, whether there was a backward, and the ids of the tensors that it gives gradients to.
     """
     session.patches = registered_patches(session.policy)
+    tally = Tally()
     with (
         KeptGradients(model.parameters()) as gradients,
         fake_copies(model, given) as (made, (args, kwargs)),

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields, replace
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
@@ -73,7 +72,7 @@ class FirstForward:
             print(f"--model-report: {type(error).__name__}: {error}", flush=True)
             return
         found.notes.append(trains)
-        _print(found)
+        print(found, flush=True)
 
     def _script_ended(self) -> None:
         self.end()
@@ -88,16 +87,3 @@ class FirstForward:
         """Look at calls no longer."""
         self._exit.cancel()
         self._undo.close()
-
-
-def _print(found: object) -> None:
-    """With rich's tables on a terminal, where rich is installed."""
-    if sys.stdout.isatty():
-        try:
-            from rich import print as rich_print
-        except ImportError:
-            pass
-        else:
-            rich_print(found)
-            return
-    print(found, flush=True)

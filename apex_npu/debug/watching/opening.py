@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -43,16 +43,6 @@ class WatchingContext:
     def __enter__(self) -> Any:
         """Begin."""
         raise NotImplementedError
-
-    def make_way(self, call: Callable[[], object]) -> None:
-        """Have ``call`` leave this context, where the script opens one that watches."""
-        if self.watch is not None:
-            self.watch.make_way = call
-
-    def enter_module(self, module: nn.Module, args: Any) -> None:
-        """The context was entered within the forward of ``module``, before its operators."""
-        if self.watch is not None:
-            self.watch.enter_module(module, args)
 
     def models_to_watch(self, open_already: str | None = None) -> list[nn.Module]:
         """The models; ``open_already`` is the text of the error where another context watches.
