@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from apex_npu.amp.session import current
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends._torch_private import without_modes
+from apex_npu.debug.model_report.copies import nodes_of
 from apex_npu.debug.observers import stepped
 from apex_npu.debug.overflow.causes import Finding
 from apex_npu.debug.overflow.finder import Finder, Gradients, params_of
@@ -309,10 +310,10 @@ def _begin_backward(outputs: Sequence[Tensor], run: Run, watch: Watch) -> list[t
             "gradients now"
         )
     pairs = [(outputs[i], gradient) for i, gradient in run.gradients.items()]
-    before = [_nodes_before(output.grad_fn) for output, _ in pairs]
+    before = [nodes_of(node for node, _ in output.grad_fn.next_functions if node is not None) for output, _ in pairs]
     given = []
     for output, gradient in pairs:
-        if any(output.grad_fn is not None and output.grad_fn in nodes for nodes in before):
+        if any(output.grad_fn in nodes for nodes in before):
 
             def settle(arrived: Tensor, recorded: Tensor = gradient) -> Tensor | None:
                 is_watched, watch.suspended = not watch.suspended, True
@@ -324,18 +325,6 @@ def _begin_backward(outputs: Sequence[Tensor], run: Run, watch: Watch) -> list[t
         else:
             given.append((output, gradient))
     return given
-
-
-def _nodes_before(node: Any) -> set[Any]:
-    """The nodes of the graph that a backward from ``node`` comes to after it."""
-    found: set[Any] = set()
-    waiting = [node] if node is not None else []
-    while waiting:
-        for further, _ in waiting.pop().next_functions:
-            if further is not None and further not in found:
-                found.add(further)
-                waiting.append(further)
-    return found
 
 
 def _examine(
