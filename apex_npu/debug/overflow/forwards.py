@@ -211,20 +211,20 @@ class Forwards:
         self._open.modules = []
 
     @contextmanager
-    def again(self, returned: Callable[[list[Tensor]], None]) -> Iterator[None]:
-        """A call is run once more: it is not kept, and ``returned`` is called with its outputs."""
+    def paused(self) -> Iterator[None]:
+        """Keep no calls of this thread."""
         self.close_interrupted()
-        self._open.again = returned
+        self._open.paused = True
         try:
             yield
         finally:
-            del self._open.again
+            del self._open.paused
 
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         outer: list[tuple[nn.Module, Forward | None]] = vars(self._open).setdefault("modules", [])
         forward = None
         is_outermost = not outer and module in self._hooks and self.failed is None
-        if is_outermost and not hasattr(self._open, "again") and torch.is_grad_enabled() and not is_capturing():
+        if is_outermost and not hasattr(self._open, "paused") and torch.is_grad_enabled() and not is_capturing():
             place = calling_line(3)  # past the hook, and what torch calls it by
             try:
                 forward = self._new_forward(module, (args, kwargs), place if isinstance(place, Place) else None)
@@ -248,11 +248,11 @@ class Forwards:
             begun, forward = outer.pop()
             if begun is module:
                 break
-        if outer:
-            return
-        outputs = [tensor for tensor in every_tensor(output) if tensor.grad_fn is not None]
-        if hasattr(self._open, "again"):
-            self._open.again(outputs)
-        elif forward is not None:
+        if forward is not None and not outer:
             forward.state.forward_ended()
-            forward.follow(outputs, self._gradient_arrived)
+            forward.follow(outputs_of(output), self._gradient_arrived)
+
+
+def outputs_of(returned: Any) -> list[Tensor]:
+    """The tensors that a model has ``returned``, and that backward passes gradients to."""
+    return [tensor for tensor in every_tensor(returned) if tensor.grad_fn is not None]

@@ -21,7 +21,7 @@ from apex_npu.debug.model_report.copies import nodes_of
 from apex_npu.debug.observers import stepped
 from apex_npu.debug.overflow.causes import Finding
 from apex_npu.debug.overflow.finder import Finder, Gradients, params_of
-from apex_npu.debug.overflow.forwards import Forward, Forwards, NotReplayedError
+from apex_npu.debug.overflow.forwards import Forward, Forwards, NotReplayedError, outputs_of
 from apex_npu.debug.overflow.report import OverflowReport, Overflows
 from apex_npu.debug.text import first_line, name_of
 from apex_npu.debug.watching.watch import GIVEN, Watch
@@ -244,8 +244,7 @@ class Replayer:
     def _run(self, block: Block, run: Run, found: OverflowReport) -> tuple[Finder, Gradients]:
         """Run one forward and its backward again, with ``found`` as what is found; returns the gradients, too."""
         sources = [source for source in block.sources if source.requires_grad]
-        outputs: list[Tensor] = []
-        with run.forward.as_it_was() as (call, inputs), self._forwards.again(outputs.extend):
+        with run.forward.as_it_was() as (call, inputs), self._forwards.paused():
             finder = Finder(self._forwards.models)
             finder.dynamic, watch = block.dynamic, finder.watch
             watch.scale, watch.replayed = block.scale, run.forward
@@ -253,7 +252,7 @@ class Replayer:
             was_raised, watch.flag.raised = watch.flag.raised, False
             watch.attach()
             try:
-                call()
+                outputs = outputs_of(call())
                 gradients = [*sources, *inputs]
                 given = _begin_backward(outputs, run, watch)
                 grads = torch.autograd.grad(
