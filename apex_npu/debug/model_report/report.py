@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from apex_npu.amp.policy import OPT_LEVELS, Policy, resolve
@@ -29,6 +28,7 @@ from apex_npu.debug.model_report.copies import (
 from apex_npu.debug.model_report.memory import Sizes, measure, sizes_of, usual_sizes
 from apex_npu.debug.model_report.table import LevelReport, ModelReport
 from apex_npu.debug.model_report.tally import Tally
+from apex_npu.debug.watching.opening import inside_of
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 
@@ -79,7 +79,9 @@ def report(
         >>> r.levels["O1"].tally.flops_in(torch.float16)
         256
     """
-    model = unwrapped(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"amp.debug.report takes a model, torch.nn.Module, got {type(model).__name__}")
+    model = inside_of(model)
     listed = (level if isinstance(level, Policy) else resolve(level) for level in _listed(levels))
     policies = {policy.opt_level: policy for policy in listed}
     if loss is not None and not callable(loss):
@@ -128,20 +130,6 @@ def report(
             "computed of it is not what the level would compute"
         )
     return found
-
-
-def unwrapped(model: Any) -> nn.Module:
-    """What is inside of DistributedDataParallel, DataParallel and torch.compile; TypeError for what is no module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"amp.debug.report takes a model, torch.nn.Module, got {type(model).__name__}")
-    inner: nn.Module = model
-    while True:
-        if isinstance(inner, (DistributedDataParallel, DataParallel)):
-            inner = inner.module
-        elif isinstance(vars(inner).get("_modules", {}).get("_orig_mod"), nn.Module):  # torch.compile
-            inner = inner.get_submodule("_orig_mod")
-        else:
-            return inner
 
 
 def _listed(levels: str | Sequence[str | Policy]) -> list[str | Policy]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from apex_npu.amp.session import Session, current
 from apex_npu.backends import is_capturing
@@ -17,6 +18,24 @@ from apex_npu.debug.watching.watch import Watch
 def session_models(session: Session) -> list[nn.Module]:
     """The models that amp knows, and that are still there."""
     return [model for converted in session.models if (model := converted.model) is not None]
+
+
+def inside_of(model: nn.Module) -> nn.Module:
+    """The model that DistributedDataParallel, DataParallel and torch.compile hold."""
+    while True:
+        compiled = vars(model).get("_modules", {}).get("_orig_mod")
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        elif isinstance(compiled, nn.Module):
+            model = compiled
+        else:
+            return model
+
+
+def is_of_amp(module: nn.Module) -> bool:
+    """Whether ``module`` is, or holds, a model that was passed to ``amp.initialize``."""
+    session, inner = current(), inside_of(module)
+    return session is not None and any(inside_of(model) is inner for model in session_models(session))
 
 
 class WatchingContext:
