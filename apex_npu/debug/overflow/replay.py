@@ -309,7 +309,8 @@ def _begin_backward(outputs: Sequence[Tensor], run: Run, watch: Watch) -> list[t
             "gradients now"
         )
     pairs = [(outputs[i], gradient) for i, gradient in run.gradients.items()]
-    before = [nodes_of(node for node, _ in output.grad_fn.next_functions if node is not None) for output, _ in pairs]
+    graphs: list[Any] = [output.grad_fn for output, _ in pairs]
+    before = [nodes_of(node for node, _ in graph.next_functions if node is not None) for graph in graphs]
     given = []
     for output, gradient in pairs:
         if any(output.grad_fn in nodes for nodes in before):
