@@ -19,11 +19,11 @@ from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends._torch_private import without_modes
 from apex_npu.debug.model_report.copies import nodes_of
 from apex_npu.debug.observers import stepped
-from apex_npu.debug.overflow.causes import Finding
+from apex_npu.debug.overflow.causes import Finding, without_operator
 from apex_npu.debug.overflow.finder import Finder, Gradients, params_of
 from apex_npu.debug.overflow.forwards import Forward, Forwards, NotReplayedError, outputs_of
 from apex_npu.debug.overflow.report import OverflowReport, Overflows
-from apex_npu.debug.text import first_line, name_of
+from apex_npu.debug.text import first_line
 from apex_npu.debug.watching.watch import GIVEN, Watch
 from apex_npu.fusion import grads_of
 from apex_npu.fusion.shards import local_part
@@ -342,23 +342,16 @@ def _examine(
     is_given = [c.kind == "data" and c.phase == "backward" and c.tensor == GIVEN for c in found.causes]
     is_forward = any(cause.phase == "forward" for cause in found.causes)
     if (bad and not is_forward) or (is_given and all(is_given)):
-        found.causes = [_after_model(next(iter(bad or given)))]
+        gradient = next(iter(bad or given))
+        found.causes = [without_operator("unknown", "backward", gradient, "the gradient of an output", *_AFTER_MODEL)]
 
 
-def _after_model(gradient: Tensor) -> Finding:
-    return Finding(
-        "unknown",
-        "backward",
-        None,
-        "none",
-        dtype=name_of(gradient.dtype),
-        shape=tuple(gradient.shape),
-        tensor="the gradient of an output",
-        why="the models' outputs are finite, the gradients that backward passes to them are not: this begins in the "
-        "code that computes the loss from them, which is not run again",
-        advice="watch an iteration: find_overflow without replay; or let a module compute the loss, and pass it to "
-        "find_overflow, too",
-    )
+_AFTER_MODEL = (
+    "the models' outputs are finite, the gradients that backward passes to them are not: this begins in the code that "
+    "computes the loss from them, which is not run again",
+    "watch an iteration: find_overflow without replay; or let a module compute the loss, and pass it to find_overflow, "
+    "too",
+)
 
 
 def _of_sum(parameter: str) -> Finding:
