@@ -266,14 +266,15 @@ def gradients_stay_where_they_are():
         assert not any(group.grads.has_buffer for group in optimizer.fused_groups()) or not IN_PLACE
         gc.collect()
         gc.freeze()
-        step()  # what it keeps of itself takes the place of what is frozen
-        gc.collect()
-        objects = len(gc.get_objects())
-        for _ in range(200):
-            step()
-        gc.collect()
-        assert len(gc.get_objects()) - objects <= 0
+        counts = []
+        for _ in range(2):  # in the first what steps keep of themselves takes the place of what is frozen
+            for _ in range(200):
+                step()
+            gc.collect()
+            counts.append(len(gc.get_objects()))
         gc.unfreeze()
+        # Of 200 steps; threads of gloo may hold an object of the last one for a moment.
+        assert counts[1] - counts[0] < 10
         if IN_PLACE:
             with torch.autograd.profiler.profile(profile_memory=True) as profile:
                 step()
