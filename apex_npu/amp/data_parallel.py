@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.grad_groups import FlatMasterGradGroup, GradGroup
+from apex_npu.amp.grad_groups import GradGroup
+from apex_npu.amp.master_grads import FlatMasterGradGroup
 from apex_npu.backends import numbers_on
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.distributed import GradReducer, RankProgress, ReduceOptions

@@ -12,7 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from apex_npu.amp.accessors import OptimizerAccessors
-from apex_npu.amp.grad_groups import GradGroup, MasterGradGroup
+from apex_npu.amp.grad_groups import GradGroup
+from apex_npu.amp.master_grads import MasterGradGroup
 from apex_npu.amp.grad_layout import combine_grads, make_grad_groups, trainable
 from apex_npu.amp.master_params import MasterPair, MasterParams
 from apex_npu.amp.policy import Policy
