@@ -170,10 +170,16 @@ class FlatGradGroup(GradGroup):
 
 
 def any_grads(tensors: Sequence[Tensor]) -> bool:
+    """True where one of ``tensors`` has a gradient."""
     return not all(map(is_, grads_of(list(tensors)), repeat(None)))
 
 
 def dense_grad(grad: Tensor | None, param: Tensor) -> Tensor:
+    """``grad``, which ``param`` has, without its graph.
+
+    Raises:
+        RuntimeError: It is sparse.
+    """
     assert grad is not None
     if grad.layout != torch.strided:
         raise RuntimeError(

@@ -228,6 +228,7 @@ class CopiedGrads:
         grad = self.grads[index]
         return grad is not None and grad._version != self._versions[index]
 
+
 class MasterGradGroup(GradGroup):
     """Gradients of which some are copied from model parameters to masters, each into memory of its own."""
 

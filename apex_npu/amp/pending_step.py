@@ -249,7 +249,7 @@ class PendingStep:
             state = stepped()
             if state is not None and state.pending is not None:
                 state.pending.skipped_check = None
-                ended = state.end_step()
+                ended = state.note_step()
                 session = current()
                 if ended.skipped and session is not None:
                     session.tell_skipped(ended)

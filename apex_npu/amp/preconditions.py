@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from apex_npu.amp.adoption import optimizers_inside, shares_groups
 from apex_npu.amp.float32_copies import is_cast, own_tensors
-from apex_npu.amp.optimizer_state import optimizers_inside, shares_groups, state_of
+from apex_npu.amp.optimizer_state import state_of
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current, settings
 from apex_npu.backends._torch_private import is_fake

@@ -35,7 +35,7 @@ from apex_npu.autocast.forward_cast import Ambient
 from apex_npu.backends.patching import Patch, Undo, patch_attribute
 from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed.consistency import broadcast_values
-from apex_npu.distributed.fully_sharded import HeldGradients, Unit
+from apex_npu.distributed.fully_sharded import HeldGradients, Unit, units_of
 from apex_npu.distributed.group_reference import GroupReference
 from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, dtypes_of, follow_dtypes, followed_by
 from apex_npu.fusion import are_same, remainders_of
@@ -192,6 +192,22 @@ class Session:
     def shard(self, policy: Policy, units: Iterable[Unit]) -> None:
         """Leave to ``fully_shard`` what ``policy`` does not have any more, for models with ``units``."""
         self.policy, self.held = policy, HeldGradients(units)
+
+    def check_sharded_before(self) -> None:
+        """Where an optimizer finds no gradients: require that no model was sharded after ``initialize``.
+
+        Raises:
+            RuntimeError: One was, and the optimizer has parameters that are not the model's any more.
+        """
+        for model in (converted.model for converted in self.models):
+            for unit in [] if model is None else units_of(model):
+                if self.held is None or not self.held.knows(unit):
+                    raise RuntimeError(
+                        f"fully_shard was called on {unit.name or 'the model'} after amp.initialize, and has replaced "
+                        "the parameters that the optimizer holds. Call fully_shard first, with "
+                        f"mp_policy=amp.fsdp_policy({self.policy.opt_level!r}), then make the optimizer, then call "
+                        "amp.initialize"
+                    )
 
     def disable(self) -> None:
         """Make everything pass through."""

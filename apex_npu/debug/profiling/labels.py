@@ -34,7 +34,7 @@ _LABELLED = (
     ("amp.deferred_inf_check", "any_raised", "amp.wait"),
     ("amp.grad_sync", "agree_on_overflow", "amp.wait"),
     ("backends.host_copy:HostCopy", "__bool__", "amp.wait"),
-    ("amp.amp_optimizer", "_skip_step", "amp.skip"),
+    ("amp.optimizer_state:AmpOptimizerState", "skip_step", "amp.skip"),
     ("amp.amp_optimizer:AmpOptimizerMixin", "_clip_at_once", "amp.clip"),
     ("amp.pending_step:PendingStep", "clip", "amp.clip"),
     ("amp.clip_guard", "clip_by_torch", "amp.clip"),
