@@ -120,7 +120,8 @@ class AmpOptimizerState:
     def resolve(self) -> None:
         """Have everything decided that has been left to the device, or to the step."""
         if self.pending is not None:
-            self.pending.resolve_all()
+            self.pending.resolve()
+            self.pending.resolve_step()
 
     @property
     def averages(self) -> bool:

@@ -23,7 +23,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from apex_npu.amp.accessors import step_without
 from apex_npu.amp.clip_guard import watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
-from apex_npu.amp.deferred_inf_check import DeferredInfCheck
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler, in_apex_format
 from apex_npu.amp.step_decision import StepReport
@@ -53,6 +52,17 @@ class HasMasters(Protocol):
 
     def retire(self, undo: Undo | None = None) -> None:
         """Its model parameters have got other masters; ``undo`` takes the callback that takes this back."""
+        ...
+
+
+class OpenCheck(Protocol):
+    """What a session requires of a check that a block has left open; see ``DeferredInfCheck``."""
+
+    thread: int
+    """The identifier of the thread whose block it was."""
+
+    def resolve(self) -> None:
+        """Have it decided."""
         ...
 
 
@@ -176,7 +186,7 @@ class Session:
     no_sync_depth: int = 0
     ddps: KnownDDPs = field(default_factory=list)
     observer: Observer | None = field(default_factory=lambda: settings.observer)
-    open_checks: dict[LossScaler, DeferredInfCheck] = field(default_factory=dict)
+    open_checks: dict[LossScaler, OpenCheck] = field(default_factory=dict)
     reached: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
     _undo: Undo = field(default_factory=Undo)
     _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
