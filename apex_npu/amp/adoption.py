@@ -14,6 +14,7 @@ from apex_npu.amp.amp_optimizer import SharedGroupsMixin, adopted_class
 from apex_npu.amp.data_parallel import GradSync
 from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
 from apex_npu.amp.pending_step import PendingStep
+from apex_npu.amp.preconditions import optimizers_inside, shares_groups
 from apex_npu.amp.session import Session
 from apex_npu.fusion import HasFusedGroups
 
@@ -90,18 +91,3 @@ def release_inside(optimizer: Optimizer) -> None:
         vars(inner).pop("_amp_state", None)
         vars(inner).pop("_amp_stepping", None)
     vars(optimizer).pop("_amp_stepping", None)
-
-
-def optimizers_inside(optimizer: Any) -> list[Optimizer]:
-    """Those that are attributes of ``optimizer``, or items of one."""
-    found: list[Optimizer] = []
-    for value in vars(optimizer).values():
-        listed = value if isinstance(value, (list, tuple)) else [value]
-        found += [inner for inner in listed if isinstance(inner, Optimizer) and inner is not optimizer]
-    return found
-
-
-def shares_groups(optimizer: Optimizer, inner: Optimizer) -> bool:
-    """True where all groups of ``inner`` are groups of ``optimizer``."""
-    groups = set(map(id, optimizer.param_groups))
-    return all(id(group) in groups for group in inner.param_groups)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from apex_npu.amp.capture import check_step
 from apex_npu.amp.float32_copies import register_new_masters
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, state_of
-from apex_npu.amp.session import current
+from apex_npu.amp.session import current, warn_once
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.distributed import clip_grad_norm_
@@ -52,7 +53,8 @@ class AmpOptimizerMixin(OptimizerAccessors):
         # What torch's learning rate schedulers record, and the marks by which they detect that this needs no wrapper.
         self._opt_called = True
         state = self._amp_state
-        if state.stage is Stage.CAPTURED or is_capturing():
+        capturing = (torch.cuda.is_initialized() or "torch_npu" in sys.modules) and is_capturing()
+        if capturing or state.stage is Stage.CAPTURED:
             check_step(self, state)
         result = None
         if args or kwargs:
@@ -63,7 +65,9 @@ class AmpOptimizerMixin(OptimizerAccessors):
             if check is None and state.decision is not None and state.decision.skip:
                 state.skip_step(self)
                 return result
-            state.begin_step(self)
+            doubt = state.begin_step(self)
+            if doubt is not None:
+                warn_once(self, doubt)
             begun = True
             own = super().step
             if pending is None:
@@ -315,7 +319,7 @@ def _combined_grads(optimizer: Optimizer, state: AmpOptimizerState) -> list[Flat
             state.pending.unscale_now_(state, groups)
         for group in groups:
             group.drop_cleared()
-    return state.grads.combined(optimizer, state.masters, combine_grad=state.policy.combine_grad)
+    return state.grads.combined(optimizer, state)
 
 
 @functools.cache

@@ -12,11 +12,16 @@ from typing import Any
 import torch.nn.utils
 from torch import Tensor
 
-from apex_npu.amp.master_grads import WRITTEN
 from apex_npu.backends.patching import Undo
 from apex_npu.fusion import are_same
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
+WRITTEN = (
+    "gradients of the model have been written or replaced, as torch.nn.utils.clip_grad_norm_, clip_grad_value_ and "
+    "`p.grad = ...` do, after amp.scale_loss has copied them to the fp32 masters that the optimizer steps: the "
+    "gradients that count are the masters', which stay as they were. Clip or replace those of "
+    "amp.master_params(optimizer), or call optimizer.clip_optimizer_grad_norm_fused(max_norm)"
+)
 SCALED_CLIPPED = (
     "torch.nn.utils.clip_grad_norm_ or clip_grad_value_ was given gradients that fuse_unscale=True keeps multiplied "
     "with the loss scale until step: it clips them as if they were larger than they are. Call "

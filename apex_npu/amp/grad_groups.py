@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import number_on
+from apex_npu.distributed import GradReducer
 from apex_npu.fusion import FlatGrads, extent_numel, grads_of, overlapping, wraps_tensors
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.fusion.shards import local_part
@@ -98,6 +99,9 @@ class GradGroup:
     def has_uncopied(self) -> bool:
         """True where a model parameter has a gradient, other than cleared to zeros, that its master lacks."""
         return False
+
+    def note_reduced(self, reducer: GradReducer) -> None:
+        """Take note of what ``reducer`` has averaged the model's gradients in, where one copy can take all from it."""
 
     def part(self, indices: Sequence[int]) -> GradGroup:
         """The same of some of the parameters, each by itself."""

@@ -1,12 +1,10 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``OptimizerGrads``: which gradients of an optimizer are unscaled together, and the buffers of one that has none."""
+"""Which gradients of an optimizer are unscaled together, and in which buffers those are that it has none for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,97 +12,7 @@ from torch.optim import Optimizer
 
 from apex_npu.amp.grad_groups import FlatGradGroup, GradGroup
 from apex_npu.amp.master_grads import FlatMasterGradGroup, MasterGradGroup
-from apex_npu.amp.master_params import MasterParams
-from apex_npu.amp.saturation import saturates
-from apex_npu.fusion import FlatGrads, HasFusedGroups, are_same, by_kind, combined
-from apex_npu.fusion.shards import meshes_of
-
-_PARAMS = itemgetter("params")
-
-
-class OptimizerGrads:
-    """How the gradients of one optimizer get to its parameters.
-
-    Attributes:
-        groups: Made again when its parameters, or their buffers, have changed.
-        saturates: They are on a device that saturates instead of giving inf.
-        meshes: The device meshes over which parameters are sharded.
-        special: Either: a block needs more than the ordinary one.
-        saturated: There: some have overflowed, and they have not been cleared.
-        unchecked: Some have been brought to the optimizer's parameters without a check for inf or NaN.
-    """
-
-    def __init__(self) -> None:
-        self.groups: list[GradGroup] = []
-        self.saturates = self.saturated = self.special = False
-        self.meshes: list[Any] = []
-        self.unchecked = False
-        self._device: torch.device | None = None
-        self._fitted_to: list[list[Any]] = []
-        self._own_flats: list[FlatGrads] = []
-
-    def fit(self, optimizer: Optimizer, masters: MasterParams, *, combine_grad: bool) -> list[GradGroup]:
-        """The groups for ``optimizer`` as it is now, whose parameters ``masters`` has some of.
-
-        With ``combine_grad`` one that has no flat buffers gets some.
-        """
-        if isinstance(optimizer, HasFusedGroups):
-            flats = optimizer.flat_grads()
-        else:
-            flats = self._combined(optimizer) if combine_grad else []
-        fitted_to: list[list[Any]] = [flats, *map(_PARAMS, optimizer.param_groups)]
-        fits = len(fitted_to) == len(self._fitted_to) and all(map(are_same, fitted_to, self._fitted_to))
-        if not fits or (self.groups and self.groups[0].device != self._device):
-            self._make(optimizer, masters, flats)
-            self._fitted_to = [list(part) for part in fitted_to]
-        return self.groups
-
-    def _make(self, optimizer: Optimizer, masters: MasterParams, flats: list[FlatGrads]) -> None:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        model_param_of = {id(pair.master_param): pair.model_param for pair in masters.pairs}
-        groups = make_grad_groups(params, flats, model_param_of)
-        for group in groups:
-            if isinstance(group, MasterGradGroup):
-                group.adopt_from(self.groups)
-        self.saturates, self.meshes = saturates(groups), meshes_of(params)
-        self.special = self.saturates or bool(self.meshes)
-        self._device = groups[0].device if groups else None
-        self.groups = groups  # last: what they know of copied gradients is all there
-
-    def _combined(self, optimizer: Optimizer) -> list[FlatGrads]:
-        params = trainable(optimizer)
-        held = {id(p) for flat in self._own_flats for p in flat.params}
-        if held != {id(p) for p in params} or any(flat.broken() for flat in self._own_flats):
-            self._own_flats = combine_grads(params, self._own_flats)
-        return self._own_flats
-
-    def combined(self, optimizer: Any, masters: MasterParams, *, combine_grad: bool) -> list[FlatGrads]:
-        """One for each combined buffer; memory is laid out so now if it was not."""
-        if isinstance(optimizer, HasFusedGroups):
-            flats = [fused.grads for fused in optimizer.combined_groups()]
-        else:
-            flats = self._combined_own(optimizer, combine_grad)
-        self.fit(optimizer, masters, combine_grad=combine_grad)  # groups take over from those of other buffers
-        return flats
-
-    def _combined_own(self, optimizer: Any, combine_grad: bool) -> list[FlatGrads]:
-        flats = self._combined(optimizer) if combine_grad else []
-        leading = {id(p) for p in optimizer.leading_params()}
-        found = combined(flats, leading)
-        if found is None:
-            optimizer.check_combining()
-            found = self._own_flats = list(map(FlatGrads.apart, by_kind(trainable(optimizer), leading)))
-        return found
-
-    def forget_copied(self, set_to_none: bool) -> None:
-        """The gradients of the model and of the masters have been cleared."""
-        for group in self.groups:
-            group.forget_copied(set_to_none)
-
-    def materialize(self) -> None:
-        """Masters that share the model's gradients, until the step, are about to be read: give them their own."""
-        for group in self.groups:
-            group.materialize_grads()
+from apex_npu.fusion import FlatGrads
 
 
 def make_grad_groups(

@@ -10,11 +10,14 @@ A gradient that a model parameter has got outside of blocks, and that its master
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import is_
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from apex_npu.amp.clip_guard import WRITTEN
 from apex_npu.amp.grad_groups import GradGroup, any_grads, dense_grad, writable_grads
 from apex_npu.distributed import GradReducer
 from apex_npu.fusion import FlatGrads, are_same, drop_grads, grads_of, versions_of, zero_grads
@@ -24,13 +27,6 @@ from apex_npu.ops import cats_lists, gathers_in_one_pass, takes_grads, unscale_g
 _NONE = bytes([NONE])
 
 
-# What step() warns of.
-WRITTEN = (
-    "gradients of the model have been written or replaced, as torch.nn.utils.clip_grad_norm_, clip_grad_value_ and "
-    "`p.grad = ...` do, after amp.scale_loss has copied them to the fp32 masters that the optimizer steps: the "
-    "gradients that count are the masters', which stay as they were. Clip or replace those of "
-    "amp.master_params(optimizer), or call optimizer.clip_optimizer_grad_norm_fused(max_norm)"
-)
 GIVEN_BEFORE_BLOCK = (
     "gradients that were assigned to fp32 masters, and whose model parameters' gradients have been cleared, were "
     "dropped by the next amp.scale_loss, since they may have been assigned before that. Clear gradients with "
@@ -88,9 +84,11 @@ class CopiedGrads:
 
     def note(self) -> None:
         """Record that all gradients that are there now have been copied."""
-        if self.grads:
+        now = grads_of(self._model_params)
+        if self.grads and any(map(is_, now, repeat(None))):
             self.put_back()
-        self._set(grads_of(self._model_params))
+            now = grads_of(self._model_params)
+        self._set(now)
         if self.delayed:
             self.delayed = set()
         if self.kept or self.zeros or self.alike:
@@ -405,7 +403,6 @@ class FlatMasterGradGroup(MasterGradGroup):
         self._reduced: tuple[FlatGrads, range] | None = None
 
     def note_reduced(self, reducer: GradReducer) -> None:
-        """Remember the buffer that ``reducer`` has averaged the model's gradients in, where one copy can take all."""
         self._reduced = None
         if not gathers_in_one_pass(self.params[0]):
             self._reduced = reducer.gathered(self.sources, self.flat.offsets)

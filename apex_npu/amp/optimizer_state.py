@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,13 +15,28 @@ from torch.optim import Optimizer
 from apex_npu._cli.hooks import call
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.grad_groups import GradGroup
-from apex_npu.amp.grad_layout import OptimizerGrads
+from apex_npu.amp.grad_layout import combine_grads, make_grad_groups, trainable
+from apex_npu.amp.master_grads import MasterGradGroup
 from apex_npu.amp.master_params import MasterPair, MasterParams
 from apex_npu.amp.policy import Policy
+from apex_npu.amp.saturation import saturates
 from apex_npu.amp.session import current, warn_once
 from apex_npu.amp.step_decision import StepDecision, StepReport
 from apex_npu.backends.patching import Undo
-from apex_npu.fusion import FusedGroup, HasFusedGroups, drop_grads, low_precision_of, zero_grads
+from apex_npu.fusion import (
+    FlatGrads,
+    FusedGroup,
+    HasFusedGroups,
+    are_same,
+    by_kind,
+    combined,
+    drop_grads,
+    low_precision_of,
+    zero_grads,
+)
+from apex_npu.fusion.shards import meshes_of
+
+_PARAMS = itemgetter("params")
 
 # What step() warns of.
 OUTSIDE_BLOCKS = (
@@ -83,7 +99,7 @@ class AmpOptimizerState:
     decision: StepDecision | None = None
     report: StepReport | None = None
     masters: MasterParams = field(default_factory=MasterParams)
-    grads: OptimizerGrads = field(default_factory=OptimizerGrads)
+    grads: OptimizerGrads = field(default_factory=lambda: OptimizerGrads())
     pending: Any = None
     sync: Any = None
     legacy: Any = None
@@ -253,7 +269,7 @@ class AmpOptimizerState:
 
     def grad_groups(self, optimizer: Optimizer) -> list[GradGroup]:
         """How the gradients of ``optimizer`` get to its parameters."""
-        return self.grads.fit(optimizer, self.masters, combine_grad=self.policy.combine_grad)
+        return self.grads.fit(optimizer, self)
 
     def drop_cleared(self, optimizer: Optimizer | None = None) -> None:
         """Have the gradients of masters follow what a script has done to those of the model since they were copied.
@@ -302,8 +318,11 @@ class AmpOptimizerState:
 
     # A step
 
-    def begin_step(self, optimizer: Optimizer) -> None:
+    def begin_step(self, optimizer: Optimizer) -> str | None:
         """Require gradients that the step of ``optimizer`` can take, and give masters what has been written elsewhere.
+
+        Returns:
+            What is to be warned of.
 
         Raises:
             RuntimeError: They are scaled, or of one process alone, or blocks of other optimizers have left them.
@@ -320,10 +339,11 @@ class AmpOptimizerState:
                 self.copy_uncopied(group)
             if group.edited:
                 doubt, group.edited = group.edited, ""
-        if not has_gradients(optimizer):
-            doubt = _no_gradients(optimizer)
-        if doubt is not None:
-            warn_once(optimizer, doubt)
+        for param_group in optimizer.param_groups:
+            for param in param_group["params"]:
+                if param.grad is not None:
+                    return doubt
+        return _no_gradients(optimizer)
 
     def _begin_without_block(self, optimizer: Optimizer) -> str | None:
         """What is to be warned of gradients that the last block has left unchecked, or that no block has."""
@@ -341,7 +361,7 @@ class AmpOptimizerState:
         if self.masters.masters:
             has_grads = any([group.has_uncopied() for group in self.grad_groups(optimizer)])
         else:
-            has_grads = has_gradients(optimizer)
+            has_grads = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         if has_grads and named is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() was called with gradients that no amp.scale_loss block of its own "
@@ -371,14 +391,8 @@ class AmpOptimizerState:
                 self.note_step()
 
     def end_failed_step(self, optimizer: Optimizer, error: BaseException, *, begun: bool) -> None:
-        """After ``error``: the model follows masters that may have been stepped; after an interrupt none steps twice.
-
-        Args:
-            optimizer: Whose step it is.
-            error: What has ended it.
-            begun: It came from the optimizer's own step.
-        """
-        if not isinstance(error, Exception):
+        """After ``error``, in its own step where that has ``begun``: the model follows masters that may be stepped."""
+        if not isinstance(error, Exception):  # an interrupt: no gradient is to be stepped twice
             self.masters.copy_to_model(fused_groups(optimizer))
             for group in optimizer.param_groups:
                 drop_grads(group["params"])
@@ -445,13 +459,86 @@ class AmpOptimizerState:
                 rare.clear()
 
 
-def has_gradients(optimizer: Optimizer) -> bool:
-    """True where a parameter of ``optimizer`` has a gradient."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                return True
-    return False
+class OptimizerGrads:
+    """How the gradients of one optimizer get to its parameters.
+
+    Attributes:
+        groups: Made again when its parameters, or their buffers, have changed.
+        saturates: They are on a device that saturates instead of giving inf.
+        meshes: The device meshes over which parameters are sharded.
+        special: Either: a block needs more than the ordinary one.
+        saturated: There: some have overflowed, and they have not been cleared.
+        unchecked: Some have been brought to the optimizer's parameters without a check for inf or NaN.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[GradGroup] = []
+        self.saturates = self.saturated = self.special = False
+        self.meshes: list[Any] = []
+        self.unchecked = False
+        self._device: torch.device | None = None
+        self._fitted_to: list[list[Any]] = []
+        self._own_flats: list[FlatGrads] = []
+
+    def fit(self, optimizer: Optimizer, state: AmpOptimizerState) -> list[GradGroup]:
+        """The groups for ``optimizer`` as it is now."""
+        if isinstance(optimizer, HasFusedGroups):
+            flats = optimizer.flat_grads()
+        else:
+            flats = self._combined(optimizer) if state.policy.combine_grad else []
+        fitted_to: list[list[Any]] = [flats, *map(_PARAMS, optimizer.param_groups)]
+        fits = len(fitted_to) == len(self._fitted_to) and all(map(are_same, fitted_to, self._fitted_to))
+        if not fits or (self.groups and self.groups[0].device != self._device):
+            self._make(optimizer, state, flats)
+            self._fitted_to = [list(part) for part in fitted_to]
+        return self.groups
+
+    def _make(self, optimizer: Optimizer, state: AmpOptimizerState, flats: list[FlatGrads]) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        model_param_of = {id(pair.master_param): pair.model_param for pair in state.pairs}
+        groups = make_grad_groups(params, flats, model_param_of)
+        for group in groups:
+            if isinstance(group, MasterGradGroup):
+                group.adopt_from(self.groups)
+        self.saturates, self.meshes = saturates(groups), meshes_of(params)
+        self.special = self.saturates or bool(self.meshes)
+        self._device = groups[0].device if groups else None
+        self.groups = groups  # last: what they know of copied gradients is all there
+
+    def _combined(self, optimizer: Optimizer) -> list[FlatGrads]:
+        params = trainable(optimizer)
+        held = {id(p) for flat in self._own_flats for p in flat.params}
+        if held != {id(p) for p in params} or any(flat.broken() for flat in self._own_flats):
+            self._own_flats = combine_grads(params, self._own_flats)
+        return self._own_flats
+
+    def combined(self, optimizer: Any, state: AmpOptimizerState) -> list[FlatGrads]:
+        """One for each combined buffer; memory is laid out so now if it was not."""
+        if isinstance(optimizer, HasFusedGroups):
+            flats = [fused.grads for fused in optimizer.combined_groups()]
+        else:
+            flats = self._combined_own(optimizer, state)
+        self.fit(optimizer, state)  # groups take over from those of other buffers
+        return flats
+
+    def _combined_own(self, optimizer: Any, state: AmpOptimizerState) -> list[FlatGrads]:
+        flats = self._combined(optimizer) if state.policy.combine_grad else []
+        leading = {id(p) for p in optimizer.leading_params()}
+        found = combined(flats, leading)
+        if found is None:
+            optimizer.check_combining()
+            found = self._own_flats = list(map(FlatGrads.apart, by_kind(trainable(optimizer), leading)))
+        return found
+
+    def forget_copied(self, set_to_none: bool) -> None:
+        """The gradients of the model and of the masters have been cleared."""
+        for group in self.groups:
+            group.forget_copied(set_to_none)
+
+    def materialize(self) -> None:
+        """Masters that share the model's gradients, until the step, are about to be read: give them their own."""
+        for group in self.groups:
+            group.materialize_grads()
 
 
 def _no_gradients(optimizer: Optimizer) -> str | None:

@@ -219,17 +219,7 @@ class PendingStep:
     def take(
         self, optimizer: Optimizer, state: AmpOptimizerState, check: DeferredInfCheck | None, step: Callable[[], Any]
     ) -> Any:
-        """Call ``step`` with what has been left to it.
-
-        Args:
-            optimizer: Whose step it is.
-            state: The scale of its gradients.
-            check: What ``prepare`` has returned.
-            step: Its own.
-
-        Returns:
-            What it returns.
-        """
+        """Call ``step``, the own one of ``optimizer``, with what has been left to it; ``check`` is of ``prepare``."""
         handed: Any = optimizer
         # They stand on the optimizer during its step alone, and no interrupt comes before they are deleted.
         handed.grad_scale = handed.found_inf = None

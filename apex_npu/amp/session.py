@@ -55,17 +55,6 @@ class HasMasters(Protocol):
         ...
 
 
-class OpenCheck(Protocol):
-    """What a session requires of a check that a block has left open; see ``DeferredInfCheck``."""
-
-    thread: int
-    """The identifier of the thread whose block it was."""
-
-    def resolve(self) -> None:
-        """Have it decided."""
-        ...
-
-
 class Observer(Protocol):
     """What a package above amp, which looks at iterations, is told of their blocks and steps."""
 
@@ -146,7 +135,7 @@ class Session:
 
     Attributes:
         policy: What the level and the overrides have come to.
-        open_checks: For each scaler what its last block has left open about its gradients.
+        open_checks: For each scaler the ``DeferredInfCheck`` that its last block has left open.
         verbosity: 0 silent, 1 normal.
         device_types: Where O1 casts.
         patches: The functions that users have registered casts for.
@@ -186,7 +175,7 @@ class Session:
     no_sync_depth: int = 0
     ddps: KnownDDPs = field(default_factory=list)
     observer: Observer | None = field(default_factory=lambda: settings.observer)
-    open_checks: dict[LossScaler, OpenCheck] = field(default_factory=dict)
+    open_checks: dict[LossScaler, Any] = field(default_factory=dict)
     reached: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
     _undo: Undo = field(default_factory=Undo)
     _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
