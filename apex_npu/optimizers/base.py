@@ -588,9 +588,6 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def _lists(self) -> list[list[Tensor]]:
         return [group["params"] for group in self.param_groups]
 
-    def _state_names(self) -> list[tuple[str, ...]]:
-        return list(map(self.state_names, self.param_groups))
-
     def _fuse_again(self, *, for_step: bool) -> None:
         if is_capturing():  # parameters would move at once, and their values only when the graph is replayed
             raise refusal(type(self).__name__, "its parameters or its state are not those of the step before")
@@ -602,7 +599,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             check_elements(params)
             # Once more after a change: fusing moves storages, and with them what groups that have stayed share.
             for _ in range(2):
-                if not self._fused.follow(self._lists(), self._state_names(), self._report):
+                if not self._fused.follow(self._lists(), list(map(self.state_names, self.param_groups)), self._report):
                     break
                 changed = True
         self._fused.note_places(params)
