@@ -160,8 +160,8 @@ class ShardGrads(FlatGrads):
         return found
 
     def unscale_(self, inv_scale: float, found_inf: Tensor | None) -> None:
-        """See ``FlatGrads``."""
-        super().unscale_(inv_scale, found_inf)
+        """See ``FlatGrads``, whose one pass would look for the gradients of parts."""
+        self._unscale_any(inv_scale, found_inf)
         self._drop()
 
     def _find(self, slots: range | None, in_place: InPlace, least_numel: int | None = None) -> tuple[bytes, list[int]]:
