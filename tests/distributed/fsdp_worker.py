@@ -282,6 +282,20 @@ def gradients_stay_where_they_are():
         amp.shutdown()
 
 
+def copied_gradients_are_unscaled():
+    """Once a rule with norms has copied gradients into a buffer, those to come are divided as the first ones were."""
+    model = sharded("O2")
+    optimizer = optimizers.FusedLAMB(model.parameters(), lr=0.0, weight_decay=0.0)
+    model, optimizer = start(model, optimizer, "O2", dynamic_init_scale=2.0**8)
+    norms = []
+    for _ in range(3):
+        backward(loss_on(data(0, 0, dist.get_rank()))(model), optimizer)
+        norms.append(float(optimizer.clip_optimizer_grad_norm_fused(math.inf)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert norms == pytest.approx(norms[:1] * 3, rel=1e-3)
+
+
 def torchs_clipping():
     """torch.nn.utils.clip_grad_norm_ under amp returns a DTensor, as torch's own, and clips as that does."""
     for p_norm in (2.0, 1.0, math.inf):
