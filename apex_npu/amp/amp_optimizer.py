@@ -29,6 +29,7 @@ from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.distributed import clip_grad_norm_
 from apex_npu.fusion import FlatGrads, FusedGroup, HasFusedGroups, check_combinable
+from apex_npu.fusion.shards import replicated
 
 
 class AmpOptimizerMixin(OptimizerAccessors):
@@ -146,6 +147,11 @@ class AmpOptimizerMixin(OptimizerAccessors):
             state.pending.clip_now(groups)
         state.drop_cleared(self)
         return clip_grad_norm_(*_gradients_of(groups), max_norm, norm_type, error_if_nonfinite)
+
+    def _clip_like_torch(self, *args: Any, **kwargs: Any) -> Tensor:
+        """``clip_optimizer_grad_norm_fused``, which returns what torch's function would: of sharded ones a DTensor."""
+        norm, meshes = self._clip_at_once(*args, **kwargs), self._amp_state.grads.meshes
+        return replicated(norm, meshes[0]) if meshes else norm
 
     def clip_model_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

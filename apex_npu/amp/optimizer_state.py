@@ -238,10 +238,13 @@ class AmpOptimizerState:
         raise RuntimeError(f"the gradients are still multiplied with the loss scale {self.grad_scale}: {reason}")
 
     def clips_like_torch(self, optimizer: Optimizer) -> bool:
-        """All gradients are in float32 buffers, unscaled: clipping these gives what torch's function would."""
+        """All gradients are in float32 buffers, unscaled: clipping these gives what torch's function would.
+
+        Of sharded parameters they are on one mesh, as that function requires.
+        """
         groups = self.grad_groups(optimizer)
         buffered = all(group.flat is not None and group.params[0].dtype == torch.float32 for group in groups)
-        return self.grad_scale == 1.0 and bool(groups) and buffered
+        return self.grad_scale == 1.0 and bool(groups) and buffered and len(self.grads.meshes) <= 1
 
     def prepare_masters(self, optimizer: Optimizer) -> bool:
         """Make masters for what has been added or unfrozen.

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from apex_npu.amp.block import Block, BlockPart, DelayingBlock
 from apex_npu.amp.policy import Policy, resolve
 from apex_npu.autocast.forward_cast import is_affine_batch_norm
-from apex_npu.distributed.fully_sharded import HeldGradients, Unit, unit_around, units_of
+from apex_npu.distributed.fully_sharded import HeldGradients, Unit, ensure_averages, unit_around, units_of
 from apex_npu.fusion.shards import groups_over, is_sharded, meshes_of
 from apex_npu.ops import LOW_PRECISION
 
@@ -120,6 +120,8 @@ def sharded_policy(
     if policy.loss_scale == "dynamic" and overflow_group is None:
         groups_over(meshes_of(stepped))
     listed = [unit for _, found in units for unit in found]
+    if listed:
+        ensure_averages(listed, meshes_of(stepped))
     if listed and _param_dtype(policy) is not None:
         outputs = policy.cast_model_outputs or torch.float32
         policy = replace(policy, cast_model_type=False, master_weights=False, cast_model_outputs=outputs)
@@ -212,7 +214,7 @@ class HeldBack(BlockPart):
 
     def before_unscale(self, block: Block) -> None:
         """See ``BlockPart``."""
-        params = {id(p) for group in block.groups for p in group.params}
-        if self._held.are_there(params):
+        held = set(map(id, self._held.params()))
+        if held and any(id(p) in held for group in block.groups for p in group.params):
             assert isinstance(block, DelayingBlock)
             block.set_delay("delay_unscale")
