@@ -23,7 +23,6 @@ from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.capture import check_step
 from apex_npu.amp.data_parallel import GradSync
 from apex_npu.amp.deferred_inf_check import DeferredInfCheck
-from apex_npu.amp.float32_copies import register_new_masters
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.optimizer_state import (
     OUTSIDE_BLOCKS,
@@ -266,7 +265,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         if state is None or not state.policy.master_weights or state.masters.retired:
             return
         if state.masters.make(self) and session is not None:
-            register_new_masters(session, self, state)
+            session.register(self, state)
 
     def join_hook(self, **kwargs: Any) -> Any:
         """What torch.distributed.algorithms.Join requires; optimizers that torch has made joinable have it.
