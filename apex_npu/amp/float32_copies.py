@@ -56,7 +56,11 @@ class CopyLink:
 
     def master_of(self, param: Tensor) -> Tensor | None:
         """The master of ``param``, a parameter of the model; None where it has none."""
-        return next((m for masters in reversed(self.masters) if (m := masters.of(param)) is not None), None)
+        for masters in reversed(self.masters):
+            master = masters.of(param)
+            if master is not None:
+                return master
+        return None
 
     def add(self, model: nn.Module, masters: MasterParams) -> None:
         """Add ``masters``, once new ones have taken what is kept of their parameters in ``model``, the model.
@@ -67,7 +71,7 @@ class CopyLink:
         kept = list(_kept_in(model)) if new else []
         taken = [(copies, name, param) for copies, name, param in kept if masters.of(param) is not None]
         masters.take_values({id(param): fp32_value(param, copies.kept[name]) for copies, name, param in taken})
-        if all(known is not masters for known in self.masters):
+        if masters not in self.masters:
             self.masters.append(masters)
         for copies, name, _ in taken:
             del copies.kept[name]

@@ -569,9 +569,11 @@ def disable_casts() -> AbstractContextManager[Any]:
 
 def master_of(model_param: Tensor) -> Tensor | None:
     """The fp32 master that an optimizer steps for ``model_param``; None where there is none."""
-    adopted = [] if _current is None else _current.adopted
-    found = (optimizer._amp_state.masters.of(model_param) for optimizer in adopted)
-    return next((master for master in found if master is not None), None)
+    for optimizer in [] if _current is None else list(_current.adopted):
+        master: Tensor | None = optimizer._amp_state.masters.of(model_param)
+        if master is not None:
+            return master
+    return None
 
 
 def write_models(shown: Sequence[Tensor] = ()) -> None:
