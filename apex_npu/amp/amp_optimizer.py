@@ -21,7 +21,6 @@ from torch.optim import LBFGS, Optimizer
 
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.capture import check_step
-from apex_npu.amp.float32_copies import register_new_masters
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, state_of
 from apex_npu.amp.session import current, warn_once
@@ -257,7 +256,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         if state is None or not state.policy.master_weights or state.masters.retired:
             return
         if state.masters.make(self) and session is not None:
-            register_new_masters(session, self, state)
+            session.register(self, state)
 
     def join_hook(self, **kwargs: Any) -> Any:
         """What torch.distributed.algorithms.Join requires; optimizers that torch has made joinable have it.

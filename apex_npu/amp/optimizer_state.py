@@ -112,7 +112,7 @@ class AmpOptimizerState:
         return {**self.__dict__, "stage": Stage.READY, "grad_scale": 1.0, "grads": OptimizerGrads()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``state``, and register it, so that the copied model's state dicts find their masters."""
+        """Restore ``state``, and link it with the copied model, whose state dicts have its masters."""
         self.__dict__.update(state)
         session = current()
         if self.sync is not None:
@@ -121,9 +121,8 @@ class AmpOptimizerState:
                 self.sync = None
             else:
                 self.sync.parallel = parallel
-        if session is not None:
-            session.register_masters(self)
         for link in self.links:
+            link.masters.append(self.masters)
             link.mark_copied()
 
     @property

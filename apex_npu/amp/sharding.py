@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from apex_npu.amp.block import Block, BlockPart, DelayingBlock
 from apex_npu.amp.policy import Policy, resolve
-from apex_npu.autocast.forward_cast import is_affine_batch_norm
 from apex_npu.distributed.fully_sharded import HeldGradients, Unit, ensure_averages, unit_around, units_of
 from apex_npu.fusion.shards import groups_over, is_sharded, meshes_of
 from apex_npu.ops import LOW_PRECISION
@@ -153,7 +153,7 @@ def _check_unit(unit: Unit, policy: Policy) -> None:
     given, dtype = unit.policy, _param_dtype(policy)
     float32 = {None, torch.float32}
     outputs: set[torch.dtype | None] = {None, policy.cast_model_outputs or torch.float32}
-    if dtype is None or (policy.keep_batchnorm_fp32 and is_affine_batch_norm(unit.module)):
+    if dtype is None or (policy.keep_batchnorm_fp32 and _is_affine_batch_norm(unit.module)):
         dtypes = float32
     else:
         dtypes = {dtype} if unit.is_outermost else {dtype, torch.float32}
@@ -172,9 +172,13 @@ def _check_unit(unit: Unit, policy: Policy) -> None:
             )
 
 
+def _is_affine_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and module.affine
+
+
 def _check_batch_norms(model: nn.Module, units: list[Unit], policy: Policy) -> None:
     for name, module in model.named_modules():
-        if not is_affine_batch_norm(module):
+        if not _is_affine_batch_norm(module):
             continue
         unit = unit_around(units, name)
         if unit is not None and unit.policy.param_dtype in LOW_PRECISION:
