@@ -414,7 +414,7 @@ def _check_ready(optimizer: Optimizer, state: AmpOptimizerState) -> str | None:
         for param in param_group["params"]:
             if param.grad is not None:
                 return doubt
-    return _no_gradients(optimizer)
+    return doubt or _no_gradients(optimizer)
 
 
 def _gradients_of_no_block(optimizer: Optimizer, state: AmpOptimizerState) -> str | None:

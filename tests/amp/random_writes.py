@@ -522,8 +522,6 @@ def draw_config(draw, level, writes):
 def draw_write(draw, config, writes, has_grads):
     """An operation that writes, or None where there is nothing to be written."""
     kind, idiom = draw.choice(writes), draw.choice(list(IDIOMS))
-    if idiom in UNCOUNTED and kind != "buffers" and DEVICE.type != "cpu":
-        return None  # on an accelerator it is not seen
     change = draw.choice(list(CHANGES))
     if kind == "buffers":
         name = draw.choice(["exact", "third"])
