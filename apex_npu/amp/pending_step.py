@@ -106,7 +106,9 @@ class PendingStep:
 
     def look_for_unscaled(self, optimizer: Optimizer, state: AmpOptimizerState) -> None:
         """Warn of gradients that a backward outside of blocks may have left among those that are scaled."""
-        if self.scaled is not None and state.grad_scale != 1.0 and self.scaled.are_written():
+        # A script may have declared that it has scaled them itself: they are delayed then.
+        looks = self.scaled is not None and state.grad_scale != 1.0 and state.stage is not Stage.DELAYED
+        if looks and self.scaled.are_written():
             self.scaled = None
             warn_once(optimizer, NOT_SCALED)
 

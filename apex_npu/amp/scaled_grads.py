@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.amp.grad_groups import GradGroup
-from apex_npu.fusion import grads_of, increment_versions
+from apex_npu.fusion import grads_of, increment_versions, wraps_tensors
 from apex_npu.fusion.grad_slots import IN_BUFFER
 
 # What a block or a step says, once for each optimizer.
@@ -47,13 +47,15 @@ class ScaledGrads:
                 for k, before, grad in zip(own, known, grads, strict=True)
                 if grad is not None and _entry_of(grad) != before and not _is_gathered(states[k : k + 1], before, grad)
             ]
-            if written and torch.stack([grad.any() for grad in written]).any():
+            if any(grad.layout != torch.strided or bool(grad.any()) for grad in written):
                 return True
         return False
 
 
 def _entry_of(grad: Tensor | None) -> tuple[int, int] | None:
-    return None if grad is None else (grad._version, grad.data_ptr())
+    if grad is None:
+        return None
+    return grad._version, grad.data_ptr() if grad.layout == torch.strided and not wraps_tensors(grad) else 0
 
 
 def _is_gathered(state: bytes, before: tuple[int, int] | None, grad: Tensor) -> bool:
