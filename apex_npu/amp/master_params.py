@@ -28,6 +28,7 @@ from apex_npu.fusion import (
     give_own_storages,
     increment_versions,
     is_dense,
+    is_slot,
     low_precision_of,
     not_combinable,
     round_to_copies,
@@ -193,8 +194,8 @@ class MasterParams:
         doubt = self._follow_written(written) if written else None
         new = range(self.first_new, len(self.masters))
         _, _, others = self.copies.take(self.masters[new.start :], self.model_params[new.start :])
-        by_value = {new[i] for i in others}.difference(self.master_writes.counted(self.masters))
-        for k in by_value:
+        by_value = {new[i] for i in others}
+        for k in by_value.difference(self._written_masters()) if by_value else ():
             follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
         return doubt
 
@@ -246,6 +247,11 @@ class MasterParams:
             doubt = self._look_there() or doubt
         return UNCOUNTED if of_masters and not self._written and not masters_moved else doubt
 
+    def _written_masters(self) -> set[int]:
+        """The indices of masters that a script has written, or given another address, as fusing does not."""
+        moved = (k for k in self.master_writes.written(self.masters) if not is_slot(self.masters[k]))
+        return {*self.master_writes.counted(self.masters), *moved}
+
     def _look_there(self) -> str | None:
         """Look on accelerators for writes that are not counted; what is to be said of those found by earlier steps."""
         uncounted, flat = self._uncounted, self._flat_model
@@ -254,12 +260,12 @@ class MasterParams:
         if uncounted.is_found or uncounted.passes_over or is_capturing():
             uncounted.passes_over = False
             return None
-        written = set(self.master_writes.written(self.masters))
-        if flat is not None and not written:
+        if flat is not None and not self.master_writes.written(self.masters):
             uncounted.look_at_buffers(flat.unwatched)
             ids = set(map(id, flat.loose[0]))
             asked = [k for k, master in enumerate(self.masters) if id(master) in ids] if ids else []
         else:
+            written = self._written_masters()
             asked = [k for k in range(len(self.masters)) if k not in written]
         asked = [k for k in asked if self._may_agree(k) and self.masters[k].device.type != "cpu"]
         if asked:
