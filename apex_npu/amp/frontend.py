@@ -44,6 +44,7 @@ from apex_npu.amp.session import (
     is_first_rank,
     master_of,
     require,
+    warn_once,
 )
 from apex_npu.amp.sharding import sharded_policy
 from apex_npu.amp.step_decision import APPLIED, StepReport
@@ -433,15 +434,18 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
         stepped = adopted_inside(optimizer)
         state = state_of(stepped)
         if state is not None:
-            _show_gradients(stepped, state)
+            _show_masters(stepped, state)
         for group in stepped.param_groups:
             yield group["params"]
 
     return chain.from_iterable(lists())
 
 
-def _show_gradients(optimizer: Optimizer, state: AmpOptimizerState) -> None:
-    """Give masters gradients of their own, and have them follow what a script has done to those of the model."""
+def _show_masters(optimizer: Optimizer, state: AmpOptimizerState) -> None:
+    """Have masters, and gradients of their own, follow what a script has done to the model and its gradients."""
+    doubt = state.masters.show()
+    if doubt is not None:
+        warn_once(optimizer, doubt)
     if any(p.grad is not None for p in state.masters.model_params):
         state.grad_groups(optimizer)
     state.grads.materialize()
@@ -476,7 +480,7 @@ def masters_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     ids = set(map(id, listed))
     for optimizer in session.adopted:
         if any(id(p) in ids for p in optimizer._amp_state.masters.model_params):
-            _show_gradients(optimizer, optimizer._amp_state)
+            _show_masters(optimizer, optimizer._amp_state)
     masters = map(master_of, listed)
     return [p if master is None else master for p, master in zip(listed, masters, strict=True)]
 

@@ -15,6 +15,7 @@ from apex_npu.amp.block import STAGE_AFTER, BlockArgs, BlockPart, Delay, Delayin
 from apex_npu.amp.grad_groups import GradGroup, any_raised, look_for_overflow, unscale
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, inner_optimizer, state_of
 from apex_npu.amp.pending_step import DeferredInfCheck, supports_found_inf
+from apex_npu.amp.scaled_grads import ScaledGrads
 from apex_npu.amp.session import current
 
 
@@ -26,6 +27,13 @@ class DeferringBlock(DelayingBlock):
         super().__init__(args, parts, delay)
         self._fuses = any(state.policy.fuse_unscale for state in self.states)
         self._alone = may_defer
+
+    def begin(self) -> None:
+        """See ``Block``."""
+        for optimizer, state in zip(self.optimizers, self.states, strict=True):
+            if state.pending is not None:
+                state.pending.look_for_unscaled(optimizer, state)
+        super().begin()
 
     def _begin_group(self, group: GradGroup, factor: float) -> bool:
         """See ``Block``. With ``fuse_unscale`` gradients of masters are scaled by the loss scale, too."""
@@ -48,6 +56,9 @@ class DeferringBlock(DelayingBlock):
             for state, groups in self.work:
                 state.pending.clip_now(groups)
         super()._end_with(stage, grad_scale)
+        if grad_scale != 1.0 and self._fuses and stage is not Stage.SCALED:
+            for state, groups in self.work:
+                state.pending.scaled = ScaledGrads(groups)
 
     def _unscale(self) -> bool:
         """See ``Block``. Where the check is deferred, the result is not known yet."""

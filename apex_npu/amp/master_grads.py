@@ -346,8 +346,8 @@ class MasterGradGroup(GradGroup):
                 writable_grads([self.params[i]])[0].add_(wide)
 
     def end_step(self) -> None:
+        # Zeros stay gradients, as they stay on the model.
         self.copied.stepped, self.copied.replaceable, self._made = True, False, {}
-        self.copied.zeros.clear()
         self.copied.alike.clear()
 
     @torch.no_grad()

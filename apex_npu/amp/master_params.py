@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex_npu.amp.uncounted_writes import UNCOUNTED_THERE, UncountedWrites, lines_of
 from apex_npu.backends import for_device, is_capturing
 from apex_npu.fusion import (
     FusedGroup,
@@ -27,6 +28,7 @@ from apex_npu.fusion import (
     give_own_storages,
     increment_versions,
     is_dense,
+    is_slot,
     low_precision_of,
     not_combinable,
     round_to_copies,
@@ -90,7 +92,7 @@ class MasterParams:
         self._by_id: dict[int, Tensor] = {}
         self._flat_model: FlatModel | None = None
         self.model_writes, self.master_writes = WriteTable(), WriteTable()
-        self.copies = RoundedCopies()
+        self.copies, self._uncounted = RoundedCopies(), UncountedWrites()
         self._written: list[int] = []
         self._moved = False
 
@@ -197,8 +199,8 @@ class MasterParams:
         doubt = self._follow_written(written) if written else None
         new = range(self.first_new, len(self.masters))
         _, _, others = self.copies.take(self.masters[new.start :], self.model_params[new.start :])
-        by_value = {new[i] for i in others}.difference(self.master_writes.counted(self.masters))
-        for k in by_value:
+        by_value = {new[i] for i in others}
+        for k in by_value.difference(self._written_masters()) if by_value else ():
             follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
         return doubt
 
@@ -222,6 +224,10 @@ class MasterParams:
             follow_(self.masters[k], self.model_params[k], self._model_when_shown.get(k))
             self._model_when_shown[k] = self.model_params[k].detach().clone()
 
+    def show(self) -> str | None:
+        """Masters are about to be read: they get what has been written to the model, where that is counted."""
+        return self.follow_model() if self.model_writes.written(self.model_params) else None
+
     @torch.no_grad()
     def end_broadcast(self) -> None:
         """The model and the masters have the values of another process: what has been written since is to be found."""
@@ -236,13 +242,40 @@ class MasterParams:
         masters_moved = len(self.master_writes.written(self.masters)) > len(self._written)
         if self._flat_model is None or self._moved or masters_moved:
             # Before buffers that the step would look at are replaced, or where parameters have left them.
-            _, of_masters, _ = self.copies.take(self.masters, self.model_params)
+            _, of_masters, others = self.copies.take(self.masters, self.model_params)
             if self._flat_model is not None and self._moved:
                 self.flat_model(self._flat_model.groups)
                 self._moved = False
         else:
-            _, of_masters, _ = self.copies.take(*self._flat_model.loose)
+            _, of_masters, others = self.copies.take(*self._flat_model.loose)
+        if others or (self._flat_model is not None and self._flat_model.unwatched):
+            doubt = self._look_there() or doubt
         return UNCOUNTED if of_masters and not self._written and not masters_moved else doubt
+
+    def _written_masters(self) -> set[int]:
+        """The indices of masters that a script has written, or given another address, as fusing does not."""
+        moved = (k for k in self.master_writes.written(self.masters) if not is_slot(self.masters[k]))
+        return {*self.master_writes.counted(self.masters), *moved}
+
+    def _look_there(self) -> str | None:
+        """Look on accelerators for writes that are not counted; what is to be said of those found by earlier steps."""
+        uncounted, flat = self._uncounted, self._flat_model
+        if uncounted.found():
+            return UNCOUNTED_THERE
+        if uncounted.is_found or uncounted.passes_over or is_capturing():
+            uncounted.passes_over = False
+            return None
+        if flat is not None and not self.master_writes.written(self.masters):
+            uncounted.look_at_buffers(flat.unwatched)
+            ids = set(map(id, flat.loose[0]))
+            asked = [k for k, master in enumerate(self.masters) if id(master) in ids] if ids else []
+        else:
+            written = self._written_masters()
+            asked = [k for k in range(len(self.masters)) if k not in written]
+        asked = [k for k in asked if self._may_agree(k) and self.masters[k].device.type != "cpu"]
+        if asked:
+            uncounted.look_at_each([self.masters[k] for k in asked], [self.model_params[k] for k in asked])
+        return None
 
     @torch.no_grad()
     def _follow_written(self, written: Sequence[int]) -> str | None:
@@ -357,6 +390,7 @@ class MasterParams:
         except BaseException:
             # What has been written to the model is not a script's: another step copies the masters once more.
             self.model_writes.note(self.model_params)
+            self._uncounted.passes_over = True
             raise
         if skipped is None or not self._written:
             self.model_writes.note(self.model_params)
@@ -464,6 +498,7 @@ class FlatModel:
         unfused: Pairs whose model parameter cannot move, because its memory is shared with something else.
         loose: The masters and model parameters that are rounded one by one: these, and on a CPU without the extension
             all.
+        unwatched: Of the buffers those on accelerators, each with the lines that are the model's, see ``lines_of``.
     """
 
     groups: list[FusedGroup]
@@ -471,6 +506,7 @@ class FlatModel:
     buffers: list[GroupBuffer]
     unfused: list[MasterPair]
     loose: tuple[list[Tensor], list[Tensor]]
+    unwatched: list[tuple[FusedGroup, ModelParamBuffer, Tensor | None]]
 
     @classmethod
     def of(
@@ -493,7 +529,12 @@ class FlatModel:
         loosely.update(id(pair.model_param) for pair in unfused)
         loose = [pair for pair in pairs if id(pair.model_param) in loosely]
         columns = [pair.master_param for pair in loose], [pair.model_param for pair in loose]
-        return cls(list(groups), [pair.master_param for pair in pairs], buffers, unfused, columns)
+        unwatched = []
+        for group, buffer in buffers:
+            if buffer.flat.device.type != "cpu":
+                left_out = [id(model_param_of.get(id(p))) not in moved for p in group.params]
+                unwatched.append((group, buffer, lines_of(group, left_out, buffer.flat.dtype)))
+        return cls(list(groups), [pair.master_param for pair in pairs], buffers, unfused, columns, unwatched)
 
     def fits(self, groups: Sequence[FusedGroup], masters: Sequence[Tensor]) -> bool:
         """False once groups or masters are others, or a model parameter has been moved."""

@@ -345,7 +345,7 @@ class AmpOptimizerState:
             for param in param_group["params"]:
                 if param.grad is not None:
                     return doubt
-        return _no_gradients(optimizer)
+        return doubt or _no_gradients(optimizer)
 
     def _begin_without_block(self, optimizer: Optimizer) -> str | None:
         """What is to be warned of gradients that the last block has left unchecked, or that no block has."""

@@ -20,7 +20,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from apex_npu.amp.grad_groups import GradGroup, any_raised, found_inf_flags
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
-from apex_npu.amp.session import current
+from apex_npu.amp.scaled_grads import NOT_SCALED, ScaledGrads
+from apex_npu.amp.session import current, warn_once
 from apex_npu.backends import HostCopy, number_on
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.distributed import total_grad_norm
@@ -143,12 +144,18 @@ class PendingStep:
         check: Of the last block, before which its decision is not known; None: it is known.
         skipped_check: The check by which the device has taken or skipped the last step; None: the host has the result.
         clip_coefficient: What the next step has yet to multiply gradients by; float32, (1,).
+        scaled: The gradients that the last block has left multiplied by the loss scale.
     """
 
     def __init__(self) -> None:
+        self.scaled: ScaledGrads | None = None
         self.check: DeferredInfCheck | None = None
         self.skipped_check: DeferredInfCheck | None = None
         self.clip_coefficient: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without gradients, which copies of parameters lack."""
+        return {**vars(self), "scaled": None}
 
     def resolve(self, norm: Tensor | None = None, look: Callable[[], Sequence[Tensor]] | None = None) -> None:
         """Resolve the check that the last block has deferred; see ``DeferredInfCheck.resolve``."""
@@ -179,10 +186,20 @@ class PendingStep:
 
     def clear(self) -> None:
         """The gradients have been cleared."""
-        self.clip_coefficient = None
+        self.clip_coefficient = self.scaled = None
+
+    def look_for_unscaled(self, optimizer: Optimizer, state: AmpOptimizerState) -> None:
+        """Warn of gradients that a backward outside of blocks may have left among those that are scaled."""
+        scaled = self.scaled
+        # A script may have declared that it has scaled them itself: they are delayed then.
+        looks = state.grad_scale != 1.0 and state.stage is not Stage.DELAYED
+        if scaled is not None and looks and scaled.are_written():
+            self.scaled = None
+            warn_once(optimizer, NOT_SCALED)
 
     def prepare(self, optimizer: Optimizer, state: AmpOptimizerState) -> DeferredInfCheck | None:
         """Before the step: the check by which the device skips it; None: the host knows by now whether to."""
+        self.look_for_unscaled(optimizer, state)
         state.drop_cleared()  # first: an inf that has been cleared is none
         check = self._check_for_device(optimizer, state)
         if check is None:

@@ -30,6 +30,14 @@ class HostCopy:
         self._arrival = module.Event()
         self._arrival.record(module.current_stream(number.device))
 
+    def if_come(self) -> float | None:
+        """The number, where it has come, and None where it has not; does not wait."""
+        if self._arrival is not None:
+            if not self._arrival.query():
+                return None
+            self._arrival = None
+        return float(self._number)
+
     def __bool__(self) -> bool:
         """True where it is not 0; waits until it has come."""
         if self._arrival is not None:
@@ -39,7 +47,7 @@ class HostCopy:
 
 
 def number_on(number: Tensor, device: torch.device) -> Tensor:
-    """``number``, one element, on ``device``: from the host it comes as ``numbers_on`` has them."""
+    """``number``, one or more, on ``device``: from the host it comes as ``numbers_on`` has them."""
     pinned = number.device.type == "cpu" and _module_with_events(device) is not None
     return (number.pin_memory() if pinned else number).to(device, non_blocking=pinned)
 

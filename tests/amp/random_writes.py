@@ -97,6 +97,7 @@ IDIOMS = {
 
 # Those that autograd's version counters do not count, at the same address.
 UNCOUNTED = ("data", "numpy")
+NOT_IN_PLACE = (*UNCOUNTED, "other address", "vector")
 
 
 def unseen(p):
@@ -522,8 +523,6 @@ def draw_config(draw, level, writes):
 def draw_write(draw, config, writes, has_grads):
     """An operation that writes, or None where there is nothing to be written."""
     kind, idiom = draw.choice(writes), draw.choice(list(IDIOMS))
-    if idiom in UNCOUNTED and kind != "buffers" and DEVICE.type != "cpu":
-        return None  # on an accelerator it is not seen
     change = draw.choice(list(CHANGES))
     if kind == "buffers":
         name = draw.choice(["exact", "third"])
@@ -552,12 +551,26 @@ def draw_reached(draw):
     return tuple(sorted({FROZEN, *draw.sample(TRAINED, draw.randint(1, len(TRAINED)))}))
 
 
+def is_unseen(operations, operation):
+    """Whether it is one of the writes of which docs/amp.md says that an accelerator does not see them."""
+    if operation[0] != "write_masters":
+        return False
+    names = [name for name, *_ in operations]
+    if "block" not in names:
+        return operation[1] in NOT_IN_PLACE
+    since = operations[len(names) - names[::-1].index("step") :] if "step" in names else operations
+    return any(
+        name in ("write_model", "write_masters") and idiom in UNCOUNTED
+        for name, idiom, *_ in [(*o, None) for o in since]
+    )
+
+
 def draw_operations(draw, config, writes):
     operations = []
 
     def maybe_write(probability, has_grads=False):
         operation = draw_write(draw, config, writes, has_grads) if draw.random() < probability else None
-        if operation is not None:
+        if operation is not None and (DEVICE.type == "cpu" or not is_unseen(operations, operation)):
             operations.append(operation)
 
     for _ in range(draw.randint(2, 5)):

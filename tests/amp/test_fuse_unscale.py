@@ -233,6 +233,36 @@ def test_a_parameter_that_a_second_optimizer_gets_later_is_refused():
     torch.testing.assert_close(parts[0].weight.detach(), before - 2.0)
 
 
+@pytest.mark.parametrize("cls", [optimizers.NpuFusedSGD, torch.optim.SGD])
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("when", ["before the step", "before a block", "after a step"])
+def test_a_backward_outside_of_blocks_among_scaled_gradients_is_named(when, level, cls):
+    model, optimizer = make(level, cls, loss_scale=64.0)
+    backward(model, optimizer, 0)
+    if when == "after a step" and cls is torch.optim.SGD:
+        return  # its step leaves them unscaled
+    if when == "after a step":
+        optimizer.step()
+        model.zero_grad()
+    x = torch.ones(8, 6, device=DEVICE)
+    model(x).float().sum().backward()
+    follow = optimizer.step if when != "before a block" else lambda: backward(model, optimizer, 1)
+    with pytest.warns(match="a backward outside of amp.scale_loss adds some that are not"):
+        follow()
+
+
+@pytest.mark.parametrize("clear", [lambda m, o: m.zero_grad(False), lambda m, o: m.zero_grad(), lambda m, o: None])
+def test_blocks_alone_leave_gradients_scaled(clear):
+    model, optimizer = make("O1", optimizers.NpuFusedSGD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(4):
+            backward(model, optimizer, number, bad=number == 2)
+            optimizer.clip_optimizer_grad_norm_fused(1.0)
+            optimizer.step()
+            clear(model, optimizer)
+
+
 @pytest.mark.parametrize("way", ["prepared", "declared"])
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_manually_scaled_backwards_are_added_to_scaled_gradients(level, way):

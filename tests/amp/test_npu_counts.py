@@ -41,8 +41,8 @@ PARTS = [
     ("clip", "O0", True, 1, 5),
     ("update", "O0", False, 7, 8),
     ("update", "O0", True, 8, 8),
-    ("update", "O2", False, 8, 9),  # one more, to write back to the model
-    ("update", "O2", True, 9, 9),
+    ("update", "O2", False, 11, 9),  # one more, to write back to the model, and three that look for what a script wrote
+    ("update", "O2", True, 12, 9),
     ("zero", "O0", False, 1, 1),
     ("zero", "O2", False, 1, 1),
 ]

@@ -8,12 +8,14 @@ A check does all that the processes do together first, and asserts then, so that
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import os
 import pickle
 import random
 import sys
 import traceback
+import warnings
 from datetime import timedelta
 
 import processes
@@ -95,6 +97,24 @@ def combine_ddp_taken_back_by_the_script(level, kind):
     optimizer.accelerate = False
     train(model, optimizer)
     assert_values(gathered(model.parameters())[dist.get_rank()], 9.0 - 2.0 * dist.get_rank())
+
+
+@check(*itertools.product(WITH_MASTERS, ("torch", "fused")))
+def weights_are_broadcast_after_a_step(level, kind):
+    """Of the first process, whose own step they are here as they are there."""
+    model, optimizer = start(Weights(10.0), None, kind, level)
+    train(model, optimizer)
+    for p in model.parameters():
+        dist.broadcast(p.data, src=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, steps=1 if DEVICE.type == "cpu" else 2)
+    if DEVICE.type == "cpu":
+        assert not caught
+        for tensors in (model.parameters(), amp.master_params(optimizer)):
+            assert_values(tensors, 8.0 - 2.0 * dist.get_rank())
+    else:  # rank 0 has sent its own values
+        assert [("does not count" in str(warning.message)) for warning in caught] == [True] * dist.get_rank()
 
 
 @check(("O1",), ("O2",))

@@ -1,0 +1,62 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients that ``fuse_unscale`` leaves multiplied by the loss scale, told from those that are left there later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from apex_npu.amp.grad_groups import GradGroup
+from apex_npu.fusion import grads_of, increment_versions, wraps_tensors
+from apex_npu.fusion.grad_slots import IN_BUFFER
+
+# What a block or a step says, once for each optimizer.
+NOT_SCALED = (
+    "gradients have been added to, written or replaced after amp.scale_loss, which with fuse_unscale=True leaves them "
+    "multiplied by the loss scale until step: a backward outside of amp.scale_loss adds some that are not, and that "
+    "count by that much less. Give it a block of its own, or call optimizer.zero_grad() before it, or leave "
+    "fuse_unscale out. What multiplies gradients needs none of this"
+)
+
+
+class ScaledGrads:
+    """The gradients of parameters without a master, as they were when a block ended."""
+
+    def __init__(self, groups: Sequence[GradGroup]) -> None:
+        """Of ``groups``, now. Their versions become others than those of new tensors, which may get the same memory."""
+        self._groups = groups
+        self._own = [
+            [k for k, (p, source) in enumerate(zip(group.params, group.sources, strict=True)) if p is source]
+            for group in groups
+        ]
+        increment_versions([grad for grads in self._grads() for grad in grads if grad is not None])
+        self._entries = [list(map(_entry_of, grads)) for grads in self._grads()]
+
+    def _grads(self) -> list[list[Tensor | None]]:
+        return [grads_of([group.params[k] for k in own]) for group, own in zip(self._groups, self._own, strict=True)]
+
+    def are_written(self) -> bool:
+        """True where others are there, or the same have been written, but those that have been gathered or cleared."""
+        for group, own, known, grads in zip(self._groups, self._own, self._entries, self._grads(), strict=True):
+            states = b"" if group.flat is None else group.flat.states()
+            written = [
+                grad
+                for k, before, grad in zip(own, known, grads, strict=True)
+                if grad is not None and _entry_of(grad) != before and not _is_gathered(states[k : k + 1], before, grad)
+            ]
+            if any(grad.layout != torch.strided or bool(grad.any()) for grad in written):
+                return True
+        return False
+
+
+def _entry_of(grad: Tensor | None) -> tuple[int, int] | None:
+    if grad is None:
+        return None
+    return grad._version, grad.data_ptr() if grad.layout == torch.strided and not wraps_tensors(grad) else 0
+
+
+def _is_gathered(state: bytes, before: tuple[int, int] | None, grad: Tensor) -> bool:
+    return state == bytes([IN_BUFFER]) and before is not None and before[1] != grad.data_ptr()

@@ -1,0 +1,103 @@
+# Copyright (c) 2026, the apex_npu authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Writes to weights that autograd does not count, on accelerators, whose kernels do not look for them as a CPU's do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from apex_npu.backends import HostCopy, for_device, number_on
+from apex_npu.fusion import FusedGroup, ModelParamBuffer
+from apex_npu.fusion.shards import local_part
+
+# What a step says, once for each optimizer.
+UNCOUNTED_THERE = (
+    "parameters of the model, or their fp32 masters, have been written before an earlier step in a way that autograd's "
+    "version counter does not count (.data, a combined buffer, a collective). On this device such a write to the model "
+    "is lost, as the step overwrites it; one to masters is trained, but the forward before that step has computed with "
+    "the values of before. Write under torch.no_grad() instead of through .data"
+)
+
+LINE = 16  # elements; each slot of a flat buffer begins at a multiple
+WHOLE = 2**18  # elements up to which each look is at all of a buffer
+MOST = 2**24  # elements that a look is at
+
+
+class UncountedWrites:
+    """Looks for float16 or bfloat16 copies that are not what their float32 parameters are rounded to.
+
+    Three launches for each buffer, before a step overwrites it. Their answer is copied to the host asynchronously, and
+    a later step has it: none waits. Of a buffer of more than ``WHOLE`` elements one line in four is looked at, or in as
+    many as leave ``MOST`` elements, and other lines the next time.
+
+    Attributes:
+        is_found: There was one; nothing is looked for any more.
+        passes_over: The next look is passed over, as copies are not as they should be for another reason.
+    """
+
+    def __init__(self) -> None:
+        self.is_found = self.passes_over = False
+        self._looks = self._next = 0
+        self._arriving: list[HostCopy] = []
+
+    def found(self) -> bool:
+        """Whether an earlier look has found one, as far as its answer has come; True once."""
+        answers = [(copy, copy.if_come()) for copy in self._arriving]
+        self._arriving = [copy for copy, answer in answers if answer is None]
+        if any(answer is not None and answer > 0 for _, answer in answers):
+            self.is_found, self._arriving = True, []
+            return True
+        return False
+
+    @torch.no_grad()
+    def look_at_buffers(self, buffers: Sequence[tuple[FusedGroup, ModelParamBuffer, Tensor | None]]) -> None:
+        """Compare flat buffers; the third of each has 1 for each line that is looked at, and 0; None: all are."""
+        for group, buffer, lines in buffers:
+            numel = buffer.flat.numel()
+            width = LINE if numel % LINE == 0 else numel
+            every = 1 if numel <= WHOLE else max(4, numel // MOST)
+            part = slice(self._looks % every, None, every)
+            self._compare(group.param_flat.view(-1, width)[part], buffer.flat.view(-1, width)[part], lines, part)
+        self._looks += 1
+
+    @torch.no_grad()
+    def look_at_each(self, params: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+        """Compare pairs one by one: ``MOST`` elements of them, others the next time."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        numel, looked_at = 0, 0
+        for k in (*range(self._next, len(copies)), *range(min(self._next, len(copies)))):
+            numel += copies[k].numel()
+            if numel > MOST and looked_at:
+                break
+            looked_at += 1
+            kinds.setdefault((copies[k].device, copies[k].dtype), []).append(k)
+        self._next = (self._next + looked_at) % max(1, len(copies))
+        for indices in kinds.values():
+            self._compare(*(torch.cat([_flat(tensors[k]) for k in indices]) for tensors in (params, copies)))
+
+    def _compare(self, param: Tensor, copy: Tensor, lines: Tensor | None = None, part: slice = slice(None)) -> None:
+        differences = param.to(copy.dtype).sub_(copy)  # of numbers that are not the same never 0
+        if lines is not None:
+            differences.mul_(lines[part])
+        # What is not a number is no write: it is not greater than 0 either.
+        self._arriving.append(HostCopy(torch.linalg.vector_norm(differences, math.inf)))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    part = local_part(tensor.detach())
+    return for_device(part.device).in_base_format(part).reshape(-1)
+
+
+def lines_of(group: FusedGroup, left_out: Sequence[bool], dtype: torch.dtype) -> Tensor | None:
+    """0 for each line of the buffer of ``group`` that is of a parameter that is ``left_out``, and 1; None: none is."""
+    if not any(left_out):
+        return None
+    lines = torch.ones(group.param_flat.numel() // LINE, 1, dtype=dtype)
+    for (param, offset), is_out in zip(group.placed(range(len(group.params))), left_out, strict=True):
+        if is_out:
+            lines[offset // LINE : -(-(offset + param.numel()) // LINE)] = 0
+    return number_on(lines, group.param_flat.device)
