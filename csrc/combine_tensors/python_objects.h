@@ -6,6 +6,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <vector>
+
 #include "combine_tensors/borrowed.h"
 
 namespace apex_npu {
@@ -15,6 +17,11 @@ Borrowed borrow(const pybind11::sequence& tensors);
 
 // Whether a parameter's gradient is no other's, too, and its memory is no other tensor's; names in Python do not count.
 bool is_alone(const at::Tensor& grad);
+
+// change_data_ptr for the storage that each of `lists` shares, with its values where `copy_values`; none where one is
+// refused. Returns the indices of those over which there is an array outside torch, which does not follow.
+std::vector<int64_t> move_storages(const pybind11::sequence& lists, const at::Tensor& src,
+                                   const std::vector<int64_t>& offsets, bool copy_values);
 
 // Whether two sequences have the very same items, in order.
 bool are_same(const pybind11::sequence& a, const pybind11::sequence& b);
