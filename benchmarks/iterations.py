@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whole training iterations, forward and backward included: what a bare step hides is in here, and counts.
 
-    python benchmarks/iterations.py [--models PATTERN] [--precisions PATTERN] [--threads 1 0] [--seconds 20] [--write]
+    python benchmarks/iterations.py [--models PATTERN] [--precisions float32] [--threads 1 0] [--seconds 20] [--write]
 
 measures the models of ``models.py`` at each level beside torch's own recipe at the same precision. 0 threads are all
 cores, and wall-clock time then.
@@ -214,7 +214,7 @@ def measure(name: str, precision: str, device: torch.device, threads: int, secon
         phases[variant].append(laps.of(steps[variant]))
         return sum(phases[variant][-1].values())
 
-    times = in_turns(list(steps), 50, time_one, budget_s=seconds)
+    times = in_turns(list(steps), 50, time_one, warm_up=1, budget_s=seconds)
     steps = {}
     amp.shutdown()
     gc.collect()
@@ -242,7 +242,7 @@ def show(row: dict[str, str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="*", help="pattern of their names, as in a shell")
-    parser.add_argument("--precisions", default="*", help="likewise")
+    parser.add_argument("--precisions", choices=PRECISIONS, nargs="+", default=list(PRECISIONS))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 0], help="0: all cores")
     parser.add_argument("--seconds", type=float, default=20.0, help="of the rounds of one model in one precision")
     parser.add_argument("--write", action="store_true", help="write results/iterations_cpu.csv")
@@ -250,7 +250,7 @@ def main() -> None:
     device = open_device("cpu")
     table = []
     for threads in options.threads:
-        for precision in [p for p in PRECISIONS if fnmatchcase(p, options.precisions)]:
+        for precision in options.precisions:
             for name in [name for name in models.MODELS if fnmatchcase(name, options.models)]:
                 rows = measure(name, precision, device, threads, options.seconds)
                 for row in rows:

@@ -229,13 +229,13 @@ class StepCounts:
         self._buffer = FlatBuffer(count, torch.float32, torch.device("cpu"))
         self._counts = self._buffer.flat.numpy()  # the same memory; numpy is quicker with a handful of numbers
         self._after = self._counts.tobytes()
-        self._views: list[Tensor] = []
+        self._numbers: list[Tensor] = []
         self.added: Any = None
 
     def view(self, index: int) -> Tensor:
         """The count of one slot: float32, 0-dim."""
-        self._views = self._views or self._buffer.numbers()
-        return self._views[index]
+        self._numbers = self._numbers or self._buffer.numbers()
+        return self._numbers[index]
 
     def set(self, index: int, count: float) -> None:
         """Set it."""

@@ -63,7 +63,7 @@ class Wide(nn.Module):
 
     def __init__(self):
         super().__init__()
-        shapes = [(7,), (300, 401), (70_001,), (3, 5), (40_000,)]
+        shapes = [(7,), (200, 301), (33_001,), (3, 5)]
         self.weights = nn.ParameterList([torch.linspace(-1, 1, math.prod(shape)).view(shape) for shape in shapes])
         self.grads = [torch.linspace(1, -2, math.prod(shape)).view(shape) for shape in shapes]
 
@@ -72,8 +72,7 @@ class Wide(nn.Module):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="threads are those of the CPU")
-@pytest.mark.parametrize("fold", [False, True], ids=["as written", "folded"])
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+@pytest.mark.parametrize(("level", "fold"), [("O0", True), ("O2", False), ("O5", True)])
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if "Muon" not in str(spec)], ids=str)  # torch's products
 def test_the_bits_of_iterations_do_not_depend_on_threads(spec, level, fold):
     found = []
