@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from apex_npu.amp.amp_optimizer import adopt, adopt_inside, release, release_inside
+from apex_npu.amp.adoption import adopt, adopt_inside, release, release_inside
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.float32_copies import CopyLink, restore_float32, show_float32, undo_show_float32
 from apex_npu.amp.fused_unscale import check_fusible

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.grad_groups import FlatGradGroup, FlatMasterGradGroup, GradGroup, MasterGradGroup
+from apex_npu.amp.grad_groups import FlatGradGroup, GradGroup
+from apex_npu.amp.master_grads import FlatMasterGradGroup, MasterGradGroup
 from apex_npu.fusion import FlatGrads
 
 

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, Protocol
 
 import torch.distributed
@@ -24,8 +23,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from apex_npu.amp.accessors import step_without
 from apex_npu.amp.clip_guard import watch_clipping
 from apex_npu.amp.data_parallel import DataParallel
-from apex_npu.amp.deferred_inf_check import DeferredInfCheck
-from apex_npu.amp.grad_groups import WRITTEN
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.scaler import LossScaler, in_apex_format
 from apex_npu.amp.step_decision import StepReport
@@ -35,17 +32,11 @@ from apex_npu.autocast.forward_cast import Ambient
 from apex_npu.backends.patching import Patch, Undo, patch_attribute
 from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed.consistency import broadcast_values
-from apex_npu.distributed.fully_sharded import HeldGradients, Unit
+from apex_npu.distributed.fully_sharded import HeldGradients, Unit, units_of
 from apex_npu.distributed.group_reference import GroupReference
 from apex_npu.distributed.torch_ddp import DDPWatch, KnownDDPs, adding_to, dtypes_of, follow_dtypes, followed_by
-from apex_npu.fusion import are_same, remainders_of
+from apex_npu.fusion import remainders_of
 from apex_npu.ops import LOW_PRECISION
-
-SCALED_CLIPPED = (
-    "torch.nn.utils.clip_grad_norm_ or clip_grad_value_ was given gradients that fuse_unscale=True keeps multiplied "
-    "with the loss scale until step: it clips them as if they were larger than they are. Call "
-    "optimizer.clip_optimizer_grad_norm_fused(max_norm) instead, or leave fuse_unscale out"
-)
 
 
 class HasMasters(Protocol):
@@ -144,7 +135,7 @@ class Session:
 
     Attributes:
         policy: What the level and the overrides have come to.
-        open_checks: For each scaler what its last block has left open about its gradients.
+        open_checks: For each scaler the ``DeferredInfCheck`` that its last block has left open.
         verbosity: 0 silent, 1 normal.
         device_types: Where O1 casts.
         patches: The functions that users have registered casts for.
@@ -184,7 +175,7 @@ class Session:
     no_sync_depth: int = 0
     ddps: KnownDDPs = field(default_factory=list)
     observer: Observer | None = field(default_factory=lambda: settings.observer)
-    open_checks: dict[LossScaler, DeferredInfCheck] = field(default_factory=dict)
+    open_checks: dict[LossScaler, Any] = field(default_factory=dict)
     reached: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
     _undo: Undo = field(default_factory=Undo)
     _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
@@ -192,6 +183,22 @@ class Session:
     def shard(self, policy: Policy, units: Iterable[Unit]) -> None:
         """Leave to ``fully_shard`` what ``policy`` does not have any more, for models with ``units``."""
         self.policy, self.held = policy, HeldGradients(units)
+
+    def check_sharded_before(self) -> None:
+        """Where an optimizer finds no gradients: require that no model was sharded after ``initialize``.
+
+        Raises:
+            RuntimeError: One was, and the optimizer has parameters that are not the model's any more.
+        """
+        for model in (converted.model for converted in self.models):
+            for unit in [] if model is None else units_of(model):
+                if self.held is None or not self.held.knows(unit):
+                    raise RuntimeError(
+                        f"fully_shard was called on {unit.name or 'the model'} after amp.initialize, and has replaced "
+                        "the parameters that the optimizer holds. Call fully_shard first, with "
+                        f"mp_policy=amp.fsdp_policy({self.policy.opt_level!r}), then make the optimizer, then call "
+                        "amp.initialize"
+                    )
 
     def disable(self) -> None:
         """Make everything pass through."""
@@ -298,7 +305,7 @@ class Session:
     def enable(self) -> None:
         """Patch what this session needs patched. Where this fails, ``undo`` takes back what has been done."""
         if self.policy.enabled:
-            watch_clipping(self._undo, self._look_at_clipping, self._clip_of)
+            watch_clipping(self._undo, self.adopted, self.warn_once)
             average_in_float32(self._undo)
             watch = DDPWatch(self.ddps, self._check_averaged_once)
             self._undo.callback(watch.close)
@@ -348,17 +355,6 @@ class Session:
             self._undo.callback(model.undo, self.masters)
         self._undo.close()
 
-    def _clip_of(self, params: list[Tensor]) -> Callable[..., Tensor] | None:
-        """That of the optimizer that steps just ``params``, where all of their gradients are in float32 buffers."""
-        for optimizer in self.adopted:
-            own = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-            in_order = are_same(own, params)  # as amp.master_params gives them
-            steps_just_them = in_order or set(map(id, own)) == set(map(id, params))
-            if steps_just_them and optimizer._amp_state.clips_like_torch(optimizer):
-                clip: Callable[..., Tensor] = optimizer._clip_at_once
-                return clip
-        return None
-
     def _check_averaged_once(self, module: nn.Module) -> None:
         """Refuse a DistributedDataParallel around parameters whose gradients combine_ddp averages.
 
@@ -395,22 +391,6 @@ class Session:
         for optimizer in concerned:
             optimizer._amp_state.masters.end_broadcast()
 
-    def _look_at_clipping(self, caller: str, params: list[Tensor]) -> None:
-        given = {id(p) for p in params}
-        for optimizer in self.adopted:
-            state = optimizer._amp_state
-            of_model = any(id(p) in given for p in state.masters.model_params)
-            if of_model and state.grad_scale != 1.0:
-                state.check_unscaled(caller)
-            if any(id(p) in given for group in optimizer.param_groups for p in group["params"]):
-                state.check_unscaled(caller)
-                if state.pending is not None and state.pending.check is not None:
-                    state.pending.start()  # inf clipped by value is none any more
-                if _holds_scaled(state):
-                    self.warn_once(optimizer, SCALED_CLIPPED)
-            if of_model and not state.awaits_block:
-                self.warn_once(optimizer, WRITTEN)
-
     def warn_once(self, about: Any, text: str) -> None:
         """Warn, if this session has not said so of ``about``, an optimizer or a loss scaler, before."""
         said = self._warned.setdefault(about, set())
@@ -431,10 +411,6 @@ class Session:
         """Print ``text`` unless ``verbosity`` is 0."""
         if self.verbosity > 0:
             print(text, flush=True)
-
-
-def _holds_scaled(state: Any) -> bool:
-    return bool(state.policy.fuse_unscale and state.grad_scale != 1.0)
 
 
 _lock = threading.Lock()

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from apex_npu.amp.block import Block, BlockPart, DelayingBlock
 from apex_npu.amp.policy import Policy, resolve
-from apex_npu.amp.session import Session
 from apex_npu.autocast.forward_cast import is_affine_batch_norm
 from apex_npu.distributed.fully_sharded import HeldGradients, Unit, unit_around, units_of
 from apex_npu.fusion.shards import groups_over, is_sharded, meshes_of
@@ -199,23 +198,6 @@ def _check_stepped(named: Sequence[tuple[str, Tensor]], optimizers: Sequence[Opt
                     f"while {left[tuple(p.shape)]} is sharded and in no optimizer: it was made before fully_shard, "
                     "which replaces parameters. Make it after that: fully_shard(model), then "
                     f"{type(optimizer).__name__}(model.parameters(), ...)"
-                )
-
-
-def check_sharded_before(session: Session) -> None:
-    """Where an optimizer finds no gradients: require that no model was sharded after ``initialize``.
-
-    Raises:
-        RuntimeError: One was, and the optimizer has parameters that are not the model's any more.
-    """
-    for model in (converted.model for converted in session.models):
-        for unit in [] if model is None else units_of(model):
-            if session.held is None or not session.held.knows(unit):
-                raise RuntimeError(
-                    f"fully_shard was called on {unit.name or 'the model'} after amp.initialize, and has replaced the "
-                    "parameters that the optimizer holds. Call fully_shard first, with "
-                    f"mp_policy=amp.fsdp_policy({session.policy.opt_level!r}), then make the optimizer, then call "
-                    "amp.initialize"
                 )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,10 +17,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from apex_npu._cli import hooks
 from apex_npu.backends import is_capturing
-from apex_npu.backends._torch_private import disable_dynamo
+from apex_npu.backends._torch_private import disable_dynamo, torch_profiler
 from apex_npu.fusion import (
     MASTER_PARAM,
     EncodedView,
@@ -38,7 +41,6 @@ from apex_npu.optimizers.checks import check_bool, check_params, naming
 from apex_npu.optimizers.combined_accessors import CombinedAccessors
 from apex_npu.optimizers.failed_steps import end_failed_step
 from apex_npu.optimizers.fused_params import FusedParams, check_elements
-from apex_npu.optimizers.group_steps import check_group_step, follow_group_step
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
 from apex_npu.optimizers.shown_state import ShownState, StateSlot, decoded
 from apex_npu.optimizers.state_dicts import check_state_dict, copy_loaded
@@ -119,9 +121,10 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     check_combined_tensors: bool | Literal["error"] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A subclass may bring a ``_group_step``, as those of Ascend's optimizers do; see ``group_steps``."""
+        """A subclass may have a ``_group_step``, as those of Ascend's optimizers do; see ``compat/group_steps.py``."""
         super().__init_subclass__(**kwargs)
-        follow_group_step(cls)
+        if hasattr(cls, "_group_step"):
+            hooks.call("group_steps").follow_group_step(cls)
 
     def __init__(
         self,
@@ -140,7 +143,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         check_bool("set_grad_none", set_grad_none)
         self.set_grad_none = set_grad_none
         self.capturable = capturable
-        check_group_step(self)
+        if hasattr(self, "_group_step"):
+            hooks.call("group_steps").check_group_step(self)
         # The first is the name by which torch.amp.GradScaler asks.
         fuses = capturable if fuse_grad_scaler is None else fuse_grad_scaler
         self._step_supports_amp_scaling = fuses and not self.reads_param_grads
@@ -217,6 +221,20 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     # What users call
 
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """What torch puts around ``step``: hooks, and a range for profilers. Without either the step runs by itself."""
+        hooked = Optimizer.profile_hook_step(func)
+
+        @functools.wraps(func)
+        def step(self: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
+            own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+            of_all = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
+            is_plain = not (torch_profiler._is_profiler_enabled or own or of_all)
+            return func(self, *args, **kwargs) if is_plain else hooked(self, *args, **kwargs)
+
+        return step
+
     @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **older: Any) -> Any:
@@ -240,7 +258,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
                 that a step does not have.
         """
         scaler = grad_scaler_of(self, older) if older else None
-        if is_capturing():
+        if (torch.cuda.is_initialized() or "torch_npu" in sys.modules) and is_capturing():
             check_capture(self)
             if self._formats is not None:
                 raise refusal(
@@ -267,7 +285,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             if found_inf:
                 return
             found_inf = None
-        self._fuse()
+        if not self._is_fused(for_step=True):
+            self._fuse_again(for_step=True)
         if self.capturable and is_capturing():
             check_captured_gradients(self)
         gathered = self._gather()
@@ -417,12 +436,16 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             del self.param_groups[-1]
             raise
 
-    @disable_dynamo
     def flat_grads(self) -> list[FlatGrads]:
         """The gradient buffers of all parameters but those with gaps or sharded ones, in order; fuses what is not."""
-        with torch.no_grad():
-            self._fuse(for_step=False)
+        if not self._is_fused(for_step=False):
+            self._fuse_outside_of_step()
         return self._flat_grads
+
+    @disable_dynamo
+    @torch.no_grad()
+    def _fuse_outside_of_step(self) -> None:
+        self._fuse_again(for_step=False)
 
     def fused_groups(self) -> list[FusedGroup]:
         """What the last step has stepped: none before the first."""
@@ -542,59 +565,48 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         self._all_in_slots = True
         self._all_fused = False
 
-    def _fuse(self, *, for_step: bool = True) -> None:
-        """Make every buffer match what the user now has, unless nothing has changed.
-
-        Only a step needs the present ``state``.
-        """
-        if (
-            self._all_fused
-            and self._is_fused(for_step=for_step)
-            and (
-                not for_step
-                or (are_same(list(self.state.values()), self._shown.entries) and hold_values(*self._shown.views))
-            )
-        ):
-            return
-        if is_capturing():  # parameters would move at once, and their values only when the graph is replayed
-            raise refusal(type(self).__name__, "its parameters or its state are not those of the step before")
-        self._fuse_again(for_step=for_step)
-
     def _is_fused(self, *, for_step: bool) -> bool:
-        """True while parameters, their memory and the names of their states are those that were fused."""
+        """True while every buffer matches what the user now has; only a step needs the present ``state``."""
         record, groups = self._fused, self.param_groups
-        if len(record.listed) != len(groups) or not all(map(are_same, map(_PARAMS, groups), record.listed)):
+        if not self._all_fused or len(record.listed) != len(groups):
             return False
-        if for_step and list(map(self.state_names, groups)) != record.state_names:
+        if not all(map(are_same, map(_PARAMS, groups), record.listed)):
             return False
-        if (record.full_params or record.unfused) and record.is_rarely_outdated(self.param_groups):
+        if (record.full_params or record.unfused) and record.is_rarely_outdated(groups):
             return False
         for fused in record.groups:
             if fused.kept:
                 fused.release_kept()
             if fused.table.broken(fused.params):
                 return False
-        return True
+        if not for_step:
+            return True
+        shown = self._shown
+        return (
+            list(map(self.state_names, groups)) == record.state_names
+            and are_same(list(self.state.values()), shown.entries)
+            and hold_values(*shown.views)
+        )
 
     def _lists(self) -> list[list[Tensor]]:
         return [group["params"] for group in self.param_groups]
 
-    def _state_names(self) -> list[tuple[str, ...]]:
-        return list(map(self.state_names, self.param_groups))
-
     def _fuse_again(self, *, for_step: bool) -> None:
+        if is_capturing():  # parameters would move at once, and their values only when the graph is replayed
+            raise refusal(type(self).__name__, "its parameters or its state are not those of the step before")
         # An interrupt leaves what follows to the next call: by then there are new buffers, which have no state yet.
         changed, self._all_fused = not self._all_fused, False
         self._fused.capturable = self.capturable
         params = [p for group in self.param_groups for p in group["params"]]
         with naming(type(self).__name__):
             check_elements(params)
-            stayed = bool(self._fused.groups)
-            if self._fused.follow(self._lists(), self._state_names(), self._report):
+            # Once more after a change: fusing moves storages, and with them what groups share that stay where they are.
+            for stayed in (bool(self._fused.groups), False):
+                if not self._fused.follow(self._lists(), list(map(self.state_names, self.param_groups)), self._report):
+                    break
                 changed = True
-                # Fusing moves storages, and with them what groups share that have stayed where they are.
-                if stayed or not all(fused.has_buffer for fused in self._fused.groups):
-                    self._fused.follow(self._lists(), self._state_names(), self._report)
+                if not stayed and all(fused.has_buffer for fused in self._fused.groups):
+                    break
         self._fused.note_places(params)
         self._end_fusing(with_state=changed or for_step)
 

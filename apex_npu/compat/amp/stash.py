@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.grad_groups import GradGroup, MasterGradGroup, any_raised, unscale
+from apex_npu.amp.grad_groups import GradGroup, any_raised, unscale
+from apex_npu.amp.master_grads import MasterGradGroup
 from apex_npu.amp.master_params import copy_masters_to_model
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.preconditions import check_plain
@@ -227,7 +228,7 @@ _LISTS_WITHOUT_MASTERS: dict[str, _Getter] = {
     "all_fp16_grad_stash": lambda stash: stash._aside(stash._params(low_precision=True)),
     "all_fp32_grad_stash": lambda stash: stash._aside(stash._params(low_precision=False)),
 }
-# In a ``_group_step`` of the script's own: what ``apex_npu.optimizers.group_steps`` has for each parameter group.
+# In a ``_group_step`` of the script's own: what ``apex_npu.compat.group_steps`` has for each parameter group.
 _COMBINED = {
     "combined_params_indexed_by_group": "param",
     "combined_grads_indexed_by_group": "grad",
