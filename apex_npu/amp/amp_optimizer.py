@@ -21,7 +21,6 @@ from torch.optim import LBFGS, Optimizer
 
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.capture import check_step
-from apex_npu.amp.float32_copies import register_new_masters
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, state_of
 from apex_npu.amp.session import current, warn_once
@@ -29,6 +28,7 @@ from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.distributed import clip_grad_norm_
 from apex_npu.fusion import FlatGrads, FusedGroup, HasFusedGroups, check_combinable
+from apex_npu.fusion.shards import replicated
 
 
 class AmpOptimizerMixin(OptimizerAccessors):
@@ -147,6 +147,11 @@ class AmpOptimizerMixin(OptimizerAccessors):
         state.drop_cleared(self)
         return clip_grad_norm_(*_gradients_of(groups), max_norm, norm_type, error_if_nonfinite)
 
+    def _clip_like_torch(self, *args: Any, **kwargs: Any) -> Tensor:
+        """``clip_optimizer_grad_norm_fused``, which returns what torch's function would: of sharded ones a DTensor."""
+        norm, meshes = self._clip_at_once(*args, **kwargs), self._amp_state.grads.meshes
+        return replicated(norm, meshes[0]) if meshes else norm
+
     def clip_model_grad_norm_fused(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -251,7 +256,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         if state is None or not state.policy.master_weights or state.masters.retired:
             return
         if state.masters.make(self) and session is not None:
-            register_new_masters(session, self, state)
+            session.register(self, state)
 
     def join_hook(self, **kwargs: Any) -> Any:
         """What torch.distributed.algorithms.Join requires; optimizers that torch has made joinable have it.

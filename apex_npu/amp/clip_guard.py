@@ -76,7 +76,7 @@ def _clip_of(adopted: Collection[Any], params: list[Tensor]) -> Callable[..., Te
         in_order = are_same(own, params)  # as amp.master_params gives them
         steps_just_them = in_order or set(map(id, own)) == set(map(id, params))
         if steps_just_them and optimizer._amp_state.clips_like_torch(optimizer):
-            clip: Callable[..., Tensor] = optimizer._clip_at_once
+            clip: Callable[..., Tensor] = optimizer._clip_like_torch
             return clip
     return None
 

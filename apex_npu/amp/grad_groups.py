@@ -159,7 +159,7 @@ class FlatGradGroup(GradGroup):
     flat: FlatGrads
 
     def __init__(self, flat: FlatGrads, sources: Sequence[Tensor] | None = None) -> None:
-        super().__init__(flat.params, sources)
+        super().__init__(flat.full_params, sources)
         self.flat = flat
 
     def scale_(self, factor: float, found_inf: Tensor | None = None) -> None:
@@ -222,7 +222,7 @@ def _span(grad: Tensor) -> tuple[int, int]:
 
 def separate(groups: Sequence[GradGroup]) -> None:
     """Replace gradients that share memory over groups by copies; within a group that is done where they are written."""
-    if any(group.flat is None for group in groups):
+    if any(group.flat is None or group.flat.is_sharded for group in groups):
         writable_grads(s for group in groups for p, s in zip(group.params, group.sources, strict=True) if p is s)
 
 

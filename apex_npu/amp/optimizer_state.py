@@ -112,7 +112,7 @@ class AmpOptimizerState:
         return {**self.__dict__, "stage": Stage.READY, "grad_scale": 1.0, "grads": OptimizerGrads()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``state``, and register it, so that the copied model's state dicts find their masters."""
+        """Restore ``state``, and link it with the copied model, whose state dicts have its masters."""
         self.__dict__.update(state)
         session = current()
         if self.sync is not None:
@@ -121,9 +121,8 @@ class AmpOptimizerState:
                 self.sync = None
             else:
                 self.sync.parallel = parallel
-        if session is not None:
-            session.register_masters(self)
         for link in self.links:
+            link.masters.append(self.masters)
             link.mark_copied()
 
     @property
@@ -238,10 +237,13 @@ class AmpOptimizerState:
         raise RuntimeError(f"the gradients are still multiplied with the loss scale {self.grad_scale}: {reason}")
 
     def clips_like_torch(self, optimizer: Optimizer) -> bool:
-        """All gradients are in float32 buffers, unscaled: clipping these gives what torch's function would."""
+        """All gradients are in float32 buffers, unscaled: clipping these gives what torch's function would.
+
+        Of sharded parameters they are on one mesh, as that function requires.
+        """
         groups = self.grad_groups(optimizer)
         buffered = all(group.flat is not None and group.params[0].dtype == torch.float32 for group in groups)
-        return self.grad_scale == 1.0 and bool(groups) and buffered
+        return self.grad_scale == 1.0 and bool(groups) and buffered and len(self.grads.meshes) <= 1
 
     def prepare_masters(self, optimizer: Optimizer) -> bool:
         """Make masters for what has been added or unfrozen.

@@ -27,7 +27,6 @@ from apex_npu.amp.block import (
     Work,
 )
 from apex_npu.amp.capture import check_block
-from apex_npu.amp.float32_copies import register_new_masters
 from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
 from apex_npu.amp.grad_sync import Agreement, UnknownAverages
 from apex_npu.amp.loss_graph import FirstLook
@@ -155,7 +154,7 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
     for optimizer, state in zip(listed, states, strict=True):
         written = state.policy.master_weights and state.prepare_masters(optimizer)
         if written or optimizer not in session.adopted:
-            register_new_masters(session, optimizer, state)
+            session.register(optimizer, state)
         if written:
             _follow_writes(session, optimizer, state.masters)
         work.append((state, state.grad_groups(optimizer)))

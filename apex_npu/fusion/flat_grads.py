@@ -48,6 +48,9 @@ class FlatGrads:
 
     Attributes:
         params: Each has a slot, whether or not it ever gets a gradient.
+        full_params: Whose gradients users see: ``params``, or sharded parameters, of which these are this process's
+            parts.
+        is_sharded: It is the latter.
         offsets: For each parameter, the elements before its slot's first.
         total_numel: Of the buffer.
         reads_lists: Whether gradients that are ELSEWHERE can be a list that a rule takes, see ``gather_unless_listed``.
@@ -55,9 +58,11 @@ class FlatGrads:
         is_shown: A script has the buffer: gradients are always copied there, and padding may have been written.
     """
 
+    is_sharded = False
+
     def __init__(self, params: Sequence[Tensor], offsets: Sequence[int], total_numel: int) -> None:
         """Plan only; ``params`` share dtype and device."""
-        self.params = list(params)
+        self.params = self.full_params = list(params)
         self.offsets = list(offsets)
         self.reads_lists = bool(self.params) and cats_lists(self.params[0].device)
         self.reads_in_place = extension is not None and bool(self.params) and self.params[0].device.type == "cpu"

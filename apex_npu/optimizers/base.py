@@ -437,7 +437,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             raise
 
     def flat_grads(self) -> list[FlatGrads]:
-        """The gradient buffers of all parameters but those with gaps or sharded ones, in order; fuses what is not."""
+        """The gradient buffers of all parameters but those with gaps, in order; fuses what is not."""
         if not self._is_fused(for_step=False):
             self._fuse_outside_of_step()
         return self._flat_grads
@@ -613,8 +613,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     def _end_fusing(self, *, with_state: bool = True) -> None:
         if self._formats is not None:
             self._formats.apply(self._fused.groups, self.param_groups)
-        groups, parts = self._fused.groups, self._fused.full_params
-        self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in parts]
+        groups, with_gaps = self._fused.groups, set(map(id, self._fused.copies()))
+        self._flat_grads = [fused.grads for fused in groups if id(fused.params[0]) not in with_gaps]
         self._all_in_slots = all(fused.in_slots for fused in groups)
         if with_state:
             self._shown.adopt(self, self._slots())
