@@ -116,8 +116,8 @@ def move_storages(
             check_change_data_ptr(tensors[0], buffer, offset)
     for tensors, offset in zip(lists, offsets, strict=True):
         if copy_values:
-            storage = tensors[0].detach().as_strided((storage_numel(tensors[0]),), (1,), 0)
-            buffer.narrow(0, offset, storage.numel()).copy_(storage)
+            numel = storage_numel(tensors[0])  # no name for the view: it would count as one that does not follow
+            buffer.narrow(0, offset, numel).copy_(tensors[0].detach().as_strided((numel,), (1,), 0))
     for tensors, offset in zip(lists, offsets, strict=True):
         _move_storage(tensors, buffer, offset)
 
