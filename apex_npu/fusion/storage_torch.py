@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``storage.py`` in pure torch.
 
-Pure torch cannot re-point a storage: only the tensors that are passed follow, not their other aliases. ``move_storages``
-warns when there are any.
+Pure torch cannot re-point a storage: only the tensors that are passed follow, not their other aliases.
+``move_storages`` warns when there are any.
 """
 
 from __future__ import annotations
