@@ -23,6 +23,8 @@ from workloads import Bench, Shapes, numel
 from apex_npu import optimizers
 
 Step = Callable[[], object]
+# Of more tensors the compilation of a step takes longer than a minute.
+MOST_COMPILED = 200
 Make = Callable[[Bench], Step]
 
 
@@ -54,7 +56,10 @@ RULES: dict[str, Rule] = {
         "one_pass_3",
         torch="Adam",
         torch_fused=True,
-        others={"DeepSpeed": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": False})},
+        others={
+            "DeepSpeed": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": False}),
+            "bitsandbytes": ("bitsandbytes.optim", "Adam32bit", {}),
+        },
     ),
     "AdamW": Rule(optimizers.NpuFusedAdamW, "one_pass_3", torch="AdamW", torch_fused=True),
     "RMSprop": Rule(optimizers.NpuFusedRMSprop, "one_pass_2", torch="RMSprop"),
@@ -128,6 +133,11 @@ def variants(name: str, bench: Bench) -> dict[str, Callable[[], Step]]:
         found["torch foreach"] = of(theirs, foreach=True)
         if rule.torch_fused and device != "npu":
             found["torch fused"] = of(theirs, fused=True)
+        if rule.torch_fused and (device == "cuda" or (device == "cpu" and compiler() is not None)):
+            flat = [(numel(bench.shapes),)]
+            found["torch compiled, one tensor"] = lambda: torch.compile(of(theirs, flat, foreach=True)())
+            if len(bench.shapes) <= MOST_COMPILED:
+                found["torch compiled"] = lambda: torch.compile(of(theirs, foreach=True)())
     for package, (module, attribute, options) in rule.others.items():
         other = imported(module, attribute)
         if other is not None and not (package == "DeepSpeed" and device != "cpu"):

@@ -1,40 +1,44 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whole training iterations, forward and backward included: what a bare step hides is in here, and counts."""
+"""Whole training iterations, forward and backward included: what a bare step hides is in here, and counts.
+
+    python benchmarks/iterations.py [--models PATTERN] [--precisions float32] [--threads 1 0] [--seconds 20] [--write]
+
+measures the models of ``models.py`` at each level beside torch's own recipe at the same precision. 0 threads are all
+cores, and wall-clock time then.
+"""
 
 from __future__ import annotations
 
+import argparse
+import gc
+import os
+import time
 from collections.abc import Callable
+from fnmatch import fnmatchcase
+from statistics import median
 
+import models
 import torch
-import torch.nn.functional as F
+from models import BasicBlock, Task
+from rounds import RESULTS, Spread, clock, commit, in_turns, open_device, processor, synchronize, write_csv
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from whole_steps import clip_step_clear, grad_scaler, initialized, torch_adam
-from workloads import MAX_NORM
+from whole_steps import clip, grad_scaler, torch_adam
+from workloads import LOSS_SCALE, MAX_NORM
 
-from apex_npu import amp
+from apex_npu import amp, optimizers
 
 Step = Callable[[], object]
-
-
-class Block(nn.Module):
-    """Two convolutions around a skip."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.one, self.two = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
-        self.norm_one, self.norm_two = (nn.BatchNorm2d(width) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm_one(self.one(x)))
-        return F.relu(x + self.norm_two(self.two(y)))
+# Told which phase of an iteration has ended.
+Lap = Callable[[str], None]
+PHASES = ("forward", "block", "backward", "clip", "step")
 
 
 def resnet(device: torch.device) -> tuple[nn.Module, Tensor]:
     """ResNet-like: 40 convolutions of 64 channels, 1.5 million parameters in 122 tensors, 4 images of 8 × 8."""
     torch.manual_seed(0)
-    blocks = [Block(64) for _ in range(20)]
+    blocks = [BasicBlock(64, 64) for _ in range(20)]
     model = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten())
     return model.to(device), torch.randn(4, 3, 8, 8, device=device)
 
@@ -48,36 +52,96 @@ def transformer(device: torch.device) -> tuple[nn.Module, Tensor]:
 
 
 TORCH_FP32, TORCH_BF16 = "GradScaler, clip, fused", "autocast, GradScaler, clip, fused"
+# Of goals.py and watching.py: small ones, so that what surrounds the arithmetic is a large share.
 MODELS = {"ResNet-like": resnet, "transformer": transformer}
+# Precision → the dtype of torch's autocast, and our levels.
+PRECISIONS: dict[str, tuple[torch.dtype | None, tuple[str, ...]]] = {
+    "float32": (None, ("O0",)),
+    "bfloat16": (torch.bfloat16, ("O4", "O5")),
+    "float16": (torch.float16, ("O1", "O2")),
+}
 
 
-def theirs(name: str, device: torch.device, dtype: torch.dtype | None) -> Step:
-    """GradScaler, clip_grad_norm_ and torch's fused Adam, under torch.autocast where ``dtype`` is given."""
+def task_of(name: str, device: torch.device) -> Task:
+    """The task ``name``, with the same values every time."""
+    if name in models.MODELS:
+        torch.manual_seed(0)
+        return models.MODELS[name](device)
     model, x = MODELS[name](device)
-    optimizer, scaler = torch_adam(list(model.parameters())), grad_scaler(device)
+    return Task([model], [lambda networks: networks[0](x).float().square().mean()])
+
+
+def _no_lap(phase: str) -> None:
+    pass
+
+
+def theirs(name: str, device: torch.device, dtype: torch.dtype | None, lap: Lap = _no_lap) -> Step:
+    """GradScaler, clip_grad_norm_ and torch's fused Adam, under torch.autocast where ``dtype`` is given."""
+    networks, losses = task_of(name, device)
+    trained = [[p for p in network.parameters() if p.requires_grad] for network in networks]
+    parts = [(loss, params, torch_adam(params)) for loss, params in zip(losses, trained, strict=True)]
+    scaler = grad_scaler(device)
 
     def step() -> None:
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            loss = model(x).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        clip_grad_norm_(model.parameters(), MAX_NORM)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+        for loss_of, params, optimizer in parts:
+            with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+                loss = loss_of(networks)
+            lap("forward")
+            scaled_loss = scaler.scale(loss)
+            lap("block")
+            scaled_loss.backward()
+            lap("backward")
+            scaler.unscale_(optimizer)
+            lap("block")
+            clip_grad_norm_(params, MAX_NORM)
+            lap("clip")
+            scaler.step(optimizer)
+            scaler.update()
+            for _, _, each in parts:
+                each.zero_grad()
+            lap("step")
 
     return step
 
 
-def ours(name: str, device: torch.device, level: str, *, fold: bool = False, set_to_none: bool = True) -> Step:
+def ours(
+    name: str,
+    device: torch.device,
+    level: str,
+    lap: Lap = _no_lap,
+    *,
+    fold: bool = False,
+    set_to_none: bool = True,
+) -> Step:
     """The same with amp and NpuFusedAdam; without ``set_to_none`` backward adds to gradients that stay."""
-    model, x = MODELS[name](device)
-    model, optimizer = initialized(model, level, fold)
+    networks, losses = task_of(name, device)
+    trained = [[p for p in network.parameters() if p.requires_grad] for network in networks]
+    adams = [optimizers.NpuFusedAdam(params, lr=1e-4) for params in trained]
+    networks, adams = amp.initialize(
+        networks,
+        adams,
+        opt_level=level,
+        loss_scale="dynamic",
+        dynamic_init_scale=LOSS_SCALE,
+        fuse_unscale=fold,
+        verbosity=0,
+    )
 
     def step() -> None:
-        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        clip_step_clear(optimizer, fold, set_to_none)
+        for loss_of, optimizer in zip(losses, adams, strict=True):
+            loss = loss_of(networks)
+            lap("forward")
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                lap("block")
+                scaled_loss.backward()
+                lap("backward")
+            lap("block")
+            clip(optimizer, fold)
+            lap("clip")
+            optimizer.step()
+            for each in adams:
+                each.zero_grad(set_to_none)
+            lap("step")
 
     return step
 
@@ -93,3 +157,106 @@ def variants(name: str, device: torch.device) -> dict[str, Callable[[], Step]]:
         "apex_npu O5, as written": lambda: ours(name, device, "O5"),
         "apex_npu O5, folded": lambda: ours(name, device, "O5", fold=True),
     }
+
+
+# --------------------------------------------------------------------------------------------------- models people know
+
+
+class Laps:
+    """How long each phase of an iteration takes."""
+
+    def __init__(self, device: torch.device, *, wall: bool) -> None:
+        self._device, self._wall = device, wall
+        self._spent = dict.fromkeys(PHASES, 0.0)
+        self._since = 0.0
+
+    def _now(self) -> float:
+        synchronize(self._device)
+        return time.perf_counter() if self._wall else clock(self._device)
+
+    def __call__(self, phase: str) -> None:
+        """What has passed since the last call belongs to ``phase``."""
+        now = self._now()
+        self._spent[phase] += now - self._since
+        self._since = now
+
+    def of(self, step: Step) -> dict[str, float]:
+        """The milliseconds of each phase of ``step``."""
+        self._spent = dict.fromkeys(PHASES, 0.0)
+        self._since = self._now()
+        step()
+        return {phase: spent * 1e3 for phase, spent in self._spent.items()}
+
+
+def _recipes(name: str, device: torch.device, precision: str, lap: Lap) -> dict[str, Step]:
+    dtype, levels = PRECISIONS[precision]
+    torchs = theirs(name, device, dtype, lap)
+
+    def without_casts() -> None:  # those of O1 are on outside of models, too
+        with amp.disable_casts():
+            torchs()
+
+    found: dict[str, Step] = {"torch": without_casts}
+    for level in levels:
+        for how in ("as written", "folded"):
+            found[f"{level}, {how}"] = ours(name, device, level, lap, fold=how == "folded")
+    return found
+
+
+def measure(name: str, precision: str, device: torch.device, threads: int, seconds: float) -> list[dict[str, str]]:
+    """A row for torch's recipe and for each of ours: times, phases, and torch's time over it."""
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    laps = Laps(device, wall=threads != 1)
+    steps = _recipes(name, device, precision, laps)
+    phases: dict[str, list[dict[str, float]]] = {variant: [] for variant in steps}
+
+    def time_one(variant: str) -> float:
+        phases[variant].append(laps.of(steps[variant]))
+        return sum(phases[variant][-1].values())
+
+    times = in_turns(list(steps), 50, time_one, warm_up=1, budget_s=seconds)
+    steps = {}
+    amp.shutdown()
+    gc.collect()
+    same = {"commit": commit(), "device": device.type, "processor": processor(), "torch": torch.__version__}
+    same |= {"threads": str(torch.get_num_threads()), "model": name, "precision": precision}
+    table = []
+    for variant, values in times.items():
+        speed = Spread.of([a / b for a, b in zip(times["torch"], values, strict=True)])
+        numbers = {"median_ms": median(values), "speed": speed.middle, "low": speed.low, "high": speed.high}
+        counted = phases[variant][-len(values) :]
+        numbers |= {phase: median(row[phase] for row in counted) for phase in PHASES}
+        table.append({**same, "variant": variant, **{key: f"{number:.4f}" for key, number in numbers.items()}})
+    return table
+
+
+def show(row: dict[str, str]) -> None:
+    """Print what one wants to see of a row."""
+    phases = " ".join(f"{phase} {float(row[phase]):.1f}" for phase in PHASES)
+    speed = f"{float(row['speed']):.2f} ({float(row['low']):.2f} .. {float(row['high']):.2f})"
+    print(f"{row['model']:20}{row['variant']:16}{float(row['median_ms']):9.1f} ms  {speed:22} {phases}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="*", help="pattern of their names, as in a shell")
+    parser.add_argument("--precisions", choices=PRECISIONS, nargs="+", default=list(PRECISIONS))
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 0], help="0: all cores")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of the rounds of one model in one precision")
+    parser.add_argument("--write", action="store_true", help="write results/iterations_cpu.csv")
+    options = parser.parse_args()
+    device = open_device("cpu")
+    table = []
+    for threads in options.threads:
+        for precision in options.precisions:
+            for name in [name for name in models.MODELS if fnmatchcase(name, options.models)]:
+                rows = measure(name, precision, device, threads, options.seconds)
+                for row in rows:
+                    show(row)
+                table += rows
+    if options.write:
+        write_csv(RESULTS / "iterations_cpu.csv", table)
+
+
+if __name__ == "__main__":
+    main()

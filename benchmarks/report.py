@@ -49,7 +49,8 @@ def goals(table: Table) -> str:
 
 def steps(table: Table) -> str:
     """Bare steps: ours in ms and as a share of the ceiling, and how many times as long others take."""
-    others = ("torch fused", "torch foreach", "torch for-loop", "timm", "pytorch_optimizer", "DeepSpeed", "old patch")
+    others = ("torch fused", "torch foreach", "torch for-loop", "torch compiled", "torch compiled, one tensor", "timm")
+    others += ("pytorch_optimizer", "DeepSpeed", "bitsandbytes", "old patch")
     found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for row in table:
         if row["comparison"].startswith("step of") and row["workload"] in ("small2000", "resnet50", "bert"):
@@ -78,6 +79,39 @@ def whole(table: Table) -> str:
         if "whole" in row["comparison"] or row["comparison"].startswith("iteration")
     ]
     return _markdown(("", "workload", "variant", "ms", "relative to the first"), lines)
+
+
+def iterations(table: Table) -> str:
+    """Models that people know: how many times as long torch's recipe takes, by threads, and where ours spends it."""
+    threads = list(dict.fromkeys(row["threads"] for row in table))
+    phases = ("forward", "block", "backward", "clip", "step")
+    found: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {}
+    for row in table:
+        found.setdefault((row["model"], row["precision"], row["variant"]), {})[row["threads"]] = row
+    lines = []
+    for (model, precision, variant), rows in found.items():
+        first = rows.get(threads[0], {})
+        speeds = [
+            f"{float(rows[n]['speed']):.2f} ({float(rows[n]['low']):.2f} .. {float(rows[n]['high']):.2f})"
+            if n in rows
+            else ""
+            for n in threads
+        ]
+        times = [f"{float(first[name]):.1f}" if first else "" for name in ("median_ms", *phases)]
+        name = f"torch, {precision}" if variant == "torch" else variant
+        lines.append((model, name, *(["", ""][: len(threads)] if variant == "torch" else speeds), *times))
+    head = ("model", "", *(f"speed, {n} thread{'s' * (n != '1')}" for n in threads), "ms", *phases)
+    return f"{table[0]['processor']}. {_origin(table)}{_markdown(head, lines)}"
+
+
+def growth(table: Table) -> str:
+    """Microseconds for each tensor."""
+    phases = list(table[0])[list(table[0]).index("variant") + 1 :]
+    lines = [
+        (f"{int(row['tensors']):,}", row["groups"], row["variant"], *(f"{float(row[phase]):.1f}" for phase in phases))
+        for row in table
+    ]
+    return f"{table[0]['processor']}. {_origin(table)}{_markdown(('tensors', 'groups', '', *phases), lines)}"
 
 
 def counts(table: Table) -> str:
@@ -114,6 +148,8 @@ TABLES: dict[str, tuple[str, Callable[[Table], str]]] = {
     "goals on cpu": ("goals_cpu.csv", goals),
     "steps on cpu": ("cpu.csv", steps),
     "whole steps on cpu": ("cpu.csv", whole),
+    "iterations on cpu": ("iterations_cpu.csv", iterations),
+    "growth on cpu": ("growth_cpu.csv", growth),
     "counts on npu": ("npu.csv", counts),
     "counts on the vendor's torch_npu": ("npu_counts.csv", vendor_counts),
     "goals on cuda": ("goals_cuda.csv", goals),

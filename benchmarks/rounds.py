@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import csv
+import platform
 import subprocess
 import time
 from collections.abc import Callable
@@ -160,6 +161,14 @@ def commit() -> str:
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
     )
     return done.stdout.strip()
+
+
+def processor() -> str:
+    """The name of the CPU."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def rows(device: torch.device, dtype: torch.dtype, workload: str, times: Times, reference: str) -> list[dict[str, str]]:

@@ -104,12 +104,17 @@ def initialized(
     )
 
 
-def clip_step_clear(optimizer: torch.optim.Optimizer, fold: bool, set_to_none: bool) -> None:
-    """Clipped by torch, or with ``fold`` in the step, as is the loss scale."""
+def clip(optimizer: torch.optim.Optimizer, fold: bool) -> None:
+    """By torch, or with ``fold`` in the step, as is the loss scale."""
     if fold:
         optimizer.clip_optimizer_grad_norm_fused(MAX_NORM)
     else:
         torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), MAX_NORM)
+
+
+def clip_step_clear(optimizer: torch.optim.Optimizer, fold: bool, set_to_none: bool) -> None:
+    """What follows a block; see ``clip``."""
+    clip(optimizer, fold)
     optimizer.step()
     optimizer.zero_grad(set_to_none)
 

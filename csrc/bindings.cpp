@@ -46,17 +46,22 @@ using apex_npu::borrow;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // What apex_npu/_extension.py expects; raised whenever a signature here changes.
-  m.attr("API") = 16;
+  m.attr("API") = 17;
 
-  m.def("change_data_ptr", &apex_npu::change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"),
-        py::arg("keep_previous"));
-  m.def("check_change_data_ptr", &apex_npu::check_change_data_ptr, py::arg("dst"), py::arg("src"), py::arg("offset"));
+  m.def("move_storages", &apex_npu::move_storages, py::arg("lists"), py::arg("src"), py::arg("offsets"),
+        py::arg("copy_values"));
   m.def(
       "storage_view",
       [](const at::Tensor& src, int64_t offset, const std::vector<int64_t>& size, const std::vector<int64_t>& stride) {
         return apex_npu::storage_view(src, offset, size, stride);
       },
       py::arg("src"), py::arg("offset"), py::arg("size"), py::arg("stride"));
+  m.def(
+      "storage_views",
+      [](const at::Tensor& src, const std::vector<int64_t>& offsets, const py::sequence& like) {
+        return apex_npu::storage_views(src, offsets, borrow(like));
+      },
+      py::arg("src"), py::arg("offsets"), py::arg("like"));
   m.def("is_slot", &apex_npu::is_slot, py::arg("tensor"));
   m.def("allocated_by_torch", &apex_npu::allocated_by_torch, py::arg("tensor"));
   m.def("keeps_previous", &apex_npu::keeps_previous, py::arg("tensor"));

@@ -17,11 +17,11 @@ from apex_npu.fusion.layout import Layout, Slot, extent_numel, gaps_between, pla
 from apex_npu.fusion.storage import (
     aliases_follow,
     allocated_by_torch,
-    check_change_data_ptr,
     has_unnamed_aliases,
     is_part_of_storage,
-    move_storage,
+    move_storages,
     storage_view,
+    storage_views,
 )
 from apex_npu.ops import cat_into, cats_lists
 
@@ -99,11 +99,14 @@ def fills_storage(tensors: Sequence[Tensor]) -> bool:
     False for a view of a larger storage: that is another owner's buffer (a DDP bucket, a slice of a vector), and what
     else is there must not be stepped along.
     """
-    backend = for_device(tensors[0].device)
+    first = tensors[0]
+    if first.is_contiguous() and first.numel() * first.element_size() == first.untyped_storage().nbytes():
+        return True  # alone
+    backend = for_device(first.device)
     if any(backend.has_private_format(t) for t in tensors):
         return True
     ranges = {(t.storage_offset(), extent_numel(t.size(), t.stride())) for t in tensors}
-    return backend.storage_numel(tensors[0]) <= sum(extent for _, extent in ranges)
+    return backend.storage_numel(first) <= sum(extent for _, extent in ranges)
 
 
 class NoRoomError(torch.OutOfMemoryError):
@@ -140,7 +143,12 @@ class FlatBuffer:
 
     def views_like(self, tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
         """One view per tensor, with its size and stride (so that transposed tensors match element by element)."""
-        return [self.view(offset, t.size(), t.stride()) for t, offset in zip(tensors, offsets, strict=True)]
+        return storage_views(self.flat, offsets, tensors)
+
+    def numbers(self) -> list[Tensor]:
+        """A 0-dim view of each element."""
+        count = self.flat.numel()
+        return storage_views(self.flat, range(count), [torch.empty((), device="meta")] * count)
 
     def adopt(
         self,
@@ -160,33 +168,31 @@ class FlatBuffer:
         members: list[list[Tensor]] = [[] for _ in layout.slots]
         for index, t in zip(layout.slot_of, tensors, strict=True):
             members[index].append(t)
-        for slot, sharing in zip(layout.slots, members, strict=True):
-            if not is_part_of_storage(sharing[0]):  # it has been checked when it got there
-                check_change_data_ptr(sharing[0], self.flat, slot.offset_numel)
-        backend = for_device(self.flat.device)
+        offsets = [slot.offset_numel for slot in layout.slots]
+        moving = [with_aliases(sharing, aliases) for sharing in members]
         with torch.no_grad():
+            if not copy_values or not cats_lists(self.flat.device):
+                move_storages(moving, self.flat, offsets, copy_values=copy_values)
+                return
             # A private format cannot be read as a flat row: such values go out before the move and back in after it.
-            tiled = [(t, t.clone()) for t in tensors if copy_values and backend.has_private_format(t)]
-            if copy_values:
-                plain = [i for i, sharing in enumerate(members) if not backend.has_private_format(sharing[0])]
-                self._copy_storages([members[i][0] for i in plain], [layout.slots[i] for i in plain])
-            for slot, sharing in zip(layout.slots, members, strict=True):
-                move_storage(with_aliases(sharing, aliases), self.flat, slot.offset_numel)
+            backend = for_device(self.flat.device)
+            tiled = [(t, t.clone()) for t in tensors if backend.has_private_format(t)]
+            plain = [i for i, sharing in enumerate(members) if not backend.has_private_format(sharing[0])]
+            self._cat_storages([members[i][0] for i in plain], [layout.slots[i] for i in plain])
+            move_storages(moving, self.flat, offsets, copy_values=False)
             for t, value in tiled:
                 t.data.copy_(value)  # .data: the value is what it was, so autograd need not take note
 
-    def _copy_storages(self, tensors: Sequence[Tensor], slots: Sequence[Slot]) -> None:
+    def _cat_storages(self, tensors: Sequence[Tensor], slots: Sequence[Slot]) -> None:
+        if not tensors:
+            return
         storages = [
             t.detach().as_strided((slot.numel,), (1,), t.storage_offset() if is_part_of_storage(t) else 0)
             for t, slot in zip(tensors, slots, strict=True)
         ]
-        if storages and cats_lists(self.flat.device):
-            gaps = gaps_between([slot.offset_numel for slot in slots], [slot.numel for slot in slots])
-            end = slots[-1].offset_numel + slots[-1].numel
-            cat_into(self.flat[slots[0].offset_numel : end], storages, gaps, self.flat.new_zeros(max(gaps)))
-            return
-        for storage, slot in zip(storages, slots, strict=True):
-            self.flat.narrow(0, slot.offset_numel, slot.numel).copy_(storage)
+        gaps = gaps_between([slot.offset_numel for slot in slots], [slot.numel for slot in slots])
+        end = slots[-1].offset_numel + slots[-1].numel
+        cat_into(self.flat[slots[0].offset_numel : end], storages, gaps, self.flat.new_zeros(max(gaps)))
 
 
 def leave_private_formats(params: Sequence[Tensor]) -> None:

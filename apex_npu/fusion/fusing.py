@@ -162,6 +162,8 @@ def _sort_out(
 
 def _split_overlapping(sharing: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Tensors of one storage that do not overlap each other, and those that overlap one of these."""
+    if len(sharing) == 1:
+        return sharing, []
     begins = [int(p.storage_offset()) for p in sharing]
     spans = [(begin, begin + extent_numel(p.size(), p.stride())) for begin, p in zip(begins, sharing, strict=True)]
     left_out = set(overlapping(spans))

@@ -120,10 +120,7 @@ class GroupBuffers:
             buffer = FlatBuffer(numel, self.state_dtype, self.param_flat.device)
             if initial:
                 buffer.flat.fill_(initial)
-            if scalar:
-                views = [buffer.view(i, (), ()) for i in range(numel)]
-            else:
-                views = buffer.views_like(self.params, self.grads.offsets)
+            views = buffer.numbers() if scalar else buffer.views_like(self.params, self.grads.offsets)
             state = self._states[name] = _State(buffer.flat, views, initial)
         return state
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 ALIGN_NUMEL = 16
 PAD_NUMEL = 32
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """The place of one storage in a flat buffer.
 
     Attributes:
@@ -116,6 +116,13 @@ def overlapping(spans: Sequence[tuple[int, int]]) -> list[int]:
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
     """True where the elements fill their extent without gap or overlap, in any order (transposed, channels_last)."""
+    expected = 1
+    for n, s in zip(reversed(size), reversed(stride), strict=True):  # as nearly all are
+        if s != expected and n != 1:
+            break
+        expected *= n
+    else:
+        return True
     expected = 1
     for n, s in sorted(((n, s) for n, s in zip(size, stride, strict=True) if n != 1), key=lambda dim: dim[1]):
         if n == 0:

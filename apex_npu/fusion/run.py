@@ -229,11 +229,13 @@ class StepCounts:
         self._buffer = FlatBuffer(count, torch.float32, torch.device("cpu"))
         self._counts = self._buffer.flat.numpy()  # the same memory; numpy is quicker with a handful of numbers
         self._after = self._counts.tobytes()
+        self._numbers: list[Tensor] = []
         self.added: Any = None
 
     def view(self, index: int) -> Tensor:
         """The count of one slot: float32, 0-dim."""
-        return self._buffer.view(index, (), ())
+        self._numbers = self._numbers or self._buffer.numbers()
+        return self._numbers[index]
 
     def set(self, index: int, count: float) -> None:
         """Set it."""
@@ -284,19 +286,19 @@ class Runs:
         self._stretches: list[slice] = []
         self._firsts: list[int] = []
 
-    def cut(self, group: GroupBuffers, states: bytes, on_cut: Callable[[int], None]) -> list[Run]:
+    def cut(self, group: GroupBuffers, states: bytes, on_cut: Callable[[range], None]) -> list[Run]:
         """Cut the slots of ``group`` that have a gradient into runs, unless they are; ``count`` counts a step for them.
 
         Args:
             group: Whose runs these are.
             states: What ``grads.gather()`` returned.
-            on_cut: Called with the index of every such slot whenever the runs are cut again.
+            on_cut: Called with the slots of each run whenever the runs are cut again.
         """
         if states != self._states or self.counts.is_written():
             self._states = None  # for as long as it takes: memory may run out in on_cut
             self.current = self._cut(group, states)
-            for index in (i for run in self.current for i in run.slots):
-                on_cut(index)
+            for run in self.current:
+                on_cut(run.slots)
             stepping = [None if state == NONE else True for state in states]
             self._stretches = [slice(slots.start, slots.stop) for slots in _equal_neighbours(stepping)]
             self._firsts = [run.slots.start for run in self.current]

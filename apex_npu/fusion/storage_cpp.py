@@ -12,10 +12,10 @@ from torch import Tensor
 from apex_npu import _C
 from apex_npu._C import (
     allocated_by_torch,
-    check_change_data_ptr,
     is_slot,
     round_to_copies,
     storage_view,
+    storage_views,
     written_copies,
 )
 from apex_npu.backends.script_warnings import warn
@@ -25,16 +25,16 @@ __all__ = [
     "aliases_follow",
     "allocated_by_torch",
     "change_data_ptr",
-    "check_change_data_ptr",
     "follows_aliases",
     "is_part_of_storage",
     "is_slot",
     "move_out",
-    "move_storage",
+    "move_storages",
     "release_previous",
     "round_to_copies",
     "slot_table",
     "storage_view",
+    "storage_views",
     "watch_copies",
     "written_copies",
 ]
@@ -42,25 +42,25 @@ __all__ = [
 
 def change_data_ptr(dst: Tensor, src: Tensor, offset: int) -> None:
     """See ``storage_torch``."""
-    check_change_data_ptr(dst, src, offset)
-    move_storage([dst], src, offset)
+    move_storages([[dst]], src, [offset], copy_values=False)
 
 
-def move_storage(tensors: Sequence[Tensor], buffer: Tensor, offset: int) -> None:
+def move_storages(
+    lists: Sequence[Sequence[Tensor]], buffer: Tensor, offsets: Sequence[int], *, copy_values: bool
+) -> None:
     """See ``storage_torch``."""
-    if not aliases_follow(tensors):
+    for i in _C.move_storages(lists, buffer, offsets, copy_values):
         warn(
-            f"a numpy array over a tensor of shape {tuple(tensors[0].shape)} will not follow it into other memory, and "
-            "keeps the values of now: make the array again afterwards"
+            f"a numpy array over a tensor of shape {tuple(lists[i][0].shape)} has not followed it into other memory, "
+            "and keeps the values of now: make the array again"
         )
-    # An alias may be something else outside torch, which cannot follow, and must not be left dangling.
-    _C.change_data_ptr(tensors[0], buffer, offset, has_unnamed_aliases(tensors))
 
 
 @torch.no_grad()
 def move_out(tensor: Tensor) -> None:
     """See ``storage_torch``; all aliases follow."""
-    move_storage([tensor], tensor.detach().as_strided((storage_numel(tensor),), (1,), 0).clone(), 0)
+    copy = tensor.detach().as_strided((storage_numel(tensor),), (1,), 0).clone()
+    move_storages([[tensor]], copy, [0], copy_values=False)
 
 
 def slot_table(tensors: Sequence[Tensor]) -> SlotTable:

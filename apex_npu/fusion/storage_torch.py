@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``storage.py`` in pure torch.
 
-Pure torch cannot re-point a storage: only the tensors that are passed follow, not their other aliases. ``move_storage``
-warns when there are any.
+Pure torch cannot re-point a storage: only the tensors that are passed follow, not their other aliases.
+``move_storages`` warns when there are any.
 """
 
 from __future__ import annotations
@@ -97,8 +97,32 @@ def change_data_ptr(dst: Tensor, src: Tensor, offset: int) -> None:
     _point_at_view([dst], storage_view(src, offset, (storage_numel(dst),), (1,)))
 
 
-def move_storage(tensors: Sequence[Tensor], buffer: Tensor, offset: int) -> None:
-    """Like ``change_data_ptr`` for the one storage that all ``tensors`` share; a part of a storage moves by itself."""
+def move_storages(
+    lists: Sequence[Sequence[Tensor]], buffer: Tensor, offsets: Sequence[int], *, copy_values: bool
+) -> None:
+    """Like ``change_data_ptr``, for the one storage that each of ``lists`` shares; a part of a storage moves by itself.
+
+    Args:
+        lists: Tensors that follow; without the extension no others do.
+        buffer: Where they go.
+        offsets: One for each list.
+        copy_values: Copy the elements of the storages, too.
+
+    Raises:
+        TypeError, ValueError: As of ``change_data_ptr``; nothing has moved then.
+    """
+    for tensors, offset in zip(lists, offsets, strict=True):
+        if not is_part_of_storage(tensors[0]):  # it has been checked when it got there
+            check_change_data_ptr(tensors[0], buffer, offset)
+    for tensors, offset in zip(lists, offsets, strict=True):
+        if copy_values:
+            numel = storage_numel(tensors[0])  # no name for the view: it would count as one that does not follow
+            buffer.narrow(0, offset, numel).copy_(tensors[0].detach().as_strided((numel,), (1,), 0))
+    for tensors, offset in zip(lists, offsets, strict=True):
+        _move_storage(tensors, buffer, offset)
+
+
+def _move_storage(tensors: Sequence[Tensor], buffer: Tensor, offset: int) -> None:
     if is_part_of_storage(tensors[0]):
         for t in tensors:
             t.data = storage_view(buffer, offset, t.size(), t.stride())
@@ -141,6 +165,11 @@ def storage_view(src: Tensor, offset: int, size: Sequence[int], stride: Sequence
         _pass_record_stream_on()
     setattr(part.untyped_storage(), _SLOT_MARK, mark)
     return part.as_strided(size, stride, part.storage_offset())
+
+
+def storage_views(src: Tensor, offsets: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
+    """``storage_view`` for each of ``offsets``, with the size and stride of one of ``like``."""
+    return [storage_view(src, offset, t.size(), t.stride()) for offset, t in zip(offsets, like, strict=True)]
 
 
 def _can_have_own_storage(tensor: Tensor) -> bool:

@@ -362,7 +362,7 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             if not any(states):
                 continue  # its runs stay, for steps in which it takes part again
             scale = None if grad_scale is None else grad_scale.to(fused.param_flat.device, torch.float32).reshape(1)
-            for run in fused.runs.cut(fused, states, partial(self._show_state, fused)):
+            for run in fused.runs.cut(fused, states, partial(self._show_states, fused)):
                 run.grad_scale, run.found_inf = scale, found_inf
                 runs.append((run, groups[run.place[0]]))
             fused.runs.count(addend)  # last: what is counted can be taken back
@@ -370,8 +370,9 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
             # In the order of the lists, as torch does: parameters may share memory.
             runs.sort(key=lambda pair: pair[0].place)
 
-    def _show_state(self, fused: FusedGroup, index: int) -> None:
-        self._shown.show_state(self, self._slot(fused, index))
+    def _show_states(self, fused: FusedGroup, positions: range) -> None:
+        for slot in self._slots_of(fused, positions):
+            self._shown.show_state(self, slot)
 
     def steps_by_rule_alone(self) -> bool:
         """False for a class whose ``step`` or ``update`` does more than the rule that says that it heeds a flag."""
@@ -599,11 +600,13 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         with naming(type(self).__name__):
             check_elements(params)
-            # Once more after a change: fusing moves storages, and with them what groups that have stayed share.
-            for _ in range(2):
+            # Once more after a change: fusing moves storages, and with them what groups share that stay where they are.
+            for stayed in (bool(self._fused.groups), False):
                 if not self._fused.follow(self._lists(), list(map(self.state_names, self.param_groups)), self._report):
                     break
                 changed = True
+                if not stayed and all(fused.has_buffer for fused in self._fused.groups):
+                    break
         self._fused.note_places(params)
         self._end_fusing(with_state=changed or for_step)
 
@@ -630,12 +633,13 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
 
     def _slots(self) -> Iterator[StateSlot]:
         for fused in self._fused.groups:
-            for index in range(len(fused.params)):
-                yield self._slot(fused, index)
+            yield from self._slots_of(fused, range(len(fused.params)))
 
-    def _slot(self, fused: FusedGroup, index: int) -> StateSlot:
-        group = self.param_groups[fused.places[index][0]]
-        return StateSlot(group, fused, index, self._fused.full_param_of(fused.params[index]))
+    def _slots_of(self, fused: FusedGroup, positions: range) -> Iterator[StateSlot]:
+        groups, names, own = self.param_groups, self._fused.state_names, fused.own_states
+        for i in positions:
+            index, param = fused.places[i][0], self._fused.full_param_of(fused.params[i])
+            yield StateSlot(groups[index], fused, i, param, (*names[index], *own) if own else names[index])
 
 
 @functools.lru_cache(maxsize=64)

@@ -44,12 +44,14 @@ class StateSlot(NamedTuple):
         fused: The buffers.
         position: Which of their slots.
         param: Whose entry of ``state`` it is: the tensor in the slot, or the sharded parameter of which that is a part.
+        names: The states that are kept for it, those beside the rule's last.
     """
 
     group: dict[str, Any]
     fused: FusedGroup
     position: int
     param: Tensor
+    names: tuple[str, ...]
 
 
 class ShownState:
@@ -71,8 +73,7 @@ class ShownState:
         slots = list(slots)
         self.entries, self.views = [], ([], [], [])  # if memory runs out below, the next step copies again
         for slot in slots:
-            names = _names(rule, slot)
-            if not names and not rule.shows_step(slot.group):
+            if not slot.names and not rule.shows_step(slot.group):
                 continue  # a state that is switched on again is as old as it was
             entry = rule.state.get(slot.param, {})
             count = _count_of(rule, slot.group, entry)
@@ -83,7 +84,7 @@ class ShownState:
                     if entry.get(name) is not None:
                         entry[name] = _copied(_view(rule, slot, name), entry[name], slot.param)
                 continue
-            for name in names:
+            for name in slot.names:
                 value = entry.get(name)
                 if value is None:
                     _reset(rule, slot, name)
@@ -95,8 +96,9 @@ class ShownState:
     def show_state(self, rule: Rule, slot: StateSlot) -> None:
         """A slot is about to step: from now on its state is visible."""
         if slot.fused.runs.counts.is_new(slot.position):
-            for name in rule.state_names(slot.group):
-                _reset(rule, slot, name)
+            for name in slot.names:
+                if name not in slot.fused.own_states:
+                    _reset(rule, slot, name)
         slot.fused.use(slot.position)
         _show(rule, slot)
         self.shows_new = True
@@ -109,7 +111,7 @@ class ShownState:
         for slot in slots:
             entry = rule.state.get(slot.param)
             if entry and _COUNT not in entry and slot.fused.runs.counts.is_new(slot.position):
-                for name in ("step", *_names(rule, slot)):
+                for name in ("step", *slot.names):
                     entry.pop(name, None)
                 if not entry:
                     del rule.state[slot.param]
@@ -122,7 +124,7 @@ class ShownState:
             (entry, name, value)
             for slot in slots
             if (entry := rule.state.get(slot.param))
-            for name in ("step", _COUNT, *_names(rule, slot))
+            for name in ("step", _COUNT, *slot.names)
             if (value := entry.get(name)) is not None
         ]
         views = ([entry for entry, _, _ in rows], [name for _, name, _ in rows], [view for _, _, view in rows])
@@ -149,10 +151,6 @@ def _copied(view: Tensor, value: Any, param: Tensor) -> Tensor:
     return view
 
 
-def _names(rule: Rule, slot: StateSlot) -> tuple[str, ...]:
-    return (*rule.state_names(slot.group), *slot.fused.own_states)
-
-
 def _view(rule: Rule, slot: StateSlot, name: str) -> Tensor:
     return slot.fused.state_views(name, scalar=name in rule.scalar_states)[slot.position]
 
@@ -175,7 +173,7 @@ def _count_of(rule: Rule, group: dict[str, Any], entry: dict[str, Any]) -> float
 def _show(rule: Rule, slot: StateSlot) -> None:
     """Let the parameter's entry of ``state`` show the buffers' views, beside whatever else a user put there."""
     views: dict[str, Any] = {}
-    for name in _names(rule, slot):
+    for name in slot.names:
         view: Any = _view(rule, slot, name)
         plain = isinstance(view, EncodedView) or name in rule.scalar_states
         views[name] = view if plain else sharded_like(view, slot.param)

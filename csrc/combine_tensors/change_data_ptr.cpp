@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "combine_tensors/change_data_ptr.h"
 
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/copy.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/record_stream_ops.h>
@@ -11,8 +13,11 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include <cstring>
 #include <memory>
 #include <utility>
+
+#include "parallel.h"
 
 namespace apex_npu {
 namespace {
@@ -85,6 +90,9 @@ int64_t extent_numel(at::IntArrayRef sizes, at::IntArrayRef strides) {
   return empty ? 0 : extent;
 }
 
+// Bytes that a thread copies at least.
+constexpr int64_t kCopyGrain = 1 << 18;
+
 int64_t storage_numel(const at::Tensor& t) { return static_cast<int64_t>(t.storage().nbytes() / t.dtype().itemsize()); }
 
 void check_plain(const at::Tensor& t, const char* name) {
@@ -138,13 +146,25 @@ void check_change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t
 }
 
 void change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t offset_numel, bool keep_previous) {
-  check_change_data_ptr(dst, src, offset_numel);
   if (src.is_meta()) return;  // nothing to point at
   const SharedMemory memory = share_memory_of(src);
   c10::StorageImpl* storage = dst.storage().unsafeGetStorageImpl();
   record_fusing(allocation_of(storage->data_ptr()), false);
   c10::DataPtr previous = storage->set_data_ptr(point_at(start_of(src, offset_numel), memory, dst.device()));
   if (keep_previous) slot_context_of(storage->data_ptr())->previous = std::move(previous);
+}
+
+void copy_storage(const at::Tensor& dst, const at::Tensor& src, int64_t offset_numel) {
+  if (src.is_meta()) return;
+  if (!src.is_cpu()) {
+    const std::vector<int64_t> size{storage_numel(dst)}, stride{1};
+    src.as_strided(size, stride, src.storage_offset() + offset_numel).copy_(dst.as_strided(size, stride, 0));
+    return;
+  }
+  auto* to = static_cast<char*>(start_of(src, offset_numel));
+  const auto* from = static_cast<const char*>(dst.storage().data());
+  parallel_for(0, static_cast<int64_t>(dst.storage().nbytes()), kCopyGrain,
+               [&](int64_t begin, int64_t end) { std::memcpy(to + begin, from + begin, end - begin); });
 }
 
 bool keeps_previous(const at::Tensor& t) {
@@ -182,6 +202,18 @@ at::Tensor storage_view(const at::Tensor& src, int64_t offset_numel, at::IntArra
   view.storage().set_nbytes(static_cast<size_t>(need_numel) * src.dtype().itemsize());
   view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
   return view;
+}
+
+std::vector<at::Tensor> storage_views(const at::Tensor& src, const std::vector<int64_t>& offsets,
+                                      const Borrowed& like) {
+  TORCH_CHECK_VALUE(offsets.size() == like.size(), "storage_views: expected one offset for each of ", like.size(),
+                    " tensors, got ", offsets.size());
+  std::vector<at::Tensor> views;
+  views.reserve(like.size());
+  for (size_t i = 0; i < like.size(); ++i) {
+    views.push_back(storage_view(src, offsets[i], like[i]->sizes(), like[i]->strides()));
+  }
+  return views;
 }
 
 std::shared_ptr<void>* memory_note(const at::Tensor& t) {

@@ -11,6 +11,8 @@
 #include <memory>
 #include <vector>
 
+#include "combine_tensors/borrowed.h"
+
 namespace apex_npu {
 
 // Refuses, with a typed error that names the rule and the values, what change_data_ptr(dst, src, offset) must not do.
@@ -19,10 +21,13 @@ void check_change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t
 
 // Makes dst's *storage* begin `offset_numel` elements after the first element of src, so that dst and every alias of
 // it see src's memory from then on. Sizes, strides and the storage's own nbytes stay. The memory is owned jointly: it
-// lives until src and the last tensor pointed into it are gone. Values are not copied.
+// lives until src and the last tensor pointed into it are gone. Values are not copied. The arguments have been checked.
 // With keep_previous the memory that dst's storage had stays allocated, until release_previous: for when something
 // outside torch (an array over an alias of dst) may still point there.
 void change_data_ptr(const at::Tensor& dst, const at::Tensor& src, int64_t offset_numel, bool keep_previous);
+
+// Copies the elements of dst's storage to where change_data_ptr(dst, src, offset) would make it begin.
+void copy_storage(const at::Tensor& dst, const at::Tensor& src, int64_t offset_numel);
 
 // Whether t's former memory is still kept, and letting go of it.
 bool keeps_previous(const at::Tensor& t);
@@ -33,6 +38,9 @@ bool allocated_by_torch(const at::Tensor& t);
 
 // A new tensor over src's memory, `offset_numel` elements after src's first, with a storage of its own size.
 at::Tensor storage_view(const at::Tensor& src, int64_t offset_numel, at::IntArrayRef sizes, at::IntArrayRef strides);
+
+// One for each of `like`, with its sizes and strides.
+std::vector<at::Tensor> storage_views(const at::Tensor& src, const std::vector<int64_t>& offsets, const Borrowed& like);
 
 // True where t's memory was handed out by change_data_ptr or storage_view.
 bool is_slot(const at::Tensor& t);

@@ -3,10 +3,13 @@
 #include "combine_tensors/python_objects.h"
 
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <unordered_set>
 
+#include "combine_tensors/change_data_ptr.h"
 #include "prefetch.h"
 
 namespace apex_npu {
@@ -60,6 +63,39 @@ bool is_alone(const at::Tensor& grad) {
   // Held by the parameter and either by its object in Python, which is made here unless it is there, or by another.
   const py::object object = py::reinterpret_steal<py::object>(THPVariable_Wrap(grad));
   return grad.use_count() <= 2;
+}
+
+// Whether more than `tensors` reference the one storage that they share.
+static bool have_unnamed_aliases(const Borrowed& tensors) {
+  std::unordered_set<const c10::TensorImpl*> named;
+  for (const at::Tensor* t : tensors) named.insert(t->unsafeGetTensorImpl());
+  const c10::Storage& storage = tensors[0]->storage();
+  // Its object in Python, which is made here unless it is there, holds it once.
+  const py::object object = py::reinterpret_steal<py::object>(THPStorage_Wrap(storage));
+  return storage.use_count() > named.size() + 1;
+}
+
+std::vector<int64_t> move_storages(const py::sequence& lists, const at::Tensor& src,
+                                   const std::vector<int64_t>& offsets, bool copy_values) {
+  std::vector<Borrowed> members;
+  for (const py::handle list : lists) members.push_back(borrow(py::reinterpret_borrow<py::sequence>(list)));
+  TORCH_CHECK_VALUE(members.size() == offsets.size(), "move_storages: expected one offset for each of ", members.size(),
+                    " lists, got ", offsets.size());
+  for (size_t i = 0; i < members.size(); ++i) {
+    TORCH_CHECK_VALUE(!members[i].empty(), "move_storages: list ", i, " is empty");
+    check_change_data_ptr(*members[i][0], src, offsets[i]);
+  }
+  std::vector<int64_t> stay;
+  for (size_t i = 0; i < members.size(); ++i) {
+    // One after the other, so that memory that is free again is not held twice.
+    if (copy_values) copy_storage(*members[i][0], src, offsets[i]);
+    // An alias may be something outside torch, which cannot follow, and must not be left dangling. Tensor.numpy fixes
+    // the size of a storage, which torch otherwise leaves free.
+    const bool keeps = have_unnamed_aliases(members[i]);
+    if (keeps && !members[i][0]->storage().resizable()) stay.push_back(static_cast<int64_t>(i));
+    change_data_ptr(*members[i][0], src, offsets[i], keeps);
+  }
+  return stay;
 }
 
 bool is_unused(const at::Tensor& listed) {

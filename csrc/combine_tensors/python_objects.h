@@ -6,6 +6,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <vector>
+
 #include "combine_tensors/borrowed.h"
 
 namespace apex_npu {
@@ -15,6 +17,11 @@ Borrowed borrow(const pybind11::sequence& tensors);
 
 // Whether a parameter's gradient is no other's, too, and its memory is no other tensor's; names in Python do not count.
 bool is_alone(const at::Tensor& grad);
+
+// change_data_ptr for the storage that each of `lists` shares, with its values where `copy_values`; none where one is
+// refused. Returns the indices of those over which there is an array outside torch, which does not follow.
+std::vector<int64_t> move_storages(const pybind11::sequence& lists, const at::Tensor& src,
+                                   const std::vector<int64_t>& offsets, bool copy_values);
 
 // Whether a tensor that is in a list is held by that list alone: no name in Python, and nothing else in torch, has it.
 bool is_unused(const at::Tensor& listed);

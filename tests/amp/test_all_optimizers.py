@@ -58,6 +58,46 @@ def test_steps_by_its_rule_on_what_amp_leaves(spec, level):
         assert torch.equal(p.detach().to(model_param.dtype), model_param)
 
 
+class Wide(nn.Module):
+    """Parameters that threads share, and some that one thread has; their gradients are the numbers in ``grads``."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = [(7,), (200, 301), (33_001,), (3, 5)]
+        self.weights = nn.ParameterList([torch.linspace(-1, 1, math.prod(shape)).view(shape) for shape in shapes])
+        self.grads = [torch.linspace(1, -2, math.prod(shape)).view(shape) for shape in shapes]
+
+    def forward(self):
+        return sum((p * g.to(p.dtype)).sum() for p, g in zip(self.weights, self.grads, strict=True))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="threads are those of the CPU")
+@pytest.mark.parametrize(("level", "fold"), [("O0", True), ("O2", False), ("O5", True)])
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if "Muon" not in str(spec)], ids=str)  # torch's products
+def test_the_bits_of_iterations_do_not_depend_on_threads(spec, level, fold):
+    found = []
+    threads = torch.get_num_threads()
+    for count in (1, 2, 4):
+        torch.set_num_threads(count)
+        try:
+            model = Wide()
+            optimizer = spec.cls(model.parameters(), **{"lr": 0.01, **spec.variants[-1]})
+            options = {"opt_level": level, "loss_scale": "dynamic", "dynamic_init_scale": 64.0, "verbosity": 0}
+            model, optimizer = amp.initialize(model, optimizer, fuse_unscale=fold, **options)
+            for _ in range(2):
+                with amp.scale_loss(model(), optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                norm = optimizer.clip_optimizer_grad_norm_fused(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            torch.set_num_threads(threads)
+        states = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
+        found.append([torch.as_tensor(norm), *model.parameters(), *amp.master_params(optimizer), *states])
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
+
+
 class Net(nn.Module):
     """With a weight that two layers share, a branch that is not always taken, and room for a layer that comes later."""
 

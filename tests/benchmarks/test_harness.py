@@ -129,7 +129,8 @@ def test_gradients_are_the_same_in_every_step_though_steps_write_them():
 @pytest.mark.parametrize("comparison", [c for c in measure.COMPARISONS if not c.startswith(measure.NO_COMPILER)])
 def test_every_variant_runs(comparison):
     bench = Bench(CPU, WORKLOADS["tiny"]())
-    left_out = {"DeepSpeed", "torch compiled"}  # builds of minutes; inductor fails in a folder with a space
+    # Builds of minutes; inductor fails in a folder with a space.
+    left_out = {"DeepSpeed", "torch compiled", "torch compiled, one tensor"}
     names = [n for n in measure.COMPARISONS[comparison](bench) if n not in left_out]
     steps = {name: measure.COMPARISONS[comparison](bench)[name]() for name in names}
     for name, step in steps.items():

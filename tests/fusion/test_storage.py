@@ -99,8 +99,37 @@ def test_pure_torch_says_that_aliases_do_not_follow(implementation):
     dst = torch.zeros(3)
     alias = dst.view(-1)
     with pytest.warns(RuntimeWarning, match="has other views"):
-        storage.move_storage([dst], torch.arange(8.0), 0)
+        storage.move_storages([[dst]], torch.arange(8.0), [0], copy_values=False)
     assert alias.tolist() == [0, 0, 0]
+
+
+def test_several_move_with_their_values_or_none_does():
+    def tensors():
+        return [torch.full((3,), 1.0), torch.arange(6.0).view(2, 3).t(), torch.empty(0)]
+
+    buffer = torch.zeros(32)
+    moved = tensors()
+    views = [moved[1][0]]
+    storage.move_storages([[moved[0]], [moved[1], *views], [moved[2]]], buffer, [4, 16, 0], copy_values=True)
+    assert buffer[4:7].tolist() == [1, 1, 1]
+    assert buffer[16:22].tolist() == [0, 1, 2, 3, 4, 5]
+    assert torch.equal(moved[1], tensors()[1])
+    buffer[19] = 7.0
+    assert views[0].tolist() == [0, 7]
+    refused = tensors()
+    places = [t.data_ptr() for t in refused]
+    with pytest.raises(ValueError, match=r"elements \[30, 36\) are outside src"):
+        storage.move_storages([[t] for t in refused], torch.zeros(32), [4, 30, 0], copy_values=True)
+    assert [t.data_ptr() for t in refused] == places
+
+
+def test_views_are_like_tensors():
+    buffer = torch.arange(64.0)
+    like = [torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.zeros(()), torch.zeros(0)]
+    views = storage.storage_views(buffer, [10, 20, 30, 40], like)
+    assert [(v.size(), v.stride()) for v in views] == [(t.size(), t.stride()) for t in like]
+    assert [v.data_ptr() - buffer.data_ptr() for v in views[:3]] == [40, 80, 120]
+    assert views[1].tolist() == [[20, 22, 24], [21, 23, 25]]
 
 
 @pytest.mark.parametrize(
