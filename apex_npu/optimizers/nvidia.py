@@ -326,6 +326,8 @@ class FusedLAMB(NormOptimizer):
         use_nvlamb: Adapt the steps of parameters without weight decay, too.
         capturable: See ``FusedOptimizer``.
         fuse_grad_scaler: Likewise.
+        state_dtype: Likewise.
+        stochastic_rounding: Likewise.
 
     Raises:
         ValueError: A value is out of range.
@@ -340,6 +342,7 @@ class FusedLAMB(NormOptimizer):
         >>> optimizer.step()
     """
 
+    encodable_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     supports_capture = True
 
     def __init__(
@@ -359,6 +362,8 @@ class FusedLAMB(NormOptimizer):
         *,
         capturable: bool = False,
         fuse_grad_scaler: bool | None = None,
+        state_dtype: StateDtype = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         check_no_amsgrad("FusedLAMB", amsgrad)
         defaults = {
@@ -373,7 +378,13 @@ class FusedLAMB(NormOptimizer):
             "use_nvlamb": use_nvlamb,
         }
         super().__init__(
-            params, defaults, fuse_grad_scaler=fuse_grad_scaler, capturable=capturable, set_grad_none=set_grad_none
+            params,
+            defaults,
+            fuse_grad_scaler=fuse_grad_scaler,
+            capturable=capturable,
+            set_grad_none=set_grad_none,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
         )
 
     def validate(self, group: ParamGroup) -> None:

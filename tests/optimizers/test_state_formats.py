@@ -40,6 +40,12 @@ RULES = [
     pytest.param(optimizers.FusedAdagrad, {}, id="Adagrad"),
     pytest.param(optimizers.FusedAdam, {}, id="FusedAdam"),
     pytest.param(optimizers.FusedSGD, {"momentum": 0.9}, id="FusedSGD"),
+    pytest.param(optimizers.NpuFusedLamb, {"weight_decay": 0.1}, id="LAMB"),
+    pytest.param(optimizers.FusedLAMB, {"max_grad_norm": 0.0}, id="FusedLAMB"),
+    pytest.param(optimizers.NpuFusedAdamP, {"weight_decay": 0.1, "nesterov": True}, id="AdamP"),
+    pytest.param(optimizers.NpuFusedBertAdam, {"max_grad_norm": 1.0}, id="BertAdam"),
+    pytest.param(optimizers.FusedNovoGrad, {"weight_decay": 0.1}, id="NovoGrad"),
+    pytest.param(optimizers.NpuFusedMuon, {"use_muon": "auto"}, id="Muon"),
 ]
 FORMATS = [torch.bfloat16, "int8"]
 # Options of the rule of SGD.
@@ -61,9 +67,13 @@ def set_grads(params, seed, scale=1.0):
         p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype).to(p.device)
 
 
+def params_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def train(rule, options, steps=3, dtype=torch.float32, **formats):
-    params = make_params(dtype)
-    optimizer = rule(params, lr=1e-2, **options, **formats)
+    optimizer = rule(make_params(dtype), lr=1e-2, **options, **formats)
+    params = params_of(optimizer)
     for step in range(steps):
         set_grads(params, step)
         optimizer.step()
@@ -211,7 +221,7 @@ def test_the_extension_gives_the_bits_of_the_reference(dtype):
         if uses_extension:
             sgd_(torch.zeros(numel), grad, state, encoding, lr=0.0, **STILL)  # the first momentum is the gradient
         else:
-            _run_on_pieces(sgd_, encoding, (torch.zeros(numel), grad, state, None), {"lr": 0.0, **STILL})
+            _run_on_pieces(sgd_, encoding, None, (torch.zeros(numel), grad, state, None), {"lr": 0.0, **STILL})
         bits = state.values.view(torch.int16) if dtype == torch.bfloat16 else state.values
         found.append([bits[s.begin : s.begin + s.numel] for s in segments] + ([] if scales is None else [scales]))
     for a, b in zip(*found, strict=True):
@@ -225,8 +235,8 @@ def test_the_extension_gives_the_bits_of_the_reference(dtype):
 @pytest.mark.parametrize(("rule", "options"), RULES)
 def test_a_step_is_that_of_float32_state_but_for_the_rounding(rule, options, state_dtype):
     optimizer, params = train(rule, options, state_dtype=state_dtype)
-    exact_params = [nn.Parameter(p.detach().clone()) for p in params]
-    exact = rule(exact_params, lr=1e-2, **options)
+    exact = rule([nn.Parameter(p.detach().clone()) for p in params], lr=1e-2, **options)
+    exact_params = params_of(exact)
     exact.load_state_dict(optimizer.state_dict())
     set_grads(params, 9)
     set_grads(exact_params, 9)
@@ -249,11 +259,11 @@ def test_a_run_resumes_bit_for_bit_through_float32_tensors(rule, options, state_
     saved = io.BytesIO()
     torch.save(optimizer.state_dict(), saved)
     saved.seek(0)
-    resumed_params = [nn.Parameter(p.detach().clone()) for p in params]
-    resumed = rule(resumed_params, lr=1e-2, **options, state_dtype=state_dtype)
+    resumed = rule([nn.Parameter(p.detach().clone()) for p in params], lr=1e-2, **options, state_dtype=state_dtype)
+    resumed_params = params_of(resumed)
     resumed.load_state_dict(torch.load(saved))
     copied = copy.deepcopy(optimizer)
-    copied_params = copied.param_groups[0]["params"]
+    copied_params = params_of(copied)
     for step in (7, 8):
         for held, stepped in ((params, optimizer), (resumed_params, resumed), (copied_params, copied)):
             set_grads(held, step)
@@ -391,28 +401,29 @@ def test_stochastic_rounding_moves_parameters_by_less_than_their_last_bit():
 # amp
 
 
-def train_under_amp(steps=4, state_dtype=None, **options):
+def train_under_amp(steps=4, state_dtype=None, rule=optimizers.NpuFusedAdamW, rule_options=None, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3)).to(DEVICE)
-    optimizer = optimizers.NpuFusedAdamW(model.parameters(), lr=1e-2, state_dtype=state_dtype)
+    optimizer = rule(model.parameters(), lr=1e-2, state_dtype=state_dtype, **rule_options or {})
     model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **options)
     for step in range(steps):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(step)
         with amp.scale_loss(model(torch.randn(16, 20, generator=generator).to(DEVICE)).sum(), optimizer) as scaled:
             scaled.backward()
-        for p, q in zip(amp.master_params(optimizer), model.parameters(), strict=True):
-            p.grad = torch.randn(q.shape, generator=generator).bfloat16().to(p.dtype).to(DEVICE)
+        for p in amp.master_params(optimizer):
+            p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype).to(DEVICE)
         optimizer.step()
     return model, optimizer
 
 
-def test_o5_with_remainders_has_the_masters_of_o5():
-    _, mastered = train_under_amp()
-    model, optimizer = train_under_amp(store_param_remainders=True)
+@pytest.mark.parametrize(("rule", "options"), RULES)
+def test_o5_with_remainders_has_the_masters_of_o5(rule, options):
+    _, mastered = train_under_amp(rule=rule, rule_options=options)
+    _, optimizer = train_under_amp(rule=rule, rule_options=options, store_param_remainders=True)
     state = optimizer.state_dict()["state"]
     kept = [state[index].get("master_param") for index in range(len(state))]
-    for p, master, stepped in zip(amp.master_params(mastered), kept, model.parameters(), strict=True):
+    for p, master, stepped in zip(amp.master_params(mastered), kept, params_of(optimizer), strict=True):
         if master is None:
             assert torch.equal(p, stepped)  # of the batch norm
         else:
@@ -480,7 +491,7 @@ def test_remainders_are_refused_where_there_are_none(options, error, message):
 def test_remainders_are_refused_with_optimizers_that_cannot_keep_them():
     for make in (
         torch.optim.Adam,
-        optimizers.NpuFusedLamb,
+        optimizers.Lamb,
         lambda p: optimizers.NpuFusedAdam(p, stochastic_rounding=True),
     ):
         model = nn.Linear(2, 2).to(DEVICE)
