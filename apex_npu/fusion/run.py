@@ -184,7 +184,7 @@ class Run:
         return self.state(name)
 
     def write_back(self, param: Tensor, *, with_model: bool = False, **states: Tensor) -> None:
-        """Round what ``wide_param`` gave, and a rule has changed, into ``param``, and what ``wide_state`` gave likewise.
+        """Round what ``wide_param`` gave, and a rule has changed, into ``param``, and encode what ``wide_state`` gave.
 
         Args:
             param: The parameters.

@@ -133,7 +133,8 @@ def _call(rule: Rule[...], operands: tuple[Any, ...], options: dict[str, Any]) -
     if found_inf is not None and bool(found_inf):
         return
     for name, number in rule.numbers.items():
-        options[name] = number(options[name])
+        if name in options:
+            options[name] = number(options[name])
     # Rows that are no ranges of memory have ids, and the reference kernel; see kernels_cpu.cpp.
     if cpu.available and dict(zip(rule.operands, operands, strict=False)).get("ids") is None:
         _run_extension(rule, encoding, of_params, operands, options)

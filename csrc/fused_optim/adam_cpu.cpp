@@ -17,6 +17,16 @@ struct Adam {
 
   template <typename Param, typename Grad, typename Buffers>
   APEX_NPU_INLINE void operator()(Param p, Grad g, Buffers states, int64_t n) const {
+    // Without what few need the constants of the loop stay in registers.
+    if (forgetful || gradient.has_l2) {
+      step<true>(p, g, states, n);
+    } else {
+      step<false>(p, g, states, n);
+    }
+  }
+
+  template <bool kGeneral, typename Param, typename Grad, typename Buffers>
+  APEX_NPU_INLINE void step(Param p, Grad g, Buffers states, int64_t n) const {
     const auto m = get<0>(states);
     const auto v = get<1>(states);
     const auto v_max = get<2>(states);
@@ -24,7 +34,7 @@ struct Adam {
       const auto body = [=, *this](Element i) APEX_NPU_INLINE_LAMBDA {
         const T param = p[i];
         T mean = m[i], square = v[i];
-        update_moments(gradient(g[i], param), mean, square);
+        update_moments<kGeneral>(kGeneral ? gradient(g[i], param) : g[i] * gradient.factor, mean, square);
         m[i] = mean;
         v[i] = square;
         p[i] = moved(param, mean, square);
@@ -34,7 +44,7 @@ struct Adam {
       const auto body = [=, *this](Element i) APEX_NPU_INLINE_LAMBDA {
         const T param = p[i], before = v_max[i];
         T mean = m[i], square = v[i];
-        update_moments(gradient(g[i], param), mean, square);
+        update_moments<kGeneral>(kGeneral ? gradient(g[i], param) : g[i] * gradient.factor, mean, square);
         const T largest = before >= square || before != before ? before : square;  // nan stays
         m[i] = mean;
         v[i] = square;
@@ -45,9 +55,10 @@ struct Adam {
     }
   }
 
+  template <bool kGeneral>
   APEX_NPU_INLINE void update_moments(T grad, T& m, T& v) const {
     // From the nearer end, as torch's lerp: else beta1 = 0 would not forget a huge m.
-    m = forgetful ? grad + beta1 * (m - grad) : m + beta1_rest * (grad - m);
+    m = select(kGeneral && forgetful, grad + beta1 * (m - grad), m + beta1_rest * (grad - m));
     v = beta2 * v + beta2_rest * grad * grad;
   }
 

@@ -405,8 +405,8 @@ void adamp_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tens
   operands.in_its_type([&](auto zero) {
     using T = decltype(zero);
     Moments<T> moments;
-    moments.exp_avg = m.data<T>();
-    moments.exp_avg_sq = v.data<T>();
+    moments.exp_avg = static_cast<T*>(operands.state(0).data);
+    moments.exp_avg_sq = static_cast<T*>(operands.state(1).data);
     moments.gradient = operands.gradient<T>(0);
     moments.direction.beta1 = static_cast<T>(beta1);
     moments.direction.beta1_rest = static_cast<T>(1 - beta1);

@@ -226,8 +226,8 @@ void lamb_cpu(const Encoding& encoding, const at::Tensor& param, const at::Tenso
     const double correction1 = bias_correction ? 1 - std::pow(beta1, step) : 1;
     const double correction2 = bias_correction ? 1 - std::pow(beta2, step) : 1;
     Moments<T> moments;
-    moments.exp_avg = m.data<T>();
-    moments.exp_avg_sq = v.data<T>();
+    moments.exp_avg = static_cast<T*>(operands.state(0).data);
+    moments.exp_avg_sq = static_cast<T*>(operands.state(1).data);
     moments.gradient = operands.gradient<T>(l2);
     moments.direction.inverse_correction1 = static_cast<T>(1 / correction1);
     moments.direction.root_factor = static_cast<T>(1 / std::sqrt(correction2));

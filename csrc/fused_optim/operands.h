@@ -43,7 +43,7 @@ struct Gradient {
 
   APEX_NPU_INLINE T operator()(T grad, T param) const {
     const T scaled = grad * factor;
-    return has_l2 ? scaled + l2 * param : scaled;
+    return select(has_l2, scaled + l2 * param, scaled);
   }
 };
 

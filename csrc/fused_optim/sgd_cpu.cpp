@@ -26,9 +26,9 @@ struct Sgd {
     }
     const auto body = [=, *this](Element i) APEX_NPU_INLINE_LAMBDA {
       const T param = p[i], grad = gradient(g[i], param);
-      const T mean = first ? grad : momentum * b[i] + grad_share * grad;
+      const T mean = select<T>(first, grad, momentum * b[i] + grad_share * grad);
       b[i] = mean;
-      p[i] = keep * param - lr * (nesterov ? grad_share * grad + momentum * mean : mean);
+      p[i] = keep * param - lr * select(nesterov, grad_share * grad + momentum * mean, mean);
     };
     for_each<T>(n, body, p, g, b);
   }

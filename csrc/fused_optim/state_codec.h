@@ -110,8 +110,10 @@ APEX_NPU_INLINE void prefetch(const NarrowValues& values, int64_t at) { APEX_NPU
 
 // To a neighbour in bfloat16: away from zero if `random`, 16 bits, and the bits that are cut off have a carry.
 APEX_NPU_INLINE BFloat16 round_stochastically(float value, uint32_t random) {
-  const uint32_t nan = value != value ? ~0u : 0u;  // a mask rather than a branch, into which loads would be moved
-  return {static_cast<uint16_t>(((bit_cast<uint32_t>(value) | (nan & 0x00400000u)) + (random & ~nan)) >> 16)};
+  const auto bits = bit_cast<int32_t>(value);
+  const auto nan = static_cast<uint32_t>(mask_of_greater(bits & 0x7fffffff, kFloatInf));
+  const uint32_t kept = static_cast<uint32_t>(bits) | (nan & 0x00400000u);
+  return {static_cast<uint16_t>((kept + (random & ~nan)) >> 16)};
 }
 
 // bfloat16, rounded stochastically by the lower or the upper half of the random bits; from the beginning of `words` on.
@@ -121,17 +123,18 @@ struct RoundedValues {
   const uint32_t* words;
 
   struct Reference {
-    const RoundedValues& values;
-    Element i;
+    BFloat16* place;
+    uint32_t random;
 
-    APEX_NPU_INLINE operator float() const { return to_float(values.data[i.index]); }
+    APEX_NPU_INLINE operator float() const { return to_float(*place); }
     APEX_NPU_INLINE void operator=(float value) const {
-      const uint32_t random = values.words[(i.index - i.lane) >> 4] + kWeyl * i.lane;
-      values.data[i.index] = round_stochastically(value, kHalf == 0 ? random & 0xffffu : random >> 16);
+      place->bits = round_stochastically(value, kHalf == 0 ? random & 0xffffu : random >> 16).bits;
     }
   };
 
-  APEX_NPU_INLINE Reference operator[](Element i) const { return {*this, i}; }
+  APEX_NPU_INLINE Reference operator[](Element i) const {
+    return {data + i.index, words[(i.index - i.lane) / kGroup] + kWeyl * i.lane};
+  }
 };
 
 template <int kHalf>
@@ -145,27 +148,29 @@ struct RemainderValues {
   int16_t* remainder;
 
   struct Reference {
-    const RemainderValues& values;
-    int64_t i;
+    BFloat16* rounded;
+    int16_t* remainder;
 
     APEX_NPU_INLINE operator float() const {
-      const uint32_t upper = values.rounded[i].bits, magnitude = (upper & 0x7fffu) << 16;
-      const uint32_t whole = magnitude + static_cast<uint32_t>(static_cast<int32_t>(values.remainder[i]));
+      const int32_t upper = rounded->bits, magnitude = (upper & 0x7fff) << 16, lower = *remainder;
       // What a script has written to the parameter is the truth: a remainder that would make 0, inf or nan something
       // else belongs to another value, and is none.
-      const bool stale = whole > kFloatInf;
-      return bit_cast<float>((stale ? magnitude : whole) | (upper & 0x8000u) << 16);
+      const int32_t whole = magnitude + lower;
+      const int32_t stale = mask_of_greater(0, whole) | mask_of_greater(whole, kFloatInf);
+      return bit_cast<float>(static_cast<uint32_t>(magnitude + (lower & ~stale)) |
+                             (static_cast<uint32_t>(upper) & 0x8000u) << 16);
     }
 
     APEX_NPU_INLINE void operator=(float value) const {
-      const auto bits = bit_cast<uint32_t>(value);
-      const uint32_t kept = value != value ? (bits | 0x00400000u) & 0xffff0000u : bits;
-      values.rounded[i].bits = static_cast<uint16_t>((kept + 0x8000u) >> 16);
-      values.remainder[i] = static_cast<int16_t>(kept);
+      const auto bits = bit_cast<int32_t>(value);
+      const auto nan = static_cast<uint32_t>(mask_of_greater(bits & 0x7fffffff, kFloatInf));
+      const uint32_t kept = (static_cast<uint32_t>(bits) | (nan & 0x00400000u)) & ~(nan & 0xffffu);
+      rounded->bits = static_cast<uint16_t>((kept + 0x8000u) >> 16);
+      *remainder = static_cast<int16_t>(kept);
     }
   };
 
-  APEX_NPU_INLINE Reference operator[](int64_t i) const { return {*this, i}; }
+  APEX_NPU_INLINE Reference operator[](int64_t i) const { return {rounded + i, remainder + i}; }
 };
 
 APEX_NPU_INLINE void prefetch(const RemainderValues& values, int64_t at) {

@@ -15,7 +15,7 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 from apex_npu._extension import extension
-from apex_npu.fusion import EncodedView
+from apex_npu.fusion import EncodedView, encoded_state
 from apex_npu.ops import EncodedState, RunEncoding, sgd_
 from apex_npu.ops.encoded_calls import _run_on_pieces
 from apex_npu.ops.state_codec import (
@@ -250,6 +250,40 @@ def test_a_step_is_that_of_float32_state_but_for_the_rounding(rule, options, sta
             stored = optimizer.state[params[i]][name].stored_dtype
             bound = expected[name].abs() if stored == torch.bfloat16 else expected[name].abs().max()
             assert ((value - expected[name]).abs() <= ROUNDING[stored] * bound + 1e-12).all()
+
+
+@pytest.mark.parametrize("state_dtype", [*FORMATS, {"exp_avg": "int8"}])
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [(optimizers.NpuFusedLamb, {}), (optimizers.NpuFusedAdamP, {}), (optimizers.NpuFusedAdamP, {"nesterov": True})],
+)
+def test_rules_with_norms_step_by_moments_that_have_not_been_rounded(rule, options, state_dtype):
+    # The first is more than one piece of work, and has rows that are ranges of memory.
+    params = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in [(200, 150), (40, 30), (7,)]]
+    optimizer = rule(params, lr=1e-2, weight_decay=0.1, **options, state_dtype=state_dtype)
+    for step in range(2):
+        set_grads(params, step)
+        optimizer.step()
+    exact_params = [nn.Parameter(p.detach().clone()) for p in params]
+    exact = rule(exact_params, lr=1e-2, weight_decay=0.1, **options)
+    exact.load_state_dict(optimizer.state_dict())
+    for held, stepped in ((params, optimizer), (exact_params, exact)):
+        set_grads(held, 5)
+        stepped.step()
+    for p, q in zip(params, exact_params, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("state_dtype", FORMATS)
+def test_what_is_decoded_at_once_has_a_bound(state_dtype, monkeypatch):
+    found = []
+    for limit in (1 << 24, 100):
+        monkeypatch.setattr(encoded_state, "_RUN_NUMEL", limit)
+        optimizer, params = train(optimizers.FusedNovoGrad, {}, state_dtype=state_dtype)
+        found.append((params, values_of(optimizer)))
+        assert len(optimizer.fused_groups()[0].runs.current) == (1 if limit > 100 else 3)
+    for p, q in zip(found[0][0], found[1][0], strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("state_dtype", FORMATS)
