@@ -22,11 +22,6 @@ struct State {
   State(const char* name, const std::optional<at::Tensor>& tensor)
       : name(name), tensor(tensor.has_value() ? &*tensor : nullptr) {}
 
-  template <typename T>
-  T* data() const {
-    return tensor == nullptr ? nullptr : tensor->mutable_data_ptr<T>();
-  }
-
   const char* name;
   const at::Tensor* tensor;
 };
