@@ -52,6 +52,12 @@ def diagnostics() -> Any:
 
 
 @register
+def group_steps() -> Any:
+    """What follows the ``_group_step`` of a subclass of an optimizer."""
+    return importlib.import_module("apex_npu.compat.group_steps")
+
+
+@register
 def step_skipped(*args: Any) -> None:
     """Name the gradients for which a step was skipped."""
     from apex_npu.debug.gradients import explain_skip

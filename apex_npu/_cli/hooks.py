@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What packages above amp do when amp calls for them: ``apex_npu`` registers it, amp calls it by its name.
+"""What packages above amp and optimizers do when these call for it: ``apex_npu`` registers it, by its name.
 
 Nothing here imports torch. What a hook does is imported when it is called.
 """

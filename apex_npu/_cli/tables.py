@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 
 def show(
@@ -44,17 +44,28 @@ def _print_rich(
 ) -> bool:
     """False, and nothing printed, where rich is missing."""
     try:
-        from rich.box import SIMPLE
         from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
     except ImportError:
         return False
-    table = Table(box=SIMPLE, title=title or None, title_justify="left", show_header=any(head))
-    for name in head:
-        table.add_column(Text(name), overflow="fold")
-    for number, row in enumerate(rows):
-        style = styles[number] if styles else ""
-        table.add_row(*map(Text, row), style=style or None)
-    Console(file=file).print(table)
+    Console(file=file).print(as_rich(head, rows, title, styles))
     return True
+
+
+def as_rich(
+    head: Sequence[str], rows: Sequence[Sequence[str]], title: str, styles: Sequence[str] = (), numbers: bool = False
+) -> Any:
+    """The table of rich's; with ``numbers`` all columns but the first are to the right.
+
+    Raises:
+        ImportError: rich is missing.
+    """
+    from rich.box import SIMPLE
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE, title=Text(title) if title else None, title_justify="left", show_header=any(head))
+    for i, name in enumerate(head):
+        table.add_column(Text(name), justify="right" if numbers and i else "left", overflow="fold")
+    for number, row in enumerate(rows):
+        table.add_row(*map(Text, row), style=styles[number] if styles and styles[number] else None)
+    return table

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,20 +91,26 @@ class BadGradients:
 @torch.no_grad()
 def find_bad_gradients(session: Session | None, optimizer: Optimizer, state: AmpOptimizerState) -> BadGradients:
     """Look at the gradients as backward, or the last block, has left them. Waits for the device."""
-    names = {} if session is None else session.parameter_names()
+    name_of = names_of(session)
     total = 0
     counts: dict[str, tuple[int, int]] = {}
     for group in state.grad_groups(optimizer):
-        present = list(_gradients(group))
+        present = list(gradients_in(group))
         total += len(present)
-        for (i, grad), (nans, infs) in zip(present, _counts(group.flat, present), strict=True):
+        for (i, _), (nans, infs) in zip(present, _counts(group.flat, present), strict=True):
             if nans or infs:
-                name = names.get(group.sources[i]) or f"a parameter of shape {tuple(grad.shape)}"
+                name = name_of(group.sources[i])
                 counts[name if name not in counts else f"{name} ({len(counts)})"] = (nans, infs)
     return BadGradients(counts, total)
 
 
-def _gradients(group: GradGroup) -> Iterator[tuple[int, Tensor]]:
+def names_of(session: Session | None) -> Callable[[Tensor], str]:
+    """What names a parameter: by the models of ``session``, or by its shape."""
+    names = {} if session is None else session.parameter_names()
+    return lambda param: names.get(param) or f"a parameter of shape {tuple(param.shape)}"
+
+
+def gradients_in(group: GradGroup) -> Iterator[tuple[int, Tensor]]:
     """Indices and gradients, those of the model where masters have none."""
     for i, (param, source) in enumerate(zip(group.params, group.sources, strict=True)):
         grad = source.grad if param.grad is None else param.grad

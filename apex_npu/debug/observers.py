@@ -6,12 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu.amp.optimizer_state import adopted_inside, inner_optimizer
 from apex_npu.amp.session import Observer, Session
-from apex_npu.amp.step_decision import StepReport
 
 
 class Observers:
@@ -21,25 +19,16 @@ class Observers:
         """To ``members``."""
         self.members = members
 
-    def block_begins(self, loss: Tensor, optimizers: Any, loss_id: int, scale: float, dynamic: bool) -> None:
-        """See ``Observer``."""
-        for member in self.members:
-            member.block_begins(loss, optimizers, loss_id, scale, dynamic)
+    def __getattr__(self, name: str) -> Any:
+        # The methods of ``Observer``; pickle and deepcopy look up others before ``members`` is there.
+        if name not in vars(Observer):
+            raise AttributeError(name)
 
-    def backward_ended(self) -> None:
-        """See ``Observer``."""
-        for member in self.members:
-            member.backward_ended()
+        def tell(*args: Any) -> None:
+            for member in self.members:
+                getattr(member, name)(*args)
 
-    def block_ended(self) -> None:
-        """See ``Observer``."""
-        for member in self.members:
-            member.block_ended()
-
-    def step_skipped(self, report: StepReport) -> None:
-        """See ``Observer``."""
-        for member in self.members:
-            member.step_skipped(report)
+        return tell
 
 
 def observers_of(session: Session) -> list[Observer]:
@@ -59,7 +48,8 @@ def leave(session: Session, observer: Observer) -> None:
 
 
 def _set(session: Session, members: list[Observer]) -> None:
-    session.observer = Observers(members) if len(members) > 1 else members[0] if members else None
+    several: Any = Observers(members)
+    session.observer = several if len(members) > 1 else members[0] if members else None
 
 
 def stepped(optimizers: Any) -> list[Optimizer]:

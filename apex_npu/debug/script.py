@@ -34,7 +34,6 @@ from apex_npu.debug.gradient_range.measure import gradient_range
 from apex_npu.debug.model_report.script import FirstForward
 from apex_npu.debug.overflow.explain import explain_as_environment_says
 from apex_npu.debug.profiling.profile import profile
-from apex_npu.debug.watching.opening import WatchingContext
 from apex_npu.debug.watching.watch import Watch
 
 
@@ -121,9 +120,11 @@ class GradientRangePart(Part):
 
 
 class WatchingPart(Part):
-    """A part that opens a context which watches."""
+    """A part that opens a context which watches, and leaves it where the script opens one itself."""
 
-    def open(self, context: WatchingContext, module: nn.Module | None, args: Any) -> Any:
+    _context: check_operators | record
+
+    def open(self, context: check_operators | record, module: nn.Module | None, args: Any) -> Any:
         """Open ``context``; returns what it yields."""
         if module is not None and not Watch.is_open() and dispatch_modes():
             raise RuntimeError(
@@ -131,14 +132,16 @@ class WatchingPart(Part):
                 "name a later step, or take that mode out"
             )
         found = context.__enter__()
-        context.make_way(self.give_way)
+        watch, self._context = context.watch, context
+        assert watch is not None
+        watch.make_way = context.leave
         if module is not None:
-            context.enter_module(module, args)
+            watch.enter_module(module, args)
         return found
 
-    def give_way(self) -> None:
-        """The script opens a context that watches."""
-        raise NotImplementedError
+    def has_made_way(self) -> bool:
+        """The script has opened a context that watches."""
+        return self._context.watch is None
 
 
 class CheckOperatorsPart(WatchingPart):
@@ -148,17 +151,15 @@ class CheckOperatorsPart(WatchingPart):
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
         """See ``Part``."""
-        self._context = check_operators()
-        self._found = self.open(self._context, module, args)
-
-    def give_way(self) -> None:
-        """See ``WatchingPart``."""
-        self._context.__exit__(None, None, None)
-        self.note = f"{self.option} has ended where the script opens find_overflow, check_operators or record itself"
+        self._found = self.open(check_operators(), module, args)
 
     def end(self) -> object:
         """See ``Part``."""
-        self._context.__exit__(None, None, None)
+        if self.has_made_way():
+            self.note = (
+                f"{self.option} has ended where the script opens find_overflow, check_operators or record itself"
+            )
+        self._context.leave()
         return self._found
 
 
@@ -170,17 +171,11 @@ class RecordPart(WatchingPart):
     def __init__(self, first: int, path: str) -> None:
         """See ``record`` for ``path``."""
         super().__init__(first, first + 1)
-        self._path, self._stepped, self._gave_way = path, False, False
+        self._path, self._stepped = path, False
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
         """See ``Part``."""
-        self._context = record(self._path)
-        self._recorded = self.open(self._context, module, args)
-
-    def give_way(self) -> None:
-        """See ``WatchingPart``."""
-        self._context.discard()
-        self._gave_way = True
+        self._recorded = self.open(record(self._path), module, args)
 
     def step_ended(self) -> None:
         """See ``Part``."""
@@ -188,15 +183,21 @@ class RecordPart(WatchingPart):
 
     def end(self) -> object:
         """See ``Part``."""
-        if self._gave_way or not self._stepped:
-            self._context.discard()
-            why = "the script itself opens a context that watches" if self._gave_way else "the script has ended before"
+        context = self._context
+        assert isinstance(context, record)
+        if self.has_made_way() or not self._stepped:
+            why = (
+                "the script itself opens a context that watches"
+                if self.has_made_way()
+                else "the script has ended before"
+            )
+            context.leave()
             return f"{self.option}: no file is written, as {why}"
         try:
-            self._context.__exit__(None, None, None)
+            context.__exit__(None, None, None)
         except (RuntimeError, OSError) as error:  # as where the disk is full
             return f"{self.option}: no file is written: {error}"
-        return f"{self.option}: step {self.first} is in {self._context.path}, {len(self._recorded.rows)} tensors"
+        return f"{self.option}: step {self.first} is in {context.path}, {len(self._recorded.rows)} tensors"
 
 
 class ScriptSteps:

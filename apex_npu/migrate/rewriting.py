@@ -50,6 +50,8 @@ _FAMILIES: tuple[Callable[[Program], None], ...] = (
         own.check,
     ),
 )
+# Devices by their names.
+_STRINGS = ("D105", "D106", "D107")
 # What brings a name of npu's into the file.
 _NPU_NAMES = ("D101", "D102", "D103", "D104", "D105", "D106", "D107", "D108", "D109", "D110", "D111", "D151", "P601")
 
@@ -190,12 +192,11 @@ def _refuse_gated(program: Program) -> None:
         if cause is None:
             continue
         message = f"its condition stays as it is (line {program.source.place(cause.start)[0]}, {cause.rule})"
-        program.drafts = [
-            replace(draft, status="refused", edits=(), message=message)
-            if draft.rule in ("D105", "D106", "D107") and start <= draft.start < end
-            else draft
-            for draft in program.drafts
-        ]
+
+        def is_inside(draft: Draft, arms: range = range(start, end)) -> bool:
+            return draft.rule in _STRINGS and draft.start in arms
+
+        program.refuse(message, is_inside)
 
 
 def _respect_unread(program: Program) -> None:
@@ -277,8 +278,9 @@ def _add_first_lines(program: Program) -> None:
     if needed and ("ACCELERATOR" if portable else "torch_npu") not in program.names.module.bindings:
         first = min(draft.start for draft in program.changes() if draft.rule in _NPU_NAMES)
         if portable and (node is None or first < program.source.span(node)[1]):
-            _leave_all(
-                program, "portable code asks torch for the accelerator: import torch at the top level, before this"
+            program.refuse(
+                "portable code asks torch for the accelerator: import torch at the top level, before this",
+                lambda draft: draft.rule in _NPU_NAMES and draft.status in ("changed", "unsure"),
             )
         elif node is None:
             program.drafts.append(Draft("D113", "note", first, first, message=RULES["D113"].message))
@@ -292,12 +294,6 @@ def _add_first_lines(program: Program) -> None:
         lines["P606"] = ["import os"]
     if node is not None and lines:
         _beside_torch(program, node, lines)
-
-
-def _leave_all(program: Program, message: str) -> None:
-    for number, draft in enumerate(program.drafts):
-        if draft.rule in _NPU_NAMES and draft.status in ("changed", "unsure"):
-            program.drafts[number] = replace(draft, status="refused", edits=(), message=message)
 
 
 def _beside_torch(program: Program, node: ast.stmt, lines: dict[str, list[str]]) -> None:

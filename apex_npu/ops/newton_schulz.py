@@ -163,14 +163,21 @@ def newton_schulz(x: Tensor, *, coefficients: Sequence[float], steps: int, eps: 
     given = x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=eps))
     size = min(x.shape[-2:])
     gram, polynomial = (x.new_empty(*x.shape[:-2], size, size) for _ in range(2))
-    results = [x.new_empty(x.shape) for _ in range(min(2, steps))]
+    diagonal = polynomial.diagonal(dim1=-2, dim2=-1)
+    # torch does not read what it multiplies by a beta of 0; CANN does not say so.
+    results = [(x.new_zeros if x.device.type == "npu" else x.new_empty)(x.shape) for _ in range(min(2, steps))]
+    # a · x is a part of the product, so that x is not copied first: the polynomial is 1 + b/a · A + c/a · A A.
+    scale = a or 1.0
     for step in range(1, steps + 1):
         last = step == steps
-        times = factor if last else 1.0
         multiply(*((x.mT, x) if tall else (x, x.mT)), out=gram)
-        multiply_add(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        multiply_add(gram, gram, gram, beta=b / scale, alpha=c / scale, out=polynomial)
+        if a:
+            diagonal.add_(1.0)
         out = given if last and x is not given else results[step % 2 - 1]
-        x = multiply_add(x, *((x, polynomial) if tall else (polynomial, x)), beta=a * times, alpha=times, out=out)
+        left, right = (x, polynomial) if tall else (polynomial, x)
+        multiply_add(out, left, right, beta=0.0, alpha=scale * (factor if last else 1.0), out=out)
+        x = out
     if not steps:
         x.mul_(factor)
     return x if x is given else given.copy_(x)

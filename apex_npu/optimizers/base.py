@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from apex_npu._cli import hooks
 from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.fusion import (
@@ -38,7 +39,6 @@ from apex_npu.optimizers.checks import check_bool, check_params, naming
 from apex_npu.optimizers.combined_accessors import CombinedAccessors
 from apex_npu.optimizers.failed_steps import end_failed_step
 from apex_npu.optimizers.fused_params import FusedParams, check_elements
-from apex_npu.optimizers.group_steps import check_group_step, follow_group_step
 from apex_npu.optimizers.scaler_argument import grad_scaler_of, handing_over
 from apex_npu.optimizers.shown_state import ShownState, StateSlot, decoded
 from apex_npu.optimizers.state_dicts import check_state_dict, copy_loaded
@@ -120,9 +120,10 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
     check_combined_tensors: bool | Literal["error"] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A subclass may bring a ``_group_step``, as those of Ascend's optimizers do; see ``group_steps``."""
+        """A subclass may have a ``_group_step``, as those of Ascend's optimizers do; see ``compat/group_steps.py``."""
         super().__init_subclass__(**kwargs)
-        follow_group_step(cls)
+        if hasattr(cls, "_group_step"):
+            hooks.call("group_steps").follow_group_step(cls)
 
     def __init__(
         self,
@@ -141,7 +142,8 @@ class FusedOptimizer(CombinedAccessors, Optimizer):
         check_bool("set_grad_none", set_grad_none)
         self.set_grad_none = set_grad_none
         self.capturable = capturable
-        check_group_step(self)
+        if hasattr(self, "_group_step"):
+            hooks.call("group_steps").check_group_step(self)
         # The first is the name by which torch.amp.GradScaler asks.
         fuses = capturable if fuse_grad_scaler is None else fuse_grad_scaler
         self._step_supports_amp_scaling = fuses and not self.reads_param_grads

@@ -120,11 +120,21 @@ class NpuFusedLamb(NormOptimizer):
 
     def call(self, run: Run, group: ParamGroup) -> Call:
         """The rule."""
-        return lamb_call(run, **self._options(run, group))
+        return lamb_.bind(
+            run.param,
+            run.scaled_grad,
+            run.state("exp_avg"),
+            run.state("exp_avg_sq"),
+            run.model_param(),
+            run.scratch("direction"),
+            *run.segments(),
+            found_inf=run.found_inf,
+            **self._options(run, group),
+        )
 
     def parts(self, run: Run, group: ParamGroup) -> Parts:
         """See ``NormOptimizer``."""
-        return lamb_parts(run, **self._options(run, group))
+        return _parts(run, **self._options(run, group))
 
     def _options(self, run: Run, group: ParamGroup) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
@@ -148,22 +158,7 @@ def check_lamb(group: ParamGroup) -> None:
     check_bool("adam", group["adam"])
 
 
-def lamb_call(run: Run, **options: Any) -> Call:
-    """The call of ``lamb_``, which has the ``options``, where this process has whole parameters."""
-    return lamb_.bind(
-        run.param,
-        run.scaled_grad,
-        run.state("exp_avg"),
-        run.state("exp_avg_sq"),
-        run.model_param(),
-        run.scratch("direction"),
-        *run.segments(),
-        found_inf=run.found_inf,
-        **options,
-    )
-
-
-def lamb_parts(
+def _parts(
     run: Run,
     *,
     lr: float | Tensor,

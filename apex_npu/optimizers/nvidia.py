@@ -20,10 +20,10 @@ from apex_npu.fusion import Run
 from apex_npu.ops import LOW_PRECISION, Call, adam_, chunks
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_adam, check_bool, check_no_amsgrad, check_non_negative
-from apex_npu.optimizers.lamb import lamb_call, lamb_parts, times
+from apex_npu.optimizers.lamb import NpuFusedLamb, times
 from apex_npu.optimizers.sgd import NpuFusedSGD
 from apex_npu.optimizers.state_formats import StateDtype
-from apex_npu.optimizers.whole_norms import NormOptimizer, Parts
+from apex_npu.optimizers.whole_norms import NormOptimizer
 
 
 class FusedAdam(FusedOptimizer):
@@ -294,7 +294,7 @@ class FusedSGD(NpuFusedSGD):
         check_bool("wd_after_momentum", group["wd_after_momentum"])
 
 
-class FusedLAMB(NormOptimizer):
+class FusedLAMB(NpuFusedLamb):
     """LAMB on flat buffers, with NVIDIA Apex's arguments and rule.
 
     ::
@@ -342,7 +342,6 @@ class FusedLAMB(NormOptimizer):
         >>> optimizer.step()
     """
 
-    encodable_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     supports_capture = True
 
     def __init__(
@@ -377,7 +376,9 @@ class FusedLAMB(NormOptimizer):
             "adam_w_mode": adam_w_mode,
             "use_nvlamb": use_nvlamb,
         }
-        super().__init__(
+        # Not NpuFusedLamb's own, whose arguments are others.
+        NormOptimizer.__init__(
+            self,
             params,
             defaults,
             fuse_grad_scaler=fuse_grad_scaler,
@@ -394,23 +395,11 @@ class FusedLAMB(NormOptimizer):
         for name in ("bias_correction", "adam_w_mode", "grad_averaging", "use_nvlamb"):
             check_bool(name, group[name])
 
-    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """First and second moment."""
-        return ("exp_avg", "exp_avg_sq")
-
     def before_updates(self, runs: list[tuple[Run, ParamGroup]]) -> None:
         """Take the norm of all gradients."""
         max_norm = self.defaults["max_grad_norm"]
         divides = bool(runs) and max_norm > 0
         self._grad_scales = times(runs, (self.grad_norm(runs) / max_norm).clamp_min_(1.0)) if divides else {}
-
-    def call(self, run: Run, group: ParamGroup) -> Call:
-        """The rule."""
-        return lamb_call(run, **self._options(run, group))
-
-    def parts(self, run: Run, group: ParamGroup) -> Parts:
-        """See ``NormOptimizer``."""
-        return lamb_parts(run, **self._options(run, group))
 
     def _options(self, run: Run, group: ParamGroup) -> dict[str, Any]:
         beta1, beta2 = group["betas"]

@@ -99,11 +99,17 @@ class NpuFusedRMSprop(FusedOptimizer):
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
-        check_rmsprop(group)
+        check_non_negative("learning rate", "lr", group["lr"])
+        check_non_negative("alpha value", "alpha", group["alpha"])
+        check_non_negative("epsilon value", "eps", group["eps"])
+        check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
+        check_non_negative("momentum value", "momentum", group["momentum"])
+        check_bool("centered", group["centered"])
 
     def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """Second moment, and what momentum and centering need."""
-        return rmsprop_states(group)
+        """Second moment, and what momentum and centering need, in torch's order."""
+        momentum = ("momentum_buffer",) if group["momentum"] else ()
+        return ("square_avg", *momentum, *(("grad_avg",) if group["centered"] else ()))
 
     def call(self, run: Run, group: ParamGroup) -> Call:
         """The rule."""
@@ -122,20 +128,9 @@ class NpuFusedRMSprop(FusedOptimizer):
             maximize=group["maximize"],
             grad_scale=run.grad_scale,
             found_inf=run.found_inf,
+            **self._options_of(group),
         )
 
-
-def check_rmsprop(group: ParamGroup) -> None:
-    """Check what both RMSprops have."""
-    check_non_negative("learning rate", "lr", group["lr"])
-    check_non_negative("alpha value", "alpha", group["alpha"])
-    check_non_negative("epsilon value", "eps", group["eps"])
-    check_non_negative("weight_decay value", "weight_decay", group["weight_decay"])
-    check_non_negative("momentum value", "momentum", group["momentum"])
-    check_bool("centered", group["centered"])
-
-
-def rmsprop_states(group: ParamGroup) -> tuple[str, ...]:
-    """The states of both RMSprops, in torch's order."""
-    momentum = ("momentum_buffer",) if group["momentum"] else ()
-    return ("square_avg", *momentum, *(("grad_avg",) if group["centered"] else ()))
+    def _options_of(self, group: ParamGroup) -> dict[str, bool]:
+        """What a rule derived from this one passes to ``rmsprop_`` besides."""
+        return {}

@@ -9,15 +9,13 @@ from typing import ClassVar
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from apex_npu.fusion import Run
-from apex_npu.ops import Call, rmsprop_
 from apex_npu.optimizers.base import FusedOptimizer, ParamGroup
 from apex_npu.optimizers.checks import check_bool, check_non_negative
-from apex_npu.optimizers.rmsprop import check_rmsprop, rmsprop_states
+from apex_npu.optimizers.rmsprop import NpuFusedRMSprop
 from apex_npu.optimizers.state_formats import StateDtype
 
 
-class NpuFusedRMSpropTF(FusedOptimizer):
+class NpuFusedRMSpropTF(NpuFusedRMSprop):
     """RMSprop on flat buffers as TensorFlow, and timm after it, have it: eps under the root, s starting at one.
 
     ::
@@ -62,10 +60,7 @@ class NpuFusedRMSpropTF(FusedOptimizer):
         >>> optimizer.step()
     """
 
-    elementwise = True
-    encodable_states: ClassVar[tuple[str, ...]] = ("square_avg", "momentum_buffer", "grad_avg")
-    supports_capture = True
-    optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer", "grad_avg")
+    torch_options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -98,7 +93,9 @@ class NpuFusedRMSpropTF(FusedOptimizer):
             "init_square_avg": init_square_avg,
             "maximize": maximize,
         }
-        super().__init__(
+        # Not NpuFusedRMSprop's own, whose arguments are others.
+        FusedOptimizer.__init__(
+            self,
             params,
             defaults,
             fuse_grad_scaler=fuse_grad_scaler,
@@ -109,37 +106,18 @@ class NpuFusedRMSpropTF(FusedOptimizer):
 
     def validate(self, group: ParamGroup) -> None:
         """Check ``group``."""
-        check_rmsprop(group)
+        super().validate(group)
         check_bool("decoupled_decay", group["decoupled_decay"])
         check_bool("lr_in_momentum", group["lr_in_momentum"])
         check_non_negative("init_square_avg", "init_square_avg", group["init_square_avg"])
-
-    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
-        """Second moment, and what momentum and centering need."""
-        return rmsprop_states(group)
 
     def initial_state(self, name: str, group: ParamGroup) -> float:
         """The second moment starts at ``init_square_avg``."""
         return float(group["init_square_avg"]) if name == "square_avg" else 0.0
 
-    def call(self, run: Run, group: ParamGroup) -> Call:
-        """The rule."""
-        return rmsprop_.bind(
-            run.param,
-            run.scaled_grad,
-            run.state("square_avg"),
-            run.state("grad_avg") if group["centered"] else None,
-            run.state("momentum_buffer") if group["momentum"] else None,
-            run.model_param(),
-            lr=self.learning_rate(run, group),
-            alpha=group["alpha"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            eps_inside_sqrt=True,
-            decoupled=group["decoupled_decay"],
-            lr_in_momentum=group["lr_in_momentum"],
-            maximize=group["maximize"],
-            grad_scale=run.grad_scale,
-            found_inf=run.found_inf,
-        )
+    def _options_of(self, group: ParamGroup) -> dict[str, bool]:
+        return {
+            "eps_inside_sqrt": True,
+            "decoupled": group["decoupled_decay"],
+            "lr_in_momentum": group["lr_in_momentum"],
+        }

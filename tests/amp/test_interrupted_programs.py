@@ -252,13 +252,13 @@ def reference(level, kind, *cut):
     return run(level, kind, cut=cut)[1]
 
 
-def assert_old_or_new(level, kind, n, caplog, within=None):
+def assert_old_or_new(level, kind, n, caplog, within=None, files=()):
     """A program that is interrupted at the ``n``-th place.
 
     In the middle of an update a parameter may be neither, which is logged.
     """
     caplog.clear()
-    (i, j), found = run(level, kind, interrupt=(interrupt := Interrupt(n)), within=within)
+    (i, j), found = run(level, kind, interrupt=(interrupt := Interrupt(n, *files)), within=within)
     right = [reference(level, kind, -1, 0)]
     part = Program.ACTIONS[i][j] if i >= 0 else "shutdown"
     if part not in ("initialize", "shutdown"):  # which are completed
@@ -274,12 +274,13 @@ def assert_old_or_new(level, kind, n, caplog, within=None):
         assert found in right, at
 
 
-def assert_anywhere(level, kind, count, caplog, within=None):
-    """At ``count`` places."""
-    run(level, kind, interrupt=(interrupt := Interrupt(NEVER)), within=within)
+def assert_anywhere(level, kind, count, caplog, within=None, files=()):
+    """At ``count`` places, in these files of the package, or in any."""
+    run(level, kind, interrupt=(interrupt := Interrupt(NEVER, *files)), within=within)
+    assert interrupt.count, "there was nothing to interrupt"
     places = range(1, interrupt.count + 1)
-    for n in random.Random(f"{level} {kind} {within}").sample(places, min(count, len(places))):
-        assert_old_or_new(level, kind, n, caplog, within)
+    for n in random.Random(" ".join(map(str, (level, kind, within, *files)))).sample(places, min(count, len(places))):
+        assert_old_or_new(level, kind, n, caplog, within, files)
 
 
 @pytest.mark.parametrize(("level", "kind"), [("O1", "torch"), ("O2", "fused"), ("O2", "fuse_unscale")])
@@ -291,6 +292,18 @@ def test_goes_on_as_if_taken_or_not(level, kind, caplog):
 @pytest.mark.parametrize("part", ["initialize", "add_group", "load_optimizer", "load_model", "shutdown"])
 def test_every_part_is_taken_or_not(part, caplog):
     assert_anywhere("O2", "fused", 5, caplog, part)
+
+
+# Files of which the same holds: what fuses, opens a block, casts.
+FILES = (
+    *(("O2", "fused", "fused_params.py"), ("O2", "combine_grad", "flat_buffer.py"), ("O2", "torch", "block.py")),
+    *(("O2", "torch", "optimizer_state.py"), ("O2", "torch", "forward_cast.py"), ("O1", "torch", "casting.py")),
+)
+
+
+@pytest.mark.parametrize(("level", "kind", "file"), FILES)
+def test_every_part_is_taken_or_not_in_a_file(level, kind, file, caplog):
+    assert_anywhere(level, kind, 4, caplog, files=(file,))
 
 
 def test_one_optimizer_steps_a_model_that_is_initialized_again():

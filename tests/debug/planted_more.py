@@ -8,10 +8,9 @@ import math
 
 import torch
 from debug.planted import Fault, batch, marked_lines
-from devices import DEVICE, VENDOR
+from devices import VENDOR
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 MARKED = marked_lines(__file__)
 
@@ -43,28 +42,6 @@ def to_target(model):
     return F.mse_loss(model(batch(4, 8)).float(), model.target)  # fault: target
 
 
-class Embedded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.fc = nn.Embedding(5, 8), nn.Linear(8, 8)
-
-    def forward(self, tokens):
-        return self.fc(self.emb(tokens))  # fault: embedding
-
-
-def embed(model):
-    return model(torch.tensor([[0, 3], [4, 4]]).to(DEVICE)).float().mean()
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
-
-    def forward(self, x):
-        return self.norm(self.fc(x))  # fault: layernorm
-
-
 class Evaluated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -91,10 +68,6 @@ def normalized(h):
     return h / h.norm(dim=-1, keepdim=True)  # fault: normalize
 
 
-def deviation(h):
-    return h[:1].std(0)  # fault: deviation
-
-
 def angle(h):
     return torch.acos(h)  # fault: angle
 
@@ -102,14 +75,6 @@ def angle(h):
 def unscaled_attention(h):
     q = h.reshape(2, 2, 8)
     return (q @ q.transpose(-1, -2)).softmax(-1)  # fault: logits
-
-
-def exponential(h):
-    return torch.exp(h)  # fault: exponential
-
-
-def total(h):
-    return h.sum(1)  # fault: total
 
 
 def load_large(model):
@@ -134,23 +99,6 @@ def with_hook(h):
     return h * 1
 
 
-class ConvNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.fc = nn.Conv2d(1, 2, 3), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.fc(self.conv(x).relu().flatten(1))
-
-
-def mean_of_images(model):
-    return model(batch(4, 1, 4, 4)).float().mean()  # fault: images
-
-
-def steep_loss(model):
-    return (model(batch(4, 8)).float() * 3e6).mean()  # fault: steep
-
-
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -160,19 +108,6 @@ class Twice(nn.Module):
 
     def forward(self, x):
         return self.b(self.a(x))  # fault: shared
-
-
-class Again(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Body(squared_inside, value=500.0)
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
-def squared_inside(h):
-    return h * h  # fault: again
 
 
 class Inverse(nn.Module):
@@ -187,22 +122,6 @@ def by_criterion(model):
 def all_masked(h):
     mask = torch.ones(h.shape, dtype=torch.bool, device=h.device)
     return h.masked_fill(mask, -math.inf).softmax(-1)  # fault: all masked
-
-
-def powers(model):
-    return (model(batch(4, 8)).float() * 0 + 1e20).cumprod(-1).mean()  # fault: powers
-
-
-def logarithm(h):
-    return torch.log1p(h * 0 - 1)  # fault: logarithm
-
-
-def inverse_power(h):
-    return (h * 0).pow(-1)  # fault: inverse
-
-
-def root_power(h):
-    return (h * 0).abs().pow(0.5)  # fault: root power
 
 
 LOSS_ONLY = {"loss_scale": "dynamic", "dynamic_init_scale": 4.0}
@@ -228,28 +147,6 @@ FAULTS = [
         plant=load_target,
     ),
     Fault(
-        "embedding",
-        Embedded,
-        embed,
-        "weights",
-        "forward",
-        "emb",
-        "aten::embedding",
-        tensor="emb.weight",
-        plant=spoil("emb.weight", 3, math.nan),
-    ),
-    Fault(
-        "layernorm",
-        Normed,
-        mean_of,
-        "weights",
-        "forward",
-        "norm",
-        "aten::native_layer_norm",
-        tensor="norm.weight",
-        plant=spoil("norm.weight", 2, math.inf),
-    ),
-    Fault(
         "buffer",
         Evaluated,
         lambda m: m(batch(2, 1, 5, 5)).float().mean(),
@@ -262,11 +159,8 @@ FAULTS = [
     ),
     Fault("gain", body(times_inf, 1.0), mean_of, "constant", "forward", "", "aten::mul"),
     Fault("normalize", body(normalized, 0.0), mean_of, "math", "forward", "", "aten::div"),
-    Fault("deviation", body(deviation), mean_of, "math", "forward", "", "aten::std"),
     Fault("angle", body(angle, 1.0), mean_of, "math", "backward", "", "aten::rsqrt"),
     Fault("logits", body(unscaled_attention, 200.0), mean_of, "overflow", "forward", "", PRODUCT),
-    Fault("exponential", body(exponential, 12.0), mean_of, "overflow", "forward", "", "aten::exp", levels=HALF),
-    Fault("total", body(total, 1e4), mean_of, "overflow", "forward", "", "aten::sum", levels=HALF),
     Fault(
         "cast",
         Large,
@@ -279,32 +173,7 @@ FAULTS = [
         marks={"O1": "inner cast"},
     ),
     Fault("hook", body(with_hook), mean_of, "gradient", "backward", "fc", "aten::mul", options=LOSS_ONLY),
-    Fault(
-        "images",
-        ConvNet,
-        mean_of_images,
-        "scale",
-        "backward",
-        {"O1": None, "O2": "", "O3": ""},
-        "aten::_to_copy",
-        options=HIGH,
-    ),
-    Fault(
-        "steep",
-        body(lambda h: h),
-        steep_loss,
-        "gradient",
-        "backward",
-        {"O1": None, "O2": "", "O3": ""},
-        "aten::_to_copy",
-        options=LOSS_ONLY,
-    ),
     Fault("shared", Twice, mean_of, "overflow", "forward", "a=b", "aten::addmm"),
-    Fault("again", Again, mean_of, "overflow", "forward", "inner", "aten::mul"),
     Fault("criterion", body(lambda h: h), by_criterion, "math", "forward", "(Inverse)", "aten::reciprocal"),
     Fault("all masked", body(all_masked), mean_of, "constant", "forward", "", "aten::masked_fill"),
-    Fault("powers", body(lambda h: h), powers, "overflow", "forward", None, "aten::cumprod"),
-    Fault("logarithm", body(logarithm), mean_of, "math", "forward", "", "aten::log1p"),
-    Fault("inverse", body(inverse_power), mean_of, "math", "forward", "", "aten::pow"),
-    Fault("root power", body(root_power), mean_of, "math", "backward", "", "aten::pow"),
 ]

@@ -526,7 +526,7 @@ def test_rows_of_many_steps_are_lined_up_in_time_that_grows_with_their_number():
     found = line_up(steps(9, "mm", "add", "mul", "tanh"), steps(9, "mm", "mul", "add", "mul", "tanh"))
     assert found == {5 * k + j + (j > 0): 4 * k + j for k in range(9) for j in range(4)}
     crossing = [row([1.0], operator=name) for name in "abcd"]
-    assert line_up(crossing, [crossing[k] for k in (3, 0, 1, 2)]) == {1: 0, 2: 1, 3: 2}
+    assert line_up(crossing, [crossing[k] for k in (3, 0, 1, 2)]) == {0: 3, 1: 0, 2: 1, 3: 2}
 
 
 # ---- what is shown --------------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from apex_npu import amp, optimizers
 from apex_npu.amp.session import current
 from apex_npu.backends._torch_private import dispatch_modes
-from apex_npu.debug.comparison.record import inside_of, path_of_rank
+from apex_npu.debug.comparison.record import path_of_rank
 from apex_npu.debug.comparison.recorded import Samples, digest_of, load, on_host
 from apex_npu.debug.comparison.recorder import Recorder
+from apex_npu.debug.watching.opening import inside_of
 
 
 class Small(torch.nn.Module):

@@ -706,7 +706,7 @@ def test_errors_of_the_model_do_not_reach_the_step():
     assert note_of(found) == "the step could not be run again: KeyError: 'table'"
 
 
-def test_a_forward_that_was_interrupted_is_no_longer_open():
+def test_a_forward_that_was_interrupted_is_open_until_the_next_block():
     class Interrupted(Squares):
         def forward(self, x, stop=False):
             if stop:
@@ -717,6 +717,8 @@ def test_a_forward_that_was_interrupted_is_no_longer_open():
     with amp.debug.find_overflow(model, replay=True) as found:
         with pytest.raises(KeyboardInterrupt):
             model(good_batch(), stop=True)
+        backward(model(good_batch()).float().mean(), optimizer)
+        optimizer.step()
         skipped(model, optimizer, bad_batch())
     assert names_the_line(found), str(found)
 

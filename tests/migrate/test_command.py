@@ -187,12 +187,6 @@ def test_what_is_searched(tree):
     assert sorted(change.target.path for change in plan([tree]).files) == ["a.py", "inner/b.py"]
 
 
-def test_several_processes_give_the_same(tree):
-    for number in range(45):
-        (tree / f"m{number}.py").write_text(BEFORE + f"cuda_{number} = 'cuda'\n")
-    assert plan([tree], jobs=2) == plan([tree], jobs=1)
-
-
 def test_an_attribute_of_another_file_is_the_programs_own(tree):
     (tree / "a.py").write_text("class A:\n    def is_cuda(self): pass\n")
     (tree / "c.py").write_text("print(a.is_cuda)\n")
@@ -319,13 +313,6 @@ def test_reports(tree, tmp_path):
         assert (region["startLine"], region["startColumn"]) == (row["line"], row["column"])
         assert ("fixes" in result) == (row["after"] is not None)
     assert {result["level"] for result in results} == {"note", "warning", "error"}
-
-
-@pytest.mark.parametrize("number", ["0", "-1", "x"])
-def test_the_number_of_processes(tree, capsys, number):
-    with pytest.raises(SystemExit, match="2"):
-        migrate(f"--jobs={number}", tree)
-    assert "give 1 or more" in capsys.readouterr().err
 
 
 def test_advice_is_asked_for(tree, capsys):

@@ -1,16 +1,14 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Modules against the CPU: those that are more than the operators of ``test_opinfo.py``, and training with them."""
+"""Modules against the CPU: those that are more than the operators of ``test_opinfo.py``."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 
-import npu_simulator
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -112,85 +110,3 @@ def test_moving_keeps_parameters() -> None:
     module(torch.randn(5, 3).npu()).square().sum().backward()
     optimizer.step()  # was made before the move
     assert not torch.equal(module[0].weight, before)
-
-
-class Block(nn.Module):
-    def __init__(self, inner: int, outer: int, stride: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer)
-        self.conv2, self.bn2 = nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer)
-        self.skip = nn.Conv2d(inner, outer, 1, stride, bias=False) if stride > 1 else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))) + self.skip(x))
-
-
-def resnet(width: int) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, width, 3, 1, 1, bias=False),
-        nn.BatchNorm2d(width),
-        nn.ReLU(),
-        Block(width, width, 1),
-        Block(width, 2 * width, 2),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(2 * width, 10),
-    )
-
-
-def losses(device: str, optimizer: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, **options: object) -> list:
-    model = resnet(4).to(device)
-    step = optimizer(model.parameters(), **options)
-    generator, result = torch.Generator().manual_seed(1), []
-    for _ in range(4):
-        x = torch.randn(4, 3, 12, 12, generator=generator).to(device)
-        y = torch.randint(0, 10, (4,), generator=generator).to(device)
-        step.zero_grad()
-        with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
-            loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        step.step()
-        result.append(loss.item())
-    return result
-
-
-@pytest.mark.parametrize("fused_foreach", [False, True])
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-        (torch.optim.SGD, {"lr": 0.1, "foreach": True}),
-        (torch.optim.SGD, {"lr": 0.1, "fused": True}),
-        (torch.optim.Adam, {}),
-        (torch.optim.Adam, {"fused": True}),
-        (torch.optim.AdamW, {"capturable": True}),
-        (torch.optim.RMSprop, {}),
-        (torch.optim.Adagrad, {}),
-    ],
-)
-def test_resnet_trains_as_on_cpu(
-    optimizer: type[torch.optim.Optimizer], options: dict[str, object], fused_foreach: bool
-) -> None:
-    npu_simulator.configure(fused_foreach=fused_foreach)
-    cpu_options = {name: value for name, value in options.items() if name != "capturable"}
-    got = losses("npu", optimizer, torch.float32, **options)
-    want = losses("cpu", optimizer, torch.float32, **cpu_options)
-    assert got[0] == want[0]  # the same kernels
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)  # foreach adds up in another order than the loop
-    assert want[-1] != want[0]
-
-
-def test_plain_sgd_is_bit_identical() -> None:
-    options = {"lr": 0.1, "momentum": 0.9, "foreach": False}
-    assert losses("npu", torch.optim.SGD, torch.float32, **options) == losses(
-        "cpu", torch.optim.SGD, torch.float32, **options
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_resnet_under_autocast(dtype: torch.dtype) -> None:
-    # torch's cast lists for the CPU are shorter than those for other devices: close, not equal.
-    got = losses("npu", torch.optim.SGD, dtype, lr=0.1)
-    want = losses("cpu", torch.optim.SGD, torch.float32, lr=0.1)
-    torch.testing.assert_close(got, want, rtol=5e-2, atol=5e-2)

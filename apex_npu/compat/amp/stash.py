@@ -227,7 +227,7 @@ _LISTS_WITHOUT_MASTERS: dict[str, _Getter] = {
     "all_fp16_grad_stash": lambda stash: stash._aside(stash._params(low_precision=True)),
     "all_fp32_grad_stash": lambda stash: stash._aside(stash._params(low_precision=False)),
 }
-# In a ``_group_step`` of the script's own: what ``apex_npu.optimizers.group_steps`` has for each parameter group.
+# In a ``_group_step`` of the script's own: what ``apex_npu.compat.group_steps`` has for each parameter group.
 _COMBINED = {
     "combined_params_indexed_by_group": "param",
     "combined_grads_indexed_by_group": "grad",

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -350,9 +349,11 @@ class check_operators(WatchingContext):
         check.attach()
         return check.found
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """End; nothing where it has ended already."""
         check, self.watch = self.watch, None
         if check is not None:
             is_complete = check.detach()

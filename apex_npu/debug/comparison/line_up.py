@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,15 +40,14 @@ def line_up(reference: Sequence[Row], candidate: Sequence[Row]) -> dict[int, int
 def _in_order(theirs: dict[int, _Key], ours: dict[int, _Key]) -> dict[int, int]:
     """Indices of ``ours``, each with that of the same row of ``theirs``; in time that grows with their number.
 
-    A row that both have equally often is the same as the one with its number there, as long as no pair crosses another
-    one: these are the anchors. Between two anchors rows are known by their number since the first of the two.
+    A row that both have equally often is the same as the one with its number there: these are the anchors. The others
+    are known by their number since the last anchor before them.
     """
     counts = Counter(theirs.values()), Counter(ours.values())
     numbers: dict[_Key, deque[int]] = {}
     for i, key in theirs.items():
         numbers.setdefault(key, deque()).append(i)
-    even = {i: numbers[key].popleft() for i, key in ours.items() if counts[0][key] == counts[1][key]}
-    anchors = _increasing(even)
+    anchors = {i: numbers[key].popleft() for i, key in ours.items() if counts[0][key] == counts[1][key]}
     places = {other: i for i, other in anchors.items()}
     named = {(places.get(anchor, -1), key, n): i for i, (anchor, key, n) in _since(theirs, set(places))}
     between = {i: named[name] for i, name in _since(ours, set(anchors)) if name in named}
@@ -65,23 +63,6 @@ def _since(keys: dict[int, _Key], anchors: set[int]) -> Iterator[tuple[int, tupl
         else:
             yield i, (last, key, seen[key])
             seen[key] += 1
-
-
-def _increasing(pairs: dict[int, int]) -> dict[int, int]:
-    """The most of ``pairs``, whose keys increase, whose values increase, too."""
-    ends: list[int] = []  # for each length the least value that so many end with
-    last: list[int] = []  # and its key
-    before: dict[int, int | None] = {}
-    for i, value in pairs.items():
-        at = bisect_left(ends, value)
-        before[i] = last[at - 1] if at else None
-        ends[at : at + 1], last[at : at + 1] = [value], [i]
-    chosen: dict[int, int] = {}
-    i_or_none = last[-1] if last else None
-    while i_or_none is not None:
-        chosen[i_or_none] = pairs[i_or_none]
-        i_or_none = before[i_or_none]
-    return chosen
 
 
 def _key(row: Row) -> _Key:

@@ -17,7 +17,7 @@ from apex_npu.debug.comparison.grad_scalers import follow_grad_scalers
 from apex_npu.debug.comparison.recorded import Recorded, digest_of
 from apex_npu.debug.comparison.recorder import Recorder
 from apex_npu.debug.observers import leave, observe
-from apex_npu.debug.watching.opening import WatchingContext
+from apex_npu.debug.watching.opening import WatchingContext, inside_of
 from apex_npu.debug.watching.places import Names
 
 
@@ -75,7 +75,8 @@ class record(WatchingContext):
         self._undo = Undo()
 
     def __enter__(self) -> Recorded:
-        models = [inside_of(model) for model in self.models_to_watch()]
+        given = self.models_to_watch()
+        models = list(map(inside_of, given))
         session = self._session = current()
         recorder = self.watch = Recorder(Names(models), self._samples)
         recorded = recorder.recorded
@@ -85,7 +86,7 @@ class record(WatchingContext):
         recorded.device = devices[0].type if devices else "cpu"
         recorded.versions = {"torch": str(torch.__version__)}
         recorded.random_states = _random_states(recorded.device)
-        if any(_is_compiled(module) for model in models for module in model.modules()):
+        if any(_is_compiled(module) for model in given for module in model.modules()):
             recorded.notes.append("torch.compile was off while this was recorded: what it has compiled ran eagerly")
         try:
             recorder.note_weights({} if session is None else session.masters)
@@ -94,11 +95,11 @@ class record(WatchingContext):
             follow_grad_scalers(self._undo, recorder.scales, recorder.unscaled)
             recorder.attach()
         except BaseException:  # as an interrupt
-            self.discard()
+            self.leave()
             raise
         return recorded
 
-    def discard(self) -> bool:
+    def leave(self) -> bool:
         """End, and write no file; False: operators are missing, as a mode that was entered before was left before."""
         recorder, session = self.watch, self._session
         self.watch = self._session = None
@@ -113,7 +114,7 @@ class record(WatchingContext):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         recorder = self.watch
-        is_complete = self.discard()
+        is_complete = self.leave()
         if recorder is not None and kind is None:
             if not is_complete:
                 raise RuntimeError(
@@ -144,11 +145,3 @@ def path_of_rank(path: str) -> str:
     """``path``; in the second process and those after it with its rank."""
     rank = own_rank()
     return f"{path}.rank{rank}" if rank else path
-
-
-def inside_of(model: nn.Module) -> nn.Module:
-    """The model that torch's data parallel wrappers hold: with and without them names are the same."""
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while isinstance(model, wrappers):
-        model = model.module
-    return model

@@ -19,10 +19,9 @@ from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import Session, current, require
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import for_device
-from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.gradient_range.census import ZERO, exponent_census
 from apex_npu.debug.gradient_range.report import GradientRange, ParameterRange, exponent_of
-from apex_npu.debug.gradients import adopted_state
+from apex_npu.debug.gradients import adopted_state, gradients_in, names_of
 from apex_npu.debug.observers import leave, observe, stepped
 from apex_npu.debug.text import listed
 from apex_npu.debug.watching.opening import session_models
@@ -80,8 +79,7 @@ class _Probe:
         _fill(self._found, session, measured, scale, 2.0 ** -exponent_of(scale))
         missed = [s for s, g in zip(sources, grads, strict=True) if g is None]
         if missed:
-            names = {} if session is None else session.parameter_names()
-            shown = listed([names.get(s) or f"a parameter of shape {tuple(s.shape)}" for s in missed])
+            shown = listed(list(map(names_of(session), missed)))
             self._note(f"not measured: {shown}, which this loss does not use, or only within reentrant checkpoints")
         zeros = {id(s): g == 0 for s, g in measured}
         parameters = iter(self._found.parameters.values())
@@ -107,19 +105,15 @@ def _as_before(device: torch.device) -> Iterator[None]:
     modules = {m for model in ([] if session is None else session_models(session)) for m in model.modules()}
     held = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None and not b.is_meta]
     copies = [buffer.detach().clone() for _, _, buffer in held]
-    watches = [mode for mode in dispatch_modes() if isinstance(mode, Watch) and not mode.suspended]
-    for watch in watches:
-        watch.suspended = True
     on_host = device.type == "cpu"
     try:
-        with torch.random.fork_rng([] if on_host else [device], device_type="cuda" if on_host else device.type):
+        forked = torch.random.fork_rng([] if on_host else [device], device_type="cuda" if on_host else device.type)
+        with Watch.none_watches(), forked:
             yield
     finally:
         for (module, name, buffer), copy in zip(held, copies, strict=True):
             buffer.data.copy_(copy)  # the graph of the block may have saved it: its version stays
             module._buffers[name] = buffer
-        for watch in watches:
-            watch.suspended = False
 
 
 def _gradients(loss: Tensor, sources: Sequence[Tensor]) -> list[Tensor | None]:
@@ -137,11 +131,11 @@ def _fill(
     found: GradientRange, session: Session | None, grads: Sequence[tuple[Tensor, Tensor]], scale: float, factor: float
 ) -> None:
     """Take the gradients of parameters in; they are unscaled by ``factor``."""
-    names = {} if session is None else session.parameter_names()
+    name_of = names_of(session)
     found.scale = scale
     counts = exponent_census([grad for _, grad in grads], factor)
-    for (source, grad), row in zip(grads, counts, strict=True):
-        name = names.get(source) or f"a parameter of shape {tuple(grad.shape)}"
+    for (source, _), row in zip(grads, counts, strict=True):
+        name = name_of(source)
         if name in found.parameters:
             name = f"{name} ({len(found.parameters)})"
         one = found.parameters[name] = ParameterRange(name, row, exponent_of(scale), found.dtype)
@@ -208,12 +202,8 @@ def _measure_present(found: GradientRange, optimizer: Optimizer, state: AmpOptim
     decision = state.decision
     loss_id = 0 if decision is None else decision.loss_id
     scale = session.scaler(loss_id).scale if decision is None else decision.scale_before
-    grads = []
-    for group in state.grad_groups(optimizer):
-        for param, source in zip(group.params, group.sources, strict=True):
-            grad = source.grad if param.grad is None else param.grad
-            if grad is not None and is_measurable(local_part(grad)):
-                grads.append((source, local_part(grad)))
+    groups = state.grad_groups(optimizer)
+    grads = [(group.sources[i], grad) for group in groups for i, grad in gradients_in(group) if is_measurable(grad)]
     if not grads:
         raise RuntimeError(
             "gradient_range found no gradient: call it after a scale_loss block, before step() and zero_grad(); or "

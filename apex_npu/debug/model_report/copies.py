@@ -146,19 +146,23 @@ class KeptGradients:
             tensor.grad = grad
 
 
+def nodes_of(roots: Iterable[Any]) -> set[Any]:
+    """The nodes of the graphs that a backward from the nodes ``roots`` comes to, these included."""
+    found = set(roots)
+    waiting = list(found)
+    while waiting:
+        following = {node for node, _ in waiting.pop().next_functions if node is not None} - found
+        found |= following
+        waiting += following
+    return found
+
+
 def leaves_of_graph(outputs: Iterable[Tensor]) -> list[Tensor]:
     """The tensors to which a backward of ``outputs`` gives gradients."""
-    found = [t for t in outputs if t.requires_grad and t.grad_fn is None]
-    nodes: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if node.name() == "torch::autograd::AccumulateGrad":
-            found.append(node.variable)
-        following = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= following
-        nodes += following
-    return found
+    outputs = list(outputs)
+    nodes = nodes_of(t.grad_fn for t in outputs if t.grad_fn is not None)
+    accumulating = (node for node in nodes if node.name() == "torch::autograd::AccumulateGrad")
+    return [t for t in outputs if t.requires_grad and t.grad_fn is None] + [node.variable for node in accumulating]
 
 
 @contextmanager

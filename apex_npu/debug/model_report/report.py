@@ -6,12 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from traceback import clear_frames
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from apex_npu.amp.policy import OPT_LEVELS, Policy, resolve
@@ -29,7 +27,8 @@ from apex_npu.debug.model_report.copies import (
 )
 from apex_npu.debug.model_report.memory import Sizes, measure, sizes_of, usual_sizes
 from apex_npu.debug.model_report.table import LevelReport, ModelReport
-from apex_npu.debug.model_report.tally import Tally, refuses_hooks
+from apex_npu.debug.model_report.tally import Tally
+from apex_npu.debug.watching.opening import inside_of
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 
@@ -80,7 +79,9 @@ def report(
         >>> r.levels["O1"].tally.flops_in(torch.float16)
         256
     """
-    model = unwrapped(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"amp.debug.report takes a model, torch.nn.Module, got {type(model).__name__}")
+    model = inside_of(model)
     listed = (level if isinstance(level, Policy) else resolve(level) for level in _listed(levels))
     policies = {policy.opt_level: policy for policy in listed}
     if loss is not None and not callable(loss):
@@ -97,14 +98,16 @@ def report(
         stack.enter_context(torch.enable_grad())
         sizes = {level: usual_sizes(model) if optimizer is None else sizes_of(optimizer, model) for level in policies}
         try:
-            results = _try_all(policies, device_types, model, given, loss, sizes)
+            sessions = [Session(policy, [], device_types=device_types) for policy in policies.values()]
+            results = [_try(session, model, given, loss, sizes) for session in sessions]
         except _Refused:
             raise
         except Exception as error:
             why = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
             raise RuntimeError(
                 f"the model cannot be reported on without values ({why}), as where sizes depend on values (x[mask], "
-                ".item()), or an operator has no rule for sizes: report on a part of it that can"
+                ".item()), an operator has no rule for sizes, or forward has derivatives of torch.func: report on a "
+                "part of it that can"
             ) from error
     found = ModelReport(
         type(model).__name__,
@@ -114,11 +117,6 @@ def report(
     )
     if loss is None:
         found.notes.append("no loss function was given, and none is counted")
-    if any(one.tally.saved is None for one, _, _ in results):
-        found.notes.append(
-            "what is saved for backward is unknown: derivatives of torch.func, as by grad in forward, allow no hooks "
-            "of saved tensors"
-        )
     uncounted = {name for one, _, _ in results for name in one.tally.uncounted}
     if uncounted:
         found.notes.append(f"FLOPs of {', '.join(sorted(uncounted))} are not counted: there is no formula for them")
@@ -132,20 +130,6 @@ def report(
             "computed of it is not what the level would compute"
         )
     return found
-
-
-def unwrapped(model: Any) -> nn.Module:
-    """What is inside of DistributedDataParallel, DataParallel and torch.compile; TypeError for what is no module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"amp.debug.report takes a model, torch.nn.Module, got {type(model).__name__}")
-    inner: nn.Module = model
-    while True:
-        if isinstance(inner, (DistributedDataParallel, DataParallel)):
-            inner = inner.module
-        elif isinstance(vars(inner).get("_modules", {}).get("_orig_mod"), nn.Module):  # torch.compile
-            inner = inner.get_submodule("_orig_mod")
-        else:
-            return inner
 
 
 def _listed(levels: str | Sequence[str | Policy]) -> list[str | Policy]:
@@ -167,44 +151,20 @@ def _device_types(model: nn.Module, tensors: list[Tensor]) -> list[str]:
     return types
 
 
-def _try_all(
-    policies: Mapping[str, Policy],
-    device_types: list[str],
-    model: nn.Module,
-    given: Any,
-    loss: Callable[[Any], Tensor] | None,
-    sizes: dict[str, Sizes],
-) -> list[tuple[LevelReport, bool, set[int]]]:
-    """``_try`` at each level; where forward allows no hooks of saved tensors, once more without counting these."""
-
-    def tried(*, counts_saved: bool) -> list[tuple[LevelReport, bool, set[int]]]:
-        sessions = [Session(policy, [], device_types=device_types) for policy in policies.values()]
-        tallies = [Tally() if counts_saved else Tally(saved=None) for _ in sessions]
-        return [_try(*pair, model, given, loss, sizes) for pair in zip(sessions, tallies, strict=True)]
-
-    try:
-        return tried(counts_saved=True)
-    except RuntimeError as error:
-        if not refuses_hooks(error):
-            raise
-        clear_frames(error.__traceback__)
-    return tried(counts_saved=False)
-
-
 def _try(
     session: Session,
-    tally: Tally,
     model: nn.Module,
     given: Any,
     loss: Callable[[Any], Tensor] | None,
     sizes: dict[str, Sizes],
 ) -> tuple[LevelReport, bool, set[int]]:
-    """One forward and backward of a copy of ``model``, whose casts are those of ``session``, counted by ``tally``.
+    """One forward and backward of a copy of ``model``, whose casts are those of ``session``.
 
     Returns:
         What it was, whether there was a backward, and the ids of the tensors that it gives gradients to.
     """
     session.patches = registered_patches(session.policy)
+    tally = Tally()
     with (
         KeptGradients(model.parameters()) as gradients,
         fake_copies(model, given) as (made, (args, kwargs)),

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields, replace
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
@@ -12,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from apex_npu.amp.policy import Policy, resolve
 from apex_npu.amp.session import current, is_first_rank
 from apex_npu.autocast.cast_policy import CastPolicy
-from apex_npu.backends.patching import Undo, patch_attribute
-from apex_npu.debug.model_report.report import LEVELS, report, unwrapped
+from apex_npu.debug.model_report.report import LEVELS, report
+from apex_npu.debug.watching.opening import is_of_amp
 
 
 class FirstForward:
@@ -25,31 +25,19 @@ class FirstForward:
 
     def __init__(self) -> None:
         """From now on, until then."""
-        self._undo = Undo()
-        # No hook: a global one does not get the arguments that are passed by name.
-        patch_attribute(self._undo, nn.Module, "__call__", self._reporting)
+        hook = torch_module.register_module_forward_hook(self._forward_ended, with_kwargs=True)
+        self._remove = hook.remove
         self._exit = Finalize(None, self._script_ended, exitpriority=0)  # as in ScriptSteps
 
-    def _reporting(self, original: Any) -> Any:
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # torch.compile reads this function, too, and cannot compile a report
-                return original(module, *args, **kwargs)
-            if not (torch.is_grad_enabled() and self._is_of_amp(module)):
-                return original(module, *args, **kwargs)
+    def _forward_ended(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Report after the forward: what the model keeps in caches then has values."""
+        session = current()
+        if torch.compiler.is_compiling() or session is None or not session.policy.enabled:
+            return
+        if torch.is_grad_enabled() and is_of_amp(module):
             self.end()
-            output = original(module, *args, **kwargs)  # first: what the model keeps in caches then has values
             if is_first_rank():
                 self._report(module, args, kwargs)
-            return output
-
-        return call
-
-    def _is_of_amp(self, module: nn.Module) -> bool:
-        session = current()
-        if session is None or not session.policy.enabled:
-            return False
-        inner = unwrapped(module)
-        return any(known.model is not None and unwrapped(known.model) is inner for known in session.models)
 
     def _report(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         session = current()
@@ -73,7 +61,7 @@ class FirstForward:
             print(f"--model-report: {type(error).__name__}: {error}", flush=True)
             return
         found.notes.append(trains)
-        _print(found)
+        print(found, flush=True)
 
     def _script_ended(self) -> None:
         self.end()
@@ -87,17 +75,4 @@ class FirstForward:
     def end(self) -> None:
         """Look at calls no longer."""
         self._exit.cancel()
-        self._undo.close()
-
-
-def _print(found: object) -> None:
-    """With rich's tables on a terminal, where rich is installed."""
-    if sys.stdout.isatty():
-        try:
-            from rich import print as rich_print
-        except ImportError:
-            pass
-        else:
-            rich_print(found)
-            return
-    print(found, flush=True)
+        self._remove()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from apex_npu._cli.tables import as_rich
 from apex_npu.debug.model_report.memory import Memory
 from apex_npu.debug.model_report.tally import Tally
 from apex_npu.debug.text import aligned, name_of
@@ -94,20 +95,13 @@ def text_of(found: ModelReport) -> str:
 
 def render(found: ModelReport) -> Iterator[Any]:
     """All of it as what rich prints."""
-    from rich.box import SIMPLE
-    from rich.table import Table as RichTable
     from rich.text import Text
 
     for part in parts_of(found):
-        if not isinstance(part, Table):
+        if isinstance(part, Table):
+            yield as_rich(part.head, part.rows, part.title, numbers=True)
+        else:
             yield Text(part)
-            continue
-        table = RichTable(box=SIMPLE, title=Text(part.title), title_justify="left")
-        for i, name in enumerate(part.head):
-            table.add_column(Text(name), justify="right" if i else "left", overflow="fold")
-        for row in part.rows:
-            table.add_row(*map(Text, row))
-        yield table
 
 
 def parts_of(found: ModelReport) -> Iterator[Table | str]:
@@ -152,26 +146,21 @@ def _totals(levels: list[LevelReport]) -> Table:
     rows.append(row("  weights that are cast", lambda one: str(len(one.tally.cast_weights))))
     rows.append(row("  moved by casts", lambda one: _bytes(one.tally.cast_bytes.total())))
     rows.append(row("moved, casts included", lambda one: _bytes(one.tally.bytes_moved)))
-    saved = [one.tally.saved for one in levels]
-    if None in saved:
-        rows.append(row("saved for backward", lambda one: "unknown"))
-    else:
-        rows += kind("saved for backward", lambda one: one.tally.saved or Counter())
+    rows += kind("saved for backward", lambda one: one.tally.saved)
     rows += kind("parameters and buffers", lambda one: one.memory.parameters)
     rows += kind("gradients", lambda one: one.memory.gradients)
     rows.append(row("fp32 masters", lambda one: _bytes(one.memory.masters.total())))
     rows.append(row("gradients of masters", lambda one: _bytes(one.memory.master_gradients.total())))
     for title in levels[0].memory.states:
         rows.append(row(f"state of {title}", lambda one, title=title: _bytes(one.memory.states[title])))  # type: ignore[misc]
-    in_all = "in all" if None not in saved else "in all but what is saved"
     for title in levels[0].memory.states:
-        rows.append(row(f"{in_all}, with {title}", lambda one, title=title: _bytes(_sum(one, title))))  # type: ignore[misc]
+        rows.append(row(f"in all, with {title}", lambda one, title=title: _bytes(_sum(one, title))))  # type: ignore[misc]
     return Table("one iteration at each level", ["", *(one.level for one in levels)], rows)
 
 
 def _sum(one: LevelReport, optimizer: str) -> int:
     memory = one.memory
-    kinds = (memory.parameters, memory.gradients, memory.masters, memory.master_gradients, one.tally.saved or Counter())
+    kinds = (memory.parameters, memory.gradients, memory.masters, memory.master_gradients, one.tally.saved)
     return sum(kind.total() for kind in kinds) + memory.states[optimizer]
 
 

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from inspect import unwrap
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -63,8 +61,7 @@ class Tally:
         casts: For each (from, to) how often one is called. Both are floating dtypes.
         cast_bytes: For each (from, to) the bytes that casts read and write.
         cast_weights: The names of the parameters that are cast.
-        saved: For each dtype the bytes of memory that forward keeps for backward, without parameters and inputs; None:
-            it was not counted.
+        saved: For each dtype the bytes of memory that forward keeps for backward, without parameters and inputs.
     """
 
     calls: Counter[Function] = field(default_factory=Counter)
@@ -74,15 +71,12 @@ class Tally:
     casts: Counter[tuple[torch.dtype, torch.dtype]] = field(default_factory=Counter)
     cast_bytes: Counter[tuple[torch.dtype, torch.dtype]] = field(default_factory=Counter)
     cast_weights: dict[str, None] = field(default_factory=dict)
-    saved: Counter[torch.dtype] | None = field(default_factory=Counter)
+    saved: Counter[torch.dtype] = field(default_factory=Counter)
 
     @contextmanager
     def counting(self, model: nn.Module, given: list[Tensor]) -> Iterator[None]:
         """Count what is called in the block; ``given`` are the model's inputs."""
-        with ExitStack() as stack:
-            stack.enter_context(_Counting(self, model))
-            if self.saved is not None:
-                stack.enter_context(_saving(self.saved, [*model.parameters(), *model.buffers(), *given]))
+        with _Counting(self, model), _saving(self.saved, [*model.parameters(), *model.buffers(), *given]):
             yield
 
     def flops_in(self, dtype: torch.dtype) -> int:
@@ -107,12 +101,6 @@ def _saving(saved: Counter[torch.dtype], known: list[Tensor]) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield
-
-
-def refuses_hooks(error: BaseException) -> bool:
-    """Whether ``error`` is that of a forward which allows no hooks of saved tensors, as torch.func's ``grad``."""
-    (*_, (frame, _)) = walk_tb(error.__traceback__)
-    return frame.f_code is unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
 
 
 class _Counting(TorchDispatchMode):

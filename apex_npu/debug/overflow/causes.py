@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from torch import Tensor
 
 from apex_npu.debug.text import name_of
 from apex_npu.debug.watching.calls import Call, Leaf, iterate
@@ -155,6 +156,14 @@ def _common(call: Call, path: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
+def without_operator(kind: Kind, phase: str, of: Tensor, tensor: str | None, why: str, advice: str) -> Finding:
+    """A cause that no operator is known of: ``of`` is not finite, and is called ``tensor``."""
+    shape = tuple(of.shape)
+    return Finding(
+        kind, phase, None, "none", dtype=name_of(of.dtype), shape=shape, tensor=tensor, why=why, advice=advice
+    )
+
+
 def _of_leaf(call: Call, leaf: Leaf, path: tuple[str, ...]) -> Finding:
     if leaf.kind == "weights":
         why = f"{leaf.name} held inf or nan before the iteration began"
@@ -194,7 +203,8 @@ def _of_call(watch: Watch, call: Call, path: tuple[str, ...], scale: Scale) -> F
     if call.phase == "backward" and true_value and limit is not None and opinion is not None and opinion.is_finite:
         fits = 2.0 ** math.floor(math.log2(scale.value * limit / true_value))
     kind = _kind_of(call, fits, scale)
-    why, advice = _TEXTS[kind](Found(call, scale, true_value, limit, fits))
+    text = _TEXTS[kind]
+    why, advice = text(Found(call, scale, true_value, limit, fits)) if callable(text) else text
     return Finding(
         kind,
         dtype=name_of(call.dtype),
@@ -376,26 +386,6 @@ def _scale(f: Found) -> tuple[str, str]:
     return why, f"nothing: the scale will settle near {_power(f.fits)}" if f.fits else "nothing: the scale will settle"
 
 
-def _ranks(f: Found) -> tuple[str, str]:
-    return OF_ANOTHER_PROCESS
-
-
-def _written(f: Found) -> tuple[str, str]:
-    return (
-        "the gradient was finite when backward ended, and was changed in the block after it",
-        "look at the code of the block after backward(), which sees gradients multiplied with the loss scale: do that "
-        "after the block",
-    )
-
-
-def _constant(f: Found) -> tuple[str, str]:
-    return (
-        "the code passes inf or nan to it, and this reaches the loss or a gradient",
-        "use a large finite number instead, such as torch.finfo(dtype).min in a mask (the softmax of a row that is all "
-        "masked is nan), or keep it out of what the loss depends on",
-    )
-
-
 def _unknown(f: Found) -> tuple[str, str]:
     reason = f.call.opinion.reason if f.call.opinion is not None else "it was not asked"
     return (
@@ -408,15 +398,25 @@ def _power(value: float | None) -> str:
     return "" if value is None else f"2^{round(math.log2(value))}"
 
 
-_TEXTS: dict[Kind, _Text] = {
+_WRITTEN = (
+    "the gradient was finite when backward ended, and was changed in the block after it",
+    "look at the code of the block after backward(), which sees gradients multiplied with the loss scale: do that "
+    "after the block",
+)
+_CONSTANT = (
+    "the code passes inf or nan to it, and this reaches the loss or a gradient",
+    "use a large finite number instead, such as torch.finfo(dtype).min in a mask (the softmax of a row that is all "
+    "masked is nan), or keep it out of what the loss depends on",
+)
+_TEXTS: dict[Kind, _Text | tuple[str, str]] = {
     "overflow": _overflow,
     "underflow": _underflow,
     "math": _math,
     "gradient": _gradient,
     "accumulation": _accumulation,
     "scale": _scale,
-    "ranks": _ranks,
-    "written": _written,
-    "constant": _constant,
+    "ranks": OF_ANOTHER_PROCESS,
+    "written": _WRITTEN,
+    "constant": _CONSTANT,
     "unknown": _unknown,
 }

@@ -18,10 +18,9 @@ from apex_npu.amp.session import Session, current
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends import for_device
 from apex_npu.debug.observers import stepped
-from apex_npu.debug.overflow.causes import OF_ANOTHER_PROCESS, Finding, Scale, find_causes
+from apex_npu.debug.overflow.causes import OF_ANOTHER_PROCESS, Finding, Scale, find_causes, without_operator
 from apex_npu.debug.overflow.report import OverflowReport, Overflows, note_of_dropped
 from apex_npu.debug.text import name_of
-from apex_npu.debug.watching.calls import Leaf
 from apex_npu.debug.watching.operators import is_measurable, vanishing_number_in
 from apex_npu.debug.watching.places import Names
 from apex_npu.debug.watching.watch import Watch
@@ -207,9 +206,15 @@ class Finder:
             report.notes.append(f"{len(report.causes) - 1} more operators have saturated; the first is shown")
             report.causes = report.causes[:1]
         if not report.causes and bad_results:
-            report.causes = [_of_loss(watch.leaf(bad_results[0]))]
+            why = "the loss was not finite before it was watched, or was computed by code that is not seen"
+            advice = "open find_overflow before the forward that the loss comes from"
+            report.causes = [without_operator("data", "forward", bad_results[0], "the loss", why, advice)]
         elif not report.causes and bad:
-            report.causes = [_of_unseen(bad[0][0], watch)]
+            why = "no operator that was watched has written this gradient: it was finite, or from before"
+            advice = "look at code of the block that writes gradients, and at gradients that were not cleared"
+            source = bad[0][0]
+            name = watch.names.of_tensor(source)
+            report.causes = [without_operator("written", "block", source, name, why, advice)]
         if _are_averaged([source for source, _ in gradients]):
             report.causes = [_of_average(cause) for cause in report.causes]
         report.not_measured = dict(watch.not_measured) if report.overflowed else {}
@@ -229,34 +234,6 @@ def _vanished_eps(session: Session) -> str:
                         "divides by 0 where the second moment is 0: eps=1e-4, or O2, whose masters are float32. Else "
                     )
     return ""
-
-
-def _of_loss(leaf: Leaf) -> Finding:
-    return Finding(
-        "data",
-        "forward",
-        None,
-        "none",
-        dtype=name_of(leaf.dtype),
-        shape=leaf.shape,
-        tensor="the loss",
-        why="the loss was not finite before it was watched, or was computed by code that is not seen",
-        advice="open find_overflow before the forward that the loss comes from",
-    )
-
-
-def _of_unseen(source: Tensor, watch: Watch) -> Finding:
-    return Finding(
-        "written",
-        "block",
-        None,
-        "none",
-        dtype=name_of(source.dtype),
-        shape=tuple(source.shape),
-        tensor=watch.names.of_tensor(source),
-        why="no operator that was watched has written this gradient: it was finite, or from before",
-        advice="look at code of the block that writes gradients, and at gradients that were not cleared",
-    )
 
 
 def _are_averaged(sources: Sequence[Tensor]) -> bool:

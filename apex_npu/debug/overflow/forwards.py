@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import logging
 import threading
@@ -138,14 +137,6 @@ def _autocast_of(device_types: Iterable[str]) -> dict[str, tuple[torch.dtype, bo
     return {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), caches) for kind in device_types}
 
 
-def _is_running(frame: Any) -> bool:
-    """Whether ``frame`` is among those that have called this one."""
-    caller: Any = inspect.currentframe()
-    while caller is not None and caller is not frame:
-        caller = caller.f_back
-    return caller is not None
-
-
 class _Hook:
     """A hook of a module that belongs to that module alone: its copies and pickles have none."""
 
@@ -216,34 +207,31 @@ class Forwards:
         self.close_interrupted()
 
     def close_interrupted(self) -> None:
-        """No forward runs in this thread: those that are open have been interrupted."""
+        """No forward runs in this thread: those that are open were interrupted, after which no hook is called."""
         self._open.modules = []
 
     @contextmanager
-    def again(self, returned: Callable[[list[Tensor]], None]) -> Iterator[None]:
-        """A call is run once more: it is not kept, and ``returned`` is called with its outputs."""
+    def paused(self) -> Iterator[None]:
+        """Keep no calls of this thread."""
         self.close_interrupted()
-        self._open.again = returned
+        self._open.paused = True
         try:
             yield
         finally:
-            del self._open.again
+            del self._open.paused
 
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        outer: list[tuple[nn.Module, Forward | None, Any]] = vars(self._open).setdefault("modules", [])
-        if outer and not _is_running(outer[0][2]):  # it has been interrupted, after which no hook is called
-            outer.clear()
+        outer: list[tuple[nn.Module, Forward | None]] = vars(self._open).setdefault("modules", [])
         forward = None
         is_outermost = not outer and module in self._hooks and self.failed is None
-        if is_outermost and not hasattr(self._open, "again") and torch.is_grad_enabled() and not is_capturing():
+        if is_outermost and not hasattr(self._open, "paused") and torch.is_grad_enabled() and not is_capturing():
             place = calling_line(3)  # past the hook, and what torch calls it by
             try:
                 forward = self._new_forward(module, (args, kwargs), place if isinstance(place, Place) else None)
             except Exception as error:
                 self.failed = f"{type(error).__name__}: {error}".splitlines()[0]
                 logger.exception("forwards of this model cannot be kept; training is not affected")
-        frame: Any = inspect.currentframe()
-        outer.append((module, forward, frame.f_back.f_back))
+        outer.append((module, forward))
 
     def _new_forward(self, module: nn.Module, given: Any, place: Place | None) -> Forward:
         tensors = [*module.parameters(), *every_tensor(given)]
@@ -257,14 +245,14 @@ class Forwards:
         outer = vars(self._open).get("modules", [])
         forward = None
         while outer:  # those inside of it that an exception has ended
-            begun, forward, _ = outer.pop()
+            begun, forward = outer.pop()
             if begun is module:
                 break
-        if outer:
-            return
-        outputs = [tensor for tensor in every_tensor(output) if tensor.grad_fn is not None]
-        if hasattr(self._open, "again"):
-            self._open.again(outputs)
-        elif forward is not None:
+        if forward is not None and not outer:
             forward.state.forward_ended()
-            forward.follow(outputs, self._gradient_arrived)
+            forward.follow(outputs_of(output), self._gradient_arrived)
+
+
+def outputs_of(returned: Any) -> list[Tensor]:
+    """The tensors that a model has ``returned``, and that backward passes gradients to."""
+    return [tensor for tensor in every_tensor(returned) if tensor.grad_fn is not None]

@@ -17,12 +17,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from apex_npu.amp.session import current
 from apex_npu.amp.step_decision import StepReport
 from apex_npu.backends._torch_private import without_modes
+from apex_npu.debug.model_report.copies import nodes_of
 from apex_npu.debug.observers import stepped
-from apex_npu.debug.overflow.causes import Finding
+from apex_npu.debug.overflow.causes import Finding, without_operator
 from apex_npu.debug.overflow.finder import Finder, Gradients, params_of
-from apex_npu.debug.overflow.forwards import Forward, Forwards, NotReplayedError
+from apex_npu.debug.overflow.forwards import Forward, Forwards, NotReplayedError, outputs_of
 from apex_npu.debug.overflow.report import OverflowReport, Overflows
-from apex_npu.debug.text import first_line, name_of
+from apex_npu.debug.text import first_line
 from apex_npu.debug.watching.watch import GIVEN, Watch
 from apex_npu.fusion import grads_of
 from apex_npu.fusion.shards import local_part
@@ -243,8 +244,7 @@ class Replayer:
     def _run(self, block: Block, run: Run, found: OverflowReport) -> tuple[Finder, Gradients]:
         """Run one forward and its backward again, with ``found`` as what is found; returns the gradients, too."""
         sources = [source for source in block.sources if source.requires_grad]
-        outputs: list[Tensor] = []
-        with run.forward.as_it_was() as (call, inputs), self._forwards.again(outputs.extend):
+        with run.forward.as_it_was() as (call, inputs), self._forwards.paused():
             finder = Finder(self._forwards.models)
             finder.dynamic, watch = block.dynamic, finder.watch
             watch.scale, watch.replayed = block.scale, run.forward
@@ -252,7 +252,7 @@ class Replayer:
             was_raised, watch.flag.raised = watch.flag.raised, False
             watch.attach()
             try:
-                call()
+                outputs = outputs_of(call())
                 gradients = [*sources, *inputs]
                 given = _begin_backward(outputs, run, watch)
                 grads = torch.autograd.grad(
@@ -309,10 +309,11 @@ def _begin_backward(outputs: Sequence[Tensor], run: Run, watch: Watch) -> list[t
             "gradients now"
         )
     pairs = [(outputs[i], gradient) for i, gradient in run.gradients.items()]
-    before = [_nodes_before(output.grad_fn) for output, _ in pairs]
+    graphs: list[Any] = [output.grad_fn for output, _ in pairs]
+    before = [nodes_of(node for node, _ in graph.next_functions if node is not None) for graph in graphs]
     given = []
     for output, gradient in pairs:
-        if any(output.grad_fn is not None and output.grad_fn in nodes for nodes in before):
+        if any(output.grad_fn in nodes for nodes in before):
 
             def settle(arrived: Tensor, recorded: Tensor = gradient) -> Tensor | None:
                 is_watched, watch.suspended = not watch.suspended, True
@@ -324,18 +325,6 @@ def _begin_backward(outputs: Sequence[Tensor], run: Run, watch: Watch) -> list[t
         else:
             given.append((output, gradient))
     return given
-
-
-def _nodes_before(node: Any) -> set[Any]:
-    """The nodes of the graph that a backward from ``node`` comes to after it."""
-    found: set[Any] = set()
-    waiting = [node] if node is not None else []
-    while waiting:
-        for further, _ in waiting.pop().next_functions:
-            if further is not None and further not in found:
-                found.add(further)
-                waiting.append(further)
-    return found
 
 
 def _examine(
@@ -353,23 +342,16 @@ def _examine(
     is_given = [c.kind == "data" and c.phase == "backward" and c.tensor == GIVEN for c in found.causes]
     is_forward = any(cause.phase == "forward" for cause in found.causes)
     if (bad and not is_forward) or (is_given and all(is_given)):
-        found.causes = [_after_model(next(iter(bad or given)))]
+        gradient = next(iter(bad or given))
+        found.causes = [without_operator("unknown", "backward", gradient, "the gradient of an output", *_AFTER_MODEL)]
 
 
-def _after_model(gradient: Tensor) -> Finding:
-    return Finding(
-        "unknown",
-        "backward",
-        None,
-        "none",
-        dtype=name_of(gradient.dtype),
-        shape=tuple(gradient.shape),
-        tensor="the gradient of an output",
-        why="the models' outputs are finite, the gradients that backward passes to them are not: this begins in the "
-        "code that computes the loss from them, which is not run again",
-        advice="watch an iteration: find_overflow without replay; or let a module compute the loss, and pass it to "
-        "find_overflow, too",
-    )
+_AFTER_MODEL = (
+    "the models' outputs are finite, the gradients that backward passes to them are not: this begins in the code that "
+    "computes the loss from them, which is not run again",
+    "watch an iteration: find_overflow without replay; or let a module compute the loss, and pass it to find_overflow, "
+    "too",
+)
 
 
 def _of_sum(parameter: str) -> Finding:

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.profiler import record_function
 
-from apex_npu.amp.session import current, settings
+from apex_npu.amp.session import settings
 from apex_npu.backends._torch_private import torch_profiler
 from apex_npu.backends.patching import Undo, patch_attribute
+from apex_npu.debug.watching.opening import is_of_amp
 
 # Where a function is looked up, its name there, and its label. A function that several modules have imported is listed
 # for each.
@@ -155,7 +156,7 @@ class Labels:
         if not open_ones and not self.kept and not torch_profiler._is_profiler_enabled:
             self.close_unless_used()  # a profiler has ended, and no block has followed
             return
-        if not _is_of_amp(module):
+        if not is_of_amp(module):
             return
         label = None if open_ones else record_function("amp.forward")  # a model may be part of another
         if label is not None:
@@ -170,15 +171,6 @@ class Labels:
             _, label = open_ones.pop()
             if label is not None:
                 label.__exit__(None, None, None)
-
-
-def _is_of_amp(module: nn.Module) -> bool:
-    """Whether ``module`` is a model that was passed to ``amp.initialize``, or what torch.compile has made of one."""
-    session = current()
-    if session is None:
-        return False
-    known = getattr(module, "_orig_mod", module)
-    return any(converted.model is known for converted in session.models)
 
 
 def follow_profiler() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import warnings
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -170,13 +171,8 @@ def table_of(found: Steps) -> str:
     """A line for each phase, the most expensive operators, and the advice."""
     on_device = found.idle is not None
     heads = ["phase", "ms", "share", "operators", "copies", "waits"] + (["kernels", "device ms"] if on_device else [])
-    rows = [heads]
-    total = Phase("all", found.ms, 100.0)
-    for phase in found.phases:
-        rows.append(_cells(phase, on_device))
-        for key in ("operators", "copies", "waits", "kernels", "device_ms"):
-            setattr(total, key, getattr(total, key) + getattr(phase, key))
-    rows.append(_cells(total, on_device))
+    total = replace(found.phase(""), name="all", ms=found.ms, share=100.0)
+    rows = [heads, *(_cells(phase, on_device) for phase in (*found.phases, total))]
     shown = found.operators[:_SHOWN]
     lines = [f"{count(found.count, 'step')} of {found.ms:.3g} ms; what follows is of one step", ""]
     lines += aligned(rows)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -83,12 +82,6 @@ class Lineage(Generic[Writer]):
         if known is not None:
             span = span_of(tensor)
             known[1][:] = [(other, writer) for other, writer in known[1] if not other.overlaps(span)]
-
-    def all_writers(self) -> Iterator[Writer]:
-        """Those of storages that are still there."""
-        for reference, spans in self._storages.values():
-            if not reference.expired():
-                yield from (writer for _, writer in spans)
 
     def _sweep(self) -> None:
         self._until_swept -= 1

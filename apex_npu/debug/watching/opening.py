@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from apex_npu.amp.session import Session, current
 from apex_npu.backends import is_capturing
@@ -17,6 +18,24 @@ from apex_npu.debug.watching.watch import Watch
 def session_models(session: Session) -> list[nn.Module]:
     """The models that amp knows, and that are still there."""
     return [model for converted in session.models if (model := converted.model) is not None]
+
+
+def inside_of(model: nn.Module) -> nn.Module:
+    """The model that DistributedDataParallel, DataParallel and torch.compile hold."""
+    while True:
+        compiled = vars(model).get("_modules", {}).get("_orig_mod")
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        elif isinstance(compiled, nn.Module):
+            model = compiled
+        else:
+            return model
+
+
+def is_of_amp(module: nn.Module) -> bool:
+    """Whether ``module`` is, or holds, a model that was passed to ``amp.initialize``."""
+    session, inner = current(), inside_of(module)
+    return session is not None and any(inside_of(model) is inner for model in session_models(session))
 
 
 class WatchingContext:
@@ -43,16 +62,6 @@ class WatchingContext:
     def __enter__(self) -> Any:
         """Begin."""
         raise NotImplementedError
-
-    def make_way(self, call: Callable[[], object]) -> None:
-        """Have ``call`` leave this context, where the script opens one that watches."""
-        if self.watch is not None:
-            self.watch.make_way = call
-
-    def enter_module(self, module: nn.Module, args: Any) -> None:
-        """The context was entered within the forward of ``module``, before its operators."""
-        if self.watch is not None:
-            self.watch.enter_module(module, args)
 
     def models_to_watch(self, open_already: str | None = None) -> list[nn.Module]:
         """The models; ``open_already`` is the text of the error where another context watches.

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from apex_npu.migrate.engine.program import Finding, Program
@@ -50,10 +49,8 @@ def check(program: Program) -> None:
         del program.drafts[before:]
         program.report(error.rule, "refused", error.node, message=error.reason, links=["amp"])
     if program.options.amp_left:
-        for number, draft in enumerate(program.drafts[before:], before):
-            if draft.status != "refused":
-                message = f"amp stays out of the program: {program.options.amp_left}"
-                program.drafts[number] = replace(draft, status="refused", edits=(), message=message)
+        message = f"amp stays out of the program: {program.options.amp_left}"
+        program.refuse(message, lambda draft: draft.status != "refused", before)
 
 
 def arguments_of_initialize() -> frozenset[str]:

@@ -8,7 +8,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,6 +101,10 @@ class Draft:
     edits: tuple[Edit, ...] = ()
     message: str = ""
     links: frozenset[str] = field(default_factory=frozenset)
+
+    def refused(self, message: str) -> Draft:
+        """The same, left for a person."""
+        return replace(self, status="refused", edits=(), message=message)
 
 
 @dataclass(frozen=True)
@@ -295,10 +299,15 @@ class Program:
             cause = next((stays[link] for link in sorted(draft.links) if link in stays), None)
             if draft.status in ("changed", "unsure") and cause is not None:
                 line = self.source.place(cause.start)[0]
-                message = f"it is changed together with line {line} ({cause.rule}), which stays as it is"
-                self.drafts[number] = replace(draft, status="refused", edits=(), message=message)
+                self.drafts[number] = draft.refused(
+                    f"it is changed together with line {line} ({cause.rule}), which stays as it is"
+                )
                 fallen = True
         return fallen
+
+    def refuse(self, message: str, concerns: Callable[[Draft], bool], since: int = 0) -> None:
+        """Leave for a person what ``concerns`` is true of, among what was said from number ``since`` on."""
+        self.drafts[since:] = [one.refused(message) if concerns(one) else one for one in self.drafts[since:]]
 
     def changes(self) -> list[Draft]:
         """What is to be changed."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import os
 import signal
 import sys
 from pathlib import Path
@@ -121,7 +120,7 @@ def _migrate(options: argparse.Namespace) -> int:
         model=options.model or "",
     )
     script = options.data_parallel
-    made = plan(options.paths or [script], chosen, options.exclude or (), options.jobs, script)
+    made = plan(options.paths or [script], chosen, options.exclude or (), script)
     if options.report:
         _save(options.report, reports.write_report(options.report, made.findings))
     if options.diff:
@@ -136,12 +135,6 @@ def _migrate(options: argparse.Namespace) -> int:
         write_copy((options.paths or [options.data_parallel])[0], made.files, options.out)
     print(reports.summary(made, written=bool(options.write or options.out)), file=sys.stderr if options.diff else None)
     return _status(made, check=options.check)
-
-
-def _jobs(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of processes: give 1 or more")
-    return int(text)
 
 
 def _save(path: str, content: bytes) -> None:
@@ -194,7 +187,6 @@ MIGRATE = Command(
         Argument("--explain", "print a rule with its example", metavar="RULE"),
         Argument("--list-rules", "print all rules", flag=True),
         Argument("--exclude", "skip paths, as in '*/data/*' (repeatable)", metavar="GLOB", many=True),
-        Argument("--jobs", "processes; default: %(default)s", type=_jobs, metavar="N", default=os.cpu_count() or 1),
         Argument("--allow-dirty", "with --write: also files that are not committed in git", flag=True),
         Argument("--backup", "with --write: keep FILE.orig, and allow the same", flag=True),
         Argument("--force", "also change files that speak of npu already", flag=True),

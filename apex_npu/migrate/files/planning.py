@@ -27,8 +27,6 @@ _SKIPPED = {".git", ".hg", ".svn", "__pycache__", "build", "node_modules", "site
 _OTHERS = re.compile(r".*\.(sh|bash|ya?ml|json|cfg|ini|toml)|Dockerfile.*|.*requirements.*\.txt")
 _CUDA_LINE = re.compile(r"CUDA_VISIBLE_DEVICES|\bcuda\b|\bcuda:\d|\bnccl\b|\bapex\b")
 _MAX_OTHER = 1_000_000
-# Below this many files a second process costs more than it saves.
-_FEW = 40
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,6 @@ def plan(
     paths: Sequence[str | Path],
     options: Options | None = None,
     exclude: Sequence[str] = (),
-    jobs: int = 1,
     data_parallel: str | Path | None = None,
 ) -> Plan:
     """Apply the rules to files, and to the .py and .ipynb files of folders. Nothing is written.
@@ -81,7 +78,6 @@ def plan(
         paths: Files and folders. Links are not followed; in a git checkout, what git ignores is skipped.
         options: Which rules apply, and how.
         exclude: Patterns of paths below the folders, or of names, that are skipped.
-        jobs: How many processes share the work.
         data_parallel: A script among the files that becomes one for several cards.
 
     Raises:
@@ -105,7 +101,7 @@ def plan(
     work = _Work({shown: contents[target] for shown, target in programs.items()}, options or Options())
     if data_parallel is not None:
         work.choose_script(Path(data_parallel))
-    work.rewrite_all(jobs)
+    work.rewrite_all()
     if data_parallel is not None:
         work.leave_one_card()
     if work.general.amp:
@@ -134,16 +130,16 @@ class _Work:
         self.options = dict.fromkeys(programs, self.general)
         self.done: dict[str, Rewritten] = {}
 
-    def rewrite_all(self, jobs: int) -> None:
+    def rewrite_all(self) -> None:
         """Rewrite the programs that the rules could have anything to say of."""
-        work = [(shown, data, self.options[shown]) for shown, data in self.programs.items()]
-        work = [one for one in work if concerns(*one[1:])]
-        self.done = {shown: new for (shown, *_), new in zip(work, _all_rewritten(work, jobs), strict=True)}
+        for shown, data in self.programs.items():
+            if concerns(data, self.options[shown]):
+                self.again(shown)
 
     def again(self, shown: str, **told: Any) -> None:
-        """Rewrite one with other options."""
+        """Rewrite one, with other options."""
         self.options[shown] = replace(self.options[shown], **told)
-        self.done[shown] = _rewritten((shown, self.programs[shown], self.options[shown]))
+        self.done[shown] = _rewritten(shown, self.programs[shown], self.options[shown])
 
     def findings(self) -> dict[Path, Sequence[Finding]]:
         """What was said of each module."""
@@ -185,18 +181,7 @@ class _Work:
                 self.again(shown, parallel_left=reason)
 
 
-def _all_rewritten(work: list[tuple[str, bytes, Options]], jobs: int) -> Iterator[Rewritten]:
-    if jobs < 2 or len(work) < _FEW:
-        yield from map(_rewritten, work)
-        return
-    from concurrent.futures import ProcessPoolExecutor
-
-    with ProcessPoolExecutor(jobs) as pool:
-        yield from pool.map(_rewritten, work, chunksize=8)
-
-
-def _rewritten(work: tuple[str, bytes, Options]) -> Rewritten:
-    shown, data, options = work
+def _rewritten(shown: str, data: bytes, options: Options) -> Rewritten:
     if not shown.endswith(".ipynb"):
         return rewrite_part(data, shown, replace(options, exports=exports(Path(shown), data)))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import replace
 
 from apex_npu.migrate.amp.initialize import COMBINE, PARALLEL, Insertion, check_moves, place_of
 from apex_npu.migrate.amp.training import UnclearError
@@ -49,9 +48,7 @@ def check(program: Program) -> None:
         program.report(rule, "refused", error.node, message=error.reason, links=[PARALLEL])
     if options.parallel_left:
         message = f"the script stays one for one card: {options.parallel_left}"
-        for number, draft in enumerate(program.drafts[before:], before):
-            if draft.status == "changed":
-                program.drafts[number] = replace(draft, status="refused", edits=(), message=message)
+        program.refuse(message, lambda draft: draft.status == "changed", before)
 
 
 def _convert(program: Program) -> None:

@@ -13,7 +13,7 @@ import importlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +239,7 @@ def check(program: Program) -> None:
         rest -= {link for draft in program.drafts[before:] for link in draft.links}
         # The rest of what is changed together is not changed without it.
         broken = [one for one in gone if one.links & rest and one.status != "note"]
-        program.drafts = left + [replace(one, status="refused", edits=(), message=_PART) for one in broken]
+        program.drafts = left + [one.refused(_PART) for one in broken]
 
 
 def _uses(program: Program, name: str) -> Iterator[ast.Name | ast.Attribute]:
